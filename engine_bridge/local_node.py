@@ -31,7 +31,6 @@ from engine_bridge.engine_metrics import engine_metrics
 from engine_bridge.grammars.checker import GrammarChecker, NoChecker
 from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
 from engine_bridge.policy.limits.request_limits import RequestLimits
-from engine_bridge.policy.nodes.routing import NodeFacts
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import (
@@ -54,6 +53,7 @@ from engine_bridge.protocol.node import (
     SseReply,
     TokenizerStats,
 )
+from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from engine_bridge.protocol.token_stream import TokenStream
 from engine_bridge.settings.engine_config import EngineConfig

@@ -1,8 +1,9 @@
 """The Autobahn suite's fuzzing client against our websocket: `python -m bench.fuzz.autobahn`.
 
 What it sends comes back if all is well, so it needs an echo. The chat socket gives none: it takes no binary frames and no text but its own JSON.
-So the cases run against a small application of our own websocket (`gateway.doors.chat.websocket`, the class of the chat socket, behind the server's own
-connections) that echoes, with the chat socket's hard limit of 16 MiB for a frame. The suite is of Python 2.7: it is installed beside .venv's
+So the cases run against a small application of our own websocket (`gateway.doors.chat.websocket`, the class of the chat socket, behind the
+server's own connections) that echoes, with the chat socket's hard limit of 16 MiB for a frame.
+The suite is of Python 2.7: it is installed beside .venv's
 packages on the first run (requirements/autobahn.txt) and started as a process of its own.
 """
 

@@ -15,9 +15,10 @@ from typing import Any
 from bench.measures import quantile
 from engine_bridge.adapters.registry import Registry
 from engine_bridge.policy.adapters.adapter_places import LoadRates, loads
-from engine_bridge.policy.nodes.routing import UNKNOWN, Ask, NodeFacts, Ranks
+from engine_bridge.policy.nodes.routing import Ask
 from engine_bridge.policy.nodes.session_locations import Homes, doors_of
 from engine_bridge.protocol.node import AdapterInfo
+from engine_bridge.protocol.node_facts import UNKNOWN, NodeFacts, Ranks
 
 WIDTH, RANK = 1024, 64  # of the module and the adapter that CPU workers are measured with, as in bench/LOG.md
 EMPTY_WIDTH, EMPTY_RANK = 64, 8

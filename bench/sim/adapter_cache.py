@@ -2,8 +2,9 @@
 
     python -m bench.sim.adapter_cache [--json] [--part tempers|azure|prefetch] [--temper NAME] [--trace CSV] [--cache-share S] [--seeds N] [--seed N]
 
-What runs: `engine_bridge.policy.adapters.adapter_cache` and `.arrivals`; the cache around them is a model. An adapter that running requests use lies in a
-slot, outside the cache. When its last request ends it enters the cache (Chameleon §4.1), which then gives up what it is over its size by, the
+What runs: `engine_bridge.policy.adapters.adapter_cache` and `.arrivals`; the cache around them is a model. An adapter that running requests use
+lies in a slot,
+outside the cache. When its last request ends it enters the cache (Chameleon §4.1), which then gives up what it is over its size by, the
 newcomer if that is worth least. A request whose adapter is neither in a slot nor cached waits for one link, first come first served: its bytes
 over the bandwidth, plus an overhead. The cache's size is constant, where the engine's grows and shrinks with the KV.
 

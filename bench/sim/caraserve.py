@@ -2,8 +2,8 @@
 
     python -m bench.sim caraserve [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
-What runs: `engine_bridge.policy.nodes.routing` (which node serves a request, performance models and their fits) over simulated nodes (bench/sim/core) that
-have all adapters. What one node does with adapters that it has not is measured by `python -m bench.emulated caraserve`.
+What runs: `engine_bridge.policy.nodes.routing` (which node serves a request, performance models and their fits) over simulated nodes
+(bench/sim/core) that have all adapters. What one node does with adapters that it has not is measured by `python -m bench.emulated caraserve`.
 
 Hardware: A10 by its data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (core/calibration.py); Llama2-7B, adapters on
 q, k and v. Adapters are asked for as Azure's functions are, 340 requests/s. Ranks 8, 16, 32 and 64, as many of each: S-LoRA's, the paper does not
@@ -44,17 +44,9 @@ from bench.sim.core.shapes import VLLM, Shape
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Lengths, alpaca, functions, play, poisson
-from engine_bridge.policy.nodes.routing import (
-    POLICIES,
-    Fit,
-    KernelName,
-    Measured,
-    Ranks,
-    RoutingPolicy,
-    Settings,
-    fit,
-)
+from engine_bridge.policy.nodes.routing import POLICIES, Fit, Measured, RoutingPolicy, Settings, fit
 from engine_bridge.policy.scheduling.baselines import Fcfs
+from engine_bridge.protocol.node_facts import KernelName, Ranks
 
 SPAN_S, WARM_UP_S, QUICK_SPAN_S = 60.0, 10.0, 15.0
 SLO_TIMES = 1.5

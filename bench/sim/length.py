@@ -51,7 +51,7 @@ import msgspec
 
 from bench.data import FOLDER, lines_of
 from bench.live.report import report
-from engine_bridge.predict.hints import NOTHING_ASKED, read_conversation, setting_hints
+from engine_bridge.predict.hints import read_conversation, setting_hints
 from engine_bridge.predict.length import (
     P50,
     P90,
@@ -61,6 +61,7 @@ from engine_bridge.predict.length import (
     OnlineLengths,
     Recent,
 )
+from engine_bridge.protocol.asked import NOTHING_ASKED
 from engine_bridge.protocol.request_context import RequestContext
 
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"

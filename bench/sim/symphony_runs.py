@@ -35,9 +35,10 @@ from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy.kv.restore_method import FullCost
 from engine_bridge.policy.nodes import routing
 from engine_bridge.policy.nodes.routing import POLICIES as ROUTES
-from engine_bridge.policy.nodes.routing import Measured, NodeFacts, NodePerf, Ranks, RoutingPolicy, fit
+from engine_bridge.policy.nodes.routing import Measured, RoutingPolicy, fit
 from engine_bridge.policy.nodes.session_locations import Doors, loyal
 from engine_bridge.policy.scheduling.policies import POLICIES as QUEUES
+from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 SPAN_S, WARM_UP_S = 420.0, 120.0

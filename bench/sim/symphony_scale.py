@@ -26,7 +26,8 @@ from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.kv.restore_method import FullCost
-from engine_bridge.policy.nodes.routing import Ask, NodeFacts, Ranks, RoutingPolicy
+from engine_bridge.policy.nodes.routing import Ask, RoutingPolicy
+from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 from kvtiers.policy.restore import Action, RestoreFacts
 
 NUM_NODES, NUM_SESSIONS, NUM_CELLS = 1000, 1_000_000, 2

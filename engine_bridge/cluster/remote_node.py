@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.link import Link, Stream
-from engine_bridge.policy.nodes.routing import NodeFacts
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import (
     AdapterInfo,
@@ -33,12 +32,15 @@ from engine_bridge.protocol.node import (
     SseReply,
     TokenizerStats,
 )
+from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.request_context import NOBODY, RequestContext, passed_on
 from kvtiers.stats import TierStats
 
 
 class RemoteNode:
-    """See `engine_bridge.protocol.node.Node` for what each method promises. Whoever places the node attaches a link to it, and another one when that is lost.
+    """See `engine_bridge.protocol.node.Node` for what each method promises.
+
+    What places the node attaches a link to it, and another one when that is lost.
 
     Args:
         served_model_name: until the node has said its own.

@@ -24,7 +24,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.policy.nodes.routing import NodeFacts
 from engine_bridge.protocol.errors import (
     BridgeError,
     EngineUnavailable,
@@ -49,6 +48,7 @@ from engine_bridge.protocol.node import (
     SchedulingStats,
     TokenizerStats,
 )
+from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.request_context import RequestContext
 from kvtiers.stats import TierStats
 

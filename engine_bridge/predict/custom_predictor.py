@@ -21,8 +21,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.predict.hints import Asked
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor
+from engine_bridge.protocol.asked import Asked
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.request_context import RequestContext
 

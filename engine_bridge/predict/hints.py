@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
 from engine_bridge.predict.words import places_of
+from engine_bridge.protocol.asked import CONTEXT_HINTS, NO_TEXT, NOTHING_ASKED, TEXT_HINTS, Asked
 
 # Characters of a question that are looked at, half of them from its end, where long questions say what is wanted. Chosen: bounds the time.
 MAX_READ = 2048
@@ -67,45 +65,8 @@ _SPELLED = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four"
 _TOKENS_OF = {"word": 4 / 3, "sentence": 25.0, "line": 15.0, "paragraph": 100.0, "page": 600.0}
 _TOKENS_OF |= {f"{unit}s": num_tokens for unit, num_tokens in _TOKENS_OF.items()}
 
-TEXT_HINTS = (
-    "question_words",
-    "question_marks",
-    "lines",
-    "digits",
-    "tokens_asked_for",
-    "brief",
-    "long",
-    "parts",
-    "same",
-    "code",
-)
-CONTEXT_HINTS = ("system_chars", "num_turns", "tools")
 SETTING_HINTS = ("structured", "temperature", "is_bounded", "has_stop", "ignores_eos")
 HINTS = TEXT_HINTS + CONTEXT_HINTS + SETTING_HINTS
-NO_TEXT = (0.0,) * len(TEXT_HINTS)
-NO_CONTEXT = (0.0,) * len(CONTEXT_HINTS)
-
-
-class Asked(Struct, frozen=True):
-    """What a call asks.
-
-    question: the text of the last message, at most MAX_READ characters of it. hints: TEXT_HINTS, then CONTEXT_HINTS. system: a hash of the system
-    prompt; "" without one. template: one of it and of how the question begins, which what a program fills in leaves as it is; "" without a
-    question. words: `words.places_of` the question.
-    """
-
-    question: str = ""
-    hints: tuple[float, ...] = NO_TEXT + NO_CONTEXT
-    system: str = ""
-    template: str = ""
-    words: tuple[int, ...] = ()
-
-    def numbers(self) -> Asked:
-        """Without the text."""
-        return msgspec.structs.replace(self, question="")
-
-
-NOTHING_ASKED = Asked()
 
 
 def read_conversation(messages: Sequence[tuple[str, str]], *, has_tools: bool = False) -> Asked:

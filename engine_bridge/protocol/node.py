@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
-from engine_bridge.policy.nodes.routing import NodeFacts
+from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 

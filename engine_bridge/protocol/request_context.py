@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from engine_bridge.predict.hints import NOTHING_ASKED, Asked
+from engine_bridge.protocol.asked import NOTHING_ASKED, Asked
 
 
 class RequestContext(Struct, frozen=True, kw_only=True):

@@ -15,10 +15,10 @@ from engine_bridge.cluster.process import SILENT_S, STARTING_SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
 from engine_bridge.cluster.wire import NodeReport
-from engine_bridge.policy.nodes.routing import NodeFacts, Ranks
 from engine_bridge.policy.nodes.session_locations import Homes
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import NodeState, Progress
+from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
 from gateway.settings.limits import LimitSettings
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE / "files" if (_PACKAGE / "files").is_dir() else _PACKAGE.parent
 STATIC_DIR = PROJECT_ROOT / "static"
 DEMO_MODEL_DIR = PROJECT_ROOT / "demo" / "model"

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.policy.nodes.routing import NodeFacts
 from engine_bridge.policy.scheduling.decision_log import replay
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
+from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.app import Server, build_services
 from gateway.metrics.metrics import Metrics

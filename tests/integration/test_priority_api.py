@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.driver.carried import Carried, facts_of
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.custom_predictor import PredictorRefused
-from engine_bridge.predict.hints import HINTS, TEXT_HINTS
+from engine_bridge.predict.hints import HINTS
+from engine_bridge.protocol.asked import TEXT_HINTS
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
 

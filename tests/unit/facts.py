@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_bridge.policy.scheduling.queue_policy import Running, Waiting
-from engine_bridge.predict.hints import Asked
 from engine_bridge.predict.length import LengthFeatures
+from engine_bridge.protocol.asked import Asked
 from engine_bridge.protocol.request_context import RequestContext
 
 

@@ -10,7 +10,8 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.lean_node import Node
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
-from engine_bridge.policy.nodes.routing import Ask, NodeFacts, Ranks, RoutingPolicy
+from engine_bridge.policy.nodes.routing import Ask, RoutingPolicy
+from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
 
 class Cluster:

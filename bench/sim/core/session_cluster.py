@@ -13,8 +13,9 @@ from bench.sim.core.conversations import Chats, Session
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
-from engine_bridge.policy.nodes.routing import Ask, NodeFacts, NodePerf, Ranks
+from engine_bridge.policy.nodes.routing import Ask
 from engine_bridge.policy.nodes.session_locations import Doors, Homes, Sent, SessionKey
+from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 from engine_bridge.protocol.urgency import is_urgent
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine_bridge.policy.nodes.routing import NodeFacts, NodePerf, Ranks
+from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 
 # How much one request moves what is usual: the last fifty or so tell it. Chosen.
 SMOOTHING = 0.02

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from engine_bridge.policy.costs.costs import StepTable, believed
-from engine_bridge.policy.nodes.routing import KernelName, NodePerf, PerfModel, Ranks
+from engine_bridge.protocol.node_facts import KernelName, NodePerf, PerfModel, Ranks
 
 # A step counts half as much as one that came 700 steps later. Chosen: a machine that changes is followed within some thousand steps, under a minute
 # of load, and the batches of a quiet minute do not make those of a busy one forgotten.

@@ -163,10 +163,3 @@ def usable_parser(kind: Literal["tool", "reasoning"], choice: Choice, build: Cal
         raise ParserRefused(f"--{kind}-parser {choice.name}: {problem}")
     log.warning("%s parser: not vLLM's %s, though %s: %s", kind, choice.name, choice.why, problem)
     return ""
-
-
-def use_reasoning_parser(engine: Any, name: str) -> None:
-    """Grammars begin where the reasoning ends, not at the first token. name: "" for a model that does not reason. On the engine thread, while no
-    request runs."""
-    manager = engine.engine_core.engine_core.structured_output_manager
-    manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None

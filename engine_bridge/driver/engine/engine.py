@@ -287,8 +287,8 @@ class VllmDriver:
         self._background.append((request_id, request))
 
     def use_reasoning_parser(self, name: str) -> None:
-        """See `tool_calls.use_reasoning_parser`."""
-        from engine_bridge.driver.apis.tool_calls import use_reasoning_parser
+        """See `reasoning.use_reasoning_parser`."""
+        from engine_bridge.driver.engine.reasoning import use_reasoning_parser
 
         use_reasoning_parser(self.engine, name)
 

@@ -10,7 +10,7 @@ from engine_bridge.core.scheduling.load import Counted, Load
 from engine_bridge.core.scheduling.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.report import copy_of
-from engine_bridge.policy.nodes.routing import KernelName, NodeFacts, NodePerf
+from engine_bridge.protocol.node_facts import KernelName, NodeFacts, NodePerf
 from engine_bridge.protocol.urgency import is_urgent
 
 if TYPE_CHECKING:

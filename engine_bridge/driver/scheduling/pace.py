@@ -13,7 +13,7 @@ from engine_bridge.core.scheduling.step_times import StepTimes, StepWork
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.step_work import with_ranks, work_of
 from engine_bridge.policy.costs.costs import StepTable, TablePrefill
-from engine_bridge.policy.nodes.routing import Ranks
+from engine_bridge.protocol.node_facts import Ranks
 
 
 class Pace:

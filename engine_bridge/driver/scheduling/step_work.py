@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from engine_bridge.core.scheduling.step_times import StepWork
-from engine_bridge.policy.nodes.routing import Ranks
+from engine_bridge.protocol.node_facts import Ranks
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api import SchedulerOutput

@@ -25,10 +25,7 @@ from engine_bridge.policy.nodes.routing import (
     Ask,
     CachedKv,
     LoadBalance,
-    NodeFacts,
-    NodePerf,
     Overture,
-    Ranks,
     Relieve,
     Route,
     RoutingPolicy,
@@ -37,6 +34,7 @@ from engine_bridge.policy.nodes.routing import (
     relief,
     settings_of,
 )
+from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 
 SessionKey = tuple[str, str]
 """Tenant and session id. One with an empty session id belongs to no session, and nothing is kept of it."""

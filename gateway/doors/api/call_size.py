@@ -1,7 +1,7 @@
 """Whether a call's body is within bounds, looked at before anything is made of it. Pure.
 
-What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.limits.request_limits`. So is its
-prompt, of which the node may leave out a part: `engine_bridge.calls.context_overflow`.
+What an answer's own settings may hold (stop strings, grammars …) is measured where they are known:
+`engine_bridge.policy.limits.request_limits`. So is its prompt, of which the node may leave out a part: `engine_bridge.calls.context_overflow`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from gateway.doors.api import anthropic_models
 from gateway.doors.api.call_size import check_call
 from gateway.doors.api.recording import Recording, adapter_named, record, recording_of
 from gateway.doors.http.admission import RareLine
+from gateway.doors.http.bodies import json_body
 from gateway.doors.http.web_policy import (
     LEFT_OUT_HEADER,
     REQUEST_ID_HEADER,
@@ -32,7 +33,6 @@ from gateway.doors.http.web_policy import (
     request_id,
     speaks_anthropic,
 )
-from gateway.doors.rest.sessions import json_body
 from gateway.errors import GatewayError
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import checked_priority

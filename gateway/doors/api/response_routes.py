@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from gateway.doors.api.openai_routes import SSE_HEADERS, write_events
-from gateway.doors.rest.sessions import in_place, json_reply
+from gateway.doors.http.bodies import in_place, json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES, Services
 from gateway.sessions import StoredResponse, Turn

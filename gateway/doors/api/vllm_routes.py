@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from aiohttp import web
 
 from gateway.doors.description.bodies import ServerLoad, Versions
-from gateway.doors.rest.sessions import json_reply, readyz
+from gateway.doors.http.bodies import json_reply
+from gateway.doors.rest.health import readyz
 from gateway.services import SERVICES
 from overture_client import __version__
 

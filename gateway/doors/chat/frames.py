@@ -1,7 +1,7 @@
 """A client's websocket bytes as messages: RFC 6455 §5 without I/O, strict, and with a bound on what is held.
 
-`gateway.doors.chat.websocket` puts it on a connection. aiohttp's own reader takes frames without a mask and has one limit for the socket's whole life;
-here the limit may change between two frames, since a stranger gets less room than somebody who has said hello.
+`gateway.doors.chat.websocket` puts it on a connection. aiohttp's own reader takes frames without a mask and has one limit for the socket's
+whole life; here the limit may change between two frames, since a stranger gets less room than somebody who has said hello.
 """
 
 from __future__ import annotations

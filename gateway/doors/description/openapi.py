@@ -1,7 +1,8 @@
 """`GET /openapi.json`: the OpenAPI 3.1 document of this server's HTTP routes, and `GET /docs`, the page that shows it.
 
-The document is made once, off the event loop, of `gateway/doors/description/operations.py`, of the msgspec structs named there and of the schemas that vLLM's
-request models give (`Node.api_schemas`). Until the engine is up it is answered 503 `starting`: a document that lacks the bodies of the model calls
+The document is made once, off the event loop, of `gateway/doors/description/operations.py`, of the msgspec structs named there and of the
+schemas that vLLM's request models give (`Node.api_schemas`).
+Until the engine is up it is answered 503 `starting`: a document that lacks the bodies of the model calls
 would be taken for the whole one by whatever makes a client or tests of it, and stay behind there. It asks for no key: what it says is in
 the sources.
 """
@@ -21,7 +22,7 @@ from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, Engine, Operation, Reply, Shape
 from gateway.doors.description.operations import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
-from gateway.doors.rest.sessions import PAGE_HEADERS
+from gateway.doors.rest.pages import PAGE_HEADERS
 from gateway.services import SERVICES, Services
 from gateway.settings.config import STATIC_DIR
 from gateway.settings.priorities import MAX_PRIORITY

@@ -1,4 +1,4 @@
-"""How one operation of the HTTP API is described: its parameters, its body and its replies. The operations are in `gateway/doors/description/operations.py`."""
+"""How one operation of the HTTP API is described: its parameters, its body and its replies. The operations are in `operations.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTTP routes take and give, as data: `gateway/doors/description/openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
+"""What the HTTP routes take and give, as data: `openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
 
 Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`Engine`). The words about
 them are those of docs/protocol.md, in short.

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.advisories.advisories import AdvisoryRequest
-from gateway.doors.rest.sessions import json_body, json_reply
+from gateway.doors.http.bodies import json_body, json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from gateway.access.auth import tenant_of
-from gateway.doors.rest.sessions import json_reply
+from gateway.doors.http.bodies import json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 

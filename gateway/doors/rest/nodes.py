@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from gateway.doors.rest.sessions import json_body, json_reply
+from gateway.doors.http.bodies import json_body, json_reply
 from gateway.errors import GatewayError
 from gateway.nodes.node_states import listed
 from gateway.services import SERVICES

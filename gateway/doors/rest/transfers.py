@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from gateway.doors.rest.sessions import in_place, json_body, json_reply
+from gateway.doors.http.bodies import in_place, json_body, json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions.archive import MAX_VALUES, Archive, as_markdown, file_name, read_archive

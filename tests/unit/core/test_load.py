@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine_bridge.core.scheduling.load import PRIOR_ANSWER_TOKENS, SMOOTHING, Counted, Load
-from engine_bridge.policy.nodes.routing import Ranks
+from engine_bridge.protocol.node_facts import Ranks
 
 from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.core.scheduling.step_times import LEAST_SHARE, StepSeconds, StepTimes, StepWork
 from engine_bridge.policy.costs.costs import StepTable
-from engine_bridge.policy.nodes.routing import Ranks
+from engine_bridge.protocol.node_facts import Ranks
 
 replace = msgspec.structs.replace
 # A small GPU, and the same with everything taking twice as long.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from engine_bridge.driver import vllm_api
-from engine_bridge.driver.memory import block_copy
+from engine_bridge.driver import vllm_api  # noqa: E402
+from engine_bridge.driver.memory import block_copy  # noqa: E402
 from engine_bridge.driver.memory.block_copy import CpuCopier, kv_rows, layer_bytes, own_memory  # noqa: E402  (after the skip)
 from engine_bridge.policy.costs.costs import Copied  # noqa: E402
 from engine_bridge.protocol.errors import SeamMoved  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_bridge.driver.lora import gemm
+from engine_bridge.driver.lora import gemm  # noqa: E402
 from engine_bridge.driver.lora.few_rows import terms_at_a_time  # noqa: E402
 from engine_bridge.driver.lora.gemm import (  # noqa: E402
     CUTS,

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_bridge.driver.corrections import logits_rows
+from engine_bridge.driver.corrections import logits_rows  # noqa: E402
 from engine_bridge.driver.corrections.logits_rows import LogitsRows  # noqa: E402
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from hypothesis import given  # noqa: E402  (after the skips)
 from hypothesis import strategies as st  # noqa: E402
 
-from engine_bridge.driver.lora import few_rows, lora_weights
+from engine_bridge.driver.lora import few_rows, lora_weights  # noqa: E402
 from engine_bridge.driver.lora.few_rows import terms_at_a_time  # noqa: E402
 from engine_bridge.driver.lora.lora import SegmentPunicaWrapper  # noqa: E402
 from engine_bridge.driver.lora.lora_rows import LONG_RUN_ROWS, NO_ADAPTER, RowBlock, plan_rows  # noqa: E402

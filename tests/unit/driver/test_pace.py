@@ -11,8 +11,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes, StepWork
 from engine_bridge.driver.carried import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
-from engine_bridge.policy.nodes.routing import Ranks
 from engine_bridge.policy.scheduling.pacing import table_from
+from engine_bridge.protocol.node_facts import Ranks
 
 
 def scheduler() -> Any:

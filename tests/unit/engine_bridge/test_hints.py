@@ -12,18 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.predict.hints import (
-    CONTEXT_HINTS,
     HINTS,
     MAX_READ,
-    NOTHING_ASKED,
     SETTING_HINTS,
-    TEXT_HINTS,
-    Asked,
     read_body,
     read_conversation,
     setting_hints,
     text_hints,
 )
+from engine_bridge.protocol.asked import CONTEXT_HINTS, NOTHING_ASKED, TEXT_HINTS, Asked
 
 
 def named(hints: tuple[float, ...]) -> dict[str, float]:

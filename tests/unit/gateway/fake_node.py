@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from engine_bridge.policy.nodes.routing import NodeFacts, Ranks
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
@@ -35,6 +34,7 @@ from engine_bridge.protocol.node import (
     Usage,
     pack_token_ids,
 )
+from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.doors.rest.sessions import _static_path
+from gateway.doors.rest.pages import _static_path
 from tests.blocking import watched
 
 from .front import Gateways

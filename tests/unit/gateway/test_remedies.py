@@ -54,7 +54,7 @@ def test_a_vllm_that_is_missing_or_has_moved_is_installed_for_the_device(device:
 
 
 def test_where_the_server_came_as_a_wheel_pip_installs_as_the_documentation_says() -> None:
-    documented = (Path(remedies.__file__).parents[1] / "docs" / "install.md").read_text()
+    documented = (Path(remedies.__file__).parents[2] / "docs" / "install.md").read_text()
     for step in remedies.CPU_STEPS:
         assert f"    {step}\n" in documented
     (missing,) = remedies.about_vllm("No module named 'vllm'", [], "cpu", is_checkout=False)

@@ -13,13 +13,9 @@ from msgspec import structs
 
 from engine_bridge.policy.nodes.routing import (
     POLICIES,
-    UNKNOWN,
     Ask,
     CachedKv,
     LoadBalance,
-    NodeFacts,
-    PerfModel,
-    Ranks,
     Relieve,
     Route,
     Sticky,
@@ -27,6 +23,7 @@ from engine_bridge.policy.nodes.routing import (
     settings_of,
 )
 from engine_bridge.policy.nodes.session_locations import Doors, Homes, Sent, doors_of
+from engine_bridge.protocol.node_facts import UNKNOWN, NodeFacts, PerfModel, Ranks
 
 DOORS = Doors(LoadBalance(), Sticky(), LoadBalance())
 KEY = ("t", "s")

@@ -21,18 +21,13 @@ from engine_bridge.policy.nodes.routing import (
     CachedKv,
     Cost,
     FirstFit,
-    KernelName,
     LoadBalance,
     Measured,
     MostIdle,
-    NodeFacts,
-    NodePerf,
     Overture,
-    PerfModel,
     Priority,
     Random,
     RankAware,
-    Ranks,
     Relieve,
     Settings,
     Sticky,
@@ -40,6 +35,7 @@ from engine_bridge.policy.nodes.routing import (
     fit,
     settings_of,
 )
+from engine_bridge.protocol.node_facts import KernelName, NodeFacts, NodePerf, PerfModel, Ranks
 
 BGMV, MBGMV = PerfModel("bgmv", 0.001, 0.01), PerfModel("mbgmv", 0.001, 0.01)
 SETTINGS = Settings(

@@ -1,0 +1,16 @@
+"""Which parser tells a model's thinking from its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_bridge.driver.vllm_api import (
+    ReasoningParserManager,
+)
+
+
+def use_reasoning_parser(engine: Any, name: str) -> None:
+    """Grammars begin where the reasoning ends, not at the first token. name: "" for a model that does not reason. On the engine thread, while no
+    request runs."""
+    manager = engine.engine_core.engine_core.structured_output_manager
+    manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None

@@ -1,0 +1,129 @@
+"""Bodies of requests and replies over HTTP: JSON in and out, in pieces of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
+
+from gateway.doors.api.call_size import check_shape
+from gateway.doors.http.json_shape import shape_of
+from gateway.errors import GatewayError
+from gateway.services import SERVICES
+
+# Larger bodies are looked at in a thread. Chosen: so much takes a third of a millisecond.
+INLINE_BYTES = 1 << 16
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_reply(value: Any, status: int = 200) -> web.Response:
+    """A JSON response from builtins or msgspec structs."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
+    """The request's JSON value. Raises GatewayError `bad_request`, or aiohttp's own error for a body that is too large.
+
+    at_least_values: of a route whose bodies have more values than a prompt: as many are taken, unless `max_json_values` says otherwise.
+    """
+    limit = request.app[SERVICES].config.max_body_bytes
+    if (request.content_length or 0) > limit:
+        # Said at once: aiohttp itself would first read up to the limit.
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
+    try:
+        body = await request.read()
+    except RequestPayloadError as error:
+        raise GatewayError(
+            "bad_request", "The body could not be read: its encoding or length is wrong."
+        ) from error
+    body = _as_utf8(await _unpacked(request, body, limit))
+    await _check_shape(request, body, at_least_values)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise GatewayError("bad_request", f"The body is not valid JSON: {error}") from error
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """The same text in UTF-8 without a mark in front: some programs send one, or UTF-16 (RFC 4627 §3). Raises GatewayError."""
+    if body.startswith(codecs.BOM_UTF8):
+        return body.removeprefix(codecs.BOM_UTF8)
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError as error:
+        raise GatewayError("bad_request", "The body is not valid JSON: it is no text in UTF-8.") from error
+
+
+async def _unpacked(request: web.Request, body: bytes, limit: int) -> bytes:
+    """The body without its compression. Raises GatewayError, HTTPRequestEntityTooLarge for one that is larger than the limit when unpacked."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity" or not body:
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise web.HTTPUnsupportedMediaType(reason="Send the body plain, or compressed with gzip or deflate.")
+    try:
+        unpacked = await asyncio.to_thread(_inflated, body, limit + 1)
+    except zlib.error as error:
+        raise GatewayError("bad_request", f"The body is not what its encoding says: {encoding}.") from error
+    if len(unpacked) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(unpacked))
+    return unpacked
+
+
+def _inflated(body: bytes, max_bytes: int) -> bytes:
+    """As many bytes as `max_bytes` at most, of a gzip or zlib stream, or of one without a head (RFC 9110 §8.4.1.2 has clients that leave it out)."""
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, max_bytes)
+    except zlib.error:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(body, max_bytes)
+
+
+async def _check_shape(request: web.Request, body: bytes, at_least_values: int) -> None:
+    """Raises InvalidRequest for a body that would take long to decode: nobody else is served meanwhile."""
+    services = request.app[SERVICES]
+    shape = await asyncio.to_thread(shape_of, body) if len(body) > INLINE_BYTES else shape_of(body)
+    config = services.config
+    check_shape(
+        *shape,
+        max_values=config.json_values(services.node.max_model_len, at_least_values),
+        max_depth=config.max_json_depth,
+    )
+
+
+async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(await json_body(request) if request.can_read_body else {}, kind)
+    except msgspec.ValidationError as error:
+        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+
+
+def in_place(handler: Handler) -> Handler:
+    """A route of one owner's conversations: it takes a place among the owner's until its answer was sent, and ends when the key is withdrawn.
+
+    Places of its own, so that many API calls of a key do not close its page, and a bound on what is read and waits for a slow client.
+    """
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        owner = services.principal(request).owner
+        with services.budgets.enter(f"conversations of {owner}"):
+            async with services.calls.of(owner):
+                response = await handler(request)
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+
+    return handle

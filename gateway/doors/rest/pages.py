@@ -1,0 +1,54 @@
+"""The chat page and the engine's page, and the files that they are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from aiohttp import web
+
+from gateway.settings.config import STATIC_DIR
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'"
+)
+
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Always asked again, answered 304 while nothing changed: a page never runs with yesterday's scripts.
+    "Cache-Control": "no-cache",
+}
+
+
+async def page(request: web.Request) -> web.FileResponse:
+    """`GET /`: the chat page."""
+    return web.FileResponse(STATIC_DIR / "index.html", headers=PAGE_HEADERS)
+
+
+async def engine_page(request: web.Request) -> web.FileResponse:
+    """`GET /engine`: the engine room's page."""
+    return web.FileResponse(STATIC_DIR / "engine.html", headers=PAGE_HEADERS)
+
+
+async def static_file(request: web.Request) -> web.FileResponse:
+    """A file under static/."""
+    # In a thread: a file system may be slow, and every socket would wait with it.
+    path = await asyncio.to_thread(_static_path, request.match_info["path"])
+    if path is None:
+        raise web.HTTPNotFound
+    headers = PAGE_HEADERS | ({"Content-Type": "text/javascript"} if path.suffix == ".js" else {})
+    return web.FileResponse(path, headers=headers)
+
+
+def _static_path(name: str) -> Path | None:
+    """The file of this name. Anything that resolves outside the folder does not exist."""
+    try:
+        path = (STATIC_DIR / name).resolve()
+        is_ours = path.is_relative_to(STATIC_DIR.resolve()) and path.is_file()
+    except (ValueError, OSError):  # a NUL, or a name that no file system takes
+        return None
+    return path if is_ours else None
