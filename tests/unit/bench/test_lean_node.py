@@ -281,9 +281,9 @@ def test_what_decides_are_the_live_engines_classes() -> None:
     live = {
         name
         for package in (core, policy)
-        for module in pkgutil.iter_modules(package.__path__)
-        for name, found in vars(importlib.import_module(f"{package.__name__}.{module.name}")).items()
-        if inspect.isclass(found) and found.__module__ == f"{package.__name__}.{module.name}"
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        for name, found in vars(importlib.import_module(module.name)).items()
+        if inspect.isclass(found) and found.__module__ == module.name
     }
     assert {"Dispatcher", "Refits", "Pacer", "Mlq"} <= live
     own = {"Arrival"}  # the traffic's, of a request whose answer is known

@@ -23,7 +23,7 @@ async def test_code_of_ours_that_blocks_the_loop_is_noted_though_its_error_is_sw
     async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    monkeypatch.setattr("gateway.doors.rest.sessions.asyncio.to_thread", on_the_loop)
+    monkeypatch.setattr("gateway.doors.rest.pages.asyncio.to_thread", on_the_loop)
     with watched() as blocked:
         async with (
             aiohttp.ClientSession() as http,
