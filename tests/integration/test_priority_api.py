@@ -257,7 +257,7 @@ async def test_what_was_learned_outlives_the_engine_and_the_node(
     monkeypatch.syspath_prepend(tmp_path)
     for module in (
         "predict.custom_predictor",
-        "driver.engine_client",
+        "driver.serving.engine_client",
     ):  # "hang" alone is to be late, not a slow machine
         monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", 4.0)
     config = config_of(folder, length_predictor="mine:Own")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 def log(log_format: str, level: str, code: str, **environ: str) -> list[str]:
     """The lines on stderr after `code` ran with logging set up."""
-    script = f"import logging, os, warnings\nfrom gateway import logs\nlogs.setup({log_format!r}, {level!r})\n{code}"
+    script = f"import logging, os, warnings\nfrom gateway.settings import logs\nlogs.setup({log_format!r}, {level!r})\n{code}"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -129,7 +129,7 @@ def test_others_debug_messages_are_never_logged(log_format: str, level: str) -> 
         "UnicodeEncodeError('ascii', 'SECRET', 0, 1, 'SECRET')",
         "__import__('sqlite3').OperationalError('near SECRET')",
         "__import__('gateway.errors').errors.GatewayError('bad_request', 'SECRET')",
-        "__import__('engine_bridge.protocol.errors').errors.InvalidRequest('SECRET')",
+        "__import__('engine_bridge.protocol.errors').protocol.errors.InvalidRequest('SECRET')",
         "ExceptionGroup('SECRET', [ValueError('SECRET')])",
     ],
 )
