@@ -22,6 +22,10 @@ LOOK_AGAIN_S: Final = (
     0.1  # Chosen: between deleting a folder and renaming another one, a thousand times as long as that takes.
 )
 SETTLE_S: Final = 2.0  # Chosen: longer than a copy pauses between two writes.
+# A served adapter whose files do not rest for so many settle times, since a trainer writes them anew all the time, is told in a pause of a part of
+# that time. Chosen: writing one adapter hardly pauses so long, and what is torn in spite of it the check refuses or the next version replaces.
+PATIENCE: Final = 4
+SHORT_REST: Final = 0.25
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _TAKEN: Final = Refusal(
     "An adapter of this name was loaded from elsewhere. The one in the folder is served once that one is unloaded.",
@@ -65,6 +69,7 @@ class Folder:
         self._retries = retries or Retries()
         self._settle_s = settle_s
         self._told: dict[str, str] = {}
+        self._restless_since: dict[str, float] = {}
         self._stands_back: set[str] = set()
         self._skipped: set[str] = set()
         self._is_readable = True
@@ -122,10 +127,12 @@ class Folder:
                 if self._told.get(name) != entry.signature:
                     self._retries.forget(name)
                 self._told[name] = entry.signature
+                self._restless_since.pop(name, None)
                 self._stands_back.discard(name)
         removed = tuple(sorted(self._gone(self._told.keys() - seen.keys(), now)))
         for name in (*removed, *(self._stands_back - seen.keys())):
             self._told.pop(name, None)
+            self._restless_since.pop(name, None)
             self._stands_back.discard(name)
             self._retries.forget(name)
         return Changes(tuple(added), tuple(changed), removed)
@@ -152,6 +159,10 @@ class Folder:
     def _is_to_be_told(self, name: str, entry: _Seen, now: float, settle_s: float) -> bool:
         if self._told.get(name) == entry.signature and not self._retries.is_due(name, now):
             return False
+        if name in self._told:
+            waits_s = now - self._restless_since.setdefault(name, now)
+            if waits_s >= PATIENCE * settle_s:
+                settle_s *= SHORT_REST
         # A time far in the future, from a clock that was wrong, must not hold an adapter back until then.
         return abs(now - entry.newest_s) >= settle_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,25 @@ def test_a_change_is_held_back_too_and_the_old_adapter_is_not_called_gone(root: 
     put(root, "law", seed=1, when=NOW)
     assert folder.changes(NOW + 1) == NOTHING
     assert folder.changes(NOW + 2) == Changes(changed=(("law", adapter),))
+
+
+def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    told_s = []
+    for second in range(1, 31):
+        put(root, "law", seed=second, when=NOW + second)
+        assert folder.changes(NOW + second + 0.1) == NOTHING  # it is just being written
+        if folder.changes(NOW + second + 0.9) == Changes(changed=(("law", adapter),)):
+            told_s.append(second)
+    assert told_s[0] <= 10
+    assert max(after - before for before, after in pairwise(told_s)) <= 10
+
+
+def test_a_new_one_is_never_told_before_it_rests(root: Path, folder: Folder) -> None:
+    for second in range(30):
+        put(root, "law", seed=second, when=NOW + second)
+        assert folder.changes(NOW + second + 0.9) == NOTHING
 
 
 def test_a_time_far_in_the_future_does_not_hold_an_adapter_back(root: Path, folder: Folder) -> None:
