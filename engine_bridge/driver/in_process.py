@@ -1,4 +1,4 @@
-"""Where the parts of vLLM's in-process engine lie, and what its model is called."""
+"""Accessors to the parts of vLLM's in-process engine, and the digest of the weights that its model has."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ log = logging.getLogger(__name__)
 
 _OF_THIS_PROCESS = uuid.uuid4().hex
 _before_loading: dict[str, str] = {}
-"""By the path of a model, the digest of its files before an engine began to load them."""
+"""The digest of a model's files as they were before an engine began to load them, by the model's path."""
 
 
 def scheduler_of(engine: Any) -> Any:
-    """The scheduler inside a vLLM engine that runs in this process."""
+    """Return the scheduler inside a vLLM engine that runs in this process."""
     return engine.engine_core.engine_core.scheduler
 
 
 def runner_of(engine: Any) -> Any:
-    """The model runner of a vLLM engine that runs in this process."""
+    """Return the model runner of a vLLM engine that runs in this process."""
     worker = engine.engine_core.engine_core.model_executor.driver_worker
     return getattr(worker, "worker", worker).model_runner
 
 
 def kv_caches_of(engine: Any) -> list[Any]:
-    """An in-process engine's KV cache, a tensor per layer."""
+    """Return an in-process engine's KV cache, a tensor per layer."""
     return list(runner_of(engine).kv_caches)
 
 
 def reuses_kv(vllm_config: Any) -> bool:
-    """Whether a built engine has a prefix cache: for some models, on some devices, vLLM switches it off, whatever it was told."""
+    """Return whether a built engine has a prefix cache: for some models, on some devices, vLLM switches it off, whatever it was told."""
     return bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:
-    """Read the model's files where that has not been done before, so that `revision_of` does not take long and knows what was there before an engine
-    loads them. report: hears how far that has come.
+    """Read the model's files, unless that has been done before.
+
+    Afterwards `revision_of` is quick, and knows which files there were before an engine loaded them.
+
+    Args:
+        model: a path; a name of a hub's model is ignored.
+        memory: the file in which digests are remembered; None: none are.
+        report: called with texts that say how far the reading has come.
     """
     path = Path(model)
     if path.exists():
@@ -49,11 +55,11 @@ def know_weights(model: str, memory: Path | None, report: Callable[[str], None])
 
 
 def revision_of(model: Any) -> str:
-    """A digest of the files of a folder, or of the file that a model is; of a model of a hub the commit that it was loaded from.
+    """Return a digest of a model's files (a folder's or a single file's), or the commit that a hub's model was loaded from.
 
-    Where nothing tells which weights were loaded (they were streamed from elsewhere, or a hub's cache names no commit) they are taken for this
-    process's own: what it keeps is of no use to another. So they are for one engine where the files are not those that were there before it loaded
-    them: it may have the old ones, the new ones, or some of each.
+    Weights of unknown origin (streamed from elsewhere, or from a hub's cache that names no commit) count as this process's own, so other processes do
+    not use the KV that is kept for them. If the files have changed since before an engine loaded them, the engine may have the old files, the new
+    ones or some of each: then the revision is valid for this one engine only.
     """
     weights = model.model_weights or model.model
     path = Path(weights)
@@ -70,12 +76,15 @@ def revision_of(model: Any) -> str:
 
 
 def _commit_of(model: Any) -> str | None:
-    """Of a model of a hub: as its configuration says, else by the folder of the hub's cache that holds it. Mistral's own form says nothing of it."""
+    """Return the commit of a hub's model, None where nothing names it.
+
+    Its configuration names the commit, else the folder of the hub's cache does. Mistral's own format names none.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if commit := getattr(model.hf_config, "_commit_hash", None):
         return str(commit)
-    with contextlib.suppress(ValueError):  # no name of a hub's
+    with contextlib.suppress(ValueError):  # the model is not the name of a hub's model
         for name in ("params.json", "config.json"):
             path = try_to_load_from_cache(model.model, name, revision=model.revision)
             if isinstance(path, str):

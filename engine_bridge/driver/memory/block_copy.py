@@ -1,7 +1,7 @@
 """Copies of whole KV blocks between the engine's cache and the host tier's slots, one layer at a time.
 
-On a CPU both are ordinary memory and a copy is done when the call returns. On CUDA copies run on a stream of their own, ordered against the
-compute stream by events, so neither the launch of kernels nor the host waits for them.
+On a CPU both are ordinary memory, and a copy is done when the call returns. On CUDA copies run on a separate stream, ordered against the compute
+stream by events, so neither the launch of kernels nor the host waits for them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 
 Rows = NDArray[np.int64]
 
-# An engine of so few threads has one of them copy past the caches (`row_copies`): measured on two, it is faster than both by torch. With more, where
-# torch should win (chosen, not measured), it does so only where stretches of neighbouring rows have fewer than FEW_ROWS on average: a call of torch
-# costs more than a short copy.
+# An engine of at most FEW_THREADS threads copies on one thread past the caches (`row_copies`): measured with two threads, that is faster than torch
+# using both. With more threads torch should win (chosen, not measured), so one thread copies only where stretches of neighbouring rows have fewer
+# than FEW_ROWS rows on average: a call of torch costs more than a short copy.
 FEW_THREADS, FEW_ROWS = 3, 4
 
 
 class BlockCopier(Protocol):
-    """One per engine. Called on the engine thread, inside a step."""
+    """The copier of one engine. Its methods are called on the engine thread, inside a step."""
 
     overlaps: bool
-    """Whether copies run beside the step's computation, or take the engine thread's time."""
+    """Whether copies run beside the step's computation; False: they take the engine thread's time."""
     out: Copied
-    """To host memory."""
+    """Copies to host memory so far."""
     back: Copied
-    """To the device."""
+    """Copies to the device so far."""
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy device blocks of a layer, as the forward pass has just left them, into slots."""
+        """Copy a layer's device blocks, as the forward pass has just left them, into slots."""
         ...
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -49,28 +49,32 @@ class BlockCopier(Protocol):
         ...
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Call `then` once all copies so far are done: at once, or later on another thread. Where the device has failed at them, `failed` is called
-        in its place, or `then` where there is none: the memory is free, and what was copied into it is not to be trusted."""
+        """Call `then` once all copies so far are done: at once, or later on another thread.
+
+        If the device has failed while it copied, `failed` is called in place of `then` (or `then`, without a `failed`): the memory is free, and its
+        new contents are not to be trusted.
+        """
         ...
 
     def rest(self) -> None:
-        """Return once nothing is copied any more, also where the device has failed: one that takes no more work does none."""
+        """Return once no copy is running any more. A device that has failed runs none."""
         ...
 
 
 class CpuCopier:
-    """Row by row past the caches; or, on many threads, by one call of torch for each stretch of neighbouring rows, gathering into or scattering from
-    them, whichever side has fewer.
+    """The copier of an engine on a CPU: on few threads row by row past the caches, on many by torch.
+
+    Torch is called once for each stretch of neighbouring rows. It gathers into stretches or scatters from them, whichever side has fewer.
 
     Args:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
-        region: the host pool's, shape (num_slots, slot_bytes).
+        region: the host pool's memory, shape (num_slots, slot_bytes).
     """
 
     overlaps = False
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8]) -> None:
-        # Numba, which a device that copies by itself does not need.
+        # Importing this loads numba, which a device that copies by itself does not need.
         from engine_bridge.driver.memory.row_copies import LINE_BYTES, copy_rows
 
         self._layers = [_words(kv_rows(tensor)) for tensor in kv_caches]
@@ -82,15 +86,19 @@ class CpuCopier:
         self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy a layer's device blocks into slots before the call returns."""
         self._copy(self._region, slots, self._layers[layer], blocks, self.out)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy slots into a layer's device blocks before the call returns."""
         self._copy(self._layers[layer], blocks, self._region, slots, self.back)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Call `then` at once: no copy outlives its call."""
         then()
 
-    def rest(self) -> None: ...
+    def rest(self) -> None:
+        """Do nothing: no copy outlives its call."""
 
     def _copy(
         self,
@@ -128,14 +136,14 @@ class CpuCopier:
                 into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
 
 
-# Which way, bytes, and the events before and after.
+# The direction's counter, the number of bytes, and the events before and after the copy.
 _Timed = tuple[Copied, int, Any, Any]
 
 
 class CudaCopier:
-    """Copies on a side stream from and to pinned memory, by vLLM's block-swapping kernel.
+    """The copier of a CUDA device: vLLM's block-swapping kernel, on a side stream, from and to pinned memory.
 
-    What it has copied is counted once it is done, on the waiter's threads.
+    A copy is counted once it is done, on the waiter's threads.
     """
 
     overlaps = True
@@ -154,26 +162,29 @@ class CudaCopier:
         self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Launch the copy of a layer's device blocks into slots, behind the kernels that write the blocks."""
         self._stream.wait_stream(torch.cuda.current_stream())  # the layer's KV must have been written
         self._swap(self._layers[layer], self._region, blocks, slots, self.out)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Launch the copy of slots into a layer's device blocks; kernels that are launched later wait for it."""
         if not self._has_loaded:
-            # Steps before may still read these blocks. This one's kernels do so behind the copy only: waiting for those of the layers before
-            # would have each copy run after its step's computation, and not beside it.
+            # Earlier steps may still read these blocks. This step's kernels read them only after the copy. Waiting for the kernels of the layers
+            # before would make each copy run after its step's computation, and not beside it.
             self._stream.wait_stream(torch.cuda.current_stream())
             self._has_loaded = True
         self._swap(self._region, self._layers[layer], slots, blocks, self.back)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """The next step may overwrite blocks that are still being copied: its kernels wait for the copies, the host does not."""
+        """Make the next step's kernels, which may overwrite blocks that are still being copied, wait for the copies; the host does not wait."""
         done = torch.cuda.Event()
         done.record(self._stream)
         torch.cuda.current_stream().wait_event(done)
         timed, self._timed, self._has_loaded = self._timed, [], False
 
         def wait() -> None:
+            """Block until the copies are done, count them, and call `then` or `failed`."""
             try:
                 done.synchronize()
                 self._count(timed)
@@ -186,10 +197,11 @@ class CudaCopier:
         self._submit(wait)
 
     def rest(self) -> None:
+        """Return once the side stream has finished its copies, or the device has failed."""
         try:
             self._stream.synchronize()
         except Exception as error:
-            # CUDA's errors last: every call after one fails, and nothing runs any more.
+            # CUDA's errors last: every call after an error fails, and no kernel runs any more.
             log.warning("the device has failed: %s", error)
 
     def _count(self, timed: list[_Timed]) -> None:
@@ -219,22 +231,29 @@ class CudaCopier:
 def make_copier(
     kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8], waiter: Callable[..., Any]
 ) -> BlockCopier:
-    """The copier for where the cache lives. `waiter` runs a function on a thread that may block."""
+    """Return the copier for the device that the cache is on.
+
+    Args:
+        kv_caches: one tensor per layer.
+        region: the host pool's memory, shape (num_slots, slot_bytes).
+        waiter: runs a function on a thread that may block.
+    """
     if kv_caches[0].device.type == "cuda":
         return CudaCopier(kv_caches, region, waiter)
     return CpuCopier(kv_caches, region)
 
 
 def layer_bytes(kv_cache: torch.Tensor) -> int:
-    """Bytes of one block in one layer. Raises SeamMoved for a layout whose blocks are not contiguous."""
+    """Return the bytes of one block in one layer. Raises SeamMoved for a layout whose blocks are not contiguous."""
     return kv_rows(kv_cache).shape[1]
 
 
 def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy. The dimensions within a block may lie in any order.
+    """View a layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy. The dimensions within a block may lie in any order.
 
-    Raises SeamMoved where a block is not one stretch of memory, or where other memory lies between a layer's blocks: whoever copies a row reckons
-    its address from its number and its size.
+    Raises:
+        SeamMoved: where a block is not one stretch of memory, or where other memory lies between a layer's blocks: a row's address is computed from
+            its number and its size.
     """
     layout = f"(shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()})"
     try:
@@ -247,7 +266,7 @@ def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(kv_caches: Sequence[Any]) -> bool:
-    """Whether each of these layers is one tensor of KV blocks in memory that no other layer has. Layers of several KV groups share theirs."""
+    """Return whether each layer is one tensor of KV blocks in memory that no other layer shares. Layers of several KV groups share theirs."""
     if not all(isinstance(each, torch.Tensor) for each in kv_caches):
         return False
     try:
@@ -258,17 +277,20 @@ def own_memory(kv_caches: Sequence[Any]) -> bool:
 
 
 def memory_order(kv_cache: torch.Tensor) -> list[int]:
-    """The dimensions within a block, as they lie in memory, the outermost first. GPU backends have heads before tokens, or the other way round."""
+    """Return a block's dimensions in the order in which they lie in memory, the outermost first.
+
+    Some GPU backends have heads before tokens, others tokens before heads.
+    """
     return sorted(range(1, kv_cache.dim()), key=lambda dim: (-kv_cache.stride(dim), dim))
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes as rows of 8-byte words where they allow it: torch gathers those faster (measured: 27 against 16 GB/s)."""
+    """View rows of bytes as rows of 8-byte words where they allow it: torch gathers those faster (measured: 27 against 16 GB/s)."""
     return rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.data_ptr() % 8 == 0 else rows
 
 
 def _stretches(near: Sequence[int], far: Sequence[int]) -> list[tuple[int, Rows]]:
-    """(first row, the rows that belong to it and its successors on the other side) for each stretch of neighbouring rows of `near`."""
+    """Return each stretch of neighbouring rows of `near`: its first row, and the rows on the far side that belong to the stretch, in order."""
     first, second = np.asarray(near, dtype=np.int64), np.asarray(far, dtype=np.int64)
     order = np.argsort(first)
     first, second = first[order], second[order]

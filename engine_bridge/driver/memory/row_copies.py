@@ -1,8 +1,8 @@
 """Copies of scattered rows of memory past the processor's caches.
 
-What goes there is read before it is overwritten unless whole lines are written past the caches, as memcpy does for large copies only: three transfers
-in place of two. Copies of KV blocks had 0.63 of memcpy's bandwidth through the caches, and 0.97 so (`python -m bench.live.restore --quick`, two cores
-of an AMD EPYC).
+An ordinary write reads its destination before it overwrites it, which makes three transfers in place of two. Only writes of whole cache lines past
+the caches avoid that, and memcpy makes those for large copies only. Copies of KV blocks had 0.63 of memcpy's bandwidth through the caches, and 0.97
+past them (`python -m bench.live.restore --quick`, two cores of an AMD EPYC).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ LINE_BYTES = 64
 
 @intrinsic
 def _copy_line(context: Any, to: Any, of: Any) -> Any:
-    """64 bytes from one address to another, which is a multiple of 64."""
+    """Copy 64 bytes from address `of` to address `to`, which is a multiple of 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit a load and a nontemporal store of one line."""
         line = ir.VectorType(ir.IntType(64), LINE_BYTES // 8)
         to, of = (builder.inttoptr(address, line.as_pointer()) for address in arguments)
         store = builder.store(builder.load(of, align=8), to, align=LINE_BYTES)
@@ -35,9 +36,10 @@ def _copy_line(context: Any, to: Any, of: Any) -> Any:
 
 @intrinsic
 def _settle(context: Any) -> Any:
-    """Whoever is told afterwards that the copy is done sees all of it."""
+    """Make all copies visible to any thread that is told afterwards that the copy is done."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit the memory fence."""
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -46,9 +48,16 @@ def _settle(context: Any) -> Any:
 
 @compiled("void(uint64, uint64, uint64[::1], uint64, uint64, uint64[::1], uint64)")
 def copy_rows(to: int, num_to: int, to_rows: Any, of: int, num_of: int, of_rows: Any, row_bytes: int) -> None:
-    """Copy row `of_rows[i]` at address `of`, where there are `num_of`, to row `to_rows[i]` at address `to`, where there are `num_to`, for each i.
+    """Copy row `of_rows[i]` at address `of` to row `to_rows[i]` at address `to`, for each i.
 
-    Raises, before anything is copied: ValueError unless `to` and `row_bytes` are multiples of 64, IndexError for a row that is not there.
+    Args:
+        to, of: addresses of the first rows, which have `row_bytes` bytes each.
+        num_to, num_of: how many rows there are at each address.
+        to_rows, of_rows: numbers of rows, equally many.
+
+    Raises:
+        ValueError: unless `to` and `row_bytes` are multiples of 64.
+        IndexError: for a row that does not exist. Both are raised before anything is copied.
     """
     if to % np.uint64(LINE_BYTES) != 0 or row_bytes % np.uint64(LINE_BYTES) != 0:
         raise ValueError("rows that are no whole lines of the processor's cache")
