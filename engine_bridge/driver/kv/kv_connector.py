@@ -1,10 +1,10 @@
 """vLLM's KV connector over the tiers: saves each layer of finished blocks as it is computed, loads each layer before it is needed.
 
-vLLM makes two of these in one process, one for the scheduler and one for the worker; both find their `KvTiers` by the name in the
-connector's configuration. What the scheduler's side decides for a step travels to the worker's side in `StepMetadata`.
+vLLM makes two connectors in one process, one for the scheduler and one for the worker; both find their `KvTiers` by the name in the connector's
+configuration. What the scheduler's side decides for a step travels to the worker's side in `StepMetadata`.
 
-Order of calls in a step that loads: bind_connector_metadata, start_load_kv, {wait_for_layer_load, attention, save_kv_layer} per layer,
-wait_for_save. In a step that loads nothing vLLM calls start_load_kv after the forward pass, so each step is set up when its metadata is bound.
+Order of calls in a step that loads: bind_connector_metadata, start_load_kv, {wait_for_layer_load, attention, save_kv_layer} per layer, wait_for_save.
+In a step that loads nothing vLLM calls start_load_kv after the forward pass, so each step is set up when its metadata is bound.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A layer that was predicted to come in time and does not: after this long its blocks are given up and computed again. Chosen.
+# If a layer that was predicted to come in time takes longer than this, its blocks are given up and computed again. Chosen.
 LAYER_TIMEOUT_S = 0.5
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What one step loads and saves."""
+    """The loads and saves of one step."""
 
     moves: StepMoves
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. Best effort: whatever fails here is a miss, and the blocks are computed."""
+    """vLLM's connector: see the module. It works on a best-effort basis: a failure is a miss, and the blocks are computed."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -71,15 +71,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a lost save is a later miss
+        """Whether vLLM must not lose a save. It may: a lost save is only a later miss."""
+        return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # the hooks of each layer do not run inside a full graph
+        """Return True: the hooks of each layer do not run inside a full CUDA graph."""
+        return True
 
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        """Enter a request into the restores, and tell the listener that it has arrived unless it is a background request."""
         context = facts_of(request).context
         has_asker = not is_background(request.request_id)
         self._requests[request.request_id] = request
@@ -101,6 +104,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones the tiers will load, and False: none is loaded asynchronously."""
         num_tokens = self._restores.match(
             request.request_id,
             num_computed_tokens,
@@ -110,6 +114,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return num_tokens, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Note that a request starts, with the blocks that its `num_external_tokens` are to be loaded into."""
         if self._tiers.listener is not None:
             self._tiers.listener.started(request)
         self._restores.admit(
@@ -121,10 +126,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def preempted(self, request: Request) -> None:
-        """By our scheduler, while its blocks and what is computed are still known."""
+        """Note that a request is preempted. Our scheduler calls this while the request's blocks and its computed tokens are still known."""
         self._restores.preempted(request.request_id, request.num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Decide what the step that vLLM has scheduled loads and saves, and learn the prefill speed from the step before."""
         measured = self._prefills.stepped(
             scheduler_output.total_num_scheduled_tokens,
             has_running=bool(scheduler_output.scheduled_cached_reqs.req_ids),
@@ -133,7 +139,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if measured is not None:
             self._tiers.note_prefill(*measured)
         scheduled = (
-            # What is computed already is not counted in it yet.
+            # `num_computed_tokens` does not count this step's tokens yet.
             (request_id, self._requests[request_id].num_computed_tokens + num_tokens)
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
             if request_id in self._requests
@@ -143,11 +149,17 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata(moves)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """Evict the blocks that a failed load has spoiled, with all blocks computed on top of them."""
         invalid = connector_output.invalid_block_ids
         if invalid:
             self._kv_cache_manager.evict_blocks(self._restores.spoiled_by(invalid, self._block_ids_of))
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
+        """Forget a finished request and tell the listener, unless it is a background request.
+
+        Returns:
+            False, as the request's blocks may be freed at once, and None, as there are no transfer parameters.
+        """
         self._requests.pop(request.request_id, None)
         self._restores.forget(request.request_id)
         if self._tiers.listener is not None and not is_background(request.request_id):
@@ -155,6 +167,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        """Forget a finished request, for models with one KV cache group: see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _block_ids_of(self, request_id: str) -> Sequence[int]:
@@ -164,42 +177,49 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker's side -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # Without a prefix cache of its own vLLM has said that KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
+        """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
+        # If vLLM has switched its prefix cache off, KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
         if reuses_kv(self._vllm_config):
             self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
         self._layer_of = {name: index for index, name in enumerate(kv_caches)}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin the worker's side of a step."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         self._step.begin(connector_metadata.moves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass  # each layer is copied when the forward pass comes to it; reading from disk began long before
+        """Do nothing: each layer is copied when the forward pass comes to it, and reading from disk began long before."""
+        pass
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """Bring a layer of all blocks to load to the device, before its attention runs."""
         self._step.load(self._layer_of[layer_name])
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        """Copy a layer of all finished blocks to host memory, after its attention has run."""
         self._step.save(self._layer_of[layer_name])
 
     def wait_for_save(self) -> None:
+        """End the worker's side of a step. Copies may still run afterwards."""
         self._step.end()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return, once, the blocks whose loads have failed since the last call."""
         return self._step.take_failed()
 
 
 def _gives_blocks_up(spec: Any) -> bool:
-    """Whether a request's blocks may leave it while it runs. Of a kind of attention that is not known here that is assumed: it costs little."""
+    """Return whether a running request may give blocks back. For unknown kinds of attention that is assumed: the assumption costs little."""
     kinds = {type(each) for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
     return not kinds <= {FullAttentionSpec, MLAAttentionSpec}
 
 
 class _Step:
-    """The worker's side: the copies of one step."""
+    """The copies of one step, on the worker's side."""
 
     def __init__(self, tiers: KvTiers) -> None:
         self._tiers = tiers
@@ -213,6 +233,7 @@ class _Step:
         self._moves = StepMoves()
 
     def begin(self, moves: StepMoves) -> None:
+        """Take over a step's loads and saves from its metadata."""
         self._moves, self._saved_layers, self._has_missed = moves, set(), False
         self._loads = moves.loads
         self._saves = [job.save for job in moves.saves]
@@ -221,7 +242,10 @@ class _Step:
         self._save_slots = [list(layer) for layer in zip(*slots, strict=True)]
 
     def load(self, layer: int) -> None:
-        """Bring a layer of all blocks to load, before its attention runs."""
+        """Copy a layer of all blocks to load to the device, before its attention runs.
+
+        Of a load that is not whole yet, blocks that do not come within LAYER_TIMEOUT_S are given up.
+        """
         for load in self._loads:
             if not load.block_ids:
                 continue
@@ -238,7 +262,7 @@ class _Step:
                 copier.to_device(layer, load.block_ids, slots)
 
     def save(self, layer: int) -> None:
-        """Take a layer of all finished blocks, after its attention has run."""
+        """Copy a layer of all finished blocks to host memory, after its attention has run."""
         if self._save_blocks:
             copier = self._tiers.copier
             assert copier is not None
@@ -246,21 +270,22 @@ class _Step:
             self._saved_layers.add(layer)
 
     def end(self) -> None:
-        """The forward pass is over (or launched), or it has failed: let go of what was loaded, hand over what was saved."""
+        """Release the loaded blocks and commit the saved ones, once the forward pass is over (or launched) or has failed."""
         is_spoiled, self._tiers.is_step_spoiled = self._tiers.is_step_spoiled, False
         if not (self._loads or self._saves):
             return
         store, copier = self._tiers.store, self._tiers.copier
         assert store is not None and copier is not None
         loads, saves = self._loads, self._saves
-        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. Of a forward pass that has failed the
-        # last layers are missing, and vLLM ends it like any other (on a CPU; on a GPU it does not end it).
+        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. After a forward pass that has failed the last
+        # layers are missing, and on a CPU vLLM ends that pass like any other (on a GPU it does not end it).
         has_all = len(self._saved_layers) == store.shape.num_layers
         is_right = has_all and not self._has_missed and not is_spoiled
         keep = store.commit if is_right else store.abandon
         self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
 
         def let_go(keep: Callable[[Save], None] = keep) -> None:
+            """Commit or abandon the saves, and release the loads' host memory."""
             for save in saves:
                 keep(save)
             for load in loads:
@@ -271,6 +296,7 @@ class _Step:
         self._tiers.hear_copies()
 
     def take_failed(self) -> set[int]:
+        """Return, once, the blocks that did not come, and count them."""
         failed, self._failed = self._failed, set()
         if failed:
             self._tiers.num_failed_loads += len(failed)

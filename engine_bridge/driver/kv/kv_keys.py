@@ -1,4 +1,4 @@
-"""Whose KV a request may meet: what is mixed into vLLM's block hashes beside the tokens."""
+"""What is mixed into vLLM's block hashes beside the tokens, to decide which requests may share KV."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from engine_bridge.driver.vllm_api import LoRARequest
 
 BlockHasher = Callable[[Any], list[Any]]
-"""The hashes of a request's new whole blocks."""
+"""A function that returns the hashes of a request's new whole blocks."""
 
 
 class AdapterVersion(LoRARequest):
-    """One version of an adapter.
+    """One version of an adapter, compared by its id.
 
-    vLLM compares adapters by name and keeps those of a step in a set: while requests of a replaced version still ran, one of the two
-    would be missing in it, and another adapter might take its slot.
+    vLLM compares adapters by name and keeps a step's adapters in a set. While requests of a replaced version still ran, one of the two versions would
+    be missing from that set, and another adapter might take its slot.
     """
 
     content_hash: str = ""
@@ -29,17 +29,19 @@ class AdapterVersion(LoRARequest):
 
 
 def version_of(lora_request: LoRARequest, content_hash: str) -> AdapterVersion:
+    """Return a copy of a LoRA request that is compared by its id and carries its content's hash."""
     fields = {name: getattr(lora_request, name) for name in LoRARequest.__struct_fields__}
     return AdapterVersion(**fields, content_hash=content_hash)
 
 
 def hash_by_content(hasher: BlockHasher) -> BlockHasher:
-    """vLLM's hasher, with an adapter's content in the place of its name and its path: those are one machine's own.
+    """Wrap vLLM's hasher so that it hashes an adapter's content instead of the adapter's name and path, which differ between machines.
 
-    Without that no other machine would find KV that was computed with an adapter, and neither would this one once its data folder has moved.
+    Without that no other machine would find KV that was computed with an adapter, and neither would this machine once its data folder has moved.
     """
 
     def hashes_of(request: Any) -> list[Any]:
+        """Return the hashes of a request's new whole blocks. The request is as before afterwards."""
         adapter = request.lora_request
         if not (isinstance(adapter, AdapterVersion) and adapter.content_hash):
             return hasher(request)
@@ -54,9 +56,9 @@ def hash_by_content(hasher: BlockHasher) -> BlockHasher:
 
 
 def cache_salt(tenant: str, adapter_hash: str, client_salt: str | None) -> str | None:
-    """The salt of a request's first block, and through the chain of hashes of all of them. None if there is nothing to keep apart.
+    """Return the salt of a request's first block, which the chain of hashes carries into all its blocks; None if nothing is to be kept apart.
 
-    Lengths stand in front of the parts, so that no client's own salt can be made to read like another tenant's.
+    Each part is preceded by its length, so that no client's own salt can be made to read like another tenant's.
     """
     parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, adapter_hash, client_salt or "")]
     if not any(parts):

@@ -1,5 +1,7 @@
-"""What must be equal for stored KV to be an engine's own: the weights, the model as it was resolved from its configuration and all that overrides
-it, the layout, and every setting that is not known to leave KV as it is."""
+"""The facts that must be equal for an engine to use stored KV as its own.
+
+These are the weights, the model as resolved from its configuration with all overrides, the layout, and every setting not known to leave KV unchanged.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from engine_bridge.driver.in_process import revision_of
 from kvtiers.keys import BlockShape, Namespace
 from kvtiers.weights import folder_revision
 
-# Engine arguments (of vLLM 0.32) that change no KV, or that a namespace tells by what they came to. Any other one makes other keys.
+# Engine arguments (of vLLM 0.32) that change no KV, or whose effect a namespace already names. Any other argument makes other keys.
 HARMLESS_ARGUMENTS = frozenset(
-    # Told by what they came to: weights, types, block size, longest context.
+    # Their effect is named already: weights, types, block size, longest context.
     """
     model model_weights revision trust_remote_code dtype quantization kv_cache_dtype block_size max_model_len
     """
@@ -46,11 +48,11 @@ HARMLESS_ARGUMENTS = frozenset(
     safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load skip_mm_profiling device_ids numa_bind numa_bind_nodes
     numa_bind_cpus
     """
-    # KV is kept, and adapters are told apart, by keys of their own.
+    # KV and adapters are already told apart by separate keys.
     """
     enable_prefix_caching prefix_caching_hash_algo kv_transfer_config kv_events_config enable_lora max_loras max_lora_rank max_cpu_loras
     """
-    # What is logged and measured.
+    # Logs and measurements.
     """
     disable_log_stats aggregate_engine_logging logging_config log_level log_config_file show_hidden_metrics_for_version otlp_traces_endpoint
     collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets
@@ -58,8 +60,8 @@ HARMLESS_ARGUMENTS = frozenset(
     jit_monitor_mode jit_monitor_verbose profiler_config shutdown_timeout
     """.split()
 )
-# The same of vLLM's environment: any other variable of it that is set makes other keys. The last three are set by vLLM while it builds an engine, so
-# a node that was started from a process with an engine has them; a layout is told by its strides. How long a context may be counts by itself.
+# The same for vLLM's environment: any other vLLM variable that is set makes other keys. The last three are set by vLLM while it builds an engine, so
+# a node that was started from a process with an engine has them; a layout is named by its strides. The longest context is counted separately.
 HARMLESS_VARIABLES = frozenset(
     """
     VLLM_ALLOW_LONG_MAX_MODEL_LEN
@@ -80,23 +82,23 @@ HARMLESS_VARIABLES = frozenset(
     VLLM_SSM_CONV_STATE_LAYOUT
     """.split()
 )
-# Where a container service says in every container's environment where other services are: of one called `vllm-web`, VLLM_WEB_SERVICE_HOST,
-# VLLM_WEB_PORT_80_TCP_ADDR and so on. They are others after each of its deployments.
+# The variables in which a container service tells every container where other services are: for a service called `vllm-web`, VLLM_WEB_SERVICE_HOST,
+# VLLM_WEB_PORT_80_TCP_ADDR and so on. They change with each deployment of that service.
 PLACES_OF_SERVICES = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-# Not vLLM's own: how exactly the libraries below it multiply what is in float32.
+# Variables of the libraries below vLLM: they set how exactly float32 values are multiplied.
 VARIABLES_BELOW = ("ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-# As the process was given it: while vLLM builds an engine it sets variables itself.
+# The environment as the process got it: vLLM sets variables itself while it builds an engine.
 ENVIRONMENT: Mapping[str, str] = dict(os.environ)
-# Of a model's configuration: who wrote it.
+# Entries of a model's configuration that only say which software wrote it.
 CONFIG_NOTES = frozenset(("transformers_version",))
 
 
 def arguments_that_count(args: Any, environ: Mapping[str, str] = ENVIRONMENT) -> dict[str, Any]:
-    """Of vLLM's engine arguments and of its environment what is set and is not known to leave KV as it is: plain values, by name.
+    """Return the settings, of vLLM's engine arguments and its environment, that may change KV: plain values, by name.
 
-    To be asked before an engine is built from the arguments: vLLM fills them in then.
+    A setting counts if it is set and not known to leave KV unchanged. Call this before an engine is built from the arguments: building fills them in.
     """
     found = {}
     for each in dataclasses.fields(args):
@@ -117,7 +119,14 @@ def _is_counted(variable: str) -> bool:
 def namespace_of(
     tensors: list[Any], layer_bytes: int, vllm_config: Any, arguments: Mapping[str, Any]
 ) -> Namespace:
-    """Of a built engine. The layout names the CPU's instruction set where attention packs keys for it. arguments: see `arguments_that_count`."""
+    """Return the namespace of a built engine's KV. The layout names the CPU's instruction set where attention packs keys for it.
+
+    Args:
+        tensors: the KV cache, a tensor per layer.
+        layer_bytes: bytes of one block in one layer.
+        vllm_config: the built engine's configuration.
+        arguments: see `arguments_that_count`.
+    """
     import torch
 
     from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
@@ -127,7 +136,7 @@ def namespace_of(
     layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
-    # What weights and KV are made into changes what is in the blocks.
+    # Quantising weights or KV changes the bytes in the blocks.
     made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
     return Namespace(
         model=Path(model.model).name,
@@ -143,7 +152,7 @@ def namespace_of(
 
 
 def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
-    """A digest of how KV is computed from weights and tokens. The longest context belongs to it: some models choose their positions by it."""
+    """Return a digest of how KV is computed from weights and tokens. It covers the longest context: some models choose their positions by it."""
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     draft = speculation.draft_model_config if speculation is not None else None
     facts = {
@@ -152,14 +161,14 @@ def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
         "max_model_len": model.max_model_len,
         "arguments": dict(arguments),
         "code": _version_of_transformers() if model.using_transformers_backend() else "",
-        # Its layers have KV in the same blocks.
+        # The draft model's layers have KV in the same blocks.
         "draft": revision_of(draft) if draft is not None else "",
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
 
 
 def _version_of_transformers() -> str:
-    """Of the code of those models that vLLM has no class of its own for."""
+    """Return the version of transformers, whose code runs the models for which vLLM has no class."""
     import transformers
 
     return transformers.__version__
@@ -172,8 +181,10 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value in parts that JSON knows, equal for what computes the same. What is not known here is told by its text: where that names an address
-    it is like nothing else, and its KV is shared with nobody."""
+    """Turn a value into parts that JSON knows, equal for values that compute the same.
+
+    A value of an unknown type becomes its text. If that text contains an address it equals no other, and its KV is shared with no other engine.
+    """
     match value:
         case None | bool() | int() | float():
             return value
@@ -198,5 +209,5 @@ def _plain(value: Any) -> Any:
 
 
 def _content_of(path: str) -> str:
-    """Where a file or folder lies is one machine's own; what is in it is not."""
+    """Return a digest of a file's or folder's content, because its path differs between machines; the path itself where there is no such file."""
     return folder_revision(Path(path)) if os.path.exists(path) else path

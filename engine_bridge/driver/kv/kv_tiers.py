@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The speed of copies is told by one of so many bytes. Chosen: a long conversation's of a small model, where set-up hardly counts.
+# The speed of copies is reported for a copy of this many bytes. Chosen: a long conversation of a small model, where set-up hardly counts.
 RATED_BYTES = 8 << 20
 
 _known: dict[str, KvTiers] = {}
@@ -51,10 +51,10 @@ _names = itertools.count()
 
 
 class TiersConfig(Struct, frozen=True, kw_only=True):
-    """Sizes in bytes; 0 turns a tier off. The disk tier needs the host tier, through which all its blocks pass.
+    """Sizes of the tiers in bytes; 0 turns a tier off. The disk tier needs the host tier, through which all its blocks pass.
 
     Args:
-        folder: under which each model's KV has a folder of its own.
+        folder: the folder under which each model's KV has its own folder.
     """
 
     host_bytes: int
@@ -63,31 +63,49 @@ class TiersConfig(Struct, frozen=True, kw_only=True):
 
 
 class RequestListener(Protocol):
-    """Whoever expects requests hears of them. None of these raises."""
+    """A component that expects requests and hears of them on the engine thread. None of these methods raises."""
 
-    def arrived(self, request: Any) -> None: ...
-    def started(self, request: Any) -> None: ...
-    def ended(self, request: Any) -> None: ...
-    def num_free_blocks(self) -> int: ...
-    def close(self) -> None: ...
+    def arrived(self, request: Any) -> None:
+        """Note that a request has come to the scheduler."""
+
+    def started(self, request: Any) -> None:
+        """Note that a request has been given blocks."""
+
+    def ended(self, request: Any) -> None:
+        """Note that a request has finished."""
+
+    def num_free_blocks(self) -> int:
+        """Return how many blocks of the device no running request holds."""
+
+    def close(self) -> None:
+        """Give up everything that is expected: the engine closes."""
 
 
 class Peering(Protocol):
     """Other nodes, as far as the tiers know them: see `engine_bridge.cluster.peers.Peering`."""
 
-    def open(self) -> str: ...
-    def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None: ...
-    def detach(self) -> None: ...
-    def close(self) -> None: ...
-    def snapshot(self) -> PeerStats: ...
+    def open(self) -> str:
+        """Start to lend KV and return the address where other nodes may ask for it. Raises OSError."""
+
+    def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None:
+        """Lend from this store, whose namespace has this fingerprint, and ask other nodes for it."""
+
+    def detach(self) -> None:
+        """Stop using the store."""
+
+    def close(self) -> None:
+        """Stop lending and asking."""
+
+    def snapshot(self) -> PeerStats:
+        """Return figures of the KV lent and fetched so far. From any thread."""
 
 
 class KvTiers:
-    """What the two halves of the connector and the driver share.
+    """The state that the two halves of the connector and the driver share.
 
     Args:
-        policies, files and clock: other than the default ones for benches and tests.
-        peering: with other nodes; None: neither lends nor asks.
+        policy, eviction, files, clock: differ from the defaults in benches and tests only.
+        peering: exchanges KV with other nodes; None: this node neither lends nor asks.
     """
 
     def __init__(
@@ -107,27 +125,27 @@ class KvTiers:
         self.peering = peering
         self.copier: BlockCopier | None = None
         self.is_step_spoiled = False
-        """Whether some rows of the step that is under way are not what their keys say: nothing of it is kept."""
+        """Whether some rows of the step under way differ from what their keys say: then nothing of the step is kept."""
         self.restores: Restores | None = None
         self.on_progress: Callable[[], None] = lambda: None
         """Called on the I/O thread when staged KV has come: the engine may have a request to start."""
         self.has_progressed = False
-        """Staged KV has come since somebody last cleared this."""
+        """Whether staged KV has come since this was last set to False."""
         self.listener: RequestListener | None = None
         self.arguments: dict[str, Any] = {}
-        """Of the engine that is built next: see `kv_namespace.arguments_that_count`."""
+        """Arguments of the engine that is built next: see `kv_namespace.arguments_that_count`."""
         self.loads_must_hold = False
         """See `engine_bridge.core.kv.restoring.Machine`."""
         self.is_off = False
-        """The engine reuses no KV: see `switch_off`."""
+        """Whether the engine reuses no KV: see `switch_off`."""
         self.is_paused = False
-        """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
+        """Whether nothing is loaded or saved because the engine is warming up with prompts that will not come again."""
         self.chosen: Counter[str] = Counter()
-        """Ways by which requests were to get their KV back, as predicted when they were preempted."""
+        """Counts of the ways by which requests were to get their KV back, as predicted when they were preempted."""
         self.resumed: Counter[str] = Counter()
-        """How requests that had been preempted got back what the device had lost: "swap", "split" (part of it) or "recompute"."""
+        """Counts of how preempted requests got back what the device had lost: "swap", "split" (part of it) or "recompute"."""
         self.num_failed_loads = 0
-        """Blocks that a step had counted on and that did not come; they were computed again."""
+        """Number of blocks that a step had counted on and that did not come; they were computed again."""
         self.num_carried = 0
         """See `HostStats`."""
         self._eviction = eviction or ByValue()
@@ -138,9 +156,9 @@ class KvTiers:
         self._prefill_rate: Rate | None = None
         rate = PRIOR_HOST_BYTES_PER_S
         self.copy_times = CopyTimes(Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
-        """What copies between host tier and device take; begins with an assumption, goes on with what each real one took."""
+        """How long copies between host tier and device take: an assumption at first, corrected by each real copy."""
         self.link: Link | None = None
-        """What they were measured to take while nobody wanted them; None where nobody has measured."""
+        """The link as measured while no request was there; None where it has not been measured."""
         self._copied = (Copied(), Copied())
         self._moving: list[StepMoves] = []
         self.name = f"tiers-{next(_names)}"
@@ -149,9 +167,16 @@ class KvTiers:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def attach(self, kv_caches: dict[str, Any], vllm_config: Any, *, gives_blocks_up: bool = False) -> None:
-        """Take the cache of a newly built engine. Opens the store, or keeps it where the shape is still the same.
+        """Take the cache of a newly built engine. Opens the store, or keeps it where the namespace is still the same.
 
-        gives_blocks_up: while a request runs, the engine takes those of its blocks back that its attention does not look at any more.
+        Args:
+            kv_caches: a tensor per layer, by the layer's name.
+            vllm_config: the built engine's configuration.
+            gives_blocks_up: whether the engine takes blocks back from a running request once its attention does not look at them any more.
+
+        Raises:
+            SeamMoved: for a cache whose blocks cannot be copied: of different sizes, or not contiguous.
+            OSError: where the address for other nodes cannot be opened.
         """
         from engine_bridge.driver.memory import block_copy
 
@@ -176,7 +201,7 @@ class KvTiers:
         )
 
     def detach(self) -> None:
-        """The engine is gone; what is stored stays."""
+        """Let go of an engine that is closed or has failed; stored KV stays."""
         if self.listener is not None:
             with going_on("advisories"):
                 self.listener.close()
@@ -189,7 +214,7 @@ class KvTiers:
             self.store.leave_all()
 
     def switch_off(self) -> None:
-        """The engine that was built reuses no KV: there is nothing to keep for it, or to lend."""
+        """Turn the tiers off: the engine that was built reuses no KV, so there is nothing to keep for it, or to lend."""
         if not self.is_off:
             log.warning(
                 "vLLM computes every prompt of this model anew here (its prefix caching is off), so the KV tiers are off"
@@ -199,22 +224,23 @@ class KvTiers:
             self.peering.close()
 
     def begin_moves(self, moves: StepMoves) -> None:
-        """A step was scheduled that loads and saves these."""
+        """Remember the loads and saves of a step that was scheduled, until `end_moves`."""
         if moves.loads or moves.saves:
             self._moving.append(moves)
 
     def end_moves(self, moves: StepMoves) -> None:
-        """That step has ended: the host memory that they hold has been given back, or will be when the device has copied."""
+        """Forget a step that has ended: its host memory has been given back, or will be once the device has copied."""
         self._moving = [each for each in self._moving if each is not moves]
 
     def _give_up_moves(self) -> None:
-        """The engine is gone: give back the host memory that steps hold which have not ended, as one of them has failed."""
+        """Give back the host memory of steps that have not ended: their engine has failed in one of them, or is closed."""
         moving, self._moving = self._moving, []
         store, copier = self.store, self.copier
         if store is None or not moving:
             return
 
         def let_go() -> None:
+            """Abandon the saves and release the loads of those steps."""
             for moves in moving:
                 with going_on("a step of the failed engine"):
                     for job in moves.saves:
@@ -222,7 +248,7 @@ class KvTiers:
                     for load in moves.loads:
                         store.release(load.stage)
 
-        # A device may be copying yet: that must not end in memory which has become another's.
+        # A device may still be copying: that must not write to memory that has another use by then.
         try:
             copier.end_step(let_go) if copier is not None else let_go()
         except Exception:
@@ -241,11 +267,11 @@ class KvTiers:
                 self.peering.close()
 
     def peer_address(self) -> str:
-        """Where other nodes may ask for KV, from now on; "" for nowhere. Raises OSError."""
+        """Return the address where other nodes may ask for KV from now on; "" if they may not. Raises OSError."""
         return self.peering.open() if self.peering is not None and not self.is_off else ""
 
     def _open_store(self, namespace: Namespace) -> None:
-        self.peer_address()  # what is wrong with it stops the start before anything is open
+        self.peer_address()  # a wrong address stops the start before anything is open
         self._io = IoThread()
         disk, problem = None, None
         try:
@@ -297,39 +323,39 @@ class KvTiers:
 
     @property
     def usable_store(self) -> KvStore | None:
-        """None while nothing is to be loaded or saved."""
+        """The store; None while nothing is to be loaded or saved."""
         return None if self.is_paused else self.store
 
     def num_free_device_blocks(self) -> int:
-        """Blocks of the device that no running request holds; 0 where nothing can be copied there between two steps."""
+        """Return how many device blocks no running request holds; 0 where nothing can be copied there between two steps."""
         return self.listener.num_free_blocks() if self.listener is not None and self.copier is not None else 0
 
-    # -- what was measured -------------------------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------------------------
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in that time."""
+        """Note that a step computed `num_tokens` tokens in `seconds`."""
         if self._prefill_rate is None:
             self._prefill_rate = Rate(num_tokens / seconds)
         self._prefill_rate.note(num_tokens, seconds, self.clock())
 
     def use_costs(self, prefill: PrefillCost) -> None:
-        """Have restores and the ways back of preempted requests decided by these costs of computing, unless a policy was given."""
+        """Let these costs of computing decide restores and the ways back of preempted requests, unless a policy was given."""
         if isinstance(self.policy, FasterWins):
             self.policy, self._prefill = FullCost(prefill=prefill), prefill
 
     def use_profile(self, profile: MachineProfile) -> None:
-        """Believe what was measured of this machine until its copies and its disk are seen at work."""
+        """Use the measurements of this machine until its copies and its disk are seen at work."""
         if profile.copies is not None:
             self.use_link(profile.copies.link)
         if profile.disk is not None and self.store is not None:
             self.store.assume_disk_rate(profile.disk.read_bytes_per_s)
 
     def use_link(self, link: Link) -> None:
-        """Predicts copies with a link that has been measured, in place of the assumed one."""
+        """Predict copies with a link that has been measured, in place of the assumed one."""
         self.link, self.copy_times = link, CopyTimes(link)
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
-        """What each way back of a preempted request takes, by the costs as they are now; None where a policy was given."""
+        """Return what each way back of a preempted request takes, by the costs as they are now; None where a policy was given."""
         if self._prefill is None or self._namespace is None:
             return None
         self.hear_copies()
@@ -340,11 +366,11 @@ class KvTiers:
         return SwapOrRecompute(self._prefill, block, self.copy_times.at(self.clock()))
 
     def prefill_s_per_token(self) -> float | None:
-        """None before the first prefill."""
+        """Return the seconds that computing a token of a prompt takes; None before the first prefill."""
         return 1 / self._prefill_rate.at(self.clock()) if self._prefill_rate is not None else None
 
     def host_bytes_per_s(self) -> float:
-        """Of copies to the device, by the time that the copying itself takes."""
+        """Return the speed of copies to the device in bytes per second, by the time that the copying itself takes."""
         self.hear_copies()
         return self._in_bytes_per_s()
 
@@ -352,7 +378,7 @@ class KvTiers:
         return RATED_BYTES / self.copy_times.back.copy_s(RATED_BYTES, self.clock())
 
     def hear_copies(self) -> None:
-        """Learn from what was copied since the last time. Several copies count as so many of their mean size."""
+        """Learn from the copies made since the last call. Several copies count as that number of copies of their mean size."""
         if self.copier is None or self.store is None:
             return
         ways = (self.copier.out, self.copier.back)
@@ -365,9 +391,10 @@ class KvTiers:
         self._copied = (copy(ways[0]), copy(ways[1]))
 
     def kv_token_s(self) -> tuple[float, float, float | None]:
-        """Of a token's KV: seconds from host memory to the device, from disk to host memory, and from another node's; None: nobody is asked.
+        """Return the seconds that moving a token's KV takes: from host memory to the device, from disk to host memory, and from another node.
 
-        As measured lately, else as is assumed of any machine. What other nodes have not is computed instead. From any thread.
+        The last is None where no other node is asked. Values are as measured lately, else as assumed of any machine. The third includes computing
+        what other nodes turn out not to have. From any thread.
         """
         namespace, store = self._namespace, self.store
         if namespace is None or store is None:
@@ -381,12 +408,13 @@ class KvTiers:
         return device_s, token_bytes / store.disk_bytes_per_s(), fetch_s
 
     def way_counts(self) -> dict[str, int]:
-        """Of requests that were preempted: `predicted:` and then `preempted:` by the way back, as it was chosen and as it came to be."""
+        """Return counts of preempted requests: `predicted:` and the way back as chosen, `preempted:` and the way back as taken."""
         return {f"predicted:{way}": num for way, num in list(self.chosen.items())} | {
             f"preempted:{way}": num for way, num in list(self.resumed.items())
         }
 
     def stats(self) -> TierStats | None:
+        """Return the tiers' figures; None while no store is open."""
         if self.store is None:
             return None
         stats = self.store.stats()
@@ -397,7 +425,7 @@ class KvTiers:
 
 
 def find_tiers(name: str) -> KvTiers:
-    """The tiers that a connector's configuration names. Raises SeamMoved where the worker is another process."""
+    """Return the tiers that a connector's configuration names. Raises SeamMoved where the worker is another process."""
     tiers = _known.get(name)
     if tiers is None:
         raise SeamMoved("KV tiers need the engine's worker in this process (one GPU, no tensor parallelism)")

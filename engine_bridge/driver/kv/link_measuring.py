@@ -1,4 +1,4 @@
-"""Makes the copies of `engine_bridge/core/kv/link_probe.py` between two steps: a few blocks to host memory and back to where they were."""
+"""Makes the copies of `engine_bridge/core/kv/link_probe.py` between two steps: a few blocks to host memory and back to the same device blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from kvtiers.keys import KEY_BYTES, BlockKey
 
 log = logging.getLogger(__name__)
 
-# Copies that run beside the host (on a GPU) are waited for no longer than that. Chosen: two hundred times what they should take.
+# The longest wait for copies that run beside the host (on a GPU). Chosen: two hundred times the expected duration.
 TIMEOUT_S = 1.0
 
 
 class LinkMeasuring:
-    """Runs on the engine thread, and only while no request is there: what it copies back is what was there before.
+    """The measurement of the link between host memory and device, on the engine thread and only while there are no requests.
+
+    It writes the same bytes back to the device blocks that it has read.
 
     Args:
-        tiers: their store is open. They are told what is found.
-        num_device_blocks: of the engine's cache.
-        count_requests: (running, waiting).
+        tiers: their store is open. They are told the result.
+        num_device_blocks: how many blocks the engine's cache has.
+        count_requests: returns how many requests run and how many wait.
+        clock: in seconds.
     """
 
     def __init__(
@@ -40,14 +43,16 @@ class LinkMeasuring:
         self._probe = LinkProbe(self._store.shape.block_bytes, num_blocks, clock())
 
     def has_work(self) -> bool:
+        """Return whether a copy is due now."""
         self._probe.looked(is_busy=sum(self._count_requests()) > 0, now=self._clock())
         return self.wait_s() == 0
 
     def wait_s(self) -> float | None:
+        """Return the seconds until the next copy is due; None when there is none."""
         return self._probe.wait_s(self._clock())
 
     def advance(self) -> None:
-        """One copy, if it is time."""
+        """Make one copy, if it is due."""
         if not self.has_work():
             return
         try:
@@ -79,7 +84,7 @@ class LinkMeasuring:
             if is_done.wait(TIMEOUT_S):
                 self._probe.copied(
                     copier.out.seconds + copier.back.seconds - seconds
-                )  # and not what the word that it is done takes
+                )  # without the time that the notice of its end takes
             else:
                 self._probe.give_up()
         finally:

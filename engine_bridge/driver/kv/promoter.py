@@ -1,7 +1,7 @@
-"""Carries out promotions in vLLM's block pool: blocks are taken from the free queue, filled, registered under their hashes and freed again before
-the next step begins. `engine_bridge/core/kv/promotions.py` decides what.
+"""Carries out promotions in vLLM's block pool, as `engine_bridge/core/kv/promotions.py` decides them.
 
-All methods run on the engine thread.
+Blocks are taken from the free queue, filled, registered under their hashes and freed again before the next step begins. All methods run on the engine
+thread.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of the device's blocks, so many times their number are remembered, where several prefixes begin with the same ones. Chosen.
+# The blocks remembered are at most this many times the device's blocks: several prefixes may begin with the same blocks. Chosen.
 MOST_FOUND = 4
 
 
 class PrefixCache:
     """vLLM's block pool of the one KV cache group, as promotions see it.
 
-    Sessions of thousands of blocks are looked after many times a second, so what was found of each is remembered. A block that names another hash
-    by now has lost what was found in it; asking each block takes a seventh of the time of looking all of them up.
+    Sessions of thousands of blocks are looked up many times a second, so the blocks found for each prefix are remembered. A block that carries
+    another hash by now has lost its old content. Checking each remembered block takes a seventh of the time of looking all of them up.
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        # By the last hash, which stands for all before it; the longest unused first.
+        # By a prefix's last hash, which identifies all hashes before it; the longest unused first.
         self._found: OrderedDict[bytes, _Found] = OrderedDict()
         self._num_found = 0
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks the device has."""
         return int(self._pool.num_gpu_blocks)
 
     def num_free_blocks(self) -> int:
+        """Return how many blocks of the device no running request holds."""
         return int(self._pool.get_num_free_blocks())
 
     def resident(self, hashes: Hashes, limit: int) -> Resident:
-        """How many of the first `limit` blocks are on the device, without a gap, and how many of those are unused."""
+        """Return how many of the first `limit` blocks are on the device, without a gap, and how many of those no request uses."""
         blocks = self.find(hashes, limit)
         return Resident(len(blocks), [block.ref_cnt for block in blocks].count(0))
 
     def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
-        """See `eviction_order.Device`."""
+        """Return how many blocks would be evicted before the first of these: see `eviction_order.Device`."""
         found = [self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
         if not all(found):
             return None
@@ -68,7 +70,7 @@ class PrefixCache:
         return num
 
     def find(self, hashes: Hashes, limit: int) -> list[Any]:
-        """The pool's blocks of the first `limit` of a prefix, without a gap."""
+        """Return the pool's blocks of the first `limit` hashes of a prefix, up to the first gap."""
         if not hashes:
             return []
         found = self._found.pop(hashes[-1], None) or _Found()
@@ -93,7 +95,7 @@ class PrefixCache:
 
 
 class _Found:
-    """Blocks of a prefix from the first one on, and what each of them was named when it was found."""
+    """The blocks of a prefix from the first one on, and the hash that each of them had when it was found."""
 
     __slots__ = ("blocks", "names")
 
@@ -102,7 +104,7 @@ class _Found:
         self.names: list[Any] = []
 
     def forget_lost(self) -> None:
-        """Keep those that are still what they were."""
+        """Keep only the leading blocks that still have the hash they had."""
         if [block.block_hash for block in self.blocks] == self.names:
             return
         pairs = zip(self.blocks, self.names, strict=True)
@@ -111,12 +113,14 @@ class _Found:
 
 
 class Promoter:
-    """Acts on advisories. If that fails, every advisory is over, and the engine goes on: advice may be lost, answers may not.
+    """Acts on advisories. If that fails, every advisory ends and the engine continues: advice may be lost, answers may not.
 
     Args:
         pool: vLLM's block pool of the one KV cache group.
-        tiers: where KV comes from, and what copies it. Their store is open.
-        count_requests: (running, waiting).
+        tiers: the tiers that KV comes from, with their copier. Their store is open.
+        block_size: tokens in a block.
+        count_requests: returns how many requests run and how many wait.
+        clock: in seconds.
     """
 
     def __init__(
@@ -143,12 +147,15 @@ class Promoter:
     # -- what comes in -----------------------------------------------------------------------------------------------
 
     def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
+        """Act on an advisory whose prompt begins with blocks of these hashes; `on_change` hears of its states."""
         self._core.advise(advisory, hashes, salt, on_change, self._clock())
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """End an advisory: its lifetime has passed (`is_expired`), or it was withdrawn."""
         self._core.retract(advisory_id, is_expired=is_expired, now=self._clock())
 
     def arrived(self, request: Request) -> None:
+        """Note that a request has come, and refresh the blocks that were promoted for it."""
         with self._contained():
             move = self._core.arrived(
                 request.request_id,
@@ -161,46 +168,51 @@ class Promoter:
                 self._refresh(move)
 
     def started(self, request: Request) -> None:
+        """Note that a request has been given blocks."""
         self._core.started(request.request_id)
 
     def ended(self, request: Request) -> None:
+        """Note that a request has finished, and remember its blocks."""
         self._core.ended(request.request_id)
         self.remember(request)
 
     def remember(self, request: Request) -> None:
-        """It is what its session's next prompt will begin with."""
+        """Remember a request's blocks as the beginning of its session's next prompt."""
         if request.session_id is None or not request.block_hashes:
             return
         with self._contained():
             self._core.memory.keep((str(request.session_id), request.cache_salt), request.block_hashes)
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
-        """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
+        """Return whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
         return (session_id, salt) in self._core.memory
 
     def forget(self, session_id: str) -> None:
-        """The session's next prompt, if one comes, begins with something else."""
+        """Forget a session's prefix: its next prompt, if one comes, begins with something else."""
         self._core.memory.forget_session(session_id)
 
     def close(self) -> None:
+        """End all advisories."""
         self._core.close()
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
+        """Return whether `advance` has something to do now."""
         self._hear()
-        # The request whose piece has come can have the next one now.
+        # The request whose piece has come can have its next piece now.
         return self._has_carried or self._core.has_work(self._clock())
 
     def wait_s(self) -> float | None:
+        """Return the seconds until there may be work; None: until something happens."""
         return self._core.wait_s(self._clock())
 
     def num_free_blocks(self) -> int:
-        """Blocks of the device that no running request holds."""
+        """Return how many device blocks no running request holds."""
         return self._cache.num_free_blocks()
 
     def advance(self) -> None:
-        """Do a bounded piece of what there is to do."""
+        """Do a bounded piece of the work there is."""
         self._hear()
         self._carry_pieces()
         if self._core.is_idle:  # between most steps of most servers
@@ -228,7 +240,7 @@ class Promoter:
             self._core.staged()
 
     def _carry_pieces(self) -> None:
-        """Copy to the device what has come of the KV that waiting requests are restored with in pieces."""
+        """Copy to the device the pieces of KV that have come for waiting requests which are restored piece by piece."""
         restores, self._has_carried = self._tiers.restores, False
         if restores is None:
             return
@@ -236,7 +248,7 @@ class Promoter:
             try:
                 resident = self._cache.resident(copy.hashes, copy.start)
                 has_room = len(copy.sources) <= self._cache.num_free_blocks() - resident.num_unused
-                if resident.num_blocks == copy.start and has_room:  # or a step has taken it meanwhile
+                if resident.num_blocks == copy.start and has_room:  # otherwise a step has taken it meanwhile
                     self._copy(copy)
                     self._core.carried(request_id, copy.hashes)
                     self._tiers.num_carried += len(copy.sources)
@@ -257,7 +269,8 @@ class Promoter:
         try:
             for layer in range(self._num_layers):
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
-            # A GPU copies when the steps before have run, and by then the guess may be over and its memory another's.
+            # A GPU copies after the steps before have run. By then the advisory may be over and its host memory reused, so the store holds it until
+            # then.
             copier.end_step(store.begin_copy(copy.sources))
             pool.cache_full_blocks(
                 request=SimpleNamespace(block_hashes=copy.hashes),
@@ -268,7 +281,7 @@ class Promoter:
                 kv_cache_group_id=0,
             )
         finally:
-            # Last blocks first: where memory is short, what is left of a conversation is its beginning, which is still of use.
+            # The last blocks are freed first: where memory is short, the beginning of a conversation is left, which is still of use.
             pool.free_blocks(reversed(prefix))
 
     def _refresh(self, refresh: Refresh) -> None:
