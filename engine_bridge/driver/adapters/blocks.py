@@ -1,9 +1,9 @@
-"""Adapters in KV blocks that nobody needs now: their bytes.
+"""The bytes of adapters in KV blocks that no request needs now.
 
-A block that vLLM takes back is zeroed before anybody sees it, because weights read as KV may be NaN, which poisons whoever uses the block next
-(docs/decisions/0008). Layer l's weights lie in layer l's rows.
+A block that vLLM takes back is zeroed before any request sees it, because weights read as KV may be NaN, which poisons the request that uses the
+block next (docs/decisions/0008). Layer l's weights lie in layer l's rows.
 
-Everything here runs on the engine thread, but for `Entry.read`.
+Everything here runs on the engine thread, except `Entry.read`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,42 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry(Loan):
-    """One adapter in blocks. `layers[l]`: the pieces in KV layer l; `num_slices`, `is_list`: by module."""
+    """One adapter in blocks.
+
+    `layers[l]`: the pieces in KV layer l. `modules`: by module, the number of slices and whether the layer takes lists.
+    """
 
     layers: list[list[Piece]]
     modules: dict[str, tuple[int, bool]]
     num_bytes: int
     num_written: int = 0
     source: AdapterWeights | None = None
-    """What is being written; None once all is."""
+    """The weights that are being written; None once all are written."""
     rows: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     @property
     def is_writing(self) -> bool:
+        """Whether the adapter is still being written into the blocks."""
         return self.source is not None
 
     def lose(self) -> None:
+        """Mark the blocks as lost and stop writing."""
         self.is_lost, self.source = True, None
 
     @property
     def size_bytes(self) -> int:
-        """Of the layers' bytes, laid one after the other."""
+        """The size of the layers' bytes, laid one after the other."""
         return sum(_end(pieces) for pieces in self.layers)
 
     def read(self, buffer: torch.Tensor) -> AdapterWeights | None:
-        """Copy the adapter into host memory (uint8, `size_bytes` long). None if its blocks were taken meanwhile. On any thread."""
+        """Copy the adapter into host memory. On any thread.
+
+        Args:
+            buffer: uint8, `size_bytes` long.
+
+        Returns:
+            The weights in the buffer; None if the blocks were taken meanwhile.
+        """
         ids = torch.tensor([block.block_id for block in self.blocks])
         parts: dict[tuple[str, str, int], torch.Tensor] = {}
         start = 0
@@ -73,7 +85,7 @@ class Entry(Loan):
                 for piece in pieces
             }
             start += _end(pieces)
-        # The engine's thread marks the loss before it lets anybody write.
+        # The engine's thread marks the loss before it lets any request write.
         return None if self.is_lost else AdapterWeights(self._modules(parts), self.num_bytes, buffer)
 
     def _modules(self, parts: dict[tuple[str, str, int], torch.Tensor]) -> dict[str, ModuleWeights]:
@@ -88,33 +100,42 @@ class Entry(Loan):
 
 
 class NoBlocks:
-    """KV keeps its memory to itself."""
+    """Stands in where KV blocks are lent to no adapter: it holds nothing and accepts nothing."""
 
     block_bytes = num_bytes = num_blocks = 0
 
     def holds(self, adapter_id: int) -> bool:
+        """Return False: no adapter is here."""
         return False
 
     def entry(self, adapter_id: int) -> Entry:
+        """Raise KeyError: no adapter is here."""
         raise KeyError(adapter_id)
 
     def ids(self) -> list[int]:
+        """Return no ids."""
         return []
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
+        """Return False: there is no memory for an adapter."""
         return False
 
     def is_writing(self) -> bool:
+        """Return False: nothing is being written."""
         return False
 
     def write(self, max_bytes: int) -> int:
+        """Return 0: nothing is written."""
         return 0
 
-    def used(self, adapter_id: int) -> None: ...
+    def used(self, adapter_id: int) -> None:
+        """Do nothing: no adapter is here."""
 
-    def drop(self, adapter_id: int) -> None: ...
+    def drop(self, adapter_id: int) -> None:
+        """Do nothing: no adapter is here."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
 
 
 class AdapterBlocks(LentBlocks[Entry]):
@@ -122,6 +143,7 @@ class AdapterBlocks(LentBlocks[Entry]):
 
     Args:
         kv_caches: a tensor per layer, shape (num_blocks, ...).
+        pool, on_lost, may_displace, less_valuable_than_blocks, first_to_go: see `LentBlocks`.
     """
 
     def __init__(
@@ -139,16 +161,16 @@ class AdapterBlocks(LentBlocks[Entry]):
 
     @property
     def block_bytes(self) -> int:
-        """Of one KV block, over all layers."""
+        """The bytes of one KV block, over all layers."""
         return self._row_bytes * len(self._rows)
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that adapters lie in."""
+        """The bytes of device memory that adapters lie in."""
         return self.num_blocks * self.block_bytes
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
-        """Begin to cache an adapter; `write` goes on. False if there is no memory that it may have."""
+        """Begin to cache an adapter; `write` continues. False if there is no memory that the adapter may have."""
         if adapter_id in self._entries:
             return True
         layers = self._lay_out(weights)
@@ -169,7 +191,7 @@ class AdapterBlocks(LentBlocks[Entry]):
         )
 
     def write(self, max_bytes: int) -> int:
-        """Go on with adapters that are on their way in, whole layers, until about so many bytes are written; returns how many were."""
+        """Continue to write adapters, whole layers, until about `max_bytes` are written; returns the bytes written."""
         num_bytes = 0
         for entry in list(self._entries.values()):
             while entry.source is not None and num_bytes < max_bytes:
@@ -184,7 +206,7 @@ class AdapterBlocks(LentBlocks[Entry]):
             ids = torch.tensor(block_ids, device=self._rows[0].device)
             for rows in self._rows:
                 rows.index_fill_(0, ids, 0)
-        else:  # a memset each: index_fill_ goes element by element there
+        else:  # a memset each: index_fill_ works element by element on a CPU
             for rows in self._rows:
                 for block_id in block_ids:
                     rows[block_id].zero_()
@@ -208,7 +230,7 @@ class AdapterBlocks(LentBlocks[Entry]):
         return layers
 
     def _write_layer(self, entry: Entry, layer: int, weights: AdapterWeights) -> int:
-        """Returns the bytes written."""
+        """Write an adapter's pieces of one layer; returns the bytes written."""
         rows, ids = self._rows[layer], [block.block_id for block in entry.blocks]
         for piece in entry.layers[layer]:
             name, kind, index = piece.place
@@ -224,7 +246,7 @@ def _end(pieces: Sequence[Piece]) -> int:
 
 
 def _spans(start: int, num_bytes: int, row_bytes: int) -> Iterable[tuple[int, int, int, int]]:
-    """(row, column, first, last) of each stretch of a tensor's bytes that lies in one row."""
+    """Yield (row, column, first, last) for each stretch of a tensor's bytes that lies in one row."""
     done = 0
     while done < num_bytes:
         row, column = divmod(start + done, row_bytes)
@@ -234,7 +256,7 @@ def _spans(start: int, num_bytes: int, row_bytes: int) -> Iterable[tuple[int, in
 
 
 def _gather(rows: torch.Tensor, ids: torch.Tensor, flat: torch.Tensor) -> None:
-    """The first bytes of these rows, one after the other."""
+    """Copy the first bytes of these rows, one row after the other, until `flat` is full."""
     row_bytes = rows.shape[1]
     for index, start in enumerate(range(0, flat.numel(), row_bytes)):
         part = flat[start : start + row_bytes]

@@ -46,9 +46,16 @@ def make_residency(
     profile: MachineProfile | None = None,
     copy_of: Callable[[str], str] = lambda content_hash: "",
 ) -> Residency:
-    """For a newly built in-process engine; from here on its steps load nothing. Raises SeamMoved.
+    """Build the residency of a newly built in-process engine, whose steps load nothing from here on. Raises SeamMoved.
 
-    profile: whose speeds to believe at first. copy_of: as `Loader` takes it.
+    Args:
+        wake: called on the loader's thread when it has done something.
+        fail: see `Residency.on_failed`.
+        prefix_facts: see `DeviceCopies`.
+        step_facts: see `StepLayouts`.
+        on_spoiled: see `Failures`.
+        profile: its speeds are used at first; None: assumed ones.
+        copy_of: see `Loader`.
     """
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager
@@ -130,10 +137,10 @@ def _make_core(
 
 
 def _may_assist(engine: Any, config: EngineConfig) -> bool:
-    """Whether requests may start while their adapter is on its way to the device.
+    """Return whether requests may start while their adapter is still being copied to the device.
 
-    On a device of its own only where vLLM compiles nothing: the host's part is a call behind each layer that is put there once the engine is built,
-    and compiled code and captured graphs do not have it. Their rows would be computed as the base model's. On a CPU nothing is compiled with LoRA.
+    On a separate device they may only where vLLM compiles nothing: the host's part is a call behind each layer that is installed once the engine is
+    built, and compiled code and captured graphs lack it. Those rows would be computed as the base model's. On a CPU nothing is compiled with LoRA.
     """
     if not config.cpu_assist or config.device == "cpu" or engine.vllm_config.model_config.enforce_eager:
         return config.cpu_assist

@@ -14,12 +14,13 @@ from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 
 
 class DeviceCopies:
-    """Unused adapters, where KV leaves room for them.
+    """The copies of unused adapters on the device, where KV leaves room for them.
 
     Args:
-        core: decides.
-        device: whose blocks they are.
-        prefix_facts: of the oldest cached prefix blocks, so many of them.
+        core: decides which adapters are copied.
+        device: the device that has the blocks.
+        prefix_facts: returns the facts of the oldest cached prefix blocks, given their number.
+        clock: in seconds.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class DeviceCopies:
         self._num_written_bytes = 0
 
     def counts(self) -> dict[str, int]:
+        """Return the bytes written so far, for `AdapterStats.counts`."""
         return {"cache_bytes": self._num_written_bytes}
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def begin(self, adapter_id: int, weights: AdapterWeights, *, is_ahead: bool) -> bool:
-        """Begin to write one. False if there is no memory that it may have."""
+        """Begin to write an adapter. False if there is no memory that it may have."""
         if not self.blocks.put(adapter_id, weights):
             return False
         self._core.copies.begun(adapter_id, is_ahead)
@@ -50,7 +52,7 @@ class DeviceCopies:
         return True
 
     def write(self, is_busy: bool) -> None:
-        """Go on with what was begun, for as long as may be now."""
+        """Continue the copies that were begun, for as long as is allowed now."""
         if not self.blocks.is_writing():
             return
         slice_s = self._core.copies.write_s(is_busy)
@@ -64,11 +66,12 @@ class DeviceCopies:
             self._core.copies.done(adapter_id)
 
     def drop(self, adapter_id: int) -> None:
+        """Give up an adapter's copy, complete or not."""
         self._writing.discard(adapter_id)
         self.blocks.drop(adapter_id)
 
     def read(self, adapter_id: int) -> AdapterWeights:
-        """On a device of its own: a copy within it."""
+        """Copy a complete adapter out of its blocks, within the device."""
         entry = self.blocks.entry(adapter_id)
         weights = entry.read(torch.empty(entry.size_bytes, dtype=torch.uint8, device=self._device))
         assert weights is not None
@@ -76,25 +79,25 @@ class DeviceCopies:
         return weights
 
     def touch(self, adapter_id: int) -> None:
-        """It was used."""
+        """Note that an adapter was used: its blocks, if it has any, are evicted last."""
         if self.blocks.holds(adapter_id):
             self.blocks.used(adapter_id)
 
     # -- what the blocks ask -----------------------------------------------------------------------------------------
 
     def lost(self, adapter_id: int) -> None:
-        """KV took a cached adapter's blocks."""
+        """Note that KV took a cached adapter's blocks."""
         self._writing.discard(adapter_id)
         self._core.copies.lost(adapter_id)
 
     def may_displace(self, adapter_id: int, num_blocks: int) -> bool:
-        """E3: may a cached adapter take the place of so many of the oldest prefix blocks?"""
+        """Return whether a cached adapter may take the place of the `num_blocks` oldest prefix blocks (E3)."""
         return self._core.copies.may_displace(adapter_id, self._prefix_facts(num_blocks), self._clock())
 
     def less_valuable_than_blocks(self, num_blocks: int) -> int | None:
-        """E3: a cached adapter that is worth no more, by the byte, than so many of the oldest prefix blocks; its blocks are the caller's."""
+        """Return a cached adapter worth no more, by the byte, than the `num_blocks` oldest prefix blocks (E3). Its blocks are then the caller's."""
         return self._core.copies.take_less_valuable_than_blocks(self._prefix_facts(num_blocks), self._clock())
 
     def first_to_go(self) -> int | None:
-        """The cached adapter that is worth the least, of those that no request needs from there; its blocks are the caller's."""
+        """Return the cached adapter of least worth among those that no request needs from their blocks. Its blocks are then the caller's."""
         return self._core.copies.take_first_to_go(self._clock())

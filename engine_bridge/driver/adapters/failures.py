@@ -1,4 +1,4 @@
-"""What goes wrong with one adapter is told to its own requests; everybody else's go on."""
+"""Failures of single adapters: each is told to its adapter's requests, and all other requests continue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 class Failures:
     """Adapters that could not be made ready to compute with, and whose requests have not been told yet.
 
-    name_of: of an adapter, by its id. on_spoiled: called with an adapter's id in a step that computes its rows without it: what that step leaves
-    of them must not be kept.
+    Args:
+        name_of: returns an adapter's name by its id.
+        on_spoiled: called with an adapter's id in a step that computes the adapter's rows without it: those rows' results must not be kept.
     """
 
     def __init__(self, name_of: Callable[[int], str], on_spoiled: Callable[[int], None]) -> None:
@@ -28,14 +29,14 @@ class Failures:
 
     @contextmanager
     def contained(self, adapter_id: int) -> Iterator[None]:
-        """What is raised inside of `with` becomes this adapter's failure."""
+        """Turn an error raised inside of `with` into this adapter's failure."""
         try:
             yield
         except Exception as error:
             self.note(adapter_id, error)
 
     def note(self, adapter_id: int, error: Exception) -> None:
-        """An adapter has failed; only the first of its failures is logged and told."""
+        """Note that an adapter has failed; only the first of its failures is logged and told."""
         if adapter_id in self._errors:
             return
         name = self._name_of(adapter_id)
@@ -49,6 +50,6 @@ class Failures:
             self._on_spoiled(adapter_id)
 
     def take(self) -> dict[int, AdapterRejected]:
-        """What to tell, by adapter."""
+        """Return, once, the errors to tell, by adapter."""
         errors, self._errors = self._errors, {}
         return errors

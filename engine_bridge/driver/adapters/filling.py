@@ -1,4 +1,4 @@
-"""Adapters on their way into the slots of one engine: carries out what the core decides of slots, and tells it when steps can compute with them."""
+"""Carries out the core's decisions on the slots of one engine, and tells the core when steps can compute with them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Filling:
     """The slots of one engine. All methods run on the engine thread.
 
     Args:
+        core: decides which adapter gets which slot.
         manager: vLLM's LoRAModelManager, whose slot table this object writes.
-        computes: of an adapter, what computes with it until it is in its slot.
+        computes: returns the function that computes an adapter's deltas until the adapter is in its slot.
         host: adapters in host memory.
         do: carries moves out.
     """
@@ -40,14 +41,16 @@ class Filling:
         self._core, self._manager, self._slots, self._loader = core, manager, slots, loader
         self._computes, self._host, self._copies = computes, host, copies
         self._failures, self._do = failures, do
-        self._unfilled: dict[int, int] = {}  # slots that steps cannot compute with yet, and whose they are
+        self._unfilled: dict[
+            int, int
+        ] = {}  # slots that steps cannot compute with yet, and their adapters' ids
         self.num_laid_out_ahead = 0
         self.layout_s = 0.0
-        """What the loader's thread took for slots, in seconds."""
+        """Seconds that the loader's thread spent on slots."""
         slots.on_failed = lambda slot, error: failures.note(manager.lora_index_to_id[slot], error)
 
     def fill(self, move: Fill) -> None:
-        """Have steps compute with an adapter in a slot. Whatever is raised, no step computes with what lay there before."""
+        """Make steps compute with an adapter in a slot. Even if this raises, no step computes with the slot's previous adapter."""
         self._manager.lora_index_to_id[move.slot] = move.adapter_id
         try:
             self._begin(move)
@@ -80,7 +83,7 @@ class Filling:
         self._do(self._core.laid_out(move.adapter_id))
 
     def is_filled(self, adapter_id: int) -> bool:
-        """Can a step compute with its slot? Tells the core so the first time."""
+        """Return whether a step can compute with the adapter's slot. Tells the core so the first time."""
         version = self._core.table[adapter_id]
         slot = version.slot
         if slot is not None and self._unfilled.get(slot) == adapter_id and self._slots.is_filled(slot):
@@ -89,13 +92,13 @@ class Filling:
         return version.is_filled
 
     def wait(self, adapter_id: int) -> None:
-        """Have the step that begins wait until this adapter's slot is filled, without waiting here."""
+        """Make the step that begins wait until this adapter's slot is filled, without waiting here."""
         slot = self._core.table[adapter_id].slot
         assert slot is not None
         self._slots.wait(slot)
 
     def leave(self, move: LeaveSlot) -> None:
-        """An adapter is in its slot no more."""
+        """Take an adapter out of its slot."""
         self._manager.lora_index_to_id[move.slot] = None
         self._unfilled.pop(move.slot, None)
         if move.is_emptied:

@@ -1,13 +1,12 @@
-"""CPU-assist on a device of its own: in steps that hold rows of an adapter which is still being copied, those rows' deltas come from the host.
+"""CPU-assist on a separate device: in steps with rows of an adapter that is still being copied, those rows' deltas come from the host.
 
-vLLM's mapping has such rows as rows of the base model; an opaque operator behind each LoRA layer adds their deltas, computed by
-worker processes (`host_workers.py`) or here. It is put there once the engine is built, so it is for engines that compile nothing: compiled code
-and captured graphs would not have it (`build.py`). It does nothing where no row is cold. Only prefills have such rows, since the copy is done by the
-next step or two.
+vLLM's mapping has such rows as rows of the base model; an opaque operator behind each LoRA layer adds their deltas, computed by worker processes
+(`host_workers.py`) or here. The operator is installed once the engine is built, so it is for engines that compile nothing: compiled code and captured
+graphs would lack it (`build.py`). It does nothing where no row is cold. Only prefills have such rows, since the copy is done by the next step or two.
 
-Source: CaraServe §4.1. Departs in that base output and delta of a layer are computed one after the other, and in that no kernel
-signals the host: the copy of x does. Not run on a GPU yet (tests/gpu holds the test); the CPU engine runs all but the copies on
-a stream (tests/integration/test_adapters.py).
+Source: CaraServe §4.1. Departs in that base output and delta of a layer are computed one after the other, and in that no kernel signals the host: the
+copy of x does. Not run on a GPU yet (tests/gpu holds the test); the CPU engine runs all but the copies on a stream
+(tests/integration/test_adapters.py).
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from engine_bridge.driver.vllm_api import (
 
 @dataclass(frozen=True, slots=True)
 class ColdAdapter:
-    """What its rows are computed with: `compute_for` a layer by name, if it has workers, else `weights`."""
+    """The means to compute an adapter's cold rows: `compute_for` a layer by name, if it has workers, else `weights`."""
 
     weights: AdapterWeights
     compute_for: Callable[[str], Compute] | None
     failed: Callable[[Exception], None] | None = None
-    """Told of what computing with it raises, and then the step goes on without; None: it is raised."""
+    """Called with an error raised while computing with this adapter; the step then continues without. None: the error is raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColdRows:
-    """Rows `start:stop` of the step."""
+    """Rows `start:stop` of the step, which are computed with a cold adapter."""
 
     start: int
     stop: int
@@ -55,31 +54,36 @@ class HostPath:
     """
 
     current: HostPath | None = None
-    """Of this process: the operator has no other way to find it."""
+    """The host path of this process: the operator has no other way to find it."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = dict(layers)
         self._rows: tuple[ColdRows, ...] = ()
         self.cold: Mapping[int, ColdAdapter] = {}
-        """By adapter id, for the next step; set before its mapping is."""
+        """Cold adapters of the next step by adapter id; set before the step's mapping."""
         self.num_deltas = 0
 
     def covers(self, weights: AdapterWeights) -> bool:
-        """Can all of an adapter's layers be computed here? Those of embeddings and of the output layer cannot."""
+        """Return whether all of an adapter's layers can be computed here. Embeddings and the output layer cannot."""
         return weights.modules.keys() <= self._layers.keys()
 
     @property
     def is_active(self) -> bool:
-        """Has the step that runs any cold rows?"""
+        """Whether the step that runs has any cold rows."""
         return bool(self._rows)
 
     def split(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Take the cold rows out of a step's mapping (an adapter's id per row, 0 for the base model); returns what is left of it."""
+        """Take the cold rows out of a step's mapping (an adapter's id per row, 0 for the base model); returns the remaining mapping."""
         self._rows = _cold_rows(ids, self.cold)
         return tuple(0 if adapter_id in self.cold else adapter_id for adapter_id in ids)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, name: str) -> None:
-        """Add one layer's deltas of the cold rows to `y`, rounded to its type once."""
+        """Add one layer's deltas of the cold rows to `y`, rounded to its type once.
+
+        Args:
+            y, x: the layer's output and input, a row per token of the step.
+            name: the layer's name.
+        """
         for rows in self._rows:
             module = rows.adapter.weights.modules.get(name)
             if module is None:
@@ -105,33 +109,37 @@ class HostPath:
         self.num_deltas += 1
 
     def counts(self) -> dict[str, int]:
+        """Return the number of deltas computed so far, for `AdapterStats.counts`."""
         return {"host_path_deltas": self.num_deltas}
 
     def install(self) -> None:
-        """Become the path of this process, and put the operator behind each layer."""
+        """Become the host path of this process, and put the operator behind each layer."""
         HostPath.current = self
         for name, layer in self._layers.items():
             layer.overture_name = name
         BaseLinearLayerWithLoRA._apply_lora_to_output = _apply_with_host_path
 
     def close(self) -> None:
-        """The engine goes: vLLM has its own back."""
+        """Give vLLM its own function back: the engine closes."""
         HostPath.current = None
         BaseLinearLayerWithLoRA._apply_lora_to_output = _stock_apply
 
 
 class NoHostPath:
-    """Slots are filled by the time a step computes with them, or by it."""
+    """Stands in where slots are filled by the time a step computes with them, or by the step itself."""
 
     cold: Mapping[int, ColdAdapter] = {}
 
     def covers(self, weights: AdapterWeights) -> bool:
+        """Return False: no layer is computed here."""
         return False
 
     def counts(self) -> dict[str, int]:
+        """Return no counts."""
         return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: nothing was installed."""
 
 
 def _cold_rows(ids: Sequence[int], cold: Mapping[int, ColdAdapter]) -> tuple[ColdRows, ...]:

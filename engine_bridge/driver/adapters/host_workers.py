@@ -1,7 +1,7 @@
 """Cold adapters' part of a step, computed by worker processes while the adapter is on its way into a slot (CaraServe §4.2, §4.3).
 
-Asked for by --cpu-assist-workers. Without them the engine's own threads do it, which on a CPU costs less than the hand-over
-(bench/LOG.md); what workers are for is a device of its own, whose step waits for nothing else meanwhile.
+--cpu-assist-workers asks for them. Without them the engine's own threads compute that part, which on a CPU costs less than the hand-over
+(bench/LOG.md). Workers are meant for a separate device, whose step waits for nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from engine_bridge.driver.assist.shares import Shape, rows_per_core
 
 log = logging.getLogger(__name__)
 
-# Rows of one hand-over; a longer prompt's are computed by the engine's threads. Chosen: memory for them is taken at the start.
+# The most rows of one hand-over; a longer prompt is computed by the engine's threads. Chosen: memory for the rows is taken at the start.
 MAX_ROWS = 2048
-# What a module's delta may take one worker: about as long as the base model's own part of it. Chosen.
+# How long a module's delta may take one worker: about as long as the base model's own part of it. Chosen.
 BUDGET_S = 0.001
-# The rank that a worker's share is measured at. Chosen: most adapters have no more.
+# The rank at which a worker's share is measured. Chosen: most adapters have no higher rank.
 PROFILE_RANK = 64
 
 
 class Workers:
-    """Whoever computes with adapters that are on their way into a slot, besides the engine's own threads: here nobody."""
+    """Worker processes that compute with adapters on their way into a slot, besides the engine's own threads; this base class has none."""
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> None:
-        """Here is an adapter, if there is room for it. Loader's thread."""
+        """Offer an adapter, which is kept if there is room for it. On the loader's thread."""
 
     def drop(self, adapter_id: int) -> None:
-        """It leaves host memory. Loader's thread."""
+        """Give up an adapter that leaves host memory. On the loader's thread."""
 
     def computes(self, adapter_id: int) -> ComputeFor | None:
-        """By the name of a layer, what computes the adapter's delta there; None: nobody does."""
+        """Return a function that finds, by a layer's name, what computes the adapter's delta there; None: no worker computes it."""
         return None
 
     def counts(self) -> dict[str, int]:
-        """For `AdapterStats.counts`."""
+        """Return counts for `AdapterStats.counts`."""
         return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the workers."""
 
 
 class HostWorkers(Workers):
     """Worker processes and the adapters that they hold.
 
     Args:
-        layers: vLLM's LoRA layers by name, those that only our wrapper reads.
+        num_workers: number of processes.
+        layers: vLLM's LoRA layers by name, only layers that our wrapper alone reads.
         weight_bytes: bound of the adapters' memory.
-        engine_cores: cores that workers keep off, where there are others.
+        engine_cores: number of cores that workers keep off, where there are others.
     """
 
     def __init__(
@@ -77,13 +79,14 @@ class HostWorkers(Workers):
         self.num_deltas = 0
 
     def calibrate(self) -> None:
-        """Wait for the workers and find how many rows one of them takes. Engine thread, at the start."""
+        """Wait for the workers and find how many rows one of them takes. On the engine thread, at the start."""
         self._pool.wait_ready()
         with one_worker(self._pool) as measure:
             self._pool.rows_per_core = rows_per_core(measure, self._shapes, BUDGET_S, max_rows=MAX_ROWS)
         log.info("a worker computes %d rows of rank %d in 1 ms", self._pool.rows_per_core, PROFILE_RANK)
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> None:
+        """Give an adapter to the workers, unless they hold it or have died. On the loader's thread."""
         if not self._pool.is_alive or self._pool.holds(adapter_id):
             return
         packed = {
@@ -94,18 +97,25 @@ class HostWorkers(Workers):
         self._pool.put(adapter_id, packed)
 
     def drop(self, adapter_id: int) -> None:
+        """Give up an adapter that leaves host memory. On the loader's thread."""
         self._pool.drop(adapter_id)
 
     def computes(self, adapter_id: int) -> ComputeFor:
+        """Return `compute_for` of this adapter."""
         return partial(self.compute_for, adapter_id)
 
     def counts(self) -> dict[str, int]:
+        """Return the number of deltas that workers computed, for `AdapterStats.counts`."""
         return {"worker_deltas": self.num_deltas}
 
     def compute_for(self, adapter_id: int, name: str) -> Callable[[torch.Tensor, torch.Tensor, float], bool]:
-        """A function that adds the adapter's delta in this layer for fp32 rows x to fp32 rows y; False: it did not, do it yourself."""
+        """Return a function that adds the adapter's delta in this layer for fp32 rows x to fp32 rows y.
+
+        The function returns False if it added nothing: then the caller computes the delta itself.
+        """
 
         def compute(y: torch.Tensor, x: torch.Tensor, scale: float) -> bool:
+            """Add the delta for rows x to rows y; False: nothing was added."""
             if x.size(0) > MAX_ROWS or not self._pool.is_alive or not self._pool.has_module(adapter_id, name):
                 return False
             try:
@@ -119,6 +129,7 @@ class HostWorkers(Workers):
         return compute
 
     def close(self) -> None:
+        """Stop the worker processes."""
         self._pool.close()
 
 
@@ -127,7 +138,10 @@ def _width(layer: Any) -> int:
 
 
 def _free_cores(engine_cores: int | None) -> list[int] | None:
-    """The engine binds its threads to the last cores (`configure_environment`)."""
+    """Return the cores that the engine's threads do not run on; None if there are none.
+
+    The engine binds its threads to the last cores (`configure_environment`).
+    """
     cores = sorted(os.sched_getaffinity(0))
     others = cores[: len(cores) - engine_cores] if engine_cores is not None else []
     return others or None

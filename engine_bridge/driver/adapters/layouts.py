@@ -1,4 +1,4 @@
-"""Adapters laid out for our wrapper's GEMMs, in memory that goes from one adapter to the next."""
+"""Adapters laid out for our wrapper's GEMMs, in memory that passes from one adapter to the next."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from engine_bridge.driver.lora.lora_weights import MakeFew, Pending, SlotWeights
 
 # Our wrapper computes in fp32.
 PACKED_BYTES = 4
-# Beyond its bytes a layer takes as long as so many of them: 0.08 ms (measured; adapters of 1 to 3 MB, 48 layers: 3 to 5 ms).
+# Laying out a layer takes 0.08 ms beyond the time for its bytes, as long as this many bytes take (measured; adapters of 1 to 3 MB, 48 layers: 3 to 5
+# ms).
 LAYER_BYTES = 160_000
-# Linux' large pages, and the least memory that is asked for on them: the last page is full only in part.
+# The size of Linux' large pages, and the least memory for which they are asked: the last page is full only in part.
 LARGE_PAGE_BYTES, LEAST_LARGE_BYTES = 1 << 21, 1 << 23
 
 Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
@@ -25,7 +26,11 @@ Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
 
 
 class Memories:
-    """Memory that layouts have left, for the next ones. From any thread. max_idle_bytes: beyond these the oldest goes, but not the last one."""
+    """Memory that dropped layouts have left, for the next ones. From any thread.
+
+    Args:
+        max_idle_bytes: beyond this the oldest memory is freed, but never the last one.
+    """
 
     def __init__(self, max_idle_bytes: int) -> None:
         self._max_idle_bytes = max_idle_bytes
@@ -34,11 +39,11 @@ class Memories:
 
     @property
     def idle_bytes(self) -> int:
-        """Of all that nobody uses now."""
+        """The bytes of all memory that no layout uses now."""
         return sum(PACKED_BYTES * memory.numel() for memory in self._idle)
 
     def take(self, num_floats: int) -> torch.Tensor:
-        """At least as long, unless there has to be new memory: then as long. What lies in it is of no use."""
+        """Return memory of at least `num_floats` fp32 values, or new memory of exactly that length. Its contents are arbitrary."""
         with self._lock:
             fitting = [each for each in self._idle if num_floats <= each.numel() <= 2 * num_floats]
             if fitting:
@@ -48,7 +53,7 @@ class Memories:
         return large_memory(num_floats)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Nobody reads or writes it any more."""
+        """Take memory back that is neither read nor written any more."""
         with self._lock:
             self._idle.append(memory)
             while len(self._idle) > 1 and self.idle_bytes > self._max_idle_bytes:
@@ -56,10 +61,12 @@ class Memories:
 
 
 class Layout:
-    """One adapter in its layers, each laid out by whoever needs it first: the loader's thread, or a step that has come to it.
+    """One adapter in its layers. The thread that needs a layer first lays it out: the loader's thread, or a step that has come to it.
 
     Args:
         slices: by the name of the layer.
+        memories: where the layout's memory comes from and returns to.
+        make_few: makes the multiplication for few rows; see `pack_slot`.
     """
 
     def __init__(self, slices: Mapping[str, Slices], memories: Memories, make_few: MakeFew | None) -> None:
@@ -78,26 +85,26 @@ class Layout:
 
     @property
     def left_bytes(self) -> int:
-        """Of the layers that are not laid out yet, with what each takes beyond its bytes."""
+        """The bytes of the layers that are not laid out yet, with LAYER_BYTES for each."""
         return sum(layer.size_bytes + LAYER_BYTES for layer in self.layers.values() if layer.is_waiting)
 
     @property
     def is_waiting(self) -> bool:
-        """Is anything left to do?"""
+        """Whether any layer is not laid out yet."""
         return any(layer.is_waiting for layer in self.layers.values())
 
     def finish(self) -> None:
-        """Lay out what is left. From any thread."""
+        """Lay out the remaining layers. From any thread."""
         for layer in self.layers.values():
             layer.take()
 
     def drop(self) -> None:
-        """Nobody computes with it any more. What is left is not laid out, and its memory is the next one's."""
+        """Give up a layout that is computed with no more. Remaining layers are not laid out, and the memory goes to the next layout."""
         for layer in self.layers.values():
-            layer.drop()  # so that nobody begins another one
+            layer.drop()  # so that no thread begins another one
         with self._lock:
             for layer in self.layers.values():
-                layer.drop()  # and the one that was under way
+                layer.drop()  # and the layer that was under way
         self._memories.give_back(self._memory)
 
 
@@ -108,9 +115,12 @@ def _packing(
 
 
 class LayoutsAhead:
-    """Layouts of adapters whose requests are on their way here. From any thread. One at least, however large, beyond that `max_bytes`.
+    """Layouts of adapters whose requests are on their way here. From any thread.
 
-    prepare: begins one, see `Slots.prepare`. cost: bytes of the layout of an adapter of so many bytes.
+    Args:
+        max_bytes: the most memory of all layouts together; a single layout may be larger.
+        prepare: begins a layout, see `Slots.prepare`.
+        cost: returns the bytes of an adapter's layout, given the adapter's bytes.
     """
 
     def __init__(
@@ -126,9 +136,13 @@ class LayoutsAhead:
     def begin(
         self, adapter_id: int, num_bytes: int, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> Layout | None:
-        """A layout to be finished. None if there is one, there need not be any, or there are too many.
+        """Return a layout to be finished. None if the adapter has one already, none is needed, or there are too many.
 
-        num_bytes: of the adapter. weights_of: None if they have gone. Asked under the lock, so that whoever takes them away later finds the layout.
+        Args:
+            num_bytes: bytes of the adapter.
+            weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes
+                the weights away later finds the layout.
+            now: in seconds.
         """
         with self._lock:
             total = sum(layout.num_bytes for layout, _ in self._layouts.values())
@@ -142,12 +156,12 @@ class LayoutsAhead:
             return layout
 
     def take(self, adapter_id: int) -> Layout | None:
-        """For its slot; or because its weights go. None: there is none."""
+        """Take an adapter's layout out: for its slot, or because its weights leave host memory. None: it has no layout."""
         with self._lock:
             return self._layouts.pop(adapter_id, (None, 0.0))[0]
 
     def expire(self, now: float) -> None:
-        """Give up those that no slot has taken over: their requests did not come, or wait for longer."""
+        """Give up layouts that no slot has taken over: their requests did not come, or wait for longer."""
         for adapter_id in [
             each for each, (_, at_s) in list(self._layouts.items()) if now - at_s > AHEAD_FOR_S
         ]:
@@ -157,7 +171,10 @@ class LayoutsAhead:
 
 
 def large_memory(num_floats: int) -> torch.Tensor:
-    """For fp32, not written yet; on pages of 2 MB, if there is much of it and this system has them: 90 MB are then read in 4.8 in place of 6.0 ms."""
+    """Return unwritten memory for `num_floats` fp32 values.
+
+    Much memory lies on pages of 2 MB, if this system has them: 90 MB are then read in 4.8 in place of 6.0 ms.
+    """
     num_bytes = PACKED_BYTES * num_floats
     if num_bytes < LEAST_LARGE_BYTES:
         return torch.empty(num_floats)

@@ -1,9 +1,9 @@
-"""Blocks of vLLM's free queue that adapters lie in until KV needs them: who has which, and how they are given back. Nothing is copied here.
+"""Blocks of vLLM's free queue that adapters lie in until KV needs them: which adapter has which, and how they are given back. Nothing is copied here.
 
-They count as free all the time, so no request waits for one or is preempted for one; vLLM's `unpin_blocks` tells when it hands one out.
+The blocks count as free all the time, so no request waits for one or is preempted for one; vLLM's `unpin_blocks` tells when it hands one out.
 
-Source: Chameleon §4.1 (adapters in idle memory). Departs in that the memory is never taken away from the free list.
-Everything here runs on the engine thread.
+Source: Chameleon §4.1 (adapters in idle memory). Departs in that the memory is never taken away from the free list. Everything here runs on the
+engine thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Loan(ABC):
     @property
     @abstractmethod
     def is_writing(self) -> bool:
-        """Is it on its way into the blocks?"""
+        """Whether the adapter is still being written into the blocks."""
 
     @property
     def is_complete(self) -> bool:
@@ -33,6 +33,7 @@ class Loan(ABC):
         return not self.is_writing and not self.is_lost
 
     def lose(self) -> None:
+        """Mark the blocks as lost."""
         self.is_lost = True
 
 
@@ -40,14 +41,15 @@ AnyLoan = TypeVar("AnyLoan", bound=Loan)
 
 
 class LentBlocks(Generic[AnyLoan]):
-    """The loans of one engine. Who extends it copies the adapters.
+    """The loans of one engine. A subclass copies the adapters.
 
     Args:
         pool: vLLM's block pool; its `get_new_blocks` is wrapped.
         on_lost: called with the id of an adapter whose blocks were taken.
-        may_displace: whether an adapter may take the place of prefix blocks that lie in the queue's front.
-        less_valuable_than_blocks: of the cached adapters, one that is worth less than so many of those prefix blocks; None if all are worth more.
-        first_to_go: the one that goes where KV needs blocks of some adapter; None: the one that was not used the longest. Both count as gone.
+        may_displace: returns whether an adapter may take the place of this number of prefix blocks at the queue's front.
+        less_valuable_than_blocks: returns a cached adapter worth less than this number of those prefix blocks; None if all are worth more.
+        first_to_go: returns the adapter that leaves first where KV needs an adapter's blocks; None: the one unused for longest leaves.
+            Adapters that these two return count as removed.
     """
 
     def __init__(
@@ -71,34 +73,36 @@ class LentBlocks(Generic[AnyLoan]):
         pool.get_new_blocks = self._get_new_blocks
 
     def _clean(self, block_ids: list[int]) -> None:
-        """Adapters lay in these blocks, which now go to somebody else."""
+        """Clear blocks that held an adapter and now go to another user."""
 
     # -- what lies here ----------------------------------------------------------------------------------------------
 
     def holds(self, adapter_id: int) -> bool:
-        """Whether this adapter's weights are whole in borrowed blocks."""
+        """Return whether this adapter's weights are whole in borrowed blocks."""
         entry = self._entries.get(adapter_id)
         return entry is not None and entry.is_complete
 
     def entry(self, adapter_id: int) -> AnyLoan:
-        """What this adapter has borrowed. Raises `KeyError` if it has borrowed nothing."""
+        """Return this adapter's loan. Raises `KeyError` if it has borrowed nothing."""
         return self._entries[adapter_id]
 
     def ids(self) -> list[int]:
-        """Of all complete adapters."""
+        """Return the ids of all complete adapters."""
         return [adapter_id for adapter_id, entry in self._entries.items() if entry.is_complete]
 
     def is_writing(self) -> bool:
+        """Return whether any adapter is still being written."""
         return any(entry.is_writing for entry in self._entries.values())
 
     @property
     def num_blocks(self) -> int:
+        """The number of blocks that are lent."""
         return sum(len(entry.blocks) for entry in self._entries.values())
 
     # -- in and out --------------------------------------------------------------------------------------------------
 
     def lend(self, adapter_id: int, num_blocks: int, made: Callable[[list[Any]], AnyLoan]) -> bool:
-        """Begin a loan of so many blocks, as `made` of them. False if there is no memory that this adapter may have."""
+        """Begin a loan of `num_blocks` blocks, which `made` makes of them. False if there is no memory that this adapter may have."""
         if not self._may_take(adapter_id, num_blocks):
             return False
         blocks = self._pool.get_new_blocks(num_blocks)
@@ -127,6 +131,7 @@ class LentBlocks(Generic[AnyLoan]):
             queue.prepend_n(entry.blocks)
 
     def close(self) -> None:
+        """End all loans, and give the pool its own `get_new_blocks` back."""
         for entry in self._entries.values():
             entry.lose()
         self._entries, self._lent = {}, set()
@@ -135,7 +140,10 @@ class LentBlocks(Generic[AnyLoan]):
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _may_take(self, adapter_id: int, num_blocks: int) -> bool:
-        """Free blocks that hold nothing may be had; prefix KV and other adapters only for what is worth more."""
+        """Return whether an adapter may have this many free blocks.
+
+        Blocks that hold nothing may be had; prefix KV and other adapters only give way to an adapter that is worth more.
+        """
         if num_blocks > self._pool.get_num_free_blocks():
             return False
         front = _front(self._pool.free_block_queue, num_blocks)
@@ -145,9 +153,9 @@ class LentBlocks(Generic[AnyLoan]):
         return num_cached == 0 or self._may_displace(adapter_id, num_cached)
 
     def _make_way(self, num_blocks: int) -> None:
-        """KV takes memory from what is worth the least, where vLLM's order is by last use (E3).
+        """Make KV take memory from the least valuable content, where vLLM's order is by last use (E3).
 
-        Before prefix KV is overwritten, adapters go that are worth less; before an adapter is, another one that is worth less.
+        Before prefix KV is overwritten, adapters leave that are worth less; before an adapter is, another one leaves that is worth less.
         """
         while self._entries:
             front = _front(self._pool.free_block_queue, num_blocks)
@@ -170,7 +178,7 @@ class LentBlocks(Generic[AnyLoan]):
         return blocks
 
     def _reused(self, entry: AnyLoan, block: Any) -> None:
-        """vLLM takes a block that holds, or once held, a piece of an adapter."""
+        """Note that vLLM takes a block that holds, or once held, a piece of an adapter."""
         self._dirty.append(block.block_id)
         if not entry.is_lost:
             entry.lose()
@@ -185,7 +193,7 @@ class LentBlocks(Generic[AnyLoan]):
         return entry
 
     def _free_rest(self, taken: set[int]) -> None:
-        """What is left of adapters that lost a block is of no use: it goes before anything else."""
+        """Put the remaining blocks of adapters that lost a block first in the free queue: they are of no use any more."""
         queue = self._pool.free_block_queue
         for entry in self._lost:
             rest = [block for block in entry.blocks if block.block_id not in taken and block.ref_cnt == 0]
@@ -196,7 +204,7 @@ class LentBlocks(Generic[AnyLoan]):
 
 
 def _front(queue: Any, num_blocks: int) -> list[Any]:
-    """The blocks that the queue gives next."""
+    """Return the blocks that the queue gives next."""
     blocks: list[Any] = []
     block = queue.fake_free_list_head.next_free_block
     while len(blocks) < num_blocks and block is not queue.fake_free_list_tail:

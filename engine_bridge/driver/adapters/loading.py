@@ -1,4 +1,4 @@
-"""The loader's thread: reads adapters into host memory, on demand and ahead of their requests, and does what else takes long."""
+"""The loader's thread: reads adapters into host memory, on demand and ahead of their requests, and runs other long work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What became of a load. `weights`: None if it failed; then `problem` says why, if anybody knows."""
+    """The result of a load. `weights`: None if it failed; then `problem` says why, if that is known."""
 
     weights: AdapterWeights | None
     source: Literal["disk", "cached"] = "disk"
@@ -36,12 +36,13 @@ class Loaded:
 
 
 class LoaderThread:
-    """One thread and what it has done. Methods are for the engine's thread unless they say otherwise.
+    """One thread and its results. Methods are for the engine's thread unless they say otherwise.
 
     Args:
         loader: reads one adapter.
-        workers: are given what is read.
-        layouts: what is laid out ahead.
+        workers: get the adapters that were read.
+        read_ahead: decides which adapters may be read ahead of their requests.
+        layouts: the layouts made ahead of requests.
         wake: called on the thread when something is done.
     """
 
@@ -61,7 +62,7 @@ class LoaderThread:
         self._read_ahead = read_ahead
         self._layouts = layouts
         self.early_layout_s = 0.0
-        """Seconds of layouts ahead of requests."""
+        """Seconds spent on layouts ahead of requests."""
         self._ahead: dict[int, Future[Loaded]] = {}
         self._ahead_lock = threading.Lock()
 
@@ -78,9 +79,10 @@ class LoaderThread:
             ahead.add_done_callback(lambda _: self._tell(lambda: then(self._take_ahead(record, ahead))))
 
     def lay_out(self, finish: Callable[[], None], then: Callable[[float, Exception | None], None]) -> None:
-        """Run a slot's rest. `then` is called by `take_done`, with the seconds that it took, and what it raised."""
+        """Run the rest of a slot's work. `take_done` calls `then` with the seconds it took and the error it raised, if any."""
 
         def run() -> None:
+            """Run `finish`, and hand its duration and its error to `then`."""
             started_s, problem = time.perf_counter(), None
             try:
                 finish()
@@ -92,11 +94,11 @@ class LoaderThread:
         self._executor.submit(run)
 
     def take_layout(self, adapter_id: int) -> Layout | None:
-        """What was laid out ahead of it, or is just being laid out; None: nothing."""
+        """Return the adapter's layout that was made ahead, or is being made; None: there is no such layout."""
         return self._layouts.take(adapter_id)
 
     def give_up(self, adapter_id: int, weights: AdapterWeights) -> None:
-        """It leaves host memory."""
+        """Give up an adapter that leaves host memory: its layout, its copy at the workers and its buffer."""
         layout = self.take_layout(adapter_id)
         if layout is not None:
             layout.drop()
@@ -104,26 +106,26 @@ class LoaderThread:
         self._give_back(weights)
 
     def has_done(self) -> bool:
-        """Whether a load has ended whose result has not been fetched yet."""
+        """Return whether a load has ended whose result has not been fetched yet."""
         return bool(self._done)
 
     def take_done(self) -> None:
-        """Tell who asked of all that is done."""
+        """Call back for all work that is done."""
         while self._done:
             self._done.popleft()()
 
     def rest(self) -> None:
-        """Wait until the thread has done all that it was asked for."""
+        """Wait until the thread has finished all work it has."""
         self._executor.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Waits for what the thread is doing; the rest is left undone."""
+        """Wait for the thread's current work; the rest is left undone."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     # -- ahead of requests -------------------------------------------------------------------------------------------
 
     def expect(self, record: AdapterRecord, now: float) -> None:
-        """A request for it is about to enter: read it now, unless too much is being read, and lay it out. From any thread."""
+        """Read and lay out an adapter whose request is about to enter, unless too much is being read. From any thread."""
         with self._ahead_lock:
             if self._read_ahead.begin(record.version_id, record.num_bytes, now):
                 self._ahead[record.version_id] = self._executor.submit(self._read_early, record, now)
@@ -131,11 +133,15 @@ class LoaderThread:
     def expect_slot(
         self, record: AdapterRecord, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> None:
-        """The same of one that is in host memory. weights_of: asked on the thread; None if there is no need any more. From any thread."""
+        """Lay out an adapter in host memory whose request is about to enter. From any thread.
+
+        Args:
+            weights_of: called on the loader's thread; returns None if there is no need any more.
+        """
         self._executor.submit(self._lay_out_early, record, weights_of, now)
 
     def drop_ahead(self, now: float) -> None:
-        """Give up what was read and laid out for requests that did not come."""
+        """Give up adapters that were read and laid out for requests that did not come."""
         self._layouts.expire(now)
         if not self._ahead:
             return
@@ -174,10 +180,13 @@ class LoaderThread:
     def _lay_out_early(
         self, record: AdapterRecord, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> None:
-        """Begun here; it goes on when what is read has been told, and whoever fills the slot meanwhile finds what is there by then."""
+        """Begin a layout ahead of its request.
+
+        The thread continues it after the read's end has been told. A slot that is filled meanwhile uses the layers laid out by then.
+        """
         try:
             layout = self._layouts.begin(record.version_id, record.num_bytes, weights_of, now)
-        except Exception:  # out of memory: it is only a hint
+        except Exception:  # out of memory: the layout ahead is only a hint
             log.exception("adapter %s could not be laid out ahead; its slot will have it", record.name)
             return
         if layout is not None:
@@ -192,7 +201,7 @@ class LoaderThread:
         self.early_layout_s += time.perf_counter() - started_s
 
     def _copied(self, entry: Entry | None) -> Loaded | None:
-        """None if there are no blocks to copy from, or they were taken meanwhile."""
+        """Copy an adapter from its blocks. None if there are no blocks to copy from, or they were taken meanwhile."""
         if entry is None:
             return None
         started_s = time.perf_counter()
@@ -217,9 +226,10 @@ class LoaderThread:
 
 
 def _keep_out_of_the_way() -> None:
-    """One thread of computation, on any core. A thread inherits from the engine's its core, where it would take turns with it.
+    """Let this thread compute with one thread only, on any core.
 
-    vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing; the one beneath it is per thread.
+    A thread inherits its core from the engine's, where it would take turns with it. vLLM's CPU worker replaces `torch.set_num_threads` by a function
+    that does nothing; the one beneath it is per thread.
     """
     torch._C.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):

@@ -1,7 +1,7 @@
 """Carries out on vLLM's LoRA manager, its slots, KV blocks and host memory what `engine_bridge.core.adapters.residency` decides.
 
-Reading, checking and laying out happen on a loader's thread; the engine's thread decides, between steps.
-All methods run on the engine thread unless they say otherwise.
+Reading, checking and laying out happen on a loader's thread; the engine's thread decides, between steps. All methods run on the engine thread unless
+they say otherwise.
 """
 
 from __future__ import annotations
@@ -47,17 +47,21 @@ class Residency:
     """The adapters of one engine.
 
     Args:
-        core: decides.
-        contract: what an adapter must be to run here.
+        core: decides which adapters are loaded, filled and dropped.
+        contract: the shapes, types and names that an adapter must have to run here.
         manager: vLLM's LoRAModelManager, whose slot table this object writes.
-        running_ids: adapters of the requests that the scheduler runs now.
-        has_running, is_busy: do requests run? Do they run or wait?
+        slots: the places that steps compute with.
+        loader: the loader's thread.
+        running_ids: returns the adapters of the requests that the scheduler runs now.
+        has_running: returns whether requests run.
+        is_busy: returns whether requests run or wait.
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
-        copies: of unused adapters, on the device.
+        copies: copies of unused adapters, on the device.
         workers: compute with adapters that are not in their slot yet.
-        host_path: where slots fill beside the steps: computes rows of those that are not filled.
+        host_path: computes rows of adapters whose slots are not filled, where slots fill beside the steps.
         step_layouts: which adapters a step may lay out itself, where slots do not fill beside it.
         on_spoiled: see `Failures`.
+        clock: in seconds.
     """
 
     def __init__(
@@ -118,10 +122,10 @@ class Residency:
             Forget: self._forget,
         }
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- adapters ---------------------------------------------------------------------------------------------------
 
     def add(self, record: AdapterRecord) -> None:
-        """Know a version from now on. One that was known is updated (pinned or not). A new one is loaded where memory lies idle."""
+        """Register a version, or update a known one (pinned or not). A new version is loaded where memory lies idle."""
         self._records[record.version_id] = record
         room = self._slots.cost(record.num_bytes)
         self.core.add(
@@ -129,21 +133,22 @@ class Residency:
         )
 
     def remove(self, adapter_id: int) -> None:
-        """No new request will name this version; it goes when its last request has ended."""
+        """Take a version away: no new request will name it, and it leaves when its last request has ended."""
         self._do(self.core.remove(adapter_id))
 
     def announce(self, advisory: Advisory, adapter_id: int) -> None:
-        """An advisory names an adapter: bring it as near as it may come."""
+        """Bring an adapter that an advisory names as near to the device as it may come."""
         self.core.announce(advisory.advisory_id, adapter_id, advisory.probability)
 
     def accounted(self, adapter_id: int, report: AdvisoryReport) -> AdvisoryReport:
-        """What is said of an advisory's KV, with what became of the adapter that it names."""
+        """Return the report on an advisory's KV, completed with the fate of the adapter that it names."""
         is_late = adapter_id in self._records and not self.is_at_hand(adapter_id)
         return self.core.announced.accounted(report.advisory_id, is_late, report, self._clock())
 
     def expect(self, adapter_id: int) -> None:
-        """A request for it is about to enter. From any thread: it is read and laid out while the step that is under way runs, or is not (it is
-        only a hint).
+        """Note that a request for an adapter is about to enter. From any thread.
+
+        The adapter is read and laid out while the step under way runs, or is not: this is only a hint.
         """
         record = self._records.get(adapter_id)
         place = self.core.place_of(adapter_id)
@@ -153,18 +158,18 @@ class Residency:
             self.loader.expect_slot(record, self._without_slot, self._clock())
 
     def _without_slot(self, adapter_id: int) -> AdapterWeights | None:
-        """Of an adapter that is in host memory and no nearer. From any thread, as a hint."""
+        """Return the weights of an adapter that is in host memory and no nearer. From any thread, as a hint."""
         return self._host.get(adapter_id) if self.core.place_of(adapter_id) == "host" else None
 
     def put_back(self, adapter_ids: Iterable[int], *, keeps_host: bool) -> None:
-        """Have adapters leave their slots and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with them there."""
+        """Make adapters leave their slots and the KV blocks, and host memory unless `keeps_host`, so that a measurement begins with them there."""
         for adapter_id in adapter_ids:
             self._do(self.core.put_back(adapter_id, keeps_host=keeps_host))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def requested(self, request_id: str, adapter_id: int) -> None:
-        """A request enters the engine. Raises AdapterRejected where its version has gone since it was queued."""
+        """Note that a request enters the engine. Raises AdapterRejected where its version was removed while it was queued."""
         if adapter_id not in self._records:
             raise AdapterRejected("Its adapter was replaced or removed meanwhile.", code="gone")
         self._filling.is_filled(adapter_id)
@@ -172,35 +177,38 @@ class Residency:
         self.copies.touch(adapter_id)
 
     def released(self, request_id: str, adapter_id: int) -> None:
-        """It has ended, or never was in the engine."""
+        """Note that a request has ended, or has never reached the engine."""
         moves = self.core.released(request_id, adapter_id, self._clock())
         self.copies.touch(adapter_id)
         self._do(moves)
 
     def may_start(self, adapter_id: int) -> bool:
-        """Whether the next step could compute with this adapter beside those that run."""
+        """Return whether the next step could compute with this adapter beside the running ones."""
         return self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id) and self.has_room(adapter_id)
 
     def has_room(self, adapter_id: int) -> bool:
-        """Whether it fits beside those that run, and none of them is to make room for another one with it. Changes nothing."""
+        """Return whether the adapter fits beside the running ones, and is not itself to make room for another adapter. Changes nothing."""
         running = self._running_ids()
         room = self.free_room(running)
         fits = room is None or self.needed_room(adapter_id, running) <= room
         return fits and adapter_id not in self.core.turns.last
 
     def free_room(self, running: Collection[int]) -> int | None:
-        """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
+        """Return the room that adapters of further requests may take in steps to come; None: no bound.
+
+        An adapter that is too large for all of the room runs alone.
+        """
         return self.core.free_room(running)
 
     def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
-        """For one more request of this adapter, beside those that run."""
+        """Return the room that one more request of this adapter needs beside the running ones."""
         return self.core.needed_room(adapter_id, running)
 
     def is_at_hand(self, adapter_id: int) -> bool:
-        """Whether a step could compute with this adapter as far as its weights are concerned.
+        """Return whether a step could compute with this adapter as far as its weights are concerned.
 
-        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first,
-        unless they lose less by it than the request gains.
+        A step that lays an adapter out itself takes longer for all running requests. While any run, the loader's thread lays it out first, unless
+        they lose less by it than the request gains.
         """
         if self._filling.is_filled(adapter_id):
             return True
@@ -209,7 +217,7 @@ class Residency:
         return self.core.is_at_hand(adapter_id, may_assist=may_assist) or self._may_lay_out(adapter_id)
 
     def _may_lay_out(self, adapter_id: int) -> bool:
-        """May the next step do it itself, beside those that run?"""
+        """Return whether the next step may lay the adapter out itself, beside the running requests."""
         if not self.core.is_at_hand(adapter_id):
             return False
         version = self.core.table[adapter_id]
@@ -221,15 +229,15 @@ class Residency:
 
     @property
     def take_turns(self) -> bool:
-        """One waits for memory, and others make room for it."""
+        """Whether an adapter waits for memory and others make room for it."""
         return bool(self.core.turns.last)
 
     def is_held_back(self, adapter_id: int) -> bool:
-        """Whether it starts no further request, so that another adapter gets its turn."""
+        """Return whether the adapter starts no further request, so that another adapter gets its turn."""
         return self.core.turns.holds_back(adapter_id, self._running_ids, self._clock())
 
     def enter(self, adapter_ids: Collection[int]) -> None:
-        """A step begins, with rows of these adapters. Called inside it."""
+        """Begin a step with rows of these adapters. Called inside the step."""
         started_s = time.perf_counter()
         moves = self.core.enter(adapter_ids, self._running_ids(), self._clock())
         self._do(moves)
@@ -239,7 +247,10 @@ class Residency:
             self._seconds["step"] += time.perf_counter() - started_s
 
     def _split_cold(self, adapter_ids: Collection[int]) -> None:
-        """Rows of adapters that are still being copied are computed on the host; where they need not or cannot be, the device waits for the copy."""
+        """Choose which rows the host computes: rows of adapters still being copied.
+
+        Where the host need not or cannot compute them, the device waits for the copy.
+        """
         cold = {}
         for adapter_id in adapter_ids:
             if self._filling.is_filled(adapter_id):
@@ -256,7 +267,7 @@ class Residency:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Another step is about to be scheduled."""
+        """Note that another step is about to be scheduled."""
         done = self._slots.take_step_layouts()
         self._step_layouts.rate.note(done.num_bytes, done.pack_s, self._clock())
         self._seconds["step"] += done.all_s
@@ -265,12 +276,16 @@ class Residency:
         self._failures.is_in_step = True
 
     def end_step(self) -> dict[int, AdapterRejected]:
-        """It is over. Returns which adapters it could not compute with, and why: what it says for their requests is not theirs. See `settle`."""
+        """Note that the step is over.
+
+        Returns:
+            Errors by the adapters that the step could not compute with: its output for their requests is not theirs. See `settle`.
+        """
         self._failures.is_in_step = False
         return self._failures.take()
 
     def settle(self, errors: dict[int, AdapterRejected]) -> None:
-        """Let go of adapters that could not be made ready, and tell their requests. A later request tries again."""
+        """Release adapters that could not be made ready, and tell their requests. A later request tries again."""
         for adapter_id, error in errors.items():
             version = self.core.table.get(adapter_id)
             waiting = list(version.requests) if version is not None else []
@@ -279,21 +294,21 @@ class Residency:
                 self._on_failed(waiting, error)
 
     def has_work(self) -> bool:
-        """Would `advance` do something now?"""
+        """Return whether `advance` would do something now."""
         return self.loader.has_done() or self.core.has_work(self._clock()) or self.copies.blocks.is_writing()
 
     def wait_s(self) -> float | None:
-        """How long until there is something to do by itself; None: until something comes."""
+        """Return the seconds until there is work by itself; None: until something comes."""
         return self.core.wait_s(self._clock())
 
     def advance(self) -> None:
-        """Do what there is to do and can be done in little time."""
+        """Do the waiting work that takes little time."""
         self.loader.take_done()
         started_s = time.perf_counter()
         now = self._clock()
         self.loader.drop_ahead(now)
         self._do(self.core.advance(self._running_ids(), now))
-        # What had been read ahead is here at once. Its slot is laid out during the next step, not during the one after it.
+        # Adapters that were read ahead are here at once. Their slots are laid out during the next step, not during the one after it.
         while self.loader.has_done():
             self.loader.take_done()
             self._do(self.core.advance(self._running_ids(), now))
@@ -304,7 +319,7 @@ class Residency:
         self._seconds["between"] += time.perf_counter() - started_s
 
     def close(self) -> None:
-        """The engine goes. Waits for the loader's thread."""
+        """Close all parts: the engine closes. Waits for the loader's thread."""
         parts = {
             "the loader of adapters": self.loader,
             "adapters in KV blocks": self.copies.blocks,
@@ -326,6 +341,7 @@ class Residency:
         entry = self.copies.blocks.entry(move.adapter_id) if move.source == "cached" else None
 
         def loaded(result: Loaded) -> None:
+            """Hand the result on; errors become this adapter's failure."""
             with self._failures.contained(move.adapter_id):
                 self._loaded(move.adapter_id, result)
 
@@ -376,17 +392,17 @@ class Residency:
             return
         drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock())
         self._do(drops)
-        if drops:  # else it is not worth the place of those that are there
+        if drops:  # else the adapter is worth less than those whose place it would take
             self.copies.begin(adapter_id, weights, is_ahead=False)
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- figures ------------------------------------------------------------------------------------------------------
 
     def places(self) -> dict[int, AdapterPlace]:
-        """Where each version is, the nearest place of several. From any thread."""
+        """Return where each version is, the nearest place of several. From any thread."""
         return self.core.places()
 
     def stats(self) -> AdapterStats:
-        """From any thread."""
+        """Return the figures of all adapters. From any thread."""
         counts = dict(self._counts) | self.copies.counts() | self._workers.counts() | self._host_path.counts()
         seconds = dict(self._seconds)
         counts["laid_out_ahead"] = self._filling.num_laid_out_ahead
@@ -410,5 +426,5 @@ def _stats(
 
 
 def lora_ids(requests: Iterable[Any]) -> set[int]:
-    """Of vLLM's scheduler requests."""
+    """Return the adapter ids of vLLM's scheduler requests."""
     return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}

@@ -28,17 +28,20 @@ class SlotTable(LRUCacheLoRAModelManager):
 
     @property
     def lora_slots(self) -> int:
-        # On a CPU, stacks are memory that nobody touches: a few slots more cost nothing.
+        """The number of slots: vLLM's, and on a CPU SPARE_SLOTS more."""
+        # On a CPU the stacks are memory that is never touched: a few slots more cost nothing.
         spare = SPARE_SLOTS if current_platform.is_cpu() else 0
         return int(self.lora_config.max_loras) + spare
 
     @property
     def capacity(self) -> int:
+        """The number of slots."""
         return self.lora_slots
 
     def set_adapter_mapping(self, mapping: Any) -> None:
+        """Set the next step's mapping, without the rows that the host path computes."""
         if self.host_path is not None:
-            # Always anew: which adapters are cold changes without the mapping.
+            # The mapping is always set anew: which adapters are cold changes without the mapping.
             self._last_mapping = None
             mapping = dataclasses.replace(
                 mapping,
@@ -49,7 +52,7 @@ class SlotTable(LRUCacheLoRAModelManager):
 
 
 class GatedWorkerManager(LRUCacheWorkerLoRAManager):
-    """Never loads anything in a step. Until it has a residency (profiling, warm-up with dummies) it is vLLM's own."""
+    """A worker manager that loads nothing in a step. Until it has a residency (profiling, warm-up with dummies) it is vLLM's own."""
 
     _manager_cls = SlotTable
     residency: Residency | None = None
@@ -75,7 +78,7 @@ def uninstall() -> None:
 
 
 def worker_manager_of(engine: Any) -> GatedWorkerManager:
-    """Of an in-process `LLMEngine`. Raises SeamMoved if it is not ours."""
+    """Return the worker manager of an in-process `LLMEngine`. Raises SeamMoved if it is not ours."""
     manager = runner_of(engine).lora_manager
     if not isinstance(manager, GatedWorkerManager):
         raise SeamMoved(f"the engine loads adapters with {type(manager).__name__}: install() came too late")

@@ -1,9 +1,9 @@
 """Adapters in slots: what the layers of a step compute with.
 
-On a CPU a slot holds no copy in vLLM's stacks: our wrapper computes with weights laid out for its GEMMs (`SlotWeights`), layer by layer, by
-whoever needs a layer first: the loader's thread ahead of time, or the forward pass that has come to it. So a request may start as soon
-as its adapter is in host memory (CPU-assist, CaraServe §4.1: here host and device are one), and takes over what the loader has done by then.
-On CUDA a slot is vLLM's stacks, filled by copies beside the steps; until then rows are computed by the host path (`host_path.py`).
+On a CPU a slot holds no copy in vLLM's stacks: our wrapper computes with weights laid out for its GEMMs (`SlotWeights`). The thread that needs a
+layer first lays it out: the loader's thread ahead of time, or the forward pass that has come to it. So a request may start as soon as its adapter is
+in host memory (CPU-assist, CaraServe §4.1: here host and device are the same), and uses the layers that the loader has laid out by then. On CUDA a
+slot is vLLM's stacks, filled by copies beside the steps; until then rows are computed by the host path (`host_path.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from engine_bridge.driver.lora.lora import SegmentPunicaWrapper
 from engine_bridge.driver.lora.lora_weights import Compute, Pending, SlotWeights, pack_slot
 from engine_bridge.protocol.errors import SeamMoved
 
-# On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
+# Slots on a CPU beyond the adapters that one step may use: the next adapters are laid out there while all others run. Chosen.
 SPARE_SLOTS = 2
 ComputeFor = Callable[[str], Compute]
 
 
 @dataclass(slots=True)
 class StepLayout:
-    """What steps have laid out: of which slots, so many bytes as `Layout.left_bytes` counts them, what that took, and with waits for the loader's
-    thread, which does some meanwhile.
+    """The layouts that steps have made themselves.
+
+    Attributes:
+        slots: the slots that were laid out.
+        num_bytes: their bytes, as `Layout.left_bytes` counts them.
+        pack_s: seconds of laying out.
+        all_s: the same, with waits for the loader's thread, which does some meanwhile.
     """
 
     slots: set[int] = field(default_factory=set)
@@ -39,31 +44,31 @@ class StepLayout:
 
 
 class Slots:
-    """The places for adapters in use: here vLLM's own stacks, filled at once. Called on the engine thread, but for `finish`."""
+    """The places for adapters in use: here vLLM's own stacks, filled at once. Called on the engine thread, except for `finish`."""
 
     fills_beside_steps = False
-    """A step must not compute with a slot that is not filled: its rows are cold, or it waits."""
+    """Whether slots fill while steps run. Then no step may compute with an unfilled slot: its rows are cold, or the step waits."""
 
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)
         self.on_failed: Callable[[int, Exception], None] | None = None
-        """Told of the slot whose weights a step could not lay out, and why; None: the step fails."""
+        """Called with the slot whose weights a step could not lay out, and the error; None: the step fails."""
 
     @property
     def max_cost(self) -> int:
-        """Of the largest adapter that there may be."""
+        """The cost of the largest possible adapter."""
         return 1
 
     def cost(self, num_bytes: int) -> int:
-        """What an adapter of so many bytes takes of `Rules.step_room`."""
+        """Return how much of `Rules.step_room` an adapter of `num_bytes` bytes takes."""
         return 1  # each slot is as large as the largest adapter
 
     def laid_out_bytes(self, num_bytes: int) -> int:
-        """What laying out an adapter of so many bytes counts as, in bytes."""
+        """Return the bytes that laying out an adapter of `num_bytes` bytes counts as."""
         return num_bytes
 
     def left_bytes(self, slot: int) -> int:
-        """The same of what is left to do in a slot."""
+        """Return the bytes that the rest of a slot's laying out counts as."""
         return 0
 
     def prepare(self, weights: AdapterWeights) -> Layout | None:
@@ -71,11 +76,11 @@ class Slots:
         return None
 
     def take_step_layouts(self) -> StepLayout:
-        """What steps have laid out themselves since this was last asked."""
+        """Return the layouts that steps have made themselves since the last call."""
         return StepLayout()
 
     def empty(self, slot: int) -> None:
-        """Nobody uses this slot any more: its memory is for others, where it has any of its own."""
+        """Empty a slot that is used no more: its memory, if it has any, becomes free."""
 
     def fill(
         self,
@@ -84,9 +89,11 @@ class Slots:
         compute_for: ComputeFor | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """Have the layers compute rows of this slot with these weights from the next step on.
+        """Make the layers compute rows of this slot with these weights from the next step on.
 
-        compute_for: by the name of a layer, what computes its delta until it is in the slot. layout: of these weights, from `prepare`.
+        Args:
+            compute_for: returns, by the name of a layer, what computes its delta until it is in the slot.
+            layout: the layout of these weights, from `prepare`.
         """
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
@@ -96,18 +103,18 @@ class Slots:
                 layer.set_lora(slot, *module.as_arguments())
 
     def finish(self, slot: int) -> None:
-        """Do what `fill` has left to do. May run on the loader's thread."""
+        """Do the remaining work of `fill`. May run on the loader's thread."""
 
     def is_filled(self, slot: int) -> bool:
-        """Is nothing left to do?"""
+        """Return whether `fill` has no work left."""
         return True
 
     def wait(self, slot: int) -> None:
-        """Have the step that begins wait for this slot, without waiting here."""
+        """Make the step that begins wait for this slot, without waiting here."""
 
 
 class StreamedSlots(Slots):
-    """vLLM's stacks on CUDA, filled from pinned or device memory on a stream of their own, beside the steps. Not run on a GPU yet: tests/gpu."""
+    """vLLM's stacks on CUDA, filled from pinned or device memory on a separate stream, beside the steps. Not run on a GPU yet: tests/gpu."""
 
     fills_beside_steps = True
 
@@ -123,27 +130,33 @@ class StreamedSlots(Slots):
         compute_for: ComputeFor | None = None,
         layout: Layout | None = None,
     ) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())  # steps before this one read what lies there
+        """Launch the copies of an adapter into a slot's stacks, behind the steps that read the slot's previous weights."""
+        self._stream.wait_stream(
+            torch.cuda.current_stream()
+        )  # steps before this one read the slot's previous weights
         with torch.cuda.stream(self._stream):
             super().fill(slot, weights, compute_for)
             self._copied[slot] = torch.cuda.Event()
             self._copied[slot].record(self._stream)
         if weights.buffer is not None and weights.buffer.is_cuda:
-            # Read from KV blocks, and let go of by now: its memory is not for others before it is copied.
+            # These weights were read from KV blocks and are released by now: their memory must not be reused before it is copied.
             weights.buffer.record_stream(self._stream)
 
     def finish(self, slot: int) -> None:
+        """Wait until the slot's copies are done."""
         self._copied[slot].synchronize()
 
     def is_filled(self, slot: int) -> bool:
+        """Return whether the slot's copies are done."""
         return slot not in self._copied or bool(self._copied[slot].query())
 
     def wait(self, slot: int) -> None:
+        """Make the compute stream wait for the slot's copies."""
         torch.cuda.current_stream().wait_event(self._copied[slot])
 
 
 class PackedSlots(Slots):
-    """Our wrapper's layouts, in memory that goes from one adapter to the next. Whoever needs a layer first lays it out."""
+    """Our wrapper's layouts, in memory that passes from one adapter to the next. The thread that needs a layer first lays it out."""
 
     def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
         super().__init__(manager)
@@ -164,21 +177,25 @@ class PackedSlots(Slots):
 
     @property
     def max_cost(self) -> int:
-        """Of an adapter of the largest rank on all layers."""
+        """The cost of an adapter of the largest rank on all layers."""
         stacks = [stack for layer in self._layers.values() for stack in _stacks(layer)]
         return sum(PACKED_BYTES * stack[0].numel() for stack in stacks if stack.dim() == 4)
 
     def cost(self, num_bytes: int) -> int:
+        """Return the bytes of the layout of an adapter of `num_bytes` bytes."""
         return num_bytes * PACKED_BYTES // self._weight_bytes
 
     def laid_out_bytes(self, num_bytes: int) -> int:
+        """Return the layout's bytes, with LAYER_BYTES for each layer."""
         return self.cost(num_bytes) + LAYER_BYTES * len(self._packs)
 
     def left_bytes(self, slot: int) -> int:
+        """Return the bytes of the slot's layers that are not laid out yet, with LAYER_BYTES for each."""
         layout = self._layouts[slot]
         return layout.left_bytes if layout is not None else 0
 
     def prepare(self, weights: AdapterWeights) -> Layout:
+        """Begin an adapter's layout, with no layer laid out yet. From any thread."""
         slices = {
             name: _slices_of(self._layers[name], module)
             for name, module in weights.modules.items()
@@ -187,11 +204,12 @@ class PackedSlots(Slots):
         return Layout(slices, self._memories, self._make_few)
 
     def take_step_layouts(self) -> StepLayout:
+        """Return the layouts that steps have made since the last call."""
         found, self._step_layout = self._step_layout, StepLayout()
         return found
 
     def empty(self, slot: int) -> None:
-        """What lay there is computed with no more; the loader may be at work on it."""
+        """Drop the slot's layout, which no step computes with any more; the loader may be at work on it."""
         layout, self._layouts[slot] = self._layouts[slot], None
         if layout is not None:
             layout.drop()
@@ -205,6 +223,7 @@ class PackedSlots(Slots):
         compute_for: ComputeFor | None = None,
         layout: Layout | None = None,
     ) -> None:
+        """Put an adapter's layout, or a new one, into a slot; layers are laid out by `finish` or by the first step that needs them."""
         self.empty(slot)
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
@@ -218,16 +237,18 @@ class PackedSlots(Slots):
             pending.put(self._packs[name], slot, compute, took, failed)
 
     def finish(self, slot: int) -> None:
+        """Lay out the slot's remaining layers. May run on the loader's thread."""
         layout = self._layouts[slot]
         if layout is not None:
             layout.finish()
 
     def is_filled(self, slot: int) -> bool:
+        """Return whether all of the slot's layers are laid out."""
         layout = self._layouts[slot]
         return layout is None or not layout.is_waiting
 
     def _took(self, slot: int, size_bytes: int, pack_s: float, all_s: float) -> None:
-        """A step has laid out a layer, or waited for it."""
+        """Note that a step has laid out a layer, or waited for it."""
         done = self._step_layout
         if pack_s:
             done.slots.add(slot)
@@ -236,7 +257,10 @@ class PackedSlots(Slots):
         done.all_s += all_s
 
     def _set_stacks(self, slot: int, name: str, module: ModuleWeights | None) -> None:
-        """Layers that read vLLM's stacks themselves (embeddings), and weights that vLLM must split first. None: there is nothing in them."""
+        """Fill vLLM's stacks for layers that read them (embeddings), and for weights that vLLM must split first.
+
+        A module of None empties the stacks.
+        """
         if module is not None:
             self._in_stacks.add((slot, name))
             self._layers[name].set_lora(slot, *module.as_arguments())
@@ -246,7 +270,7 @@ class PackedSlots(Slots):
 
 
 def lay_out(layer: Any, module: ModuleWeights) -> SlotWeights | None:
-    """One layer's weights for our wrapper's GEMMs. None if the adapter leaves the layer alone."""
+    """Lay out one layer's weights for our wrapper's GEMMs. None if the adapter leaves the layer alone."""
     return pack_slot(*_slices_of(layer, module))
 
 
@@ -262,12 +286,12 @@ def _slices_of(layer: Any, module: ModuleWeights) -> Slices:
 
 
 def plain_layers(manager: Any) -> dict[str, Any]:
-    """The layers whose A and B only our wrapper reads."""
+    """Return the layers whose A and B only our wrapper reads."""
     return {name: layer for name, layer in manager.modules.items() if _is_plain(layer)}
 
 
 def make_slots(manager: Any) -> Slots:
-    """For the wrapper that the engine computes with."""
+    """Return the slots that fit the wrapper with which the engine computes."""
     wrappers = list(manager.punica_wrapper_mapping.values())
     if len(wrappers) == 1 and isinstance(wrappers[0], SegmentPunicaWrapper):
         return PackedSlots(manager, wrappers[0])
@@ -275,7 +299,7 @@ def make_slots(manager: Any) -> Slots:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Does only our wrapper read this layer's A and B?"""
+    """Return whether only our wrapper reads this layer's A and B."""
     return all(stack.dim() == 4 for stack in _stacks(layer))
 
 
@@ -283,11 +307,11 @@ def _stacks(layer: Any) -> Iterator[torch.Tensor]:
     for name in ("lora_a_stacked", "lora_b_stacked"):
         stacked = vars(layer).get(name)
         if not isinstance(stacked, tuple):
-            yield torch.empty(0)  # not one per slice: not plain
+            yield torch.empty(0)  # not one stack per slice: the layer is not plain
         else:
             yield from stacked
 
 
 def _fits(module: ModuleWeights, layer: Any) -> bool:
-    """One pair of weights for each of the layer's slices."""
+    """Return whether there is one pair of weights for each of the layer's slices."""
     return len(module.b) == len(layer.lora_b_stacked) and getattr(layer, "tp_size", 1) == 1

@@ -28,7 +28,7 @@ TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-# Adapters whose checked headers are kept: 0.1 MB each of 200 tensors. Chosen.
+# How many adapters' checked headers are kept: 0.1 MB for an adapter of 200 tensors. Chosen.
 NUM_KEPT = 256
 
 
@@ -36,7 +36,7 @@ NUM_KEPT = 256
 class ModuleWeights:
     """A and B of one of vLLM's layers: per slice (q, k, v) `a` [rank, in] and `b` [out, rank], None where the adapter leaves it alone.
 
-    `is_list`: whether the layer's `set_lora` takes lists of them, or the one pair that there is.
+    `is_list`: whether the layer's `set_lora` takes lists of them, or the single pair.
     """
 
     a: tuple[torch.Tensor | None, ...]
@@ -44,17 +44,17 @@ class ModuleWeights:
     is_list: bool
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The module's matrices that the adapter has, all of A before all of B."""
+        """Yield the module's matrices that the adapter has, all of A before all of B."""
         yield from (tensor for tensor in (*self.a, *self.b) if tensor is not None)
 
     def as_arguments(self) -> tuple[Any, Any]:
-        """The `lora_a` and `lora_b` of vLLM's `set_lora`."""
+        """Return the `lora_a` and `lora_b` of vLLM's `set_lora`."""
         return (list(self.a), list(self.b)) if self.is_list else (self.a[0], self.b[0])
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """By the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of it lies in."""
+    """One adapter's weights, by the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of them lie in."""
 
     modules: dict[str, ModuleWeights]
     num_bytes: int
@@ -64,7 +64,7 @@ class AdapterWeights:
 class BufferPool:
     """Host memory that left adapters gave back: fresh pages cost more to touch than an adapter to read (measured on a virtual machine).
 
-    Of one thread. Pinned where the engine copies from it by DMA.
+    One thread uses it. The memory is pinned where the engine copies from it by DMA.
     """
 
     def __init__(self, is_pinned: bool, max_idle_bytes: int) -> None:
@@ -73,7 +73,7 @@ class BufferPool:
         self._idle: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Uint8, at least as long; what lies in it is of no use."""
+        """Return a uint8 buffer of at least `num_bytes` bytes with arbitrary contents."""
         fitting = [b for b in self._idle if num_bytes <= b.numel() <= max(2 * num_bytes, 1 << 20)]
         if fitting:
             best = min(fitting, key=lambda buffer: buffer.numel())
@@ -82,7 +82,7 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keeps a buffer for the next load, and lets the oldest ones go beyond the pool's bound."""
+        """Keep a buffer for the next load, and free the oldest ones beyond the pool's bound."""
         self._idle.append(buffer)
         while sum(idle.numel() for idle in self._idle) > self._max_idle_bytes:
             self._idle.pop(0)
@@ -92,8 +92,12 @@ class Loader:
     """Reads adapters from disk. Every method runs on the loader's thread.
 
     Args:
-        manager: vLLM's LoRAModelManager, of which only what never changes is read.
-        copy_of: where a copy of an adapter lies, by its content's hash, "" for nowhere: whoever registered it may replace its files at any time.
+        manager: vLLM's LoRAModelManager, of which only unchanging parts are read.
+        contract: the shapes, types and names that an adapter must have to run here.
+        vocab_size: size of the model's vocabulary, in tokens.
+        max_idle_bytes: bound of the memory kept for later loads.
+        copy_of: returns the path of an adapter's copy by its content's hash, "" if there is none: the user who registered an adapter may replace its
+            files at any time.
     """
 
     def __init__(
@@ -111,10 +115,14 @@ class Loader:
         self._dtype = manager.lora_config.lora_dtype
         self.buffers = BufferPool(torch.device(manager.device).type == "cuda", max_idle_bytes)
         self._kept: OrderedDict[int, AdapterFiles] = OrderedDict()
-        """Of adapters that were loaded and found sound, by version; the one that was loaded longest ago first."""
+        """Checked files of adapters that were loaded and found sound, by version; the one loaded longest ago first."""
 
     def load(self, record: AdapterRecord) -> AdapterWeights:
-        """What was registered, from where it was then or from the copy of it. Raises AdapterRejected, code `changed`, if the files are others."""
+        """Read an adapter as it was registered, from its path at that time or from its copy.
+
+        Raises:
+            AdapterRejected: code `changed` if the files have changed.
+        """
         kept = self._take_kept(record.version_id)
         try:
             return self._load(
@@ -131,7 +139,7 @@ class Loader:
         data = buffer[: files.num_bytes]
         view = memoryview(data.numpy())
         is_same = read(files, view) == record.checksum
-        # Weights alone do not make an adapter: with another configuration beside them they are scaled otherwise.
+        # Weights alone do not make an adapter: with another configuration they are scaled differently.
         if is_same and not is_known and files.signature != record.signature:
             is_same = content_hash(files, view) == record.content_hash
         if not is_same:
@@ -147,7 +155,7 @@ class Loader:
         return _weights(modules, buffer)
 
     def _take_kept(self, version_id: int) -> AdapterFiles | None:
-        """None if it was not loaded of late, or its files have changed since."""
+        """Return a version's checked files; None if it was not loaded of late, or its files have changed since."""
         kept = self._kept.pop(version_id, None)
         with suppress(OSError):
             if kept is not None and kept.signature == signature_of(kept.path):
@@ -160,7 +168,7 @@ class Loader:
             self._kept.popitem(last=False)
 
     def _model(self, adapter_id: int, files: AdapterFiles, data: torch.Tensor) -> LoRAModel:
-        """By vLLM's own reading of names, scales and fused layers."""
+        """Build vLLM's model of the adapter, with vLLM's own reading of names, scales and fused layers."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             adapter_id,
@@ -193,7 +201,7 @@ def _module(lora: Any) -> ModuleWeights:
 
 
 def _check_scaled(name: str, modules: dict[str, ModuleWeights]) -> None:
-    """What was finite in the file may overflow where it is scaled, or in the model's type."""
+    """Refuse weights that overflow: finite values in the file may overflow where they are scaled, or in the model's type. Raises AdapterRejected."""
     for module in modules.values():
         for tensor in module.tensors():
             low, high = torch.aminmax(tensor)
@@ -205,7 +213,7 @@ def _check_scaled(name: str, modules: dict[str, ModuleWeights]) -> None:
 
 
 def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> AdapterWeights:
-    """Where all tensors were converted to another type, nothing lies in the buffer any more."""
+    """Put an adapter's weights together. If all tensors were converted to another type, no tensor lies in the buffer, and it is let go."""
     inside = buffer.untyped_storage().data_ptr()
     tensors = [tensor for module in modules.values() for tensor in module.tensors()]
     is_used = any(tensor.untyped_storage().data_ptr() == inside for tensor in tensors)
@@ -217,7 +225,7 @@ def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> Adapter
 
 
 def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
-    """What the engine's layers take, for `engine_bridge.adapters.files`."""
+    """Return what the engine's layers accept, for `engine_bridge.adapters.files`."""
     modules: dict[str, tuple[int, int]] = {}
     embeddings, parts_of = set(), {}
     expected = _expected_names(manager)
@@ -255,17 +263,20 @@ def _last(module: str) -> str:
 
 
 def _expected_names(manager: Any) -> set[str]:
-    """The last parts of the names of all modules for which vLLM takes adapters: of a fused module those of its parts, unless the model says that its
-    checkpoints have it fused, too.
+    """Return the last parts of the names of all modules for which vLLM takes adapters.
 
-    Source: vLLM 0.32 `LRUCacheWorkerLoRAManager._load_adapter`.
+    For a fused module these are the names of its parts, unless the model says that its checkpoints have it fused, too. Source: vLLM 0.32
+    `LRUCacheWorkerLoRAManager._load_adapter`.
     """
     packed = manager.packed_modules_mapping
     return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
 
 
 def _read_elsewhere(manager: Any) -> frozenset[str]:
-    """Layers whose weights attention reads itself, past the layer that would add an adapter's: latent attention does, in vLLM 0.32 everywhere."""
+    """Return the layers whose weights attention reads itself, past the layer that would add an adapter's.
+
+    Latent attention does so, in vLLM 0.32 everywhere.
+    """
     held = {
         id(getattr(module.kv_b_proj, "base_layer", module.kv_b_proj))
         for module in manager.model.modules()
@@ -276,9 +287,10 @@ def _read_elsewhere(manager: Any) -> frozenset[str]:
 
 
 def _part_shapes(parts: Sequence[str], shapes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """(in, out) of each part of a layer's slices; where there are fewer parts, the first one is as many slices as the others leave.
+    """Return (in, out) of each part of a layer's slices.
 
-    Source: vLLM 0.32 `MergedColumnParallelLinearWithLoRA.expand_packed_lora`, which splits its weights so.
+    Where there are fewer parts than slices, the first part takes all slices that the others leave. Source: vLLM 0.32
+    `MergedColumnParallelLinearWithLoRA.expand_packed_lora`, which splits its weights so.
     """
     num_first = len(shapes) - len(parts) + 1
     if num_first < 1:
@@ -288,13 +300,13 @@ def _part_shapes(parts: Sequence[str], shapes: Sequence[tuple[int, int]]) -> dic
 
 
 def _scales(config: dict[str, Any]) -> Callable[[str], float]:
-    """What vLLM multiplies each module's lora_B with."""
+    """Return a function that returns the factor by which vLLM multiplies a module's lora_B."""
     helper = PEFTHelper.from_dict(dict(config))
     return lambda module: float(helper.get_rank_and_scaling(module)[1])
 
 
 def _slice_shapes(layer: Any) -> list[tuple[int, int]]:
-    """(in, out) per slice. Layers without A and B stacks of their own (experts) have none: adapters on them are refused."""
+    """Return (in, out) per slice. Layers that have no A and B stacks (experts) have none: adapters on them are refused."""
     a_stacked, b_stacked = vars(layer).get("lora_a_stacked"), vars(layer).get("lora_b_stacked")
     if a_stacked is None or b_stacked is None:
         return []
@@ -310,7 +322,7 @@ def _slice_shapes(layer: Any) -> list[tuple[int, int]]:
 
 
 def _unsupported(config: dict[str, Any]) -> tuple[str, ...]:
-    """What vLLM says of a configuration, as phrases."""
+    """Return vLLM's objections to a configuration, as phrases."""
     try:
         return tuple(PEFTHelper.from_dict(dict(config))._validate_features())
     except (TypeError, ValueError) as error:
