@@ -2,5 +2,7 @@
 
 
 class AssistLost(RuntimeError):
-    """A worker has ended, or did not answer in time, or is not ready yet; or the pool is closed. No error of the request: its delta is computed in
-    the engine's process instead."""
+    """The workers cannot help: one has ended, did not answer in time or is not ready yet, or the pool is closed.
+
+    This is no error of the request: its delta is computed in the engine's process instead.
+    """

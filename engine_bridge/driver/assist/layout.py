@@ -1,13 +1,13 @@
-"""Where in the shared memory what lies: both sides read and write plain numbers there, nothing is serialised (no torch here).
+"""The layout of the shared memory: both sides read and write plain numbers there, nothing is serialised (no torch here).
 
-The weights region holds adapters. A layer begins with a head of int64: `num_in, total_rank, a, num_expands`, then for each expand
-`low, high, left, right, b`; `a` and `b` are the byte offsets of row-major fp32 matrices in the same region, `total_rank` is 0 for a layer
-without A.
+The weights region holds adapters. A layer begins with a head of int64: `num_in, total_rank, a, num_expands`, then for each expand `low, high, left,
+right, b`; `a` and `b` are the byte offsets of row-major fp32 matrices in the same region, `total_rank` is 0 for a layer without A.
 
-The jobs region begins with a mailbox per worker: one cache line of state that the worker writes, then one with the job that the parent
-writes. Behind the mailboxes lie the activations and the results.
+The jobs region begins with a mailbox per worker: one cache line of state that the worker writes, then one with the job that the parent writes. Behind
+the mailboxes lie the activations and the results.
 
-Ordering: whoever writes here rings an eventfd afterwards, and whoever reads has read the eventfd before; the kernel's lock on it orders the two.
+Ordering: a process that writes here rings an eventfd afterwards, and a process that reads has read the eventfd before; the kernel's lock on it orders
+the two.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EXPAND_WORDS: Final = 5
 
 
 def head_bytes(num_expands: int) -> int:
-    """Size of a layer's head."""
+    """Return the bytes of a layer's head."""
     return WORD_BYTES * (HEAD_WORDS + EXPAND_WORDS * num_expands)
 
 
 def mailboxes_bytes(num_workers: int) -> int:
-    """Size of all mailboxes; a multiple of a cache line."""
+    """Return the bytes of all mailboxes; a multiple of a cache line."""
     return WORD_BYTES * MAILBOX_WORDS * num_workers
 
 
 class Job(NamedTuple):
-    """`results += scale · x · A · B` for `num_rows` rows.
+    """The sum `results += scale · x · A · B` for `num_rows` rows.
 
     `layer` is the head's byte offset in the weights region; `x` and `results` are byte offsets in the jobs region of row-major fp32 matrices
     `[num_rows, num_in]` and `[num_rows, num_out]`.
@@ -54,7 +54,9 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """One worker's mailbox. `num_done` and `is_ready` belong to the worker, the job to the parent, who writes it when the last one is done.
+    """One worker's mailbox.
+
+    `num_done` and `is_ready` belong to the worker, the job to the parent, which writes it when the last job is done.
 
     Args:
         words, doubles: the jobs region as int64 and as float64.
@@ -67,11 +69,11 @@ class Mailbox:
 
     @property
     def num_done(self) -> int:
-        """How many jobs the worker has done."""
+        """The number of jobs that the worker has done."""
         return int(self.words[self.start])
 
     def set_num_done(self, value: int) -> None:
-        """Tells the other process how many pieces of work are done."""
+        """Tell the other process how many jobs are done."""
         self.words[self.start] = value
 
     @property
@@ -80,7 +82,7 @@ class Mailbox:
         return bool(self.words[self.start + 1])
 
     def set_ready(self) -> None:
-        """Tells the other process that the worker has started."""
+        """Tell the other process that the worker has started."""
         self.words[self.start + 1] = 1
 
     def write(self, job: Job) -> None:
@@ -91,19 +93,20 @@ class Mailbox:
         self.doubles[at + len(job) - 1] = job.scale
 
     def read(self) -> Job:
+        """Return the job that `write` put here."""
         at, end = self.start + LINE_WORDS, self.start + LINE_WORDS + len(Job.__annotations__) - 1
         return Job._make([*self.words[at:end], self.doubles[end]])
 
 
 def mailboxes(region: memoryview, num_workers: int) -> list[Mailbox]:
-    """The mailboxes at the beginning of the jobs region (a byte view of it, writable)."""
+    """Return the mailboxes at the beginning of the jobs region (a byte view of it, writable)."""
     head = region[: mailboxes_bytes(num_workers)]
     words, doubles = head.cast("q"), head.cast("d")
     return [Mailbox(words, doubles, worker * MAILBOX_WORDS) for worker in range(num_workers)]
 
 
 def memory_file(name: str, num_bytes: int) -> int:
-    """Make anonymous shared memory of at least so many bytes, whole pages, and return its file descriptor.
+    """Make anonymous shared memory of at least `num_bytes` bytes, in whole pages, and return its file descriptor.
 
     A memfd has no name in /dev/shm: the kernel frees it with its last descriptor and mapping, however its owners end. `multiprocessing.shared_memory`
     needs a tracker process for that, and leaves the segment behind when both are killed.

@@ -33,7 +33,8 @@ from engine_bridge.driver.lora.lora_weights import SlotWeights
 TIMEOUT_S = 1.0
 # Loading torch takes 4 s of a core where Python may not keep its compiled files (measured); several workers and an engine may load at once (chosen).
 START_TIMEOUT_S = 60.0
-# Until a profile says better: about a millisecond of a rank-64 adapter in a 1024 x 1024 module (measured, two-core AMD EPYC).
+# The rows of one worker until a profile has measured them: about a millisecond of a rank-64 adapter in a 1024 x 1024 module (measured, two-core AMD
+# EPYC).
 ROWS_PER_CORE = 256
 
 
@@ -44,15 +45,15 @@ class AssistPool:
 
     Args:
         num_workers: processes, each with one computing thread.
-        max_rows: rows of one `add`. The memory for activations and results holds so many rows of the widest module; all of it is touched at
-            the start, by the workers.
+        max_rows: the most rows of one `add`. The memory for activations and results holds this many rows of the widest module; all of it is touched
+            at the start, by the workers.
         max_in, max_out: the widest module.
-        weight_bytes: bound of the adapters' memory, which is taken as adapters come; what `drop` frees is used again but not given back.
+        weight_bytes: bound of the adapters' memory, which is taken as adapters come; memory freed by `drop` is used again but not given back.
         rows_per_core: rows that one worker computes within its time; see `shares`. May be set later.
         timeout_s: how long `add` waits.
-        cpus: worker i runs on `cpus[i % len(cpus)]` only. Without it workers may run where the calling thread may, and the kernel may put two
-            of them on one core for a while (measured on two busy cores, 256 rows of rank 64: best time of two workers 600 µs pinned,
-            1,060 not). An engine that binds its threads to cores should name others here: a worker beside one of them slows every step.
+        cpus: worker i runs on `cpus[i % len(cpus)]` only. Without it workers may run where the calling thread may, and the kernel may put two of them
+            on one core for a while (measured on two busy cores, 256 rows of rank 64: best time of two workers 600 µs pinned, 1,060 not). An engine
+            that binds its threads to cores should name other cores here: a worker beside one of those threads slows every step.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class AssistPool:
             return
         self._is_closed = True
         self._team.close()
-        # A mapping goes with the last tensor or view on it; until then mmap.close() would refuse.
+        # A mapping ends with the last tensor or view on it; until then mmap.close() would refuse.
         del self._store, self._jobs
 
     # --- state ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class AssistPool:
         return self._was_ready and not self._is_lost
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until all workers can compute. Raises AssistLost if one ends or the time does; after the latter one may wait again."""
+        """Wait until all workers can compute. Raises AssistLost if one ends or the time does; after the latter the caller may wait again."""
         self._check_usable()
         self._team.wait_ready(time.monotonic() + timeout_s)
         self._was_ready = True
@@ -143,17 +144,17 @@ class AssistPool:
             self._store.drop(adapter_id)
 
     def holds(self, adapter_id: int) -> bool:
-        """Whether the CPU workers have this adapter's weights."""
+        """Return whether the CPU workers have this adapter's weights."""
         return not self._is_closed and self._store.find(adapter_id) is not None
 
     def has_module(self, adapter_id: int, module: str) -> bool:
-        """Whether `add` may be called for it: an adapter may leave modules alone."""
+        """Return whether `add` may be called for this module: an adapter may leave modules alone."""
         adapter = None if self._is_closed else self._store.find(adapter_id)
         return adapter is not None and module in adapter.modules
 
     @property
     def free_weight_bytes(self) -> int:
-        """Free in the weights region in all; the largest adapter that fits may be smaller."""
+        """The free bytes of the weights region in all; the largest adapter that fits may be smaller."""
         return self._store.free_bytes
 
     # --- deltas --------------------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class AssistPool:
             )
 
     def _give_out(self, place: Module, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
-        """Copy the rows, part by part, and wake a worker for each."""
+        """Copy the rows, part by part, and wake a worker for each part."""
         num_in, num_out = x.size(1), y.size(1)
         parts = split_rows(x.size(0), num_workers_for(x.size(0), self.rows_per_core, self.num_workers))
         for worker, (first, last) in enumerate(parts):
@@ -212,5 +213,5 @@ class AssistPool:
             self._team.give(worker, Job(place.head, x_at, y_at, last - first, num_in, num_out, scale))
 
     def _view(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """A row-major matrix at a byte offset of the jobs region."""
+        """View a row-major matrix at a byte offset of the jobs region."""
         return self._jobs.as_strided((num_rows, num_columns), (num_columns, 1), offset // FLOAT_BYTES)

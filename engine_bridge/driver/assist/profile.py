@@ -1,4 +1,4 @@
-"""What one worker takes for a module, measured: `shares.rows_per_core` asks."""
+"""The time that one worker takes for a module, measured for `shares.rows_per_core`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.shares import Shape
 from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 
-# Best of as many: other jobs share the machine's cores, and only ever add to the time (chosen).
+# A measurement is the best of this many runs: other jobs share the machine's cores, and only ever add to the time (chosen).
 REPEATS: Final = 7
 
 # The id under which a profile's own weights lie in a pool; vLLM's adapter ids are positive.
@@ -30,6 +30,7 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[S
     pool.rows_per_core = pool.max_rows
 
     def measure(shape: Shape, rows: int) -> float:
+        """Return the best time in seconds for `rows` rows of a module of this shape."""
         _hold(pool, shape)
         return _best_time(pool, shape, rows, repeats)
 

@@ -1,7 +1,7 @@
 """How many rows one worker can take, and so how many workers a prefill gets. Pure: `profile` measures.
 
-Source: CaraServe §4.2, "profiling-guided LoRA parallelization": one core is profiled under growing numbers of tokens; where it can handle
-c within the time, L tokens get ceil(L / c) cores. Departs in that no worker gets fewer than MIN_ROWS rows: it would compute as many.
+Source: CaraServe §4.2, "profiling-guided LoRA parallelization": one core is profiled under growing numbers of tokens; where it can handle c within
+the time, L tokens get ceil(L / c) cores. Departs in that no worker gets fewer than MIN_ROWS rows: it would compute MIN_ROWS in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 
 def num_workers_for(rows: int, rows_per_core: int, num_workers: int) -> int:
-    """Return how many of `num_workers` workers compute `rows` rows: ceil(rows / rows_per_core), each with MIN_ROWS rows or more, one at least."""
+    """Return how many of `num_workers` workers compute `rows` rows: ceil(rows / rows_per_core), at least one, each with at least MIN_ROWS rows."""
     if rows < 1 or rows_per_core < 1 or num_workers < 1:
         raise ValueError(f"positive numbers expected, not {rows}, {rows_per_core}, {num_workers}")
     return max(1, min(-(-rows // rows_per_core), rows // MIN_ROWS, num_workers))
@@ -40,12 +40,13 @@ def rows_per_core(
     """Find c: the most rows that one worker computes within `budget_s` in each of the shapes.
 
     Args:
-        measure: seconds that one worker takes for a module of this shape and so many rows; grows with the rows.
+        measure: seconds that one worker takes for a module of this shape and this number of rows; grows with the rows.
         shapes: the modules of a layer at the rank that counts; the slowest decides.
-        budget_s: what a module may cost: about as long as the device computes its base output, which runs beside it.
+        budget_s: the time a module may cost: about as long as the device computes its base output, which runs beside it.
         max_rows: no more are tried.
 
-    Returns between MIN_ROWS, even where that is too slow (fewer are filled up to as many), and `max_rows`.
+    Returns:
+        A number between MIN_ROWS, even where that is too slow (fewer rows are filled up to MIN_ROWS), and `max_rows`.
     """
     return min(
         _most_rows(lambda rows, shape=shape: measure(shape, rows), budget_s, max_rows) for shape in shapes
@@ -53,7 +54,10 @@ def rows_per_core(
 
 
 def _most_rows(time_s: Callable[[int], float], budget_s: float, max_rows: int) -> int:
-    """Double until it is too slow, then halve the interval down to a sixteenth of its lower end: timing is no more exact."""
+    """Return the most rows that fit: double until they take too long, then halve the interval.
+
+    The halving ends at a sixteenth of the interval's lower end: timing is no more exact.
+    """
     fits, too_slow = MIN_ROWS, max_rows + 1
     while fits < max_rows:
         rows = min(2 * fits, max_rows)

@@ -17,7 +17,7 @@ from engine_bridge.driver.lora.lora_weights import SlotWeights
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Where one layer's head lies in the weights region, and which widths it takes.
+    """The place of one layer's head in the weights region, and the widths that the layer takes.
 
     `num_in` is None without A: then x needs `least_in` columns.
     """
@@ -43,7 +43,7 @@ class WeightStore:
 
     Args:
         region: shared with the workers.
-        num_bytes: what of it may be used.
+        num_bytes: how many of its bytes may be used.
         max_in, max_out: the widest module.
     """
 
@@ -57,13 +57,15 @@ class WeightStore:
 
     @property
     def free_bytes(self) -> int:
+        """The free bytes of the region in all."""
         return self._room.free_bytes
 
     def find(self, adapter_id: int) -> Adapter | None:
+        """Return an adapter's place in the region; None if it is not there."""
         return self._adapters.get(adapter_id)
 
     def put(self, adapter_id: int, weights: Mapping[str, SlotWeights]) -> bool:
-        """See `AssistPool.put`."""
+        """Copy an adapter's weights into the region: see `AssistPool.put`."""
         for name, layer in weights.items():
             self._check(name, layer)
         with self._lock:
@@ -82,7 +84,7 @@ class WeightStore:
         return True
 
     def drop(self, adapter_id: int) -> None:
-        """See `AssistPool.drop`."""
+        """Forget an adapter: see `AssistPool.drop`."""
         with self._lock:
             adapter = self._adapters.pop(adapter_id, None)
             if adapter is not None:
@@ -90,7 +92,7 @@ class WeightStore:
 
     @contextmanager
     def kept(self, adapter_id: int, module: str) -> Iterator[Module]:
-        """Where a module's weights are; they stay there until the block ends. Raises KeyError if they are not here."""
+        """Yield a module's place, where the weights stay until the block ends. Raises KeyError if they are not here."""
         with self._lock:
             yield self._adapters[adapter_id].modules[module]
 

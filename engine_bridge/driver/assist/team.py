@@ -24,10 +24,10 @@ class Team:
     one thread.
 
     Args:
-        num_workers: how many.
+        num_workers: number of processes.
         jobs: the jobs region, as bytes.
-        fds: of the two regions, by the name of the worker's argument. They stay the caller's.
-        cpus: as for `AssistPool`.
+        fds: file descriptors of the two regions, by the name of the worker's argument. The caller keeps owning them.
+        cpus: see `AssistPool`.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Team:
 
     @property
     def pids(self) -> tuple[int, ...]:
+        """The workers' process ids."""
         return tuple(process.pid for process in self._processes)
 
     @property
@@ -84,7 +85,7 @@ class Team:
         return any(process.poll() is not None for process in self._processes)
 
     def give(self, worker: int, job: Job) -> None:
-        """Wake a worker, which has done all before, to do a job."""
+        """Give a job to a worker that has done all its earlier ones, and wake it."""
         self._mailboxes[worker].write(job)
         self._num_given[worker] += 1
         os.eventfd_write(self._bells[worker], 1)
@@ -120,9 +121,9 @@ class Team:
 
 
 def _environment() -> dict[str, str]:
-    """The parent's environment without what binds an engine's threads to cores and what shows its GPU.
+    """Return the parent's environment without the variables that bind an engine's threads to cores or show its GPU.
 
-    What chooses MKL's kernels stays: the bits hang on it.
+    Variables that choose MKL's kernels stay: the bits depend on them.
     """
     bound = ("OMP_", "KMP_", "GOMP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(bound)}

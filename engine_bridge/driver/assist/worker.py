@@ -1,9 +1,9 @@
-"""What runs in a worker process: wait for a signal, compute the jobs in the mailbox, say so. One thread computes.
+"""The program of a worker process: wait for a signal, compute the jobs in the mailbox, say so. One thread computes.
 
 Started by `AssistPool` as `python -m engine_bridge.driver.assist.worker`, with file descriptors and numbers as arguments: a fresh interpreter, so it
 shares no lock or CUDA context with the engine, and unlike multiprocessing's spawn does not import the parent's main module again.
 
-An error ends the process with its traceback; the parent sees the end and goes on without the pool.
+An error ends the process with its traceback; the parent sees the end and continues without the pool.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ def die_with_parent(parent: int, is_main_thread: bool) -> None:
     """End this process when process `parent` ends, however that happens.
 
     A thread waits for the parent's pidfd. The kernel's own PR_SET_PDEATHSIG also ends a worker that has been stopped or hangs in native code, but its
-    "parent" is the *thread* that started us: asked for only where that is the parent's main thread, or a loader thread's end would take us along.
+    "parent" is the *thread* that started us: it is used only where that is the parent's main thread, or a loader thread's end would take us along.
     """
     watch = os.pidfd_open(parent)
     if is_main_thread:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we looked; its number may be somebody else's by now
+    if (
+        os.getppid() != parent
+    ):  # the parent ended before we looked; another process may have its number by now
         os._exit(0)
 
     def wait() -> None:
+        """End this process when the parent's pidfd becomes readable."""
         poller = select.poll()
         poller.register(watch, select.POLLIN)
         poller.poll()
@@ -86,7 +89,7 @@ def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tens
 
 
 def flat(region: mmap.mmap) -> torch.Tensor:
-    """The region as a flat fp32 tensor, without a copy."""
+    """View the region as a flat fp32 tensor, without a copy."""
     import torch
 
     with warnings.catch_warnings():
@@ -105,7 +108,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     weights = mmap.mmap(arguments.weights, 0, prot=mmap.PROT_READ)
-    # Touched now: the first touch of a page would otherwise fall into a request's time.
+    # The pages are touched now: their first touch would otherwise fall into a request's time.
     jobs = mmap.mmap(arguments.jobs, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     words = memoryview(weights).cast("q")
     mailbox = mailboxes(memoryview(jobs), arguments.num_workers)[arguments.worker]
@@ -121,9 +124,10 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run a worker with these command-line arguments, until it is killed."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal reaches the whole group; the parent decides what it means
+    )  # Ctrl-C in a terminal reaches the whole group; the parent decides how to react
     parser = argparse.ArgumentParser()
     for name in ("parent", "worker", "num-workers", "weights", "jobs", "bell", "done"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -131,8 +135,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--main-thread", action="store_true")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent, arguments.main_thread)
-    # A woken worker of the usual class takes the core of whoever woke it, in the middle of the engine's giving out: measured on two busy cores,
-    # that took 150 to 5,000 µs at the 95th percentile, of SCHED_BATCH 60 to 300, and the delta was there no later.
+    # A woken worker of the usual scheduling class takes the core of the thread that woke it, while the engine is still giving out jobs: measured on
+    # two busy cores, that took 150 to 5,000 µs at the 95th percentile, with SCHED_BATCH 60 to 300, and the delta was there no later.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if arguments.cpu is not None:
         os.sched_setaffinity(0, {arguments.cpu})

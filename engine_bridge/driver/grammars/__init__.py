@@ -1,1 +1,1 @@
-"""Structured output that cannot hurt others: checked before it is queued, bounded while it runs."""
+"""Structured output that cannot hurt other requests: checked before it is queued, bounded while it runs."""

@@ -1,8 +1,8 @@
-"""Structured output that cannot hurt others: each grammar is checked elsewhere before a request is queued.
+"""Structured output that cannot hurt other requests: each grammar is checked elsewhere before a request is queued.
 
-vLLM itself validates grammars on the caller's thread and compiles them in this process, where a bad one ends everything. Here its validation
-does nothing, and `check_grammar` asks `engine_bridge.grammars`. Once it runs, `running_grammars` bounds what a grammar takes.
-Source: vLLM 0.32, `v1/structured_output/`.
+vLLM itself validates grammars on the caller's thread and compiles them in this process, where a bad one ends everything. Here its validation does
+nothing, and `check_grammar` asks `engine_bridge.grammars`. Once a grammar runs, `running` bounds its memory and time. Source: vLLM 0.32,
+`v1/structured_output/`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from engine_bridge.grammars.messages import readable
 async def check_grammar(
     params: SamplingParams | None, config: Any, checker: GrammarChecker, tenant: str
 ) -> None:
-    """Tighten a request's JSON schema and have its grammar checked; a bad one that no client has asked for is left out of `params`.
+    """Tighten a request's JSON schema and have its grammar checked; a bad grammar that no client has asked for is left out of `params`.
 
-    config: the engine's `StructuredOutputsConfig`. Raises VLLMValidationError for a grammar that the engine must not see.
+    Args:
+        config: the engine's `StructuredOutputsConfig`.
+
+    Raises:
+        VLLMValidationError: for a grammar that the engine must not see.
     """
     if params is None:
         return
@@ -43,7 +47,10 @@ async def check_grammar(
 
 
 def close_schema(params: SamplingParams) -> None:
-    """Tighten a request's JSON schema (`tool_schemas.closed`), before its grammar is made of it. A schema that is no JSON stays for `grammar_of`."""
+    """Tighten a request's JSON schema (`tool_schemas.closed`), before its grammar is made of it.
+
+    A schema that is not JSON stays for `grammar_of` to refuse.
+    """
     structured = params.structured_outputs
     if structured is None or structured.json is None:
         return
@@ -53,9 +60,13 @@ def close_schema(params: SamplingParams) -> None:
 
 
 def grammar_of(params: SamplingParams, config: Any) -> str | None:
-    """A request's grammar as the engine will compile it; None without one. Raises VLLMValidationError for what is no grammar at all.
+    """Return a request's grammar as the engine will compile it; None without one.
 
-    config: the engine's `StructuredOutputsConfig`.
+    Args:
+        config: the engine's `StructuredOutputsConfig`.
+
+    Raises:
+        VLLMValidationError: for a text that is no grammar at all.
     """
     structured = params.structured_outputs
     if structured is None or structured.all_constraints_none():
@@ -73,7 +84,7 @@ def grammar_of(params: SamplingParams, config: Any) -> str | None:
 
 
 def tokenizer_of(tokenizer: Any, vocab_size: int) -> Tokenizer:
-    """What a helper process needs of the engine's tokenizer. One that is not Hugging Face's fast kind is stood in for by one of bytes."""
+    """Return the tokenizer that a helper process needs. A tokenizer that is not of Hugging Face's fast kind is replaced by one of bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return Tokenizer("byte")
@@ -83,10 +94,10 @@ def tokenizer_of(tokenizer: Any, vocab_size: int) -> Tokenizer:
 
 
 def _checked_elsewhere(sampling_params: SamplingParams, tokenizer: Any = None) -> None:
-    """In the place of vLLM's validation: see the module's text."""
+    """Do nothing, in the place of vLLM's validation: see the module's text."""
 
 
 def install(room_bytes: int) -> None:
-    """Make engines of this process compile only what was checked, within so many bytes for all running answers."""
+    """Make engines of this process compile only checked grammars, within `room_bytes` bytes for all running answers."""
     running.install(room_bytes)
     backend_guidance.validate_guidance_grammar = _checked_elsewhere

@@ -1,9 +1,9 @@
-"""Compiled grammars of answers that run: each belongs to the answers of one tenant, is bounded in memory and time, and goes with the last of them.
+"""Compiled grammars of running answers: each belongs to the answers of one tenant, is bounded in memory and time, and is freed with the last of them.
 
 The matcher of llguidance keeps every state that its lexer has been in, and copies of a matcher share them. A grammar that is used for long therefore
-fills up whoever uses it, and then fails for all its answers at once. So no grammar outlives its answers, no two tenants share one, and an answer
-whose matcher has failed goes on with a grammar that is compiled anew: only what fails there, too, is the answer's own fault.
-Source: vLLM 0.32, `v1/structured_output/`; llguidance 1.7.
+fills up, and then fails for all its answers at once. So no grammar outlives its answers, no two tenants share one, and an answer whose matcher has
+failed continues with a grammar that is compiled anew: only a failure there, too, is the answer's own fault. Source: vLLM 0.32,
+`v1/structured_output/`; llguidance 1.7.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_FAILURES = 1024
-# Loggers of vLLM's that quote the tokens of an answer which its grammar ends.
+# vLLM's loggers that quote the tokens of an answer which its grammar ends.
 _TELLERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.structured_output")
-# An answer that has brought so many tokens since its grammar was compiled may have it compiled again with as many states: most of those that were
-# filled up belong to tokens that it might have taken. Chosen: compiling and going over the answer so far takes as long as a few tokens.
+# An answer that has brought this many tokens since its grammar was compiled may have it compiled again with the same number of states: most of the
+# states that were filled up belong to tokens that it might have taken. Chosen: compiling and going over the answer so far takes as long as a few
+# tokens.
 MIN_PROGRESS_TOKENS = 64
 
 TOO_SLOW = "This grammar is too ambiguous: working out the next token takes too long. The answer ends here."
@@ -80,9 +81,9 @@ class CompiledGrammar:
 
 
 def create_grammar(manager: Any, request: Any) -> GuidanceGrammar:
-    """In the place of `StructuredOutputManager._create_grammar`: compile a request's grammar for its tenant, on a thread of vLLM's.
+    """Compile a request's grammar for its tenant, on a thread of vLLM's, in the place of `StructuredOutputManager._create_grammar`.
 
-    What is raised ends the request, with the reason that is noted here.
+    An error raised here ends the request, with the reason that is noted here.
     """
     try:
         kind, spec = request.structured_output_request.structured_output_key
@@ -101,7 +102,7 @@ class BoundedBackend(GuidanceBackend):
     """Compiles grammars for running answers. Called on vLLM's compiling threads and on the engine thread.
 
     Attributes:
-        room_bytes: what all compiled grammars may take together; set before an engine is built.
+        room_bytes: the bytes that all compiled grammars may take together; set before an engine is built.
     """
 
     room_bytes = LEAST_DEFAULT_BYTES
@@ -113,16 +114,16 @@ class BoundedBackend(GuidanceBackend):
         )
         self._room = GrammarRoom(self.room_bytes)
         self._lock = Lock()
-        # What grammars held that are gone. A finalizer may run in the middle of anything, so it takes no lock.
+        # Memory of grammars that were freed, by tenant. A finalizer may run in the middle of anything, so it takes no lock.
         self._returned: deque[tuple[str, int]] = deque()
 
     @property
     def num_compiled(self) -> int:
-        """Number of compiled grammars that answers use."""
+        """The number of compiled grammars that answers use."""
         return len(self._in_use)
 
     def grammar_for(self, tenant: str, kind: Any, spec: str) -> BoundedGrammar:
-        """A new answer's place at the start of its grammar. Raises NoRoom."""
+        """Return a new answer's place at the start of its grammar. Raises NoRoom."""
         text: str = serialize_guidance_grammar(
             kind, spec, self.disable_any_whitespace, self.disable_additional_properties
         )
@@ -136,7 +137,7 @@ class BoundedBackend(GuidanceBackend):
         return BoundedGrammar(self, compiled)
 
     def compile(self, tenant: str, text: str, num_states: int) -> CompiledGrammar:
-        """Compile a grammar that may have so many lexer states. Raises NoRoom."""
+        """Compile a grammar that may have `num_states` lexer states. Raises NoRoom."""
         num_bytes = most_bytes(len(text), num_states)
         self._take_room(tenant, num_bytes)
         try:
@@ -151,7 +152,7 @@ class BoundedBackend(GuidanceBackend):
         return compiled
 
     def retire(self, compiled: CompiledGrammar) -> None:
-        """No new answer uses this one."""
+        """Make sure that no new answer uses this grammar."""
         with self._lock:
             if self._in_use.get((compiled.tenant, compiled.text)) is compiled:
                 del self._in_use[compiled.tenant, compiled.text]
@@ -180,6 +181,7 @@ class BoundedGrammar(GuidanceGrammar):
         self._failure: Exception | None = None
 
     def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        """Allow, in row `idx`, the tokens that the grammar takes next; all of them once the answer is to end."""
         if not self.budget.is_spent and self._failure is None:
             self.budget.next_token()
             inherited: Any = super()
@@ -189,7 +191,7 @@ class BoundedGrammar(GuidanceGrammar):
             bitmask[idx].fill_(-1)  # any token: none of it reaches the client
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """False ends the answer with an error, of which `take_failure` tells the reason."""
+        """Advance by these tokens. False ends the answer with an error, whose reason `take_failure` returns."""
         if not self.budget.is_spent and self._failure is None:
             was_stopped = self.ll_matcher.is_stopped() and not self.ll_matcher.is_error()
             inherited: Any = super()
@@ -202,11 +204,13 @@ class BoundedGrammar(GuidanceGrammar):
         return False
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Return the leading tokens that the grammar would take, without advancing."""
         inherited: Any = super()
         with self._charged():
             return self._renewing(lambda: inherited.validate_tokens(tokens))
 
     def rollback(self, num_tokens: int) -> None:
+        """Take the last `num_tokens` tokens back."""
         num_consumed = max(num_tokens - self.rollback_lag, 0)
         if num_consumed:
             del self._consumed[-num_consumed:]
@@ -219,20 +223,20 @@ class BoundedGrammar(GuidanceGrammar):
         budget.spend(time.thread_time() - started_s)
 
     def _renewing(self, ask_matcher: Callable[[], T]) -> T:
-        """The matcher's answer; where it has failed, that of one that is compiled anew."""
+        """Return the matcher's answer, or that of a matcher compiled anew where the old one has failed."""
         answer = ask_matcher()
         while self.ll_matcher.is_error() and self._renew():
             answer = ask_matcher()
         return answer
 
     def _renew(self) -> bool:
-        """Go on with a grammar that is compiled anew, at the same place. False where that would be of no use, or cannot be done."""
+        """Continue with a grammar that is compiled anew, at the same place. False where that would be of no use, or cannot be done."""
         num_states, failed = self._next_num_states(), self._compiled
         if failed is None or num_states is None or failed.compile_s > self.budget.left_s:
             return False
         self._backend.retire(failed)
         tenant, text = failed.tenant, failed.text
-        failed = self._compiled = None  # what it held may be needed
+        failed = self._compiled = None  # their memory may be needed
         try:
             self._compiled = self._backend.compile(tenant, text, num_states)
         except NoRoom:
@@ -246,7 +250,7 @@ class BoundedGrammar(GuidanceGrammar):
         return True
 
     def _next_num_states(self) -> int | None:
-        """The states that the next lexer may have; None: another one would fail like this one."""
+        """Return the number of states that the next lexer may have; None: another lexer would fail like this one."""
         num_new = len(self._consumed) - self._num_at_renewal
         if not self._is_renewed or num_new >= max(MIN_PROGRESS_TOKENS, len(self._consumed) // 4):
             return self._num_states
@@ -268,7 +272,7 @@ def _too_many() -> Exception:
     return GracefulHTTPError(NO_ROOM, HTTPStatus.TOO_MANY_REQUESTS)
 
 
-# Why answers were ended, by the engine's id of the request. The engine thread reads, vLLM's compiling threads write, too.
+# The reasons for which answers were ended, by the engine's id of the request. The engine thread reads, vLLM's compiling threads write, too.
 _failures: OrderedDict[str, Exception] = OrderedDict()
 _failures_lock = Lock()
 
@@ -281,7 +285,7 @@ def _note_failure(request_id: str, reason: Exception) -> None:
 
 
 def take_failure(internal_id: str) -> Exception | None:
-    """Why the grammar ended a request, or one of its n answers. Asked once, on the engine thread."""
+    """Return why the grammar ended a request, or one of its n answers; None if it did not. Asked once, on the engine thread."""
     if not _failures:
         return None
     with _failures_lock:
@@ -292,7 +296,10 @@ def take_failure(internal_id: str) -> Exception | None:
 
 
 def _is_no_rejection(record: logging.LogRecord) -> bool:
-    """vLLM tells of each answer that its grammar ends as of an error of its own, with the answer's tokens."""
+    """Return whether vLLM's log record is not about an answer that its grammar ended.
+
+    vLLM reports each such answer as an internal error, with the answer's tokens.
+    """
     return not str(record.msg).startswith("Unexpected: grammar ")
 
 

@@ -11,18 +11,24 @@ from llvmlite.binding import ffi
 
 log = logging.getLogger(__name__)
 
-# vLLM asks every value of every module for its `__dict__` when it builds an engine. This one takes that for a function of LLVM's, and vLLM fails.
+# While vLLM builds an engine it asks every value of every module for its `__dict__`. This library object takes `__dict__` for the name of an LLVM
+# function, and vLLM fails, unless the name is known here.
 ffi.lib._fntab["__dict__"] = {}
 
 
 def compiled(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compile a function at once, without the GIL while it runs; kept on disk where there is a place for that."""
+    """Compile a function at once, so that it runs without the GIL. The compiled code is kept on disk where a folder can be written.
+
+    Args:
+        signature: the function's types in numba's notation.
+    """
 
     def of(function: Callable[..., None]) -> Callable[..., None]:
+        """Return the compiled function."""
         made: Any
         try:
             made = numba.njit(signature, nogil=True, cache=True)(function)
-        except Exception as error:  # no folder that can be written, a full disk, a damaged file
+        except Exception as error:  # no writable folder, a full disk, a damaged file
             log.info("compiled code of %s is not kept: %s", function.__name__, error)
             made = numba.njit(signature, nogil=True)(function)
         result: Callable[..., None] = made

@@ -1,12 +1,12 @@
-"""An adapter's delta for a few rows: what a decode step has of most adapters.
+"""An adapter's delta for a few rows, which is the case for most adapters in a decode step.
 
 MKL copies a matrix before it multiplies by it, which pays for many rows only, and for equal bits it must be given rows in fours (`gemm.filled`). Here
 each matrix is read once for each row, about as fast as memory gives it. Measured on one core of an AMD EPYC, 12 layers of 768 columns, one row for
 each of eight adapters of ranks 8 to 128, 90 MB: 6.0 ms a step in place of 20, 4.8 with the weights on pages of 2 MB (`layouts.large_memory`).
 
-A row's bits may not depend on how many rows there are, and so not on who computes it. MKL adds an element's products one after the other, each with
-one rounding (fused multiply-add), in parts of so many terms whose sums are then added: 192 on that machine, for up to 384 terms half of
-them. `terms_at_a_time` finds that number by comparing bits, and where it finds none MKL computes few rows, too.
+A row's bits may not depend on the number of rows, and so not on which of the two computes it. MKL adds an element's products one after the other,
+each with one rounding (fused multiply-add), in parts with a fixed number of terms, whose sums are then added: 192 terms on that machine, for up to
+384 terms half of them. `terms_at_a_time` finds that number by comparing bits, and where it finds none MKL computes few rows, too.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from numba.extending import intrinsic
 from engine_bridge.driver.lora.compiled import compiled
 from engine_bridge.driver.lora.gemm import OneThread, shrink
 
-# Rows of a matrix that are shorter are added four at a time; longer ones one by one, as they lie in memory: read at 19 to 26 of its 30 GB/s, where
-# four at a time are read at 10 to 14.
+# Rows of a matrix that are shorter than this are added four at a time; longer ones one by one, as they lie in memory: that reads at 19 to 26 of
+# memory's 30 GB/s, where four at a time are read at 10 to 14.
 SHORT_ROW = np.uint64(48)
 
 Floats = Any
-"""numpy.ndarray[float32]"""
+"""A numpy.ndarray[float32]."""
 
 
 @intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c`, rounded once."""
+    """Compute `a * b + c`, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit the fused multiply-add."""
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
@@ -43,8 +44,8 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @compiled("void(float32[::1], float32[::1], int64, int64, float32[::1])")
 def _add_products(out: Floats, memory: Floats, start: int, stride: int, factors: Floats) -> None:
-    """`out[j] += sum over k of factors[k] * memory[start + k * stride + j]`, in the order of k."""
-    # Unsigned, or numba asks of each index whether it counts from the end: 10% of the time.
+    """Compute `out[j] += sum over k of factors[k] * memory[start + k * stride + j]`, in the order of k."""
+    # The numbers are unsigned: otherwise numba checks of each index whether it counts from the end, which takes 10% of the time.
     width, num, step = np.uint64(out.shape[0]), np.uint64(factors.shape[0]), np.uint64(stride)
     at, k, one, four = np.uint64(start), np.uint64(0), np.uint64(1), np.uint64(4)
     while width < SHORT_ROW and k + four <= num:
@@ -65,8 +66,10 @@ def _add_products(out: Floats, memory: Floats, start: int, stride: int, factors:
 def _add_product(
     y: Floats, memory: Floats, start: int, stride: int, x: Floats, at_a_time: int, room: Floats
 ) -> None:
-    """`y += x @ matrix`, the sums in parts of `at_a_time` terms. room: at least as wide as `y`. Raises IndexError for a matrix that is not all in
-    `memory`: the loops below have no bounds.
+    """Compute `y += x @ matrix`, the sums in parts of `at_a_time` terms. `room` is at least as wide as `y`.
+
+    Raises:
+        IndexError: for a matrix that is not all in `memory`: the loops below have no bounds.
     """
     end = start + (x.shape[0] - 1) * stride + y.shape[0]
     if start < 0 or stride < y.shape[0] or end > memory.shape[0] or room.shape[0] < y.shape[0]:
@@ -124,7 +127,7 @@ class FewRows(NamedTuple):
     parts: Any
 
     def add(self, y: Floats, x: Floats, first: int, stop: int, scale: float) -> None:
-        """Add the delta of rows `first:stop` of fp32 `x` to the same of fp32 `y`, both row-major arrays of numpy.
+        """Add the delta of rows `first:stop` of fp32 `x` to the same rows of fp32 `y`, both row-major arrays of numpy.
 
         Raises IndexError, before anything is written, where these have other rows or columns than the adapter.
         """
@@ -138,13 +141,14 @@ def few_rows(
     parts: Sequence[tuple[int, int, int, int, int, int]],
     products: Sequence[tuple[int, int]],
 ) -> FewRows | None:
-    """What computes few rows with the bits that MKL gives many; None where that is not possible.
+    """Return an object that computes few rows with the bits that MKL gives many; None where that is not possible.
 
     Args:
         storage: A, `[num_in, num_columns]`, at its beginning, and B.
-        parts: of B, each `storage[start + k * stride :]` for `k` from 0 to `high - low`: start, stride, and as in `lora_weights.Expand` low, high,
-            left, right.
-        products: the terms and columns of MKL's products with B: of one for each part, or of one for all, with zeros about them.
+        num_in, num_columns: the shape of A.
+        parts: the parts of B, each `storage[start + k * stride :]` for `k` from 0 to `high - low`: start, stride, and low, high, left and right as in
+            `lora_weights.Expand`.
+        products: the terms and columns of MKL's products with B: one product for each part, or a single product for all, with zeros about them.
     """
     at_a_time = terms_at_a_time(num_in, num_columns, is_shrink=True)
     of_parts = [terms_at_a_time(*product) for product in products]
@@ -159,9 +163,12 @@ def few_rows(
 
 @lru_cache(maxsize=1024)
 def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False) -> int | None:
-    """How many products MKL adds to one element before it adds their sum, where a matrix has `num_terms` rows; None if its bits are no such sum's.
+    """Return how many products MKL adds to one element before it adds their sum, where a matrix has `num_terms` rows.
 
-    is_shrink: the matrix is A, which `gemm.shrink` may cut.
+    None means that no such number gives MKL's bits.
+
+    Args:
+        is_shrink: the matrix is A, which `gemm.shrink` may cut.
     """
     generator = torch.Generator().manual_seed(num_terms)
     x = torch.randn(12, num_terms, generator=generator)
@@ -169,6 +176,7 @@ def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False
     y = torch.zeros(12, num_columns) if is_shrink else torch.randn(12, num_columns, generator=generator)
 
     def product(rows: int) -> Floats:
+        """Return MKL's product for the first `rows` rows."""
         added = (
             shrink(x[:rows], matrix, torch.get_num_threads())
             if is_shrink
@@ -176,12 +184,13 @@ def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False
         )
         return added.numpy()
 
-    with OneThread():  # as so few rows are computed, and then as more are
+    with OneThread():  # first as few rows are computed, then as many rows are
         wanted = [product(rows) for rows in (12, 4)]
     wanted += [product(rows) for rows in (12, 4)]
     memory, room = matrix.numpy().ravel(), np.empty(num_columns, np.float32)
 
     def has_its_bits(row: int, at_a_time: int) -> bool:
+        """Return whether sums in parts of `at_a_time` terms give a row the bits that MKL gives it."""
         found = y[row].numpy().copy()
         _add_product(found, memory, 0, num_columns, x[row].numpy(), at_a_time, room)
         return all(np.array_equal(found, want[row]) for want in wanted if row < len(want))

@@ -1,6 +1,7 @@
-"""What MKL needs so that a row's bits do not depend on the rows beside it. Without vllm, and torch only where it is loaded already.
+"""The conditions under which MKL gives a row the same bits whatever rows are beside it.
 
-The numbers were measured with torch 2.13 on AMD and Intel processors with AVX-512; `engine_bridge/driver/lora/lora.py` says what follows from them.
+This module does without vllm, and uses torch only where it is loaded already. The numbers were measured with torch 2.13 on AMD and Intel processors
+with AVX-512; `engine_bridge/driver/lora/lora.py` says what follows from them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
 
     Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# MKL computes fewer rows of one adapter by other kernels, in another order, and below MIXED_ROWS also what is left of fours.
+# MKL computes fewer than MIN_ROWS rows of one adapter by other kernels, in another order, and below MIXED_ROWS also the remainder of fours.
 MIN_ROWS: Final = 4
 MIXED_ROWS: Final = 12
 
-# Sums of up to so many terms came out the same for every number of rows on all processors seen.
+# Sums of up to this many terms came out the same for every number of rows on all processors seen.
 SHORT_SUM: Final = 768
 
 
 class Cut(NamedTuple):
-    """How one product is made of several: of at least `rows` rows each, or of at most `terms` terms of the sums each. 0: it is not cut."""
+    """A way to make one product of several: of at least `rows` rows each, or of at most `terms` terms of the sums each. 0: it is not cut."""
 
     rows: int = 0
     terms: int = 0
@@ -32,18 +33,20 @@ class Cut(NamedTuple):
 
 # The cheapest first. An Intel Xeon sums 192 rows and more of over 128 columns in two parts, another processor already 33 rows of 16 columns.
 CUTS: Final = (Cut(), Cut(rows=96), Cut(terms=512), Cut(terms=256))
-# Numbers of rows at which those processors changed their order, others about them and between them: where they change depends on the shape.
+# Numbers of rows at which those processors changed their order, and others near and between them: where they change depends on the shape.
 PROBED_ROWS: Final = (12, 33, 48, 100, 144, 191, 192, 193, 257, 383, 384, 511, 577, 768, 1024)
 
 
 class OneThread:
-    """Have this thread's operations run on it alone, inside of `with`."""
+    """A context in which this thread's operations run on it alone."""
 
     def __enter__(self) -> None:
         import torch
 
         self._num_threads = torch.get_num_threads()
-        torch._C.set_num_threads(1)  # vLLM's CPU worker has replaced torch.set_num_threads by nothing
+        torch._C.set_num_threads(
+            1
+        )  # vLLM's CPU worker has replaced torch.set_num_threads by a function that does nothing
 
     def __exit__(self, *exception: object) -> None:
         import torch
@@ -52,15 +55,15 @@ class OneThread:
 
 
 def filled(num_rows: int) -> int:
-    """How many rows to compute so that each comes out the same as in any other number of them."""
+    """Return how many rows to compute so that each comes out the same as in any other number of them."""
     return -(-num_rows // MIN_ROWS) * MIN_ROWS if num_rows < MIXED_ROWS else num_rows
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
-    """`x @ a` of row-major fp32 `[rows, in]` and `[in, rank]`, on one thread with the bits that any other number of rows gives.
+    """Compute `x @ a` of row-major fp32 `[rows, in]` and `[in, rank]`, on one thread with the bits that any other number of rows gives.
 
-    Rows are cut in 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon), long sums in 1.1 to 1.5 times it
-    for 192 rows, and in 1.2 to 10 times it for four. On several threads long sums depend on the rows in any case, so there it is one GEMM.
+    Rows are cut in 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon), long sums in 1.1 to 1.5 times it for
+    192 rows, and in 1.2 to 10 times it for four. On several threads long sums depend on the rows in any case, so there the product is one GEMM.
     """
     if num_threads > 1 or a.size(0) <= SHORT_SUM:
         return x.mm(a)
@@ -69,12 +72,13 @@ def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def cut_for(num_terms: int, num_columns: int, product: Product | None = None) -> Cut:
-    """The cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where none has that.
+    """Return the cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where no cut has that.
 
-    Takes what computing some 6,000 rows takes, once for each shape. To be called on one thread.
+    It takes the time of computing some 6,000 rows, once for each shape. Call it on one thread.
 
     Args:
-        product: what multiplies two matrices; None: torch.
+        num_terms, num_columns: the shape of A.
+        product: multiplies two matrices; None: torch does.
     """
     import torch
 
@@ -83,6 +87,7 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
     a = torch.randn(num_terms, num_columns, generator=generator)
 
     def has_equal_bits(cut: Cut) -> bool:
+        """Return whether every probed number of rows gives each row the same bits."""
         few = torch.cat([cut_product(rows, a, cut, product) for rows in x.split(MIN_ROWS)])
         return all(
             torch.equal(cut_product(x[:num_rows], a, cut, product), few[:num_rows])
@@ -93,7 +98,7 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
 
 
 def cut_product(x: torch.Tensor, a: torch.Tensor, cut: Cut, product: Product | None = None) -> torch.Tensor:
-    """`x @ a`, made of several products as `cut` says."""
+    """Compute `x @ a`, made of several products as `cut` says."""
     import torch
 
     multiply = product or torch.mm

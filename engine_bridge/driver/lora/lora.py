@@ -2,40 +2,40 @@
 
 vLLM 0.32's own CPU path (`PunicaWrapperCPU`) has two faults that this module mends:
 
-* rows of the base model carry the index -1, which a tensor lookup reads as *the last slot*: in a mixed batch the base
-  model answers with somebody's adapter (vllm-project/vllm#48421, #49656);
-* each token gathers its own copy of the weights at the *configured* maximum rank, so a rank-8 adapter costs as much as a
+- rows of the base model carry the index -1, which a tensor lookup reads as *the last slot*: in a mixed batch the base
+  model answers with another user's adapter (vllm-project/vllm#48421, #49656);
+- each token gathers its own copy of the weights at the *configured* maximum rank, so a rank-8 adapter costs as much as a
   rank-128 one and a 64-token prefill reads the adapter 64 times.
 
-Here `update_metadata` sorts the rows of a step by adapter, once; each layer then runs, per adapter, `x @ A` and
-`y += (x @ A) @ B` over that adapter's rows, on weights that were laid out when they entered the slot.
+Here `update_metadata` sorts the rows of a step by adapter, once; each layer then runs, per adapter, `x @ A` and `y += (x @ A) @ B` over that
+adapter's rows, on weights that were laid out when they entered the slot.
 
-Use: `install()` before the engine is built, `check_engine(engine)` after. On CUDA `install()` does nothing: vLLM's Triton
-kernels skip -1 and do not gather.
+Use: `install()` before the engine is built, `check_engine(engine)` after. On CUDA `install()` does nothing: vLLM's Triton kernels skip -1 and do not
+gather.
 
 Source: Punica (arXiv:2310.18547) for computing by segments of equal adapter. bench/live/lora.py measures both paths.
 
-**Why fp32.** A row's answer should not depend on its companions in the batch, or greedy tokens of a mixed batch drift from
-those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon without bf16 instructions (2 cores):
+**Why fp32.** A row's answer should not depend on its companions in the batch, or greedy tokens of a mixed batch drift from those of the same request
+alone. Measured with torch 2.13 on an AVX-512 Xeon without bf16 instructions (2 cores):
 
-* fp32 `torch.mm` with both operands row-major beats the best bf16 form (vLLM's prepacked oneDNN) 1.5 to 6 times there
+- fp32 `torch.mm` with both operands row-major beats the best bf16 form (vLLM's prepacked oneDNN) 1.5 to 6 times there
   (3 rows, hidden 1024: rank 8 5 µs against 31, rank 64 16 against 39, rank 128 29 against 43), although it reads twice the
   bytes. On a CPU with AMX bf16 may win for long prefills; not measured;
-* its rows are bit-identical for every number of rows from two up: expands in all shapes tried, shrinks up to an inner
+- its rows are bit-identical for every number of rows from two up: expands in all shapes tried, shrinks up to an inner
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
   last one to three come out of that other kernel (4 to 48 rows tried). So few rows are computed by loops of our own where these have the same
   bits (`few_rows`), else they are filled up with repetitions (`SlotWeights.add_to`). From inner dimensions of 896 on, MKL cuts the sums of many
-  rows in two, on one processor from 192 rows on, on another from 33; `shrink` finds out and keeps it from that where one thread computes. On
-  several, MKL splits them over the threads, depending on the row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We
+  rows in two, on one processor from 192 rows on, on another from 33; `shrink` finds that out and prevents it where one thread computes. On
+  several, MKL splits the sums over the threads, depending on the row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We
   leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16 threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces
   takes 27 and is not exact;
-* without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
-  last bits may hang on companions. We leave that, too: base weights' products do the same there;
-* the delta is added to the base output in fp32 and rounded to the model's type once.
+- without AVX-512 MKL takes rows in sixes, and the remaining rows by other kernels (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the last bits
+  may depend on companions. We leave that, too: base weights' products do the same there;
+- the delta is added to the base output in fp32 and rounded to the model's type once.
 
-vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to 0.4 % of the elements by one bf16 step, at
-2 threads), with or without adapters; no LoRA code can mend that.
+vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to 0.4 % of the elements by one bf16 step, at 2 threads), with or
+without adapters; no LoRA code can mend that.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from engine_bridge.driver.lora.lora_weights import FEW_ROWS, Pending, SlotWeight
 from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
 from engine_bridge.protocol.errors import SeamMoved
 
-# Up to so many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns,
-# ranks 16, 64 and 128: 4 rows 14, 52 and 144 µs against 46, 84 and 217; 16 rows 26, 96 and 304 against 57, 151 and 393. The bits are the same.
+# Up to this many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns, ranks
+# 16, 64 and 128: 4 rows 14, 52 and 144 µs against 46, 84 and 217; 16 rows 26, 96 and 304 against 57, 151 and 393. The bits are the same.
 ONE_THREAD_ROWS = 16
 
 
@@ -73,8 +73,8 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     """vLLM's per-step LoRA state, with our arithmetic.
 
     Layers announce themselves through `watch`; from then on their `set_lora` and `reset_lora` keep the laid-out weights. vLLM's stacks are written
-    only where weights must be split first: those of all slots at the largest rank took 1.5 GB beside a model of 75 M parameters (measured). Whoever
-    writes into the stacks directly must go through `set_lora` instead.
+    only where weights must be split first: the stacks of all slots at the largest rank took 1.5 GB beside a model of 75 M parameters (measured). Code
+    that would write into the stacks directly must go through `set_lora` instead.
     """
 
     def __init__(
@@ -104,12 +104,16 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         written: set[int] = set()
 
         def reset_and_forget(index: int) -> None:
+            """Empty a slot, and vLLM's stacks where they were written."""
             packs[index] = None
-            if index in written:  # else there are zeros, which need no memory before they are first written
+            if (
+                index in written
+            ):  # else the stacks are zeros, which need no memory before they are first written
                 written.discard(index)
                 reset_lora(index)
 
         def set_and_pack(index: int, lora_a: Any, lora_b: Any) -> None:
+            """Lay out a slot's weights, through vLLM's stacks only where it must split them."""
             old = packs[index]
             packs[index] = None
             parts = _whole_slices(layer, lora_a, lora_b)
@@ -126,7 +130,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
 
     @property
     def cached_bytes(self) -> int:
-        """Memory held for laid-out weights, over all layers and slots."""
+        """The bytes of memory held for laid-out weights, over all layers and slots."""
         return sum(
             4 * pack.storage.numel()
             for packs in self._packs.values()
@@ -137,7 +141,8 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
-        # super() feeds what the layers read themselves: the embedding's offsets and the classifier's row indices.
+        """Plan the rows of a step, by adapter, for its tokens and for its logits."""
+        # super() prepares the data that layers read themselves: the embedding's offsets and the classifier's row indices.
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         slot_of = {adapter: slot for slot, adapter in enumerate(lora_index_to_id) if adapter is not None}
         slot_of[0] = NO_ADAPTER
@@ -146,7 +151,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self._num_logits = len(mapping.prompt_mapping)
 
     def packs_of(self, layer: Any) -> list[SlotWeights | Pending | None] | None:
-        """A layer's weights by slot, to be written by whoever fills slots; None for a layer that `watch` has not seen."""
+        """Return a layer's weights by slot, to be written by the code that fills slots; None for a layer that `watch` has not seen."""
         return self._packs.get(layer.lora_b_stacked[0].data_ptr())
 
     def _packs_of(self, b_stacked: torch.Tensor) -> list[SlotWeights | Pending | None]:
@@ -200,6 +205,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Add the deltas of a linear layer to `y`, in place. `x` and `y` have one row per token of the step."""
         self._add(y, x, lora_b_stacked[0], self._token_blocks, scale)
 
     def add_lora_logits(
@@ -213,8 +219,9 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
+        """Add the deltas of the output layer to `y`, in place. Raises IndexError for rows that were not planned."""
         if self._sampler_blocks and x.view(-1, x.size(-1)).size(0) != self._num_logits:
-            # Every call for logits has a plan of its own rows (`logits_rows`); with that of others, deltas would go to the wrong ones.
+            # Every call for logits has a plan of its rows (`logits_rows`); with another call's plan, deltas would go to the wrong rows.
             raise IndexError(f"logits of {x.size(0)} rows are computed with a plan of {self._num_logits}")
         self._add(y, x, lora_b_stacked, self._sampler_blocks, scale)
 
@@ -226,6 +233,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
+        """Add the deltas of an embedding to `y`, in place. `x` are A's rows for the step's tokens."""
         self._add(y, x, lora_b_stacked, self._token_blocks, 1.0)
 
     # add_shrink and add_expand serve only fully sharded LoRA under tensor parallelism, where the halves are separated by a
@@ -234,6 +242,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     def add_shrink(
         self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any
     ) -> None:
+        """Add `scale · x · A` to each slice of `y`, in place, for fully sharded LoRA."""
         x = x.view(-1, x.size(-1))
         for target, a in zip(y, lora_a_stacked, strict=True):
             self._each_group(
@@ -250,6 +259,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
+        """Add `x · B` to the columns of each slice of `y`, in place, for fully sharded LoRA."""
         y = y.view(-1, y.size(-1))
         left = offset_start
         for source, b, width in zip(x, lora_b_stacked, output_slices, strict=True):
@@ -272,7 +282,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
 
 
 def _is_whole(layer: Any) -> bool:
-    """Is this vLLM's layer of one part, with a pair of stacks for each slice?"""
+    """Return whether this is vLLM's unsharded layer, with a pair of stacks for each slice."""
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
     return getattr(layer, "tp_size", None) == 1 and all(
         isinstance(each, tuple) and all(stack.dim() == 4 for stack in each) for each in stacks
@@ -280,7 +290,7 @@ def _is_whole(layer: Any) -> bool:
 
 
 def _untouched(zeros: torch.Tensor) -> torch.Tensor:
-    """Zeros of the same shape that take memory only where they are written: torch.zeros writes all of them."""
+    """Return zeros of the same shape that take memory only where they are written: torch.zeros writes all of them."""
     num_bytes = zeros.numel() * zeros.element_size()
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=zeros.dtype).view(zeros.shape)
@@ -289,7 +299,7 @@ def _untouched(zeros: torch.Tensor) -> torch.Tensor:
 def _whole_slices(
     layer: Any, lora_a: Any, lora_b: Any
 ) -> tuple[list[torch.Tensor] | None, list[torch.Tensor], list[int]] | None:
-    """A, B and true rank per slice, if vLLM's layer would write the weights into its stacks as they are; None if it splits or indexes them."""
+    """Return A, B and true rank per slice, if vLLM's layer would copy the weights into its stacks unchanged; None if it splits or indexes them."""
     if not _is_whole(layer):
         return None
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
@@ -309,14 +319,14 @@ def _whole_slices(
 
 
 def _a_slices(layer: Any, index: int) -> list[torch.Tensor] | None:
-    """The layer's A stacks for one slot, or None for an embedding: its A is `[slots, vocabulary, rank]` and vLLM indexes it."""
+    """Return the layer's A stacks for one slot, or None for an embedding: its A is `[slots, vocabulary, rank]` and vLLM indexes it."""
     a_stacked = layer.lora_a_stacked
     stacks = a_stacked if isinstance(a_stacked, tuple) else (a_stacked,)
     return [a[index, 0] for a in stacks] if stacks[0].dim() == 4 else None
 
 
 def _ranks(lora_a: Any, b_views: list[torch.Tensor]) -> list[int]:
-    """True rank per slice of the weights given to `set_lora`; they are zero-padded in the stacks, so too large is only slow."""
+    """Return the true rank per slice of the weights given to `set_lora`; they are zero-padded in the stacks, so too large is only slow."""
     num_slices, max_rank = len(b_views), b_views[0].size(1)
     parts = lora_a if isinstance(lora_a, list) else [lora_a] * num_slices
     if len(parts) != num_slices:  # one weight covers several slices; vLLM has split it (expand_packed_lora)

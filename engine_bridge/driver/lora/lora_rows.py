@@ -20,10 +20,10 @@ LONG_RUN_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Neighbouring rows `start:stop` of a step and how to cut them into groups of one adapter each.
+    """Neighbouring rows `start:stop` of a step, and how they are cut into groups with one adapter each.
 
-    `slots[i]` owns the next `sizes[i]` rows; NO_ADAPTER rows are left as they are. With `order` the rows are first sorted:
-    row `j` of the sorted block is row `order[j]` of the block, and `inverse` leads back.
+    `slots[i]` owns the next `sizes[i]` rows; NO_ADAPTER rows are left as they are. With `order` the rows are first sorted: row `j` of the sorted
+    block is row `order[j]` of the block, and `inverse` leads back.
     """
 
     start: int
@@ -44,7 +44,7 @@ class RowBlock:
         return (part if self.order is None else part.index_select(0, self.order)).float()
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the rows that `read` returned back to where they came from, rounded to the type of `rows`."""
+        """Put the rows that `read` returned back to their places, rounded to the type of `rows`."""
         part = rows[self.start : self.stop]
         if self.inverse is None:
             part.copy_(values)

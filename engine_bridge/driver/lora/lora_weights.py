@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
 BLOCK_DIAGONAL_BYTES = 512 * 1024
-# Up to so many rows `SlotWeights.few` is faster than MKL. Measured on one core, 768 columns: with four rows it takes 0.5 to 0.9 of its time.
+# Up to this many rows `SlotWeights.few` is faster than MKL. Measured on one core, 768 columns: with four rows it takes 0.5 to 0.9 of MKL's time.
 FEW_ROWS = 6
-# A has no fewer columns, the last ones zeros: MKL adds up the products for fewer in another order, which `few_rows` does not have.
+# A has at least this many columns, the last ones zeros: MKL adds up the products for fewer in another order, which `few_rows` does not have.
 MIN_COLUMNS = 16
 LINE_FLOATS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Expand:
-    """`y[:, left:right] += h[:, low:high] @ b`, with `b` fp32 `[high - low, right - left]`."""
+    """The sum `y[:, left:right] += h[:, low:high] @ b`, with `b` fp32 `[high - low, right - left]`."""
 
     low: int
     high: int
@@ -40,9 +40,9 @@ class Expand:
 class SlotWeights:
     """One adapter's weights in one layer at their true rank: fp32, row-major, so that no GEMM copies or transposes.
 
-    `a` is `[in, sum of the slices' ranks]`, at least MIN_COLUMNS wide: one GEMM shrinks for q, k and v together. None for embeddings, where
-    vLLM looks A up itself. `storage` holds all of it and is used again by another adapter, because fresh pages cost more than the copy.
-    `few`: what computes few rows, None where MKL does.
+    `a` is `[in, sum of the slices' ranks]`, at least MIN_COLUMNS wide: one GEMM shrinks for q, k and v together. None for embeddings, where vLLM
+    looks A up itself. `storage` holds all of it and is used again by another adapter, because fresh pages cost more than the copy. `few` computes few
+    rows, None where MKL does.
     """
 
     a: torch.Tensor | None
@@ -72,16 +72,17 @@ class SlotWeights:
 
 
 MakeFew = Callable[..., "FewRows | None"]
-# Adds a layer's delta for fp32 rows x, scaled, to fp32 rows y: (y, x, scale). False: it did not.
+# Adds a layer's delta for fp32 rows x, scaled, to fp32 rows y: (y, x, scale). False: nothing was added.
 Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
 
 
 class Pending:
-    """Weights of one layer that are not laid out yet: whoever needs them first does it.
+    """Weights of one layer that are not laid out yet: the thread that needs them first lays them out.
 
     Args:
         pack: lays them out.
-        lock: of all that is laid out in the same memory; held while anybody works in it.
+        lock: the lock of everything laid out in the same memory; held while a thread works in it.
+        size_bytes: the bytes of the laid-out weights.
     """
 
     __slots__ = (
@@ -101,7 +102,7 @@ class Pending:
     ) -> None:
         self.size_bytes = size_bytes
         self.is_waiting = True
-        """Whether they are still to be laid out."""
+        """Whether the weights are still to be laid out."""
         self._pack: Callable[[], SlotWeights | None] | None = pack
         self._lock = lock
         self._weights: SlotWeights | None = None
@@ -118,18 +119,22 @@ class Pending:
         took: Callable[[float, float], None] = lambda pack_s, all_s: None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Have a layer compute with them from now on. packs: the layer's, by slot.
+        """Make a layer compute with these weights from now on.
 
-        compute: what adds the delta until they are laid out, in place of laying them out then. took: told what a step took to lay them out, in
-        seconds, 0 if somebody else did; and for how long it waited in all. failed: told of what a step's laying out raises, and then the step goes on
-        without the adapter; None: it is raised.
-        Waits for nobody who lays them out now: they are found when they are needed.
+        This does not wait for a thread that is laying them out: the weights are found when they are needed.
+
+        Args:
+            packs: the layer's weights by slot.
+            slot: the place in `packs`.
+            compute: adds the delta until the weights are laid out, so that the step does not lay them out itself; None: the step lays them out.
+            took: called with the seconds that a step took to lay the weights out, 0 if another thread did, and the seconds that it waited in all.
+            failed: called with the error of a step's laying out; the step then continues without the adapter. None: the error is raised.
         """
         self._place, self._compute, self._took, self._failed = (packs, slot), compute, took, failed
         packs[slot] = self if self.is_waiting else self._weights
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        """As `SlotWeights.add_to`."""
+        """Add the adapter's delta: see `SlotWeights.add_to`. Lays the weights out first, unless `compute` adds the delta."""
         try:
             self._add_to(y, x, scale)
         except Exception as error:
@@ -149,15 +154,18 @@ class Pending:
             weights.add_to(y, x, scale)
 
     def take(self) -> SlotWeights | None:
-        """The weights, laid out now if nobody has. None if they were dropped, or if the adapter leaves the layer alone."""
+        """Return the weights, laid out now if they were not before. None if they were dropped, or if the adapter leaves the layer alone."""
         return self._taken()[0]
 
     def drop(self) -> None:
-        """Nobody computes with them any more. If somebody lays them out now, that goes on, and is to be dropped again after the lock was free."""
+        """Give up weights that are computed with no more.
+
+        If a thread is laying them out, it continues; then they are to be dropped again once the lock has been free.
+        """
         self.is_waiting, self._pack, self._weights, self._place = False, None, None, None
 
     def _taken(self) -> tuple[SlotWeights | None, float]:
-        """With the seconds that laying them out took, 0 if somebody else had done it."""
+        """Return the weights, and the seconds that laying them out took; 0 if another thread had done it."""
         if not self.is_waiting:
             return self._weights, 0.0
         with self._lock:
@@ -172,7 +180,7 @@ class Pending:
             return self._weights, time.perf_counter() - started_s
 
     def _install(self) -> None:
-        """Laid out weights take this object's place, so that the next step need not ask it."""
+        """Put the laid-out weights in this object's place, so that the next step need not ask it."""
         if self._place is not None:
             packs, slot = self._place
             packs[slot] = self._weights
@@ -193,10 +201,11 @@ def pack_slot(
         a_slices: per slice `[max rank, in]`; None for an embedding, which needs only B.
         b_slices: per slice `[out, max rank]`, in the order of the layer's output columns.
         ranks: true rank per slice; 0 where the adapter does not touch the slice.
-        storage: fp32 memory to use if its size suits; whatever lay there is overwritten.
+        storage: fp32 memory to use if its size suits; its contents are overwritten.
         make_few: `few_rows.few_rows`, where few rows are computed often; it brings numba along.
 
-    Returns None if the adapter does not touch the layer.
+    Returns:
+        The weights; None if the adapter does not touch the layer.
     """
     total = sum(ranks)
     if total == 0:
@@ -204,7 +213,7 @@ def pack_slot(
     num_in, num_columns = a_slices[0].size(1) if a_slices is not None else 0, max(total, MIN_COLUMNS)
     is_one_matrix = _is_one_matrix(b_slices, ranks)
     parts, num_all = _parts_of_b(num_in * num_columns, b_slices, ranks, is_one_matrix)
-    # Twice as much as is needed would be kept for nothing.
+    # Storage of more than twice the needed size would waste memory.
     if storage is None or not num_all <= storage.numel() <= 2 * num_all:
         storage = torch.empty(num_all, dtype=torch.float32)
     a = None
@@ -224,7 +233,7 @@ def pack_slot(
 def packed_size(
     a_slices: Sequence[torch.Tensor], b_slices: Sequence[torch.Tensor], ranks: Sequence[int]
 ) -> int:
-    """Floats of `storage` that `pack_slot` uses, filled up to a line of the processor's cache."""
+    """Return the number of floats of `storage` that `pack_slot` uses, filled up to a line of the processor's cache."""
     total = sum(ranks)
     if total == 0:
         return 0
@@ -239,7 +248,7 @@ def _is_one_matrix(b_slices: Sequence[torch.Tensor], ranks: Sequence[int]) -> bo
 
 
 class _Part(NamedTuple):
-    """A slice's B in the storage: element `(k, j)` is at `start + k * stride + j`; the rest as in `Expand`."""
+    """A slice's B in the storage: element `(k, j)` is at `start + k * stride + j`; the other fields as in `Expand`."""
 
     start: int
     stride: int
@@ -252,7 +261,7 @@ class _Part(NamedTuple):
 def _parts_of_b(
     start: int, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool
 ) -> tuple[list[_Part], int]:
-    """One for each slice, also for those of rank 0, and where the storage ends."""
+    """Return a part for each slice, also of rank 0, and where the storage ends."""
     total, width = sum(ranks), sum(b.size(0) for b in b_slices)
     parts, low, left, at = [], 0, 0, start
     for b, rank in zip(b_slices, ranks, strict=True):
