@@ -1,1 +1,1 @@
-"""What the API classes of vLLM read and write, where clients expect more of it."""
+"""Extensions of vLLM's API classes, where clients expect more than these read and write."""

@@ -1,4 +1,4 @@
-"""JSON schemas of what vLLM's serving classes take and give, made from its own pydantic models."""
+"""JSON schemas of the bodies and replies of vLLM's serving classes, made from its own pydantic models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ REPLIES: Mapping[str, Any] = {
 
 
 def api_schemas() -> ApiSchemas:
-    """All of them, without the fields that clients cannot set. Takes half a second of a core: not for the event loop."""
+    """Return all schemas, without the fields that clients cannot set. Takes half a second of a core: not for the event loop."""
     made, found = models_json_schema(
         [(model, "validation") for model in REQUESTS.values()]
         + [(model, "serialization") for model in REPLIES.values()],
@@ -76,12 +76,12 @@ def _name_of(reference: Mapping[str, str]) -> str:
 
 
 def _leave_out(schema: dict[str, Any], names: tuple[str, ...]) -> None:
-    if "properties" in schema:  # not a choice between classes
+    if "properties" in schema:  # a schema without properties is a choice between classes
         schema["properties"] = {key: value for key, value in schema["properties"].items() if key not in names}
 
 
 def _reachable(components: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The components that these name, directly or not, by name."""
+    """Return the components that these name, directly or not, by name."""
     found: set[str] = set()
     while names:
         name = names.pop()

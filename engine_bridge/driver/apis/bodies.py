@@ -34,12 +34,12 @@ from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES, JsonReply
 
 log = logging.getLogger(__name__)
 
-# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
-# a client have comes with the caller.
+# Fields that steer scheduling and KV transfer inside the server: the gateway sets them, never a client. A `priority` that the gateway lets a client
+# have comes with the caller.
 SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
-# Errors of which it is known whose they are, whatever the body says.
+# Errors whose fault is known, whatever the body says: the server's, or a refusal on purpose.
 _OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
-# What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
+# Errors of code that did not expect a value; vLLM answers some of them as 400, with Python's own text.
 _MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 # How errors begin that vLLM's generators of chat and text completions write themselves.
 ERROR_EVENT = 'data: {"error":'
@@ -48,35 +48,39 @@ _ANTHROPIC_INTERNAL = '"internal_error"'
 
 
 class Rejected(Exception):
+    """A body that is refused, with the reply that says why."""
+
     def __init__(self, response: ErrorResponse) -> None:
         super().__init__(response.error.message)
         self.response = response
 
 
 def parse(request_class: Any, body: Any) -> Any:
-    """A pydantic request from a JSON value; raises Rejected, which says what does not fit."""
+    """Return a pydantic request made from a JSON value. Raises Rejected, which says what does not fit."""
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
     try:
         return request_class.model_validate(body)
     except ValidationError as error:
         raise Rejected(as_error_response(unfit(error))) from error
-    except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
+    except (
+        Exception
+    ) as error:  # pydantic passes on errors of vLLM's validators, raised on purpose or by mistake
         raise Rejected(as_malformed(error)) from error
 
 
 def as_malformed(error: Exception) -> ErrorResponse:
-    """The reply to a body whose validation or rendering failed, before the engine saw any of it: the client's fault, unless it is known to be ours.
+    """Return the reply to a body whose validation or rendering failed before the engine saw any of it.
 
-    vLLM's validators take a field's form for granted here and there and trip over another (AttributeError, KeyError, RecursionError …). Such an
-    error's text says nothing to a client, and may hold a piece of the body.
+    The fault is the client's, unless it is known to be ours. vLLM's validators take a field's form for granted here and there and fail on another
+    (AttributeError, KeyError, RecursionError …). Such an error's text says nothing to a client, and may hold a piece of the body.
     """
     if isinstance(error, _OURS):
         return as_error_response(error)
     response = create_error_response(error)
     is_on_purpose = response.error.code < 500 and not isinstance(error, _MISTAKES)
     if not is_on_purpose and not isinstance(error, NotImplementedError):
-        # Its class and place only: its text may quote the body.
+        # Only its class and place are logged: its text may quote the body.
         log.info("a body could not be used: %s in %s", type(error).__name__, _place(error))
         response.error.message = MALFORMED_MESSAGE
     if response.error.code >= 500:
@@ -85,12 +89,12 @@ def as_malformed(error: Exception) -> ErrorResponse:
 
 
 def as_unusable(error: Exception, body: Any) -> ErrorResponse:
-    """The reply to a call that failed after its body was found to have the right form, and before the engine saw any of it.
+    """Return the reply to a call that failed after its body was found to have the right form, and before the engine saw any of it.
 
-    A few fields hold whatever JSON a client likes (schemas, arguments of the template, parts of messages), and code trips over what it finds there.
-    Where a body has none of them, what went wrong is the server's fault.
+    A few fields hold whatever JSON a client likes (schemas, arguments of the template, parts of messages), and code fails on unexpected values in
+    them. If a body has none of these fields, the failure is the server's fault.
     """
-    if isinstance(error, ValidationError):  # of a request that vLLM makes of the one that came
+    if isinstance(error, ValidationError):  # an error of a request that vLLM makes of the client's request
         return as_error_response(unfit(error))
     if cannot_continue(error):
         return as_error_response(InvalidRequest(CANNOT_CONTINUE, param="messages"))
@@ -107,13 +111,13 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
 
 
 def _place(error: Exception) -> str:
-    """The function in which an error was raised, for the log: it names no value."""
+    """Return the name of the function in which an error was raised, for the log: it names no value."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code.co_qualname
 
 
 def as_error_response(error: Exception) -> ErrorResponse:
-    """An error in the shape of OpenAI's API. What is not known here is an internal error."""
+    """Return an error in the shape of OpenAI's API. An unknown error becomes an internal error."""
     if isinstance(error, EngineUnavailable):
         return create_error_response(RetryableRequestError(str(error)))
     if isinstance(error, TimeoutError):
@@ -128,7 +132,7 @@ def as_error_response(error: Exception) -> ErrorResponse:
 
 
 def classified(message: str | Exception, *args: Any, **options: Any) -> ErrorResponse:
-    """In the place of `create_error_response` of vLLM's serving classes, which would tell a client whatever an exception says."""
+    """Return an error's reply, in the place of `create_error_response` of vLLM's serving classes, which would tell a client any exception's text."""
     return (
         as_error_response(message)
         if isinstance(message, Exception)
@@ -137,14 +141,14 @@ def classified(message: str | Exception, *args: Any, **options: Any) -> ErrorRes
 
 
 def tell_no_insides(*serving: Any) -> None:
-    """Have serving classes of vLLM's, which turn what breaks a stream into an event of it, tell no more than `as_error_response`."""
+    """Make vLLM's serving classes, which turn an error that breaks a stream into an event of it, tell no more than `as_error_response`."""
     log_once()
     for each in serving:
         each.create_error_response = classified
 
 
 def without_insides(event: str) -> str:
-    """An error that vLLM's generator of Anthropic's events has met in its own work, without its text. vLLM has logged it."""
+    """Return an error event of vLLM's generator of Anthropic's events without the text of an internal error. vLLM has logged it."""
     if _ANTHROPIC_INTERNAL not in event:
         return event
     error = {"type": "api_error", "message": "The server failed on this request."}
@@ -152,6 +156,7 @@ def without_insides(event: str) -> str:
 
 
 def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:
+    """Return an error's reply in the form of its API."""
     if is_anthropic:
         response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
         return JsonReply(response.error.code, bytes(translate_error_response(response).body))
@@ -159,7 +164,7 @@ def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:
 
 
 def openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
-    """An error of vLLM's in the form that all errors of this server have. code: what is known beyond the status."""
+    """Return an error of vLLM's in the form that all errors of this server have. code: a more exact code than the status."""
     error = response.error
     if not code and error.code == 404 and error.param == "model":
         code = UNKNOWN_MODEL
@@ -168,6 +173,6 @@ def openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
 
 
 def in_our_form(event: str) -> str:
-    """An error that a generator of vLLM's has written into its stream, as `openai_error` would write it."""
+    """Rewrite an error that a generator of vLLM's has written into its stream, as `openai_error` would write it."""
     response = ErrorResponse.model_validate_json(event.removeprefix("data: "))
     return f"data: {openai_error(response).body.decode()}\n\n"

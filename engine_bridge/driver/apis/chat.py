@@ -1,4 +1,7 @@
-"""Chat completions as vLLM serves them, but that each chunk of a stream holds one thing, and that log probabilities are those of the text."""
+"""Chat completions as vLLM serves them, with two corrections.
+
+Each chunk of a stream holds one thing, and log probabilities cover only the text's tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from engine_bridge.driver.vllm_api import OpenAIServingChat
 
 
 class Chat(OpenAIServingChat):
-    """Use it as vLLM's class."""
+    """vLLM's class for chat completions, used in the same way."""
 
     async def chat_completion_stream_generator(
         self, request: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream. A chunk of vLLM's that holds several things is sent as several chunks (`chat_chunks`)."""
+        """Yield the events of a stream. A chunk of vLLM's that holds several things is sent as several chunks (`chat_chunks`)."""
         events = super().chat_completion_stream_generator(request, *args, **options)
         try:
             async for event in events:
                 if '"finish_reason":null' in event and '"tool_calls":' not in event:
-                    yield event  # the most usual chunk by far, a piece of the text
+                    yield event  # by far the most usual chunk, a piece of the text
                     continue
                 for chunk in split_event(event, has_stop_token=request.include_stop_str_in_output):
                     yield chunk
@@ -28,7 +31,7 @@ class Chat(OpenAIServingChat):
             await events.aclose()
 
     async def chat_completion_full_generator(self, request: Any, *args: Any, **options: Any) -> Any:
-        """The whole reply."""
+        """Return the whole reply, without the log probability of a token that ended the answer."""
         reply = await super().chat_completion_full_generator(request, *args, **options)
         for choice in getattr(reply, "choices", ()):
             logprobs = choice.logprobs.content if choice.logprobs is not None else None

@@ -1,4 +1,4 @@
-"""Text completions as vLLM serves them, but that a prompt which is only repeated (`echo` with `max_tokens` 0) is not answered and costs nothing."""
+"""Text completions as vLLM serves them, except that a prompt which is only repeated (`echo` with `max_tokens` 0) gets no answer and costs nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CompletionBody(CompletionRequest):
     """The body of `/v1/completions`."""
 
     def to_sampling_params(self, *args: Any, **options: Any) -> Any:
-        """vLLM's, with `max_tokens` 0 where nothing is to be computed: see `only_prompt`."""
+        """Return vLLM's sampling parameters, with `max_tokens` 0 where nothing is to be computed: see `only_prompt`."""
         params = super().to_sampling_params(*args, **options)
         if self.is_echo_alone and params.prompt_logprobs is None:
             params.max_tokens = 0  # vLLM itself computes one token
@@ -30,7 +30,7 @@ class CompletionBody(CompletionRequest):
 
 
 async def only_prompt(prompt: Any, request_id: str, num_answers: int) -> AsyncGenerator[Any, None]:
-    """The output of a request for which nothing is computed."""
+    """Yield the output of a request for which nothing is computed."""
     yield _without_answer(
         RequestOutput(
             request_id=request_id,
@@ -44,12 +44,12 @@ async def only_prompt(prompt: Any, request_id: str, num_answers: int) -> AsyncGe
 
 
 class Completions(OpenAIServingCompletion):
-    """Use it as vLLM's class, with requests of `CompletionBody`."""
+    """vLLM's class for text completions, used in the same way, with requests of `CompletionBody`."""
 
     async def completion_stream_generator(
         self, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream."""
+        """Yield the events of a stream."""
         results = _without_answers(result_generator) if request.is_echo_alone else result_generator
         events = super().completion_stream_generator(request, engine_inputs, results, *args, **options)
         try:
@@ -61,7 +61,10 @@ class Completions(OpenAIServingCompletion):
     def request_output_to_completion_response(
         self, final_res_batch: Any, request: Any, *args: Any, **options: Any
     ) -> Any:
-        """The whole reply. Its texts begin with their prompts where that is asked for, also beside token ids, where vLLM leaves them out."""
+        """Return the whole reply.
+
+        Its texts begin with their prompts if `echo` asks for that, also beside token ids, where vLLM leaves them out.
+        """
         if request.is_echo_alone:
             final_res_batch = [_without_answer(result) for result in final_res_batch]
         reply = super().request_output_to_completion_response(final_res_batch, request, *args, **options)
@@ -78,7 +81,7 @@ async def _without_answers(results: Any) -> AsyncGenerator[Any, None]:
 
 
 def _without_answer(result: Any) -> Any:
-    """The same result without the one token that had to be computed for its prompt's log probabilities."""
+    """Return the same result without the one token that had to be computed for its prompt's log probabilities."""
     for output in result.outputs:
         output.text, output.token_ids, output.logprobs = "", [], None
         output.stop_reason = None

@@ -1,4 +1,7 @@
-"""vLLM's renderer for servers that keep the text of messages text (`--special-tokens-in-content split`). See `engine_bridge.calls.plain_content`."""
+"""vLLM's renderer for servers on which the text of messages stays text (`--special-tokens-in-content split`).
+
+See `engine_bridge.calls.plain_content`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from engine_bridge.protocol.errors import NotSupported, SeamMoved
 class ContentTokens:
     """Reads rendered text in which a client's text spells a token of the tokenizer's.
 
-    backend: of a Hugging Face tokenizer. Takes about a second for a large one. Raises NotSupported for a tokenizer without.
+    Args:
+        backend: the fast form of a Hugging Face tokenizer. Reading a large one takes about a second.
+
+    Raises:
+        NotSupported: for a tokenizer without a fast form.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -37,11 +44,11 @@ class ContentTokens:
         self._num_plain = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._real = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in added}
         self.ids = frozenset(self._real.values())
-        """Of all tokens that are found as a whole: what ends and begins messages is among them."""
+        """The ids of all tokens that are found as a whole: the tokens that end and begin messages are among them."""
         self._before, self._after = _around(backend)
 
     def ids_of(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a rendered text with marks."""
+        """Return the token ids of a rendered text with marks."""
         text = self.marks.with_aliases(text)
         found = self._encode(self.marks.without(text))
         if any(number in self.ids and number < self._num_plain for number in found):
@@ -55,14 +62,19 @@ class ContentTokens:
 
 
 def _around(backend: Any) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text that is read with special tokens."""
+    """Return the ids that a tokenizer puts before and behind a text that is read with special tokens."""
     plain, whole = (backend.encode("a", add_special_tokens=is_whole).ids for is_whole in (False, True))
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     return whole[:start], whole[start + len(plain) :]
 
 
 def split_contents(renderer: Any, off: Off) -> frozenset[int]:
-    """Have a vLLM renderer keep messages' text text. Returns the ids of all tokens that are found as a whole. Raises NotSupported, SeamMoved."""
+    """Make a vLLM renderer keep messages' text as text. Returns the ids of all tokens that are found as a whole.
+
+    Raises:
+        NotSupported: for a tokenizer without a fast form.
+        SeamMoved: where vLLM's internals have moved.
+    """
     if PLAIN_CONTENT in off:
         raise SeamMoved(f"vLLM has moved: {PLAIN_CONTENT.without}")
     tokens = ContentTokens(getattr(renderer.get_tokenizer(), "backend_tokenizer", None))
@@ -70,9 +82,11 @@ def split_contents(renderer: Any, off: Off) -> frozenset[int]:
     render, tokenize = renderer.render_messages_async, renderer.tokenize_prompts_async
 
     async def in_thread(work: Any, *args: Any) -> Any:
+        """Run work on the renderer's thread."""
         return await asyncio.get_running_loop().run_in_executor(renderer._executor, work, *args)
 
     async def render_messages(messages: Any, params: Any) -> Any:
+        """Render messages whose texts are marked where they spell a token."""
         (marked, has_marks), (options, has_more) = await in_thread(
             lambda: (marks.messages(messages), marks.value(params.chat_template_kwargs))
         )
@@ -82,6 +96,7 @@ def split_contents(renderer: Any, off: Off) -> frozenset[int]:
         return marks.without(conversation), prompt
 
     def plain(prompt: Any, params: Any) -> Any:
+        """Return a prompt with its token ids and without marks."""
         text = prompt["prompt"]
         params.apply_pre_tokenization(
             renderer.get_tokenizer(), {"prompt": marks.without(text)}
@@ -91,6 +106,7 @@ def split_contents(renderer: Any, off: Off) -> frozenset[int]:
         return {**prompt, "prompt": marks.without(text), "prompt_token_ids": ids}
 
     async def tokenize_prompts(prompts: Any, params: Any) -> Any:
+        """Tokenize prompts; those with marks are tokenized here."""
         ready = []
         for prompt in prompts:
             text = prompt.get("prompt") if "prompt_token_ids" not in prompt else None

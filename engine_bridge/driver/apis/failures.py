@@ -1,7 +1,7 @@
-"""Whose fault an exception is, and what a client is told of it.
+"""Decides whose fault an exception is, and what its client is told.
 
-A client is blamed only for what is refused on purpose: by an error class that says so, or by a `raise` in vLLM's code that reads requests. Everything
-else that goes wrong is the server's: it is logged with where it came from, under a number that the client is told, too, and its text stays here.
+A client is blamed only for requests that are refused on purpose: by an error class that says so, or by a `raise` in vLLM's code that reads requests.
+All other failures are the server's: each is logged with the place it came from, under a number that the client is told, too, and its text stays here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CANNOT_CONTINUE = (
 )
 TOO_LATE = "Reading the prompt took too long. Send it again, or a shorter one."
 RETRY_AFTER_S = 1.0
-# Modules of vLLM's and of transformers that take requests apart, and the errors of Python's by which some of them still refuse one.
+# Modules of vLLM's and of transformers that take requests apart, and Python's errors by which some of them still refuse a request.
 _READERS = (
     "transformers.tokenization_",
     "transformers.utils.chat_template_utils",
@@ -49,17 +49,17 @@ _READERS = (
     "vllm.v1.engine.input_processor",
     "vllm.v1.structured_output.",
 )
-# Loggers of vLLM's that tell of each stream that ends early as of an error of its own, before they ask here what to tell its client.
+# vLLM's loggers that report each stream which ends early as an internal error, before they ask here what to tell its client.
 _TWICE = ("vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving")
 _REFUSALS = (ValueError, TypeError, OverflowError, NotImplementedError)
 
 
 def is_clients(error: BaseException) -> bool:
-    """Whether a request was refused on purpose, so that the error's text is for the client."""
+    """Return whether a request was refused on purpose, so that the error's text is for the client."""
     if isinstance(error, InvalidRequest) or _is_said_by_a_template(error):
         return True
     if isinstance(error, VLLMClientError):
-        # vLLM's renderers turn whatever a template or a tokenizer raises into such an error.
+        # vLLM's renderers turn any error of a template or a tokenizer into such an error.
         return all(not _repeats(error, cause) or is_clients(cause) for cause in _causes(error))
     if isinstance(error, _REFUSALS):
         return _is_raised_by_a_reader(error) and all(is_clients(cause) for cause in _causes(error))
@@ -67,38 +67,44 @@ def is_clients(error: BaseException) -> bool:
 
 
 def _is_said_by_a_template(error: BaseException) -> bool:
-    """Whether a chat template, or Mistral's code in the place of one, refused a conversation: by `raise_exception`, its own errors or an `assert`."""
+    """Return whether a chat template, or Mistral's code in its place, refused a conversation.
+
+    They do so by `raise_exception`, by their own errors or by an `assert`.
+    """
     if type(error) is TemplateError or type(error).__module__ == "mistral_common.exceptions":
         return True
     return isinstance(error, AssertionError) and _place_of(error)[0].startswith("mistral_common.")
 
 
 def cannot_continue(error: BaseException) -> bool:
-    """Whether the beginning of an answer, which a client gave, is not found in what the template rendered. The error's text quotes all of that."""
+    """Return whether the beginning of an answer, which a client gave, is missing in the text that the template rendered.
+
+    The error's text quotes all of that text.
+    """
     is_said = isinstance(error, ValueError) and "continue_final_message" in str(error)
     is_theirs = _place_of(error) == ("transformers.utils.chat_template_utils", "RAISE_VARARGS")
     return (is_said and is_theirs) or any(map(cannot_continue, _causes(error)))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """What it was made of, if its maker says so."""
+    """Yield the error's cause, if its maker says so."""
     if error.__cause__ is not None and not isinstance(error.__cause__, ValidationError):
         yield error.__cause__
 
 
 def _repeats(error: BaseException, cause: BaseException) -> bool:
-    """Whether its text is that of what led to it."""
+    """Return whether an error's text holds its cause's text."""
     return str(cause) in str(error)
 
 
 def _is_raised_by_a_reader(error: BaseException) -> bool:
-    """Whether a `raise` of vLLM's reading code made it, and not an operation that went wrong there."""
+    """Return whether a `raise` of vLLM's reading code made the error, and not an operation that went wrong there."""
     module, operation = _place_of(error)
     return operation == "RAISE_VARARGS" and module.startswith(_READERS)
 
 
 def _place_of(error: BaseException) -> tuple[str, str]:
-    """(module, operation of Python's) that raised it; empty for one that was never raised."""
+    """Return the module and Python's operation that raised an error; empty for an error that was never raised."""
     trace = error.__traceback__
     if trace is None:
         return "", ""
@@ -109,7 +115,7 @@ def _place_of(error: BaseException) -> tuple[str, str]:
 
 
 def as_bridge_error(error: Exception) -> BridgeError:
-    """An exception as one that may leave the node. What is not known to be a client's is logged."""
+    """Return an exception that may leave the node. An exception that is not known to be a client's fault is logged."""
     if isinstance(error, BridgeError):
         return error
     if isinstance(error, ValidationError):
@@ -127,27 +133,27 @@ def as_bridge_error(error: Exception) -> BridgeError:
 
 
 def unfit(error: ValidationError) -> InvalidRequest:
-    """What does not fit in a body, in plain words."""
+    """Return an error that says in plain words what does not fit in a body."""
     message, field = explain(error.errors(include_url=False, include_context=False, include_input=False))
     return InvalidRequest(message, param=field)
 
 
 def too_long_or_invalid(message: str) -> InvalidRequest:
-    """A refusal in vLLM's words; a prompt that is too long has a code of its own."""
+    """Return a refusal in vLLM's words; a prompt that is too long has its own code."""
     if is_too_long(message):
         return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
     return InvalidRequest(message)
 
 
 def noted(error: BaseException) -> str:
-    """Log a failure of the server's, and return what its client is told."""
+    """Log a failure of the server's, and return the text for its client."""
     number = uuid.uuid4().hex[:12]
     log.error("a request failed inside the server: failure %s", number, exc_info=error)
     return f"The server failed on this request. Its log says why, as failure {number}."
 
 
 def log_once() -> None:
-    """Have what ends a stream logged here alone, and only where it is the server's fault."""
+    """Make errors that end a stream be logged here alone, and only where they are the server's fault."""
     for name in _TWICE:
         logging.getLogger(name).addFilter(_is_nothing_raised)
 

@@ -1,5 +1,8 @@
-"""Anthropic's Messages API as vLLM serves it, but for tool calls that were cut short, for requests that offer no tools, for answers that the client
-has begun, for the tokens that a stream's first event counts, and for streams that end early."""
+"""Anthropic's Messages API as vLLM serves it, with five corrections.
+
+They concern tool calls that were cut short, requests that offer no tools, answers that the client has begun, the tokens that a stream's first event
+counts, and streams that end early.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ _DATA = "data: "
 
 
 class Messages(AnthropicServingMessages):
-    """Use it as vLLM's class."""
+    """vLLM's class for Anthropic's Messages API, used in the same way."""
 
     @classmethod
     def to_chat_completion_request(cls, anthropic_request: Any, **options: Any) -> Any:
-        """The chat request that answers `anthropic_request`. Without tools its answer is text, whatever the model writes.
+        """Return the chat request that answers `anthropic_request`. Without tools its answer is text, whatever the model writes.
 
         Raises:
             InvalidRequest: a tool call is demanded and no tool is offered.
@@ -40,7 +43,10 @@ class Messages(AnthropicServingMessages):
     async def chat_completion_stream_generator(
         self, request: Any, result_generator: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[str, None]:
-        """The chat completion's events, of which the first one counts the prompt's tokens as the last one does: those from a cache apart."""
+        """Yield the chat completion's events.
+
+        The first one counts the prompt's tokens as the last one does: tokens from a cache are counted separately.
+        """
         found: list[Any] = []
         events = super().chat_completion_stream_generator(
             request, _noting_first(result_generator, found), *args, **options
@@ -54,7 +60,10 @@ class Messages(AnthropicServingMessages):
             await events.aclose()
 
     async def message_stream_converter(self, generator: Any) -> AsyncGenerator[str, None]:
-        """Anthropic's events of a chat completion's stream. What ends it early is the last one: vLLM takes that for a chunk, and fails on it."""
+        """Yield Anthropic's events of a chat completion's stream.
+
+        An error that ends the stream early is its last event: vLLM takes it for a chunk, and fails on it.
+        """
         errors: list[str] = []
         chunks = _until_error(generator, errors)
         events = super().message_stream_converter(chunks)
@@ -68,10 +77,10 @@ class Messages(AnthropicServingMessages):
             yield _error_event(error)
 
     def messages_full_converter(self, generator: Any) -> Any:
-        """The reply that a finished chat completion (`generator`) makes.
+        """Return the reply that a finished chat completion (`generator`) makes.
 
-        A call whose arguments were cut has as input what can be read of them, which is what Anthropic's SDKs have at the end of a stream, and the
-        reply's `stop_reason` says what cut them. Source: Anthropic's "Handling stop reasons".
+        A call whose arguments were cut has as input the readable part of them, as Anthropic's SDKs have at the end of a stream, and the reply's
+        `stop_reason` says what cut them. Source: Anthropic's "Handling stop reasons".
         """
         choice, is_cut = generator.choices[0], False
         for call in choice.message.tool_calls:
@@ -87,7 +96,7 @@ class Messages(AnthropicServingMessages):
 
 
 def readable(arguments: str) -> dict[str, Any]:
-    """What can be read of a call's arguments that were cut short: a value that is not complete is left out."""
+    """Return the readable part of a call's arguments that were cut short: an incomplete value is left out."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:
@@ -96,13 +105,13 @@ def readable(arguments: str) -> dict[str, Any]:
 
 
 def _is_begun(messages: Any) -> bool:
-    """Whether the last message is the beginning of the answer that is asked for."""
+    """Return whether the last message is the beginning of the answer that is asked for."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 async def _until_error(events: Any, errors: list[str]) -> AsyncGenerator[str, None]:
-    """`events` up to one that is an error, which is put into `errors`."""
+    """Yield `events` up to the first error, which is put into `errors`."""
     try:
         async for event in events:
             if event.startswith(ERROR_EVENT):
@@ -114,13 +123,13 @@ async def _until_error(events: Any, errors: list[str]) -> AsyncGenerator[str, No
 
 
 def _error_event(event: str) -> str:
-    """An error that a chat completion's stream ends with, as Anthropic's streams have it."""
+    """Return an error that ends a chat completion's stream in the form of Anthropic's streams."""
     response = ErrorResponse.model_validate_json(event.removeprefix(_DATA))
     return f"{ANTHROPIC_ERROR_EVENT}data: {error_reply(response, is_anthropic=True).body.decode()}\n\n"
 
 
 async def _noting_first(results: Any, found: list[Any]) -> AsyncGenerator[Any, None]:
-    """`results`, of which the first one is put into `found`."""
+    """Yield `results`, and put the first one into `found`."""
     async for result in results:
         if not found:
             found.append(result)
@@ -128,7 +137,7 @@ async def _noting_first(results: Any, found: list[Any]) -> AsyncGenerator[Any, N
 
 
 def _with_cached_tokens(event: str, result: Any) -> str:
-    """A chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
+    """Return a chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
     if not event.startswith(_DATA + '{"id":'):
         return event
     chunk = msgspec.json.decode(event[len(_DATA) :])

@@ -1,4 +1,4 @@
-"""Tells what a model thinks from what it answers, for turns of the gateway's own; vLLM's serving classes do it for API calls."""
+"""Separates a model's reasoning from its answer for turns of the gateway; for API calls vLLM's serving classes do it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class ReasoningSplit:
         )
 
     def __call__(self, output: Any) -> tuple[str, str]:
-        """(reasoning, text) of one `RequestOutput` (delta kind). Should the parser fail, all that follows is text: an answer is never lost to it."""
+        """Return (reasoning, text) of one `RequestOutput` (delta kind).
+
+        Should the parser fail, all that follows is text: an answer is never lost to it.
+        """
         completion = output.outputs[0]
         if self._parser is None:
             return "", completion.text

@@ -1,5 +1,7 @@
-"""Responses as vLLM serves them, but that a stream which was cut ends with the event by which its clients know that, and that log probabilities are
-those of the text."""
+"""Responses as vLLM serves them, except for the last event of a stream that was cut, which tells its clients so, and for log probabilities.
+
+Log probabilities cover only the tokens of the text.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ class IncompleteEvent(ResponseCompletedEvent):
 
 
 class Responses(OpenAIServingResponses):
-    """Use it as vLLM's class."""
+    """vLLM's class for the Responses API, used in the same way."""
 
     async def responses_stream_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """The events of a stream. vLLM says of each that it was completed."""
+        """Yield the events of a stream. vLLM says that every stream was completed; here a stream that was cut says so."""
         results = _of_the_text(result_generator)
         events = super().responses_stream_generator(request, sampling_params, results, *args, **options)
         try:
@@ -37,12 +39,12 @@ class Responses(OpenAIServingResponses):
         return super()._make_response_output_items(request, final_output, *args, **options)
 
     def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **options: Any) -> Any:
-        """vLLM's, of as many tokens as there are log probabilities of."""
+        """Return vLLM's log probabilities, for as many tokens as there are."""
         return super()._create_response_logprobs(token_ids[: len(logprobs)], logprobs, *args, **options)
 
 
 async def _of_the_text(results: Any) -> AsyncGenerator[Any, None]:
-    """Contexts, each with the last piece of an answer, without the token that ended it. What vLLM sums up of them is summed up before."""
+    """Yield contexts, each with the last piece of an answer, without the token that ended it. vLLM has summed up the contexts before."""
     try:
         async for context in results:
             output = getattr(context, "last_output", None)

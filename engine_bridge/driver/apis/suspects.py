@@ -1,4 +1,4 @@
-"""Which part of a body may be why code tripped over it: the fields that take any JSON. Pure."""
+"""The parts of a body that may have made code fail: the fields that take any JSON. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ MALFORMED_MESSAGE: Final = "The request cannot be read: one of its fields has a 
 TEMPLATE_MESSAGE: Final = (
     "`chat_template_kwargs`: the chat template of this model cannot work with these arguments."
 )
-# Fields that hold more than one value and are looked at by themselves, or that no code trips over: texts and switches.
+# Fields that hold several values and are examined separately, or on which no code fails: texts and switches.
 _LOOKED_AT: Final = frozenset({"messages", "input", "tools", "chat_template_kwargs"})
 _HARMLESS: Final = frozenset({"stop", "stop_sequences", "stream_options", "metadata"})
 # Small objects of a few words, which vLLM's request classes know in full.
 _CHOICES: Final = frozenset({"tool_choice", "thinking", "reasoning"})
-# Of a message's blocks.
+# Types of a message's blocks.
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
-# Of a message, what is mostly text.
+# The fields of a message that are mostly text.
 _TEXTS: Final = ("role", "content", "name", "tool_call_id", "type", "id", "status")
-# Beyond it a number does not fit into what a library keeps it in.
+# Libraries keep numbers in types that hold no larger number than this.
 _LARGEST: Final = 2**31
 _MOST_NAME_CHARS: Final = 100
-# Of all tools together, in values. Chosen: looking at so many takes some milliseconds of the event loop.
+# The most values of all tools together. Chosen: examining this many takes some milliseconds of the event loop.
 _MOST_LOOKED_AT: Final = 500
 
 
 class Suspect(NamedTuple):
-    """What a client is told, and the field that it is about; None for no single one."""
+    """A message for the client, and the field that it is about; None for no single one."""
 
     message: str
     param: str | None = None
 
 
 def suspect_of(body: Any) -> Suspect | None:
-    """The first part of a call's body that code may trip over; None for a body of plain texts and numbers."""
+    """Return the first part of a call's body on which code may fail; None for a body of plain texts and numbers."""
     if not isinstance(body, dict):
         return Suspect(MALFORMED_MESSAGE)
     if body.get("chat_template_kwargs"):
@@ -47,7 +47,7 @@ def suspect_of(body: Any) -> Suspect | None:
         return Suspect(MALFORMED_MESSAGE, "tools")
     for index, name, schema in _schemas(body.get("tools")):
         try:
-            # Without formats: one of them is to be a regular expression, and compiling a long one takes seconds.
+            # Formats are not checked: one of them is a regular expression, and compiling a long one takes seconds.
             Draft202012Validator.check_schema(schema, format_checker=None)
         except SchemaError as error:
             return Suspect(_schema_message(name, error), f"tools[{index}]")
@@ -59,7 +59,7 @@ def suspect_of(body: Any) -> Suspect | None:
 
 
 def _schemas(tools: Any) -> Iterator[tuple[int, str, Any]]:
-    """(index, name, schema of the arguments) of each tool, in any of the three APIs' forms."""
+    """Yield (index, name, schema of the arguments) of each tool, in any of the three APIs' forms."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         if not isinstance(tool, dict):
             continue
@@ -76,7 +76,7 @@ def _schema_message(name: str, error: SchemaError) -> str:
 
 
 def _messages(body: dict[str, Any]) -> list[Any]:
-    """The conversation, in any of the APIs' forms."""
+    """Return the conversation, in any of the APIs' forms."""
     found = [body.get(name) for name in ("messages", "input")]
     return [message for each in found if isinstance(each, list) for message in each]
 
@@ -90,12 +90,12 @@ def _is_plain_field(name: str, value: Any) -> bool:
 
 
 def _is_plain_name(value: Any) -> bool:
-    """Whether it is a tool's, as a choice of OpenAI's form has it."""
+    """Return whether this is a tool's name, as a choice in OpenAI's form has it."""
     return isinstance(value, dict) and value.keys() == {"name"} and isinstance(value["name"], str)
 
 
 def _is_plain_text(value: Any) -> bool:
-    """Whether it is a text, or a list of blocks of text."""
+    """Return whether this is a text, or a list of blocks of text."""
     if not isinstance(value, list):
         return value is None or isinstance(value, str)
     return all(

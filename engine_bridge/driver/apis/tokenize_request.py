@@ -10,22 +10,22 @@ from engine_bridge.driver.vllm_api import TokenizeChatRequest, TokenizeCompletio
 
 
 class TokenizeBody(RootModel[TokenizeChatRequest | TokenizeCompletionRequest]):
-    """Either of them, for the OpenAPI document. What it reads from a body is vLLM's own class."""
+    """A text or a conversation to tokenize, for the OpenAPI document; a body is read as one of vLLM's two classes."""
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Any:
-        """The request. The class is chosen by the field, so that an error speaks of one class and not of both."""
+        """Return the request. The field decides the class, so that an error speaks of one class and not of both."""
         is_chat = isinstance(obj, dict) and "messages" in obj
         request_class = TokenizeChatRequest if is_chat else TokenizeCompletionRequest
         return request_class.model_validate(obj, **options)
 
 
 class NoBody(BaseModel):
-    """Of a call that has none."""
+    """The body of a call without one."""
 
 
 def tokenizer_facts(found: Any, tokenizer: Any) -> Any:
-    """vLLM's reply with the chat template and the special tokens, which clients need, and without places of files on this machine."""
+    """Return vLLM's reply with the chat template and the special tokens, which clients need, and without paths of files on this machine."""
     known = found.model_dump()
     template = getattr(tokenizer, "chat_template", None)
     facts = {"chat_template": template} | getattr(tokenizer, "special_tokens_map", {}) | known

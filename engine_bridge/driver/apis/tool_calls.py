@@ -1,8 +1,8 @@
-"""Tool calls of every model: vLLM's parsers read what models write by themselves, and calls that a request demands are written as constrained JSON.
+"""Tool calls of every model: vLLM's parsers read the calls that models write by themselves; calls that a request demands are constrained JSON.
 
 A request may demand a call (`tool_choice` "required", or one tool by name). vLLM has two ways to hold a model to that: the parser's own form as an
-xgrammar structural tag, or the arguments as JSON by a schema. The second works with every model and with the bounded grammars of this server, so
-it is the only one here (docs/decisions/0016). A model without a parser of its own gets one that reads no calls but demands them in the same way.
+xgrammar structural tag, or the arguments as JSON by a schema. The second works with every model and with the bounded grammars of this server, so only
+that is used here (docs/decisions/0016). A model without a parser gets a parser that reads no calls but demands them in the same way.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class ParserRefused(BridgeError):
 
 
 NO_FORM = "overture_json"
-"""The parser of models whose own calls, if they write any, cannot be read: theirs stay text."""
+"""The parser of models whose own calls, if they write any, cannot be read: these stay text."""
 
 
 class NoFormToolParser(ToolParser):
-    """For models that have no form of tool calls: what they write by themselves is text. See `demands_as_json` for calls that are demanded."""
+    """The parser of models without a form of tool calls: all that they write is text. For calls that are demanded see `demands_as_json`."""
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Return the whole output as text, without calls."""
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
 
     def extract_tool_calls_streaming(
@@ -52,39 +53,44 @@ class NoFormToolParser(ToolParser):
         delta_token_ids: Any,
         request: Any,
     ) -> Any:
+        """Return the new piece of the output as text; None for an empty piece."""
         return DeltaMessage(content=delta_text) if delta_text else None
 
 
 @cache
 def demands_as_json(parser: type, holds_calls: bool = False) -> type:
-    """The same parser, but calls that a request demands are JSON by the tools' schemas, whatever the model's own form is.
+    """Return a class of the same parser whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
 
-    holds_calls: a call that the model makes by itself is held to the tools, too (`held_calls`), and it makes one at a time.
+    Args:
+        holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
     """
 
     class DemandsAsJson(parser):
+        """The parser, with demanded calls as JSON."""
+
         demands_of = parser
 
         def get_structural_tag(self, request: Any, **options: Any) -> None:
-            """None: vLLM would hand an xgrammar tag to the grammars, which cannot read it."""
+            """Return None: vLLM would hand an xgrammar tag to the grammars, which cannot read it."""
 
         def adjust_request(self, request: Any) -> Any:
+            """Put the grammar of its calls into a request that offers tools."""
             if not request.tools or request.tool_choice in (None, "none", "auto"):
                 request = super().adjust_request(request)
                 return _held(request) if holds_calls else request
-            # A model that has learned no form of calls, or hardly so, does not know when to stop making them.
+            # A model that has hardly learned any form of calls does not know when to stop making them.
             return _demanded(self, request, makes_one_call=holds_calls or parser is NoFormToolParser)
 
-    # Not in the class's body: vLLM resets it there for parsers that have structural tags.
+    # This is not set in the class's body: vLLM resets it there for parsers that have structural tags.
     DemandsAsJson.supports_required_and_named = True
     DemandsAsJson.__name__ = DemandsAsJson.__qualname__ = parser.__name__
     return DemandsAsJson
 
 
 def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
-    """The request with the schema of its demanded calls where vLLM reads it, for one call only where that is said.
+    """Put the schema of the demanded calls into the request, where vLLM reads it; with `makes_one_call`, a schema for a single call.
 
-    What the client asked for in that place stays as it is where vLLM puts nothing there (tools that are no functions).
+    The client's own settings in that place stay where vLLM puts nothing there (tools that are no functions).
     """
     asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
     request = ToolParser.adjust_request(parser, request)
@@ -97,7 +103,7 @@ def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
 
 
 def _held(request: Any) -> Any:
-    """The request with the grammar of `held_calls`, unless it asks for structured output or offers no function to call."""
+    """Return the request with the grammar of `held_calls`, unless it asks for structured output or offers no function to call."""
     is_chat = isinstance(request, ChatCompletionRequest)
     form = request.response_format if is_chat else request.text and request.text.format
     if request.tool_choice == "none" or request.structured_outputs is not None or form is not None:
@@ -110,16 +116,16 @@ def _held(request: Any) -> Any:
 
 
 def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
-    """Have vLLM's serving classes find the parser, and return the name under which they do. Imports and builds it: not for the event loop.
+    """Make vLLM's serving classes find the parser, and return the name under which they do. Imports and builds it: not for the event loop.
 
     Raises:
-        ParserRefused: as `usable_parser`.
+        ParserRefused: see `usable_parser`.
     """
     name = usable_parser(
         "tool", choice, lambda name: ToolParserManager.get_tool_parser(name)(tokenizer, None)
     )
     found = ToolParserManager.get_tool_parser(name) if name else NoFormToolParser
-    found = getattr(found, "demands_of", found)  # it was put there before
+    found = getattr(found, "demands_of", found)  # a parser that was wrapped before
     ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found, choice.holds_calls))
     if not name:
         log.info("tool calls: only those that a request demands, as JSON; what the model writes stays text")
@@ -127,10 +133,10 @@ def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
 
 
 def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
-    """The parser's name, "" for none. Imports and builds it: not for the event loop.
+    """Return the parser's name, "" for none. Imports and builds it: not for the event loop.
 
     Raises:
-        ParserRefused: as `usable_parser`.
+        ParserRefused: see `usable_parser`.
     """
     return usable_parser(
         "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
@@ -138,7 +144,7 @@ def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
 
 
 def usable_parser(kind: Literal["tool", "reasoning"], choice: Choice, build: Callable[[str], Any]) -> str:
-    """The name of the chosen parser if vLLM has it and it can be built with the model's tokenizer, else "".
+    """Return the name of the chosen parser if vLLM has it and it can be built with the model's tokenizer, else "".
 
     A parser that follows from the model's family and cannot be used is left out, with a warning.
 

@@ -1,1 +1,1 @@
-"""Parts of ours in the places of vLLM's where its own give a wrong or slow answer."""
+"""Replacements for parts of vLLM that give a wrong or slow answer."""

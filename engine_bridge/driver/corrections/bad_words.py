@@ -1,10 +1,10 @@
 """Words that an answer may not hold, in all the forms in which a model writes them.
 
-vLLM bans a word as it is encoded alone, and with a space in front only where that takes as many tokens. But many vocabularies have a frequent word as
-one token with its space and as several without it: then nothing is banned that a model would write. Source: vLLM 0.32, `sampling_params.py`.
+vLLM bans a word as it is encoded alone, and with a space in front only where that takes equally many tokens. But many vocabularies have a frequent
+word as one token with its space and as several without it: then no token is banned that a model would write. Source: vLLM 0.32, `sampling_params.py`.
 
-vLLM also writes one number into the step's logits for each word of each answer, which for some hundred words takes longer than the step itself.
-Here all words that may end with an answer's next token are banned at once. Source: vLLM 0.32, `v1/sample/ops/bad_words.py`.
+vLLM also writes one number into the step's logits for each word of each answer, which for some hundred words takes longer than the step itself. Here
+all words that may end with an answer's next token are banned at once. Source: vLLM 0.32, `v1/sample/ops/bad_words.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# What a word may stand behind. Of a line's end, because many tokenizers put a space of their own in front of a whole text.
+# The texts that a word may stand behind. A line's end is among them because many tokenizers put a space in front of a whole text.
 _BEFORE = ("", " ", "\n")
 
 
@@ -25,7 +25,7 @@ class Forms(list[list[int]]):
 
     Attributes:
         always: the words of one token.
-        behind: of the others, by the token that stands in front of their last one.
+        behind: the longer words, by the token in front of their last one.
     """
 
     def __init__(self, forms: Iterable[list[int]] = ()) -> None:
@@ -37,28 +37,36 @@ class Forms(list[list[int]]):
                 self.behind[form[-2]].append(form)
 
     def banned(self, answer: Sequence[int]) -> list[int]:
-        """The tokens with which a word would end behind this answer."""
+        """Return the tokens with which a word would end behind this answer."""
         ending = self.behind.get(answer[-1], []) if answer else []
         return self.always + [form[-1] for form in ending if list(answer[1 - len(form) :]) == form[:-1]]
 
 
 def apply_bad_words(logits: Any, words: Mapping[int, list[list[int]]], answers: Sequence[list[int]]) -> None:
-    """In the place of vLLM's: ban what would end a word, in the rows of these answers."""
+    """Ban, in the rows of these answers, the tokens that would end a word. Takes the place of vLLM's function.
+
+    Args:
+        logits: shape (num_rows, vocabulary), changed in place.
+        words: the banned words of a row, by its number.
+        answers: the tokens of each row's answer so far.
+    """
     for row, forms in words.items():
         if banned := (forms if isinstance(forms, Forms) else Forms(forms)).banned(answers[row]):
             logits[row, banned] = -math.inf
 
 
 def install() -> None:
-    """Have vLLM's sampler ban words so."""
+    """Make vLLM's sampler ban words in this way."""
     from engine_bridge.driver.vllm_api import sampler
 
     sampler.apply_bad_words = apply_bad_words
 
 
 def forms_of(words: Iterable[str], tokenizer: Any) -> Forms:
-    """The token ids of each word at the beginning of a text, behind a space and behind the end of a line. Capitals stay as they are given, and so
-    does a word of blanks alone."""
+    """Return the token ids of each word at the beginning of a text, behind a space and behind the end of a line.
+
+    Capitals stay as they are given, and so does a word of blanks alone.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         stem = word.lstrip() or word
@@ -72,14 +80,16 @@ def forms_of(words: Iterable[str], tokenizer: Any) -> Forms:
 
 
 def _without(first: list[int], ids: list[int]) -> list[int]:
-    """What follows `first`; nothing where the ids begin otherwise."""
+    """Return the ids behind `first`; none where the ids begin otherwise."""
     return ids[len(first) :] if ids[: len(first)] == first else []
 
 
 @contextmanager
 def put_aside(params: Any) -> Iterator[list[str]]:
-    """A request's settings are without their bad words meanwhile, which are given: vLLM would encode them on the event loop, hundreds of them one by
-    one, and trips over one of blanks alone."""
+    """Take the bad words out of a request's settings for the length of a block, and yield them.
+
+    vLLM would encode them on the event loop, hundreds of them one by one, and fails on a word of blanks alone.
+    """
     words: list[str] = params.bad_words or []
     params.bad_words = []
     try:

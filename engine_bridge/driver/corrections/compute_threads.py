@@ -1,6 +1,6 @@
 """The number of threads that the engine thread computes on, kept as it was set.
 
-Libraries with an OpenMP of their own, such as numba's, set the calling thread's number to theirs. Measured: with vLLM's n-gram drafts a step of the
+Libraries that bring their own OpenMP, such as numba, set the calling thread's number to theirs. Measured: with vLLM's n-gram drafts a step of the
 demo model took 66 to 265 ms in place of 3, since its small matrices were shared between all cores.
 """
 
@@ -14,7 +14,11 @@ log = logging.getLogger(__name__)
 
 
 class ComputeThreads:
-    """Of one thread, which makes this and calls it. num_threads: None for as many as it has now."""
+    """The number of compute threads of one thread, which makes this object and calls it.
+
+    Args:
+        num_threads: the number to keep; None: the number that the thread has now.
+    """
 
     def __init__(self, num_threads: int | None = None) -> None:
         if num_threads is not None:
@@ -23,7 +27,7 @@ class ComputeThreads:
         self._was_changed = False
 
     def mend(self) -> None:
-        """Set the number again where something has changed it. Takes a tenth of a microsecond where nothing has."""
+        """Set the number again where a library has changed it. Takes a tenth of a microsecond where it is unchanged."""
         found = torch.get_num_threads()
         if found == self._num_threads:
             return
@@ -38,5 +42,5 @@ class ComputeThreads:
 
 
 def _set(num_threads: int) -> None:
-    """vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing."""
+    """Set the number past vLLM's CPU worker, which replaces `torch.set_num_threads` by a function that does nothing."""
     torch._C.set_num_threads(num_threads)

@@ -1,10 +1,10 @@
-"""Answers' texts begin where their prompts' texts end, also where a prompt ends inside a character.
+"""Detokenizers that begin an answer's text where its prompt's text ends, also where a prompt ends inside a character.
 
-vLLM's detokenizers decode an answer's tokens behind its prompt's, and give out what is longer than the prompt's text alone. A text that ends with
-U+FFFD is one that may change with the next token, so they wait for more: of a prompt with such an end (its last bytes are no whole character, or
-the character U+FFFD itself) the fast one then takes all of it for the answer's beginning, and the slow one loses the character that the answer
-completes. Here the first text that is given out is shortened by what the prompt has said already. Source: vLLM 0.32,
-`v1/engine/detokenizer.py`; tokenizers, `DecodeStream`.
+vLLM's detokenizers decode an answer's tokens behind its prompt's, and give out the text beyond the prompt's text alone. A text that ends with U+FFFD
+may change with the next token, so they wait for more. If a prompt has such an end (its last bytes are no whole character, or the character U+FFFD
+itself), the fast detokenizer then takes all of the prompt for the answer's beginning, and the slow one loses the character that the answer completes.
+Here the first text that is given out is shortened by the text that the prompt has said already. Source: vLLM 0.32, `v1/engine/detokenizer.py`;
+tokenizers, `DecodeStream`.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ from engine_bridge.driver.vllm_api import (
     _convert_tokens_to_string_with_added_encoders,
 )
 
-# Enough to see how a prompt ends without decoding all of it. Chosen: several characters, and special tokens behind them, which have no text.
+# The last tokens of a prompt that show how it ends without decoding all of it. Chosen: several characters, and special tokens behind them, which have
+# no text.
 END_TOKENS = 16
 
 
 def beyond(prompt_texts: Sequence[str], text: str) -> str:
-    """What `text`, of a prompt and its answer, says beyond the prompt.
+    """Return the part of `text`, which is a prompt's and its answer's, beyond the prompt.
 
-    prompt_texts: of the whole prompt, and of what is left of it without its last tokens. The last ones may be decoded otherwise once more tokens
-    follow, and with them what stands in front of them: as bytes, say, of which some become a character.
+    Args:
+        prompt_texts: the text of the whole prompt, and the texts of the prompt without its last tokens. Once more tokens follow, the last tokens may
+            be decoded otherwise, and with them the text in front of them: as bytes, say, of which some become a character.
     """
     return text[max((_num_common(said, text) for said in prompt_texts), default=0) :]
 
 
 def _num_common(first: str, second: str) -> int:
-    """How many characters both begin with. Looked for by halves: a prompt may have a million characters, and steps wait for this."""
+    """Return how many characters both texts begin with.
+
+    The number is searched by halves: a prompt may have a million characters, and steps wait for this.
+    """
     return bisect_left(range(len(first)), True, key=lambda at: not second.startswith(first[: at + 1]))
 
 
 def _ends(ids: Sequence[Any]) -> list[Sequence[Any]]:
-    """The ids, and the ids without as many of the last ones as one character may have."""
+    """Return the ids, and the ids without the last 1, 2, … tokens, up to the most that one character may have."""
     return [ids[: len(ids) - num] for num in range(min(MAX_TOKENS_PER_CHARACTER, len(ids)))]
 
 
 class _BeyondPrompt:
-    """In front of a detokenizer of vLLM's whose first text begins with that of `_prompt_texts`, if there are any."""
+    """Shortens the first text of a vLLM detokenizer by the prompt's text, if there are `_prompt_texts`."""
 
     _prompt_texts: Sequence[str] = ()
 
     def decode_next(self, next_token_id: int) -> str:
-        """The text that an answer's next token brings, "" where more tokens are needed."""
+        """Return the text that an answer's next token brings, "" where more tokens are needed."""
         text: str = super().decode_next(next_token_id)
         if text and self._prompt_texts:
             text, self._prompt_texts = beyond(self._prompt_texts, text), ()
@@ -57,7 +62,7 @@ class _BeyondPrompt:
 
 
 class FastDetokenizer(_BeyondPrompt, FastIncrementalDetokenizer):
-    """For tokenizers of the `tokenizers` library."""
+    """The detokenizer for tokenizers of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, request: Any) -> None:
         super().__init__(tokenizer, request)
@@ -72,7 +77,7 @@ class FastDetokenizer(_BeyondPrompt, FastIncrementalDetokenizer):
 
 
 class SlowDetokenizer(_BeyondPrompt, SlowIncrementalDetokenizer):
-    """For all other tokenizers. vLLM keeps a prompt's last few tokens only, as text."""
+    """The detokenizer for all other tokenizers. vLLM keeps a prompt's last few tokens only, as text."""
 
     def __init__(self, tokenizer: Any, request: Any) -> None:
         super().__init__(tokenizer, request)
@@ -92,7 +97,7 @@ class SlowDetokenizer(_BeyondPrompt, SlowIncrementalDetokenizer):
 
 
 def install() -> None:
-    """Have vLLM use these for every request."""
+    """Make vLLM use these detokenizers for every request."""
     from engine_bridge.driver.vllm_api import detokenizer
 
     detokenizer.FastIncrementalDetokenizer = FastDetokenizer

@@ -1,11 +1,11 @@
 """Which adapter computes which row of logits.
 
-vLLM tells its LoRA layers once a step of which adapters the sampled rows are. A step that was asked for log probabilities of prompt tokens computes
-logits of these, too, with the same plan: of other adapters, and of other lengths, so that deltas go to rows that are not there. A drafting
-engine's newer model runner plans one row for each request, where it computes one for each drafted token besides.
+vLLM tells its LoRA layers once a step which adapters the sampled rows have. A step that was asked for log probabilities of prompt tokens computes
+logits of these, too, with the same plan: it has other adapters and other lengths, so deltas go to rows that do not exist. The newer model runner of a
+drafting engine plans one row for each request, where it also computes a row for each drafted token.
 
-Here each call of `compute_logits` has the plan of its own rows. Rows of the step's tokens are known by lying in the memory of its hidden states;
-sampled rows are copies.
+Here each call of `compute_logits` has the plan of its own rows. Rows of the step's tokens are recognised because they lie in the memory of its hidden
+states; sampled rows are copies.
 
 Use: `watch(engine)` once it is built, on every device.
 """
@@ -21,7 +21,7 @@ import torch
 from engine_bridge.driver.in_process import runner_of
 
 Adapters = tuple[int, ...]
-"""Of rows: an adapter's id each, 0 for the base model."""
+"""An adapter's id for each row, 0 for the base model."""
 
 
 class LogitsRows:
@@ -38,21 +38,21 @@ class LogitsRows:
         self._of_sampled: Adapters = ()
         self._planned: Adapters = ()
         self.hidden_states: torch.Tensor | None = None
-        """Those of the step's tokens, one row for each, while logits may be asked for of some of them."""
+        """The hidden states of the step's tokens, one row for each, while logits may be asked for of some of them."""
 
     def begin_step(self, of_sampled: Sequence[int], of_tokens: Sequence[int]) -> None:
-        """vLLM has told its layers of a step with these rows."""
+        """Note the rows of the step of which vLLM has told its layers: an adapter's id for each sampled row and for each token."""
         self._of_tokens = tuple(of_tokens)
         self._of_sampled = self._planned = tuple(of_sampled)
         self.hidden_states = None
 
     def sample(self, num_rows: Sequence[int]) -> None:
-        """The step samples so many rows for each of its requests, where vLLM has told its layers of one."""
+        """Note that the step samples `num_rows[i]` rows for its request i, where vLLM has told its layers of one."""
         pairs = zip(self._of_sampled, num_rows, strict=False)
         self._of_sampled = tuple(adapter for adapter, count in pairs for _ in range(count))
 
     def plan(self, rows: torch.Tensor) -> None:
-        """Have the layers compute logits of these hidden states with the adapters that they belong to."""
+        """Make the layers compute logits of these hidden states with the rows' own adapters."""
         adapters = self._adapters_of(rows)
         if adapters != self._planned:
             self._manager.set_adapter_mapping(self._mapping_class(self._of_tokens, adapters, is_prefill=True))
@@ -67,12 +67,12 @@ class LogitsRows:
 
 
 def watch(engine: Any) -> None:
-    """Have each call for logits of this in-process engine with LoRA compute its rows with their own adapters."""
+    """Make each call for logits of this in-process engine with LoRA compute its rows with their own adapters."""
     from engine_bridge.driver.vllm_api import LoRAMapping, LoRAMappingType
 
     runner = runner_of(engine)
     if not hasattr(runner.model, "compute_logits"):
-        return  # a pooling model, which has none
+        return  # a pooling model, which computes no logits
     rows = LogitsRows(runner.lora_manager._adapter_manager, LoRAMapping)
     _note_steps(runner, rows, LoRAMappingType.LANGUAGE)
     _plan_logits(runner.model, rows)
@@ -88,6 +88,7 @@ def _note_steps(runner: Any, rows: LogitsRows, language: Any) -> None:
     def set_active_loras(
         prompt_lora_mapping: Any, token_lora_mapping: Any, lora_requests: Any, mapping_type: Any = language
     ) -> None:
+        """Tell vLLM's layers of the step, and note its rows."""
         stock(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type)
         if mapping_type == language:
             rows.begin_step(prompt_lora_mapping, token_lora_mapping)
@@ -99,6 +100,7 @@ def _plan_logits(model: Any, rows: LogitsRows) -> None:
     stock = model.compute_logits
 
     def compute_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Plan the rows, and compute their logits."""
         rows.plan(hidden_states)
         return stock(hidden_states, *args, **kwargs)
 
@@ -106,10 +108,11 @@ def _plan_logits(model: Any, rows: LogitsRows) -> None:
 
 
 def _note_prompt_rows(runner: Any, rows: LogitsRows) -> None:
-    """Of vLLM's older model runner, which all CPU engines have."""
+    """Follow the prompt rows of vLLM's older model runner, which all CPU engines have."""
     stock = runner._get_prompt_logprobs_dict
 
     def get_prompt_logprobs_dict(hidden_states: torch.Tensor, num_scheduled_tokens: Any) -> Any:
+        """Let logits be asked for of the step's tokens while vLLM collects log probabilities of prompts."""
         rows.hidden_states = hidden_states
         try:
             return stock(hidden_states, num_scheduled_tokens)
@@ -120,15 +123,17 @@ def _note_prompt_rows(runner: Any, rows: LogitsRows) -> None:
 
 
 def _note_sampled_rows(runner: Any, rows: LogitsRows) -> None:
-    """Of vLLM's newer model runner, which samples, and then asks for logits of prompt tokens before `sample_tokens` returns."""
+    """Follow the rows of vLLM's newer model runner, which samples, and then asks for logits of prompt tokens before `sample_tokens` returns."""
     stock_sample, stock_sample_tokens = runner.sample, runner.sample_tokens
 
     def sample(hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """Note how many rows each request samples, and sample."""
         rows.hidden_states = hidden_states
         rows.sample(np.diff(input_batch.cu_num_logits_np).tolist())
         return stock_sample(hidden_states, input_batch, grammar_output)
 
     def sample_tokens(grammar_output: Any) -> Any:
+        """Sample, and let go of the step's hidden states afterwards."""
         try:
             return stock_sample_tokens(grammar_output)
         finally:

@@ -1,4 +1,4 @@
-"""What stands in for parts that an engine is built without: it has nothing to do, holds nothing and knows nothing."""
+"""Stand-ins for parts that an engine is built without: they have nothing to do, hold nothing and know nothing."""
 
 from __future__ import annotations
 
@@ -15,73 +15,93 @@ if TYPE_CHECKING:
 
 
 class Idle:
-    """Moves nothing between steps."""
+    """A part that moves nothing between steps."""
 
     def has_work(self) -> bool:
+        """Return False: there is nothing to do."""
         return False
 
     def wait_s(self) -> float | None:
+        """Return None: there will be nothing to do."""
         return None
 
-    def advance(self) -> None: ...
+    def advance(self) -> None:
+        """Do nothing."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
 
 
 class NoAdapters(Idle):
-    """In place of `Residency`, without LoRA."""
+    """Stands in for `Residency` without LoRA."""
 
     contract: ModelContract | None = None
     copies: None = None
 
-    def add(self, record: AdapterRecord) -> None: ...
+    def add(self, record: AdapterRecord) -> None:
+        """Do nothing: no adapter can be loaded."""
 
-    def remove(self, version_id: int) -> None: ...
+    def remove(self, version_id: int) -> None:
+        """Do nothing: no adapter is here."""
 
-    def expect(self, version_id: int) -> None: ...
+    def expect(self, version_id: int) -> None:
+        """Do nothing: no adapter can be read ahead."""
 
-    def announce(self, advisory: Advisory, version_id: int) -> None: ...
+    def announce(self, advisory: Advisory, version_id: int) -> None:
+        """Do nothing: no adapter can be brought nearer."""
 
     def accounted(self, version_id: int, report: AdvisoryReport) -> AdvisoryReport:
+        """Return the report unchanged: it has no adapter to account for."""
         return report
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Do nothing: no step computes with adapters."""
 
     def end_step(self) -> dict[int, Any]:
-        """No adapter has failed."""
+        """Return no errors: no adapter has failed."""
         return {}
 
-    def settle(self, errors: dict[int, Any]) -> None: ...
+    def settle(self, errors: dict[int, Any]) -> None:
+        """Do nothing: no adapter has failed."""
 
-    def requested(self, request_id: str, adapter_id: int) -> None: ...
+    def requested(self, request_id: str, adapter_id: int) -> None:
+        """Do nothing: no request has an adapter."""
 
-    def released(self, request_id: str, adapter_id: int) -> None: ...
+    def released(self, request_id: str, adapter_id: int) -> None:
+        """Do nothing: no request has an adapter."""
 
     def free_room(self, running: Collection[int]) -> int | None:
-        """None: adapters bound nobody's start."""
+        """Return None: adapters delay no request."""
         return None
 
     def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
+        """Return 0: no adapter needs room."""
         return 0
 
     def places(self) -> Mapping[int, AdapterPlace]:
+        """Return no places: no adapter is here."""
         return {}
 
     def stats(self) -> AdapterStats | None:
+        """Return None: there are no figures."""
         return None
 
 
 class NoPromoter(Idle):
-    """In place of `Promoter`, where there are no tiers to bring KV from."""
+    """Stands in for `Promoter` where there are no tiers to bring KV from."""
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
+        """Return False: no session's prefix is known."""
         return False
 
-    def forget(self, session_id: str) -> None: ...
+    def forget(self, session_id: str) -> None:
+        """Do nothing: no session's prefix is known."""
 
     def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
+        """Report the advisory as unknown at once."""
         on_change(
             AdvisoryReport(advisory_id=advisory.advisory_id, session_id=advisory.session_id, state="unknown")
         )
 
-    def retract(self, advisory_id: str, *, is_expired: bool) -> None: ...
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """Do nothing: every advisory has ended already."""

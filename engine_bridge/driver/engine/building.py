@@ -21,22 +21,22 @@ CPU_BLOCK_SIZE_TOKENS = 32
 
 
 def configure_environment(config: EngineConfig) -> None:
-    """Set what vLLM and torch read from the environment. Must run before either is imported; what the user has set stays."""
+    """Set the variables that vLLM and torch read from the environment. Call it before either is imported; the user's values stay."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
         "VLLM_LOG_STATS_INTERVAL": "86400",
-        # vLLM's own bound of 16,384 choices would let one call stand before everybody else in the queue.
+        # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
         "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
         "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
         "TOKENIZERS_PARALLELISM": "false",
-        # Its C++ side warns at every start about memory policies that nobody asked to change.
+        # torch's C++ side warns at every start about memory policies that no user asked to change.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if config.device == "cpu":
-        # numba's OpenMP would set the number of threads of whoever calls it; see `compute_threads`.
+        # numba's OpenMP would set the number of threads of the thread that calls it; see `compute_threads`.
         defaults["NUMBA_THREADING_LAYER"] = "workqueue"
         if config.cpu_threads is not None:
             cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
@@ -46,12 +46,12 @@ def configure_environment(config: EngineConfig) -> None:
             defaults["TORCH_COMPILE_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this it is not there to be found.
+    # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
 def load_vllm() -> type:
-    """The class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
+    """Return the class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
     from engine_bridge.driver.vllm_api import LLMEngine
 
     found: type = LLMEngine
@@ -59,7 +59,11 @@ def load_vllm() -> type:
 
 
 def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozenset()) -> Any:
-    """An in-process `LLMEngine` with parts of ours in the places of vLLM's, but for those that are off. Raises SeamMoved and whatever vLLM raises."""
+    """Build an in-process `LLMEngine` in which our parts replace vLLM's, except for features that are off.
+
+    Raises:
+        SeamMoved: where vLLM's internals have moved. Errors of vLLM pass unchanged.
+    """
     from engine_bridge.driver.grammars import admission
     from engine_bridge.driver.kv.kv_keys import hash_by_content
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
@@ -92,7 +96,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         tiers.arguments = arguments_that_count(args)
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
-    if core.request_block_hasher is not None:  # there is none where vLLM reuses no KV
+    if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
     if config.enable_lora:
         from engine_bridge.driver.corrections import logits_rows
@@ -104,7 +108,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
-    """vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
+    """Return vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
     from engine_bridge.driver.engine.engine_arguments import typed
     from engine_bridge.driver.scheduling.seam import scheduler_name
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
@@ -122,7 +126,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
-        # On a CPU, not by VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
+        # Also on a CPU, in place of VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
         "scheduler_cls": scheduler_name(config.device),
@@ -154,7 +158,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
 
 
 def connector_config(tiers: str) -> Any:
-    """Has vLLM make our connector, which finds these tiers by their name."""
+    """Return the settings with which vLLM makes our connector, which finds these tiers by their name."""
     from engine_bridge.driver.vllm_api import KVTransferConfig
 
     return KVTransferConfig(

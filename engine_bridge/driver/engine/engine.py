@@ -64,14 +64,14 @@ class VllmDriver:
     """One `LLMEngine`, built, stepped and closed on the engine thread.
 
     Args:
-        config: what to build.
-        adapters: versions that requests may name at once; others are told by `self.adapters`.
+        config: the settings of the engine to build.
+        adapters: versions that requests may name at once; later ones are added by `self.adapters`.
+        report: called with a phrase at each stage of the start.
+        tiers: the tiers for KV that leaves the device; the caller owns them, and they outlive this engine.
         wake: called on another thread when `advance` may have something to do.
         fail: called with the ids of requests that cannot be served, and why.
-        report: called with a phrase at each stage of the start.
-        tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
-        predictor: of answer lengths; outlives this engine, too. None: one that begins with nothing.
-        copy_of: where a copy of an adapter lies, by its content's hash, "" for nowhere.
+        predictor: of answer lengths; outlives this engine, too. None: a new, empty one.
+        copy_of: returns the path of an adapter's copy by its content's hash, "" if there is none.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class VllmDriver:
         try:
             self._build(config, adapters, report, wake)
         except BaseException:
-            # Nobody will have this driver, so nobody else can close what was made of it.
+            # No caller gets this driver, so no caller can close the parts that were built.
             self.close()
             raise
 
@@ -120,21 +120,21 @@ class VllmDriver:
             self._tiers = tiers = None
         self._off = start.built_off(self.engine, config.device, self._off)
         config = start.without(config, self._off)
-        # Not kept in variables of this frame: see `close`.
+        # These are not kept in variables of this frame: see `close`.
         self._scheduler = scheduler_of(self.engine)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = self.engine.vllm_config.cache_config.block_size
         self._internal_ids: dict[str, str] = {}
         self._silent: set[str] = set()  # requests that have given no output yet
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
-        self._adapter_ids: dict[str, int] = {}  # of requests that use one
+        self._adapter_ids: dict[str, int] = {}  # of requests that use an adapter
         self._prefixes = Prefixes(self._block_pool, self._block_size, tiers)
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
         self.steps = warm_up(self.engine, self._scheduler, tiers)
         give_back_free_memory()
         self.profile = self._find_profile(config)
-        """What was measured of this model on this machine; None where nobody has."""
+        """The measurements of this model on this machine; None where it has not been measured."""
         if self.profile is not None:
             self.steps = self.profile.steps.table()
         self.adapters = self._make_residency(config, wake) if config.enable_lora else NoAdapters()
@@ -149,25 +149,29 @@ class VllmDriver:
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
+        """Return whether `step` has something to do."""
         # Not has_unfinished_requests(): the scheduler also has finished ids to flush.
         return self._scheduler.has_requests() or bool(self._background) or self._has_work_beside()
 
     def is_stuck(self) -> bool:
+        """Return whether no request runs and there is nothing to move between steps, so that waiting requests cannot start."""
         return self._scheduler.get_request_counts()[0] == 0 and not self._has_work_beside()
 
     def wait_s(self) -> float | None:
+        """Return the seconds until there is work by itself; None: until something comes."""
         waits = [part.wait_s() for part in self._beside()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _beside(self) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle]:
-        """What moves something between steps."""
+        """Return the parts that move something between steps."""
         return self.promoter, self.adapters, self._link_measuring
 
     def _has_work_beside(self) -> bool:
-        """Is there anything to move between steps?"""
+        """Return whether there is anything to move between steps."""
         return any(part.has_work() for part in self._beside())
 
     def step(self) -> list[RequestOutput]:
+        """Run one step, and move blocks and adapters before and after it. Returns the outputs of its requests."""
         if self._background and not sum(self._scheduler.get_request_counts()):
             self._begin_background()
         if self.adapters.has_work():
@@ -182,7 +186,8 @@ class VllmDriver:
         try:
             self.add(request_id, request, None)
         except Exception as error:
-            # Its adapter may have gone while it was queued. A failed step would end everybody's requests for one that nobody waits for.
+            # Its adapter may have been removed while it was queued. Raising here would fail the step, and end all requests for one request that no
+            # client waits for.
             self._fail([request_id], error)
 
     def _step_engine(self) -> list[RequestOutput]:
@@ -217,6 +222,7 @@ class VllmDriver:
                 output.kv_sources = restores.take_sources(internal_id)
 
     def is_urgent(self, outputs: list[RequestOutput]) -> bool:
+        """Return whether these outputs should be sent at once: a request has ended, or gives its first output."""
         is_urgent = any(output.finished for output in outputs)
         if self._silent:
             speaking = self._silent.intersection(output.request_id for output in outputs)
@@ -225,9 +231,9 @@ class VllmDriver:
         return is_urgent
 
     def close(self) -> None:
-        """Give all memory back, whatever fails on the way, and whatever was built of it.
+        """Give all memory back, whatever fails on the way, and whichever parts were built.
 
-        Even where somebody holds on to this object: an import error that a library keeps holds the frames that led to it.
+        This also works where other code still holds this object: an import error that a library keeps holds the frames that led to it.
         """
         made = self.__dict__.copy()
         self.__dict__.clear()
@@ -247,7 +253,7 @@ class VllmDriver:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
-        """Queue a validated request under our own id, which must be unique."""
+        """Queue a validated request under our own id, which must be unique. Raises AdapterRejected where its adapter was removed."""
         if request.lora_request is not None:
             adapter_id = request.lora_request.lora_int_id
             self.adapters.requested(request_id, adapter_id)
@@ -277,7 +283,7 @@ class VllmDriver:
             self.adapters.released(request_id, adapter_id)
 
     def _give_up(self, request_ids: list[str], error: Exception) -> None:
-        """These requests' adapter cannot be had."""
+        """End requests whose adapter cannot be had, and report the error."""
         for request_id in request_ids:
             self.abort(request_id)
         self._fail(request_ids, error)
@@ -287,12 +293,13 @@ class VllmDriver:
         self._background.append((request_id, request))
 
     def use_reasoning_parser(self, name: str) -> None:
-        """See `reasoning.use_reasoning_parser`."""
+        """Set the parser of the model's reasoning: see `reasoning.use_reasoning_parser`."""
         from engine_bridge.driver.engine.reasoning import use_reasoning_parser
 
         use_reasoning_parser(self.engine, name)
 
     def counts(self) -> EngineCounts:
+        """Return how many requests and KV blocks there are."""
         num_running, num_waiting = self._scheduler.get_request_counts()
         return EngineCounts(
             num_running=num_running,
@@ -303,7 +310,7 @@ class VllmDriver:
         )
 
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
-        """None where there are no tiers to bring KV from."""
+        """Return the promoter; None where there are no tiers to bring KV from."""
         from engine_bridge.driver.kv.promoter import Promoter
 
         if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
@@ -313,7 +320,11 @@ class VllmDriver:
         return promoter
 
     def _use_tiers(self, tiers: KvTiers) -> LinkMeasuring | None:
-        """Tell them what things cost here. Returns what measures the link while nobody wants it, where no profile knows its speed."""
+        """Tell the tiers the costs of this engine.
+
+        Returns:
+            The measurement of the link while there are no requests, where no profile knows its speed; else None.
+        """
         from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 
         tiers.use_costs(TablePrefill(self.steps, self._scheduler.max_num_scheduled_tokens))
@@ -394,7 +405,7 @@ class VllmDriver:
         )
 
     def _step_facts(self) -> StepFacts:
-        """Of a step in which those that run decode."""
+        """Return the facts of a step in which the running requests decode."""
         running = self._scheduler.running
         num_tokens = sum(request.num_tokens for request in running)
         return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))
@@ -405,14 +416,14 @@ class VllmDriver:
 
 
 def make_threads(config: EngineConfig) -> ComputeThreads:
-    """Have this thread compute on as many threads as the settings say. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only."""
+    """Make this thread compute on as many threads as the settings say. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only."""
     from engine_bridge.driver.corrections.compute_threads import ComputeThreads
 
     return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
 
 
 def _forget_rows(adapter_id: int, scheduler: Any, tiers: KvTiers | None) -> None:
-    """The step that is under way computes this adapter's rows without it: nobody may find their KV again."""
+    """Make sure that the KV of this adapter's rows is found by no request: the step under way computes them without the adapter."""
     manager = scheduler.kv_cache_manager
     for request in scheduler.running:
         if request.lora_request is not None and request.lora_request.lora_int_id == adapter_id:
@@ -423,7 +434,7 @@ def _forget_rows(adapter_id: int, scheduler: Any, tiers: KvTiers | None) -> None
 
 
 def give_back_free_memory() -> None:
-    """Have the C library return what it holds of freed memory to the system, where it can (glibc).
+    """Make the C library return freed memory to the system, where it can (glibc).
 
     An engine is built and taken apart in millions of small pieces. Measured: each engine of the demo model that was closed left 30 to 70 MiB behind
     that malloc kept for itself, building one of a model of 75 M parameters with LoRA 1.2 GB. Takes milliseconds.
@@ -435,7 +446,7 @@ def give_back_free_memory() -> None:
 
 
 def _open_log(config: EngineConfig) -> LogWriter | None:
-    """A log that cannot be made is no reason to serve nobody."""
+    """Open the decision log. If it cannot be made, a warning is logged and the engine serves without it."""
     from engine_bridge.driver.scheduling.record import LogWriter
 
     if config.decision_log is None:

@@ -1,4 +1,4 @@
-"""What `--engine-arg` gives, typed as vLLM's own command line types it."""
+"""Values of `--engine-arg`, typed as vLLM's own command line types them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from engine_bridge.protocol.errors import InvalidRequest
 
 
 def typed(given: Mapping[str, str]) -> dict[str, Any]:
-    """Values for EngineArgs, by name. Takes a second or two, as vLLM describes all its arguments first; nothing without arguments.
+    """Return values for EngineArgs, by name. Takes a second or two, as vLLM describes all its arguments first; nothing without arguments.
 
-    Raises InvalidRequest, with a text for the operator, for a name that vLLM does not know and a value that it does not take.
+    Raises:
+        InvalidRequest: with a text for the operator, for a name that vLLM does not know and a value that it does not take.
     """
     if not given:
         return {}
@@ -30,7 +31,10 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
         line += _words(name, value, takes_value=known[name].type not in (bool, bool | None))
     try:
         made, rest = parser.parse_known_args(line)
-    except (Exception, SystemExit) as error:  # argparse exits for some mistakes whatever it is told
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # argparse exits for some mistakes, also with exit_on_error=False
         raise InvalidRequest(f"--engine-arg: {error}") from error
     if rest:
         raise InvalidRequest(f"--engine-arg: vLLM does not understand {' '.join(rest)}")
@@ -38,7 +42,7 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _words(name: str, value: str, *, takes_value: bool) -> list[str]:
-    """An argument as it stands on vLLM's command line. A switch is --name or --no-name there."""
+    """Return an argument as it is written on vLLM's command line. A switch is --name or --no-name there. Raises InvalidRequest."""
     flag = name.replace("_", "-")
     if takes_value:
         return [f"--{flag}", value]

@@ -1,4 +1,4 @@
-"""What routing reckons with of one engine: what it has to do, and how fast it is. Read from any thread, a few times a second."""
+"""The facts of one engine that routing uses: the work it has, and how fast it is. Read from any thread, a few times a second."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 class Speeds:
-    """Begins with the profile where there is one, else with the warm-up's steps, and goes on with what is timed anyway.
+    """The speeds of one engine: at first the profile's, else the warm-up's; later corrected by steps that are timed anyway.
 
     Args:
-        steps: what steps take, as far as it is known.
-        tiers: what moving KV takes; None where there are none.
+        steps: how long steps take, as far as it is known.
+        profile: the measurements of this machine; None: there are none.
+        tiers: they know how long moving KV takes; None: there are no tiers.
     """
 
     def __init__(self, steps: StepTable, profile: MachineProfile | None, tiers: KvTiers | None) -> None:
         self._tiers = tiers
         adapters = profile.adapters if profile is not None else None
-        # Whichever explains more of what was measured; unmeasured: as our own wrapper computes, each adapter by its own rank.
+        # The kernel whose line explains more of the measurements; unmeasured: our own wrapper's way, each adapter by its own rank.
         kernel: KernelName = "mbgmv"
         line = adapters.mbgmv if adapters is not None else None
         padded = adapters.bgmv if adapters is not None else None
@@ -41,7 +42,7 @@ class Speeds:
         self.times = StepTimes(StepSeconds.from_table(steps, rank_s), kernel, error)
 
     def perf(self, prompt_tokens: float, answer_tokens: float) -> NodePerf:
-        """prompt_tokens, answer_tokens: the usual ones. From any thread."""
+        """Return the speeds for prompts and answers of the usual lengths, in tokens. From any thread."""
         times = self.times
         perf = times.seconds.perf(times.kernel, prompt_tokens, answer_tokens, times.error)
         if self._tiers is None:
@@ -53,11 +54,13 @@ class Speeds:
 
 
 class NodeLoad:
-    """Looks and changes nothing; waits for no step.
+    """A view of one engine's load that changes nothing and waits for no step.
 
     Args:
         scheduler: vLLM's, with our seam.
-        load: as our scheduling counts it; None where vLLM's own queue decides: then requests are looked at one by one.
+        load: the load as our scheduling counts it; None where vLLM's own queue decides: then requests are counted one by one.
+        block_size: tokens in a block.
+        speeds: the speeds of this engine.
     """
 
     def __init__(self, scheduler: Any, load: Load | None, block_size: int, speeds: Speeds) -> None:
@@ -66,16 +69,16 @@ class NodeLoad:
         self._speeds = speeds
 
     def facts(self) -> NodeFacts:
-        """Under an empty name. From any thread."""
+        """Return the facts of this engine, under an empty name. From any thread."""
         running = copy_of(self._scheduler.running)
         load = self._load or self._counted(running)
-        # Blocks with KV or adapters that nobody uses count as free, in vLLM's pool as here.
+        # Blocks whose KV or adapters no request uses count as free, in vLLM's pool as here.
         num_free = self._pool.get_num_free_blocks() * self._block_size
         perf = self._speeds.perf(load.prompt_tokens, load.answer_tokens)
         return load.facts(sum(each.num_tokens for each in running), num_free, perf)
 
     def _counted(self, running: list[Any]) -> Load:
-        """Nobody predicts answers here."""
+        """Count the requests of vLLM's own queue; answers are not predicted here."""
         load = Load()
         for each in copy_of(self._scheduler.waiting):
             load.waits(_counted(each))

@@ -1,4 +1,4 @@
-"""Which parser tells a model's thinking from its answer."""
+"""The parser that separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from engine_bridge.driver.vllm_api import (
 
 
 def use_reasoning_parser(engine: Any, name: str) -> None:
-    """Grammars begin where the reasoning ends, not at the first token. name: "" for a model that does not reason. On the engine thread, while no
-    request runs."""
+    """Make grammars begin where the reasoning ends, not at the first token. On the engine thread, while no request runs.
+
+    Args:
+        name: of vLLM's parser; "" for a model that does not reason.
+    """
     manager = engine.engine_core.engine_core.structured_output_manager
     manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None

@@ -1,4 +1,4 @@
-"""What a profile of an engine is called."""
+"""The name under which a profile of an engine is stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from engine_bridge.settings.profile import ProfileSubject
 
 
 def subject_of(engine: Any) -> ProfileSubject:
-    """Of a built engine, with what its settings came to: the type behind `auto`, the block size that vLLM chose. On the engine's thread."""
+    """Return the subject of a built engine's profile, with its settings as resolved. On the engine's thread.
+
+    Resolved are the type behind `auto`, and the block size that vLLM chose.
+    """
     import torch
 
     from engine_bridge.driver.vllm_api import vllm_version
@@ -32,7 +35,7 @@ def subject_of(engine: Any) -> ProfileSubject:
 
 
 def _processor() -> str:
-    """As the kernel names it, and the instructions that torch uses on it: virtual machines often hide the name."""
+    """Return the processor's name in the kernel, and the instructions that torch uses on it: virtual machines often hide the name."""
     import torch
 
     return f"{processor_name()} ({torch.backends.cpu.get_cpu_capability()})"

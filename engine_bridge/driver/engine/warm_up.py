@@ -1,4 +1,4 @@
-"""What a new engine does before its first user: so that nobody pays for lazy set-up, and the time of steps is known."""
+"""The first work of a new engine, so that no user waits for lazy set-up and the time of steps is known."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of the warm-up's requests: one to load what is lazy, whose time says nothing; a short one and a long one to measure prefill by.
+# Tokens of the warm-up's requests: one loads the lazy parts, so its time says nothing; a short one and a long one measure prefill.
 WARM_UP_TOKENS = (32, 32, 512)
 
 
 def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None) -> StepTable:
-    """Run some requests and forget their KV. Returns what steps took. tiers: they see nothing of it."""
+    """Run some requests and forget their KV. Returns how long steps took. The tiers see nothing of it."""
     from engine_bridge.driver.vllm_api import SamplingParams
 
     limit = engine.vllm_config.model_config.max_model_len
@@ -27,7 +27,7 @@ def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None) -> StepTable:
         tiers.is_paused = True
     prefills, decode_s = [], 0.0
     for number, num_tokens in enumerate(min(wanted, limit - 2) for wanted in WARM_UP_TOKENS):
-        # Each of a token of its own: what one begins with like another is cached, and takes no time.
+        # Each prompt repeats another token: a prompt that begins like an earlier one is cached, and takes no time.
         prompt: Any = {"prompt_token_ids": [1 + number] * num_tokens}
         engine.add_request(f"warm-up-{number}", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
         prefill_s, decode_s = _time_request(engine, scheduler)
@@ -40,9 +40,9 @@ def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None) -> StepTable:
 
 
 def _time_request(engine: Any, scheduler: Any) -> tuple[float, float]:
-    """Run the only request to its end: seconds to its first token, and from there to its last.
+    """Run the only request to its end; returns the seconds to its first token, and from there to its last.
 
-    Not by counting steps: an engine that schedules ahead returns from the first one before anything is computed.
+    The time is not told by counting steps: an engine that schedules ahead returns from the first one before anything is computed.
     """
     times = [time.perf_counter()]
     while scheduler.has_requests():
@@ -52,7 +52,7 @@ def _time_request(engine: Any, scheduler: Any) -> tuple[float, float]:
 
 
 def _warm_up_grammars(engine: Any, scheduler: Any) -> None:
-    """The backend is built at the first grammar, which takes a second with a large vocabulary, in a step."""
+    """Build the grammar backend now: otherwise the first grammar builds it inside a step, which takes a second with a large vocabulary."""
     from engine_bridge.driver.vllm_api import SamplingParams, StructuredOutputsParams
 
     grammar = StructuredOutputsParams(regex="[a-z]{1,2}")

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost on this machine: to load, and in a decode step. With adapters made for it, of random weights."""
+"""Measures the cost of LoRA adapters on this machine: of loading them, and in a decode step. It makes adapters of random weights for that."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from engine_bridge.settings.profile import AdapterProfile, LinearCost
 
 # Source: the ranks of Chameleon §5.1.
 RANKS = (8, 16, 32, 64, 128)
-# What most adapters change; of a model that has none of these, all that can be changed.
+# The modules that most adapters change; for a model without these, all modules that can be changed.
 USUAL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA_ALPHA = 16
-SPREAD = 1e-3  # of the weights: nothing overflows
+SPREAD = 1e-3  # the spread of the weights: small, so that no sum overflows
 LOAD_SHARE = 0.25
 MIN_LOADS, MAX_LOADS = 3, 60
 STEPS_EACH = 5
-# Sets of adapters, each timed again and again while there is time, and so often at most: noise is larger than what one adapter adds.
+# Sets of adapters, each timed repeatedly while there is time, at most MAX_ROUNDS times: noise is larger than what an adapter adds.
 NUM_SETS, MIN_SETS, MAX_ROUNDS = 12, 5, 100
 CONTEXT_TOKENS = 64
-# For adapters to come to where steps compute with them. Chosen: far beyond any load; on a busy machine at least some steps are waited.
+# How long to wait for adapters to come to where steps compute with them. Chosen: far beyond any load; on a busy machine at least MIN_WAIT_STEPS steps
+# are waited.
 MAX_WAIT_S, MIN_WAIT_STEPS, MAX_WAIT_STEPS = 10.0, 20, 500
 
 
@@ -59,9 +60,15 @@ def measure_adapters(
     max_bytes: int,
     budget: Budget,
 ) -> AdapterProfile:
-    """`folder`: an empty one that the caller removes. max_loras: in one step at most. max_bytes: in host memory.
+    """Measure how fast adapters load, and how much they add to a decode step.
 
-    Raises AdaptersUnmeasured, AdapterRejected, OSError.
+    Args:
+        folder: an empty folder that the caller removes.
+        max_loras: the most adapters in one step.
+        max_bytes: bound of the adapters in host memory.
+
+    Raises:
+        AdaptersUnmeasured, AdapterRejected, OSError: the message says why adapters cannot be measured.
     """
     contract = driver.adapters.contract
     assert contract is not None
@@ -85,7 +92,7 @@ def measure_adapters(
 
 
 def _is_enough(adapters: Sequence[_Adapter], max_bytes: int) -> bool:
-    """No more than half of the host memory for adapters: they are to stay there while steps are timed."""
+    """Return whether the adapters take half of the host memory for adapters: they are to stay there while steps are timed."""
     return 2 * sum(adapter.record.num_bytes for adapter in adapters) > max_bytes
 
 
@@ -102,10 +109,10 @@ def _dtype(driver: VllmDriver) -> torch.dtype:
 def _write_adapter(
     folder: Path, modules: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """As PEFT writes them."""
+    """Write an adapter's files as PEFT writes them."""
     from safetensors.torch import save_file
 
-    # One draw for all of them: drawing each weight takes longer than all the rest.
+    # One draw serves all modules: drawing each weight would take longer than everything else.
     most = rank * max(max(shape) for shape in modules.values())
     drawn = torch.randn(most, generator=torch.Generator().manual_seed(seed)).mul_(SPREAD).to(dtype)
     tensors = {}
@@ -137,7 +144,7 @@ def _adapter(record: AdapterRecord, path: Path) -> _Adapter:
 def _load_rate(
     driver: VllmDriver, contract: ModelContract, adapters: Sequence[_Adapter], max_bytes: int, budget: Budget
 ) -> float:
-    """Bytes per second from the disk to laid-out weights in host memory, by the loader that serves."""
+    """Return the bytes per second from the disk to laid-out weights in host memory, by the loader that serves."""
     manager = worker_manager_of(driver.engine)
     loader = Loader(manager._adapter_manager, contract, manager.vocab_size, max_bytes // 4)
     num_bytes, elapsed_s = 0, 0.0
@@ -164,8 +171,10 @@ def _with_steps(
     load_rate: float,
     budget: Budget,
 ) -> AdapterProfile:
-    """Decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets. The lines go
-    through the sets' medians."""
+    """Time decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets.
+
+    The lines go through the sets' medians.
+    """
     for adapter in adapters:
         driver.adapters.add(adapter.record)
     most = min(max_loras, len(adapters), requests.num_seqs)
@@ -178,7 +187,7 @@ def _with_steps(
         chosen = sets[number % NUM_SETS]
         ranks = sorted(adapter.record.rank for adapter in chosen)
         budget.say(f"adapters: decoding with ranks {', '.join(map(str, ranks))}")
-        # What the machine's speed does within a pair is to even out.
+        # The order alternates, so that changes of the machine's speed within a pair even out.
         is_first = (number // NUM_SETS) % 2 == 0
         seconds = {
             is_with: _decode_s(driver, requests, chosen, is_with) for is_with in (is_first, not is_first)
@@ -199,7 +208,7 @@ def _with_steps(
 def _decode_s(
     driver: VllmDriver, requests: CraftedRequests, chosen: Sequence[_Adapter], is_with: bool
 ) -> float:
-    """Median seconds of a step in which one request for each adapter decodes; without it, requests of the base model do."""
+    """Return the median seconds of a step in which one request for each adapter decodes; without `is_with`, requests of the base model do."""
     try:
         for adapter in chosen:
             requests.add(CONTEXT_TOKENS, 1, MAX_WAIT_STEPS + STEPS_EACH, adapter.request if is_with else None)
@@ -210,7 +219,7 @@ def _decode_s(
 
 
 def _settle(driver: VllmDriver, requests: CraftedRequests, num_decodes: int) -> None:
-    """Step until all decode and nothing is on its way to a slot any more."""
+    """Step until all requests decode and no adapter is on its way to a slot any more."""
     residency = driver.adapters
     assert residency is not None
     give_up_s = time.monotonic() + MAX_WAIT_S
@@ -228,7 +237,7 @@ def _settle(driver: VllmDriver, requests: CraftedRequests, num_decodes: int) -> 
 
 
 def fit_line(xs: Sequence[float], seconds: Sequence[float]) -> LinearCost:
-    """By least squares. Costs that noise made negative stay in: leaving them out would raise the line."""
+    """Fit a line by least squares. Costs that noise made negative stay in: leaving them out would raise the line."""
     x, y = np.array(xs, dtype=np.float64), np.array(seconds)
     if np.ptp(x) == 0:
         return LinearCost(a=0.0, b=float(y.mean()), r2=1.0 if np.ptp(y) == 0 else 0.0)

@@ -1,4 +1,4 @@
-"""How the time of a profile is shared between its parts, and who is told how far it is."""
+"""How the time of a profile is shared between its parts, and how its progress is reported."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Protocol
 
 
 class Report(Protocol):
+    """A function that is told how far a profile is."""
+
     def __call__(self, what: str, share_done: float, left_s: float) -> None:
-        """`what` is being measured; `share_done` of the whole profile is done, and `left_s` seconds of it are left."""
+        """Report that `what` is being measured; `share_done` of the whole profile is done, and `left_s` seconds of it are left."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Budget:
-    """A part's time. Its work asks `is_over` between two measurements, each of which is short.
+    """The time of one part. Its work asks `is_over` between two measurements, each of which is short.
 
     Args:
         end_s, whole_end_s: when this part and the whole profile are to be done, by `clock`.
@@ -29,23 +31,27 @@ class Budget:
     _clock: Callable[[], float] = time.monotonic
 
     def left_s(self) -> float:
+        """Return the seconds that are left of this part."""
         return max(self._end_s - self._clock(), 0.0)
 
     def is_over(self) -> bool:
+        """Return whether this part's time is over."""
         return self._clock() >= self._end_s
 
     def say(self, what: str) -> None:
+        """Report which measurement is running."""
         now = self._clock()
         whole_s = max(self._whole_end_s - self._started_s, 1e-9)
         self._report(what, min((now - self._started_s) / whole_s, 1.0), max(self._whole_end_s - now, 0.0))
 
     def part(self, share: float) -> Budget:
-        """So much of what is left of this one."""
+        """Return a budget of this share of the time that is left of this one."""
         now = self._clock()
         end_s = now + share * max(self._end_s - now, 0.0)
         return Budget(self._started_s, end_s, self._whole_end_s, self._report, self._clock)
 
 
 def start(seconds: float, report: Report) -> Budget:
+    """Begin a budget of this many seconds."""
     now = time.monotonic()
     return Budget(now, now + seconds, now + seconds, report)

@@ -19,21 +19,22 @@ from engine_bridge.policy.costs.costs import Link
 from engine_bridge.settings.profile import CopyProfile
 from kvtiers.io.host_pool import HostPool
 
-# Host memory that takes part: several times a processor's caches, so that copies come from memory. Chosen.
+# The host memory that takes part: several times a processor's caches, so that copies come from memory. Chosen.
 REGION_BYTES = 256 << 20
 MIN_ROUNDS, MAX_ROUNDS = 5, 60
 CEILING_ROUNDS = 5
-# Every so many sizes is held out of the fit. Chosen.
+# One size in this many is held out of the fit. Chosen.
 HOLD_OUT_EVERY = 3
 
 Times = Mapping[tuple[int, bool], Sequence[float]]
-"""(blocks, whether out of the device) -> seconds of each copy."""
+"""The seconds of each copy, by (blocks, whether out of the device)."""
 
 
 def measure_copies(engine: Any, budget: Budget) -> CopyProfile:
-    """The link that fits them: one time for the set-up, and bytes per second each way. Overwrites KV; nothing may run.
+    """Return the link that fits copies on this machine: one time for the set-up, and bytes per second each way.
 
-    Blocks lie anywhere on the device and side by side in host memory, as after a prefill into a device in use (kvtiers/io/host_pool.py).
+    Overwrites KV; nothing may run. Blocks lie anywhere on the device and side by side in host memory, as after a prefill into a device in use
+    (kvtiers/io/host_pool.py).
     """
     caches = kv_caches_of(engine)
     layer_bytes = kv_rows(caches[0]).shape[1]
@@ -68,6 +69,7 @@ class _Copies:
         self._next_slot = 0
 
     def seconds(self, num_blocks: int, is_out: bool) -> float:
+        """Copy this many blocks out of the device or into it, and return the seconds."""
         blocks = self._chance.sample(range(self._num_blocks), num_blocks)
         if self._next_slot + num_blocks * self._num_layers > self._num_slots:
             self._next_slot = 0
@@ -92,14 +94,14 @@ class _Copies:
 
 
 def _sizes(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... up to `most`."""
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to `most`."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     between = [3 * power // 2 for power in powers[1:]]
     return sorted({size for size in (*powers, *between, most) if 0 < size <= most})
 
 
 def _measure(timed: _Copies, sizes: Sequence[int], budget: Budget) -> Times:
-    """In random order, round by round. The first round only warms up."""
+    """Time all sizes both ways in random order, round by round. The first round only warms up."""
     times: dict[tuple[int, bool], list[float]] = defaultdict(list)
     order = [(size, is_out) for size in sizes for is_out in (True, False)]
     chance = random.Random(1)
@@ -116,14 +118,14 @@ def _measure(timed: _Copies, sizes: Sequence[int], budget: Budget) -> Times:
 
 
 def fit_link(times: Times, block_bytes: int) -> Link:
-    """By least squares of the relative error over the median time of each size."""
+    """Fit a link by least squares of the relative error over the median time of each size."""
     rows, seconds = [], []
     for (num_blocks, is_out), measured in times.items():
         num_bytes = num_blocks * block_bytes
         rows.append((1.0, num_bytes * is_out, num_bytes * (not is_out)))
         seconds.append(statistics.median(measured))
     setup_s, out_s, in_s = _least_squares(rows, seconds)
-    if setup_s < 0:  # nothing to see beside the copies themselves
+    if setup_s < 0:  # no set-up can be seen beside the copies themselves
         setup_s = 0.0
         out_s, in_s = _least_squares([row[1:] for row in rows], seconds)
     return Link(d2h_bytes_per_s=1 / out_s, h2d_bytes_per_s=1 / in_s, setup_s=setup_s)
@@ -132,13 +134,13 @@ def fit_link(times: Times, block_bytes: int) -> Link:
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     weights = 1 / np.array(seconds)
     scaled = np.array(rows, dtype=np.float64) * weights[:, None]
-    units = np.abs(scaled).max(axis=0)  # or bytes and seconds would be of too different a size
+    units = np.abs(scaled).max(axis=0)  # otherwise bytes and seconds would be of too different a size
     found, *_ = np.linalg.lstsq(scaled / units, np.ones(len(rows)), rcond=None)
     return [float(value) for value in found / units]
 
 
 def _swap_error(link: Link, times: Times, sizes: set[int], block_bytes: int) -> float:
-    """Mean relative error of a swap of so many blocks: out and in again."""
+    """Return the mean relative error of a swap of these numbers of blocks: out and in again."""
     errors = []
     for size in sizes:
         measured = statistics.median(times[size, True]) + statistics.median(times[size, False])
@@ -154,20 +156,21 @@ def _repeatability(times: Times) -> float:
 
 
 def _ceiling(caches: Sequence[torch.Tensor], pool: HostPool) -> float:
-    """Bytes per second of plain copies of one stretch, from the device's memory to the host's."""
+    """Return the bytes per second of plain copies of one stretch, from the device's memory to the host's."""
     source = kv_rows(caches[0])
     num_bytes = min(source.numel(), pool.region.nbytes)
     into = torch.from_numpy(pool.region).view(-1)[:num_bytes]
     is_cuda = source.device.type == "cuda"
 
     def copy_s(part: torch.Tensor) -> float:
+        """Copy a stretch and return the seconds."""
         started_s = time.perf_counter()
         into.copy_(part)
         if is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - started_s
 
-    # Another layer each time, so that nothing is found in the processor's caches.
+    # Each round copies another layer, so that none is found in the processor's caches.
     layers = [
         kv_rows(caches[number % len(caches)]).reshape(-1)[:num_bytes] for number in range(CEILING_ROUNDS)
     ]

@@ -18,10 +18,10 @@ from kvtiers.io.files import AppendFile, Files
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
 from kvtiers.write_behind import RECORD_BYTES
 
-MAX_BYTES = 512 << 20  # chosen: beyond what a disk's own cache hides for long
+MAX_BYTES = 512 << 20  # chosen: more than a disk's own cache hides for long
 MIN_BYTES = 32 << 20
-FREE_SHARE = 0.25  # of what is free on the disk, at most. Chosen.
-WRITE_SHARE = 0.6  # of the time. Chosen: most disks read faster than they write.
+FREE_SHARE = 0.25  # The most of the disk's free space that is used. Chosen.
+WRITE_SHARE = 0.6  # The share of the time for writing. Chosen: most disks read faster than they write.
 
 
 class DiskUnmeasured(Exception):
@@ -29,18 +29,26 @@ class DiskUnmeasured(Exception):
 
 
 class _NotingFiles(Files):
-    """Notes whether files are written past the page cache."""
+    """Files that note whether they are written past the page cache."""
 
     is_direct = False
 
     async def create(self, path: Path, pool: Executor) -> AppendFile:
+        """Create a file, and note whether it is written past the page cache."""
         file = await super().create(path, pool)
         self.is_direct = bool(fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
         return file
 
 
 def measure_disk(folder: Path, shape: BlockShape, budget: Budget) -> DiskProfile:
-    """`folder`: an empty one that the caller removes. Raises DiskUnmeasured."""
+    """Measure how fast the disk under a folder is written and read, with blocks of this shape.
+
+    Args:
+        folder: an empty folder that the caller removes.
+
+    Raises:
+        DiskUnmeasured: the disk has too little room, or failed.
+    """
     num_bytes = min(MAX_BYTES, int(shutil.disk_usage(folder).free * FREE_SHARE))
     if num_bytes < MIN_BYTES:
         raise DiskUnmeasured(f"the disk of {folder.parent} has too little room to be measured")
@@ -49,7 +57,7 @@ def measure_disk(folder: Path, shape: BlockShape, budget: Budget) -> DiskProfile
 
 async def _measure(folder: Path, shape: BlockShape, num_bytes: int, budget: Budget) -> DiskProfile:
     files = _NotingFiles()
-    # Twice the bytes: nothing is to be evicted meanwhile.
+    # The log may hold twice the bytes, so that no record is evicted meanwhile.
     log = await DiskLog.open(folder / "log", "profile", shape, 2 * num_bytes + MIN_BYTES, files=files)
     try:
         records, write_s = await _write(log, shape, num_bytes, budget.part(WRITE_SHARE))
@@ -69,11 +77,12 @@ async def _measure(folder: Path, shape: BlockShape, num_bytes: int, budget: Budg
 async def _write(
     log: DiskLog, shape: BlockShape, num_bytes: int, budget: Budget
 ) -> tuple[list[list[BlockKey]], float]:
-    """Records of the usual size with bytes that no disk can compress; (their keys, seconds)."""
+    """Write records of the usual size with bytes that no disk can compress; returns their keys and the seconds."""
     num_blocks = max(RECORD_BYTES // shape.block_bytes, 1)
     data = memoryview(secrets.token_bytes(shape.block_bytes * num_blocks))
 
     def part(block: int, layer: int) -> memoryview:
+        """Return the bytes of a block's layer."""
         start = block * shape.block_bytes + layer * shape.layer_bytes
         return data[start : start + shape.layer_bytes]
 
@@ -96,10 +105,11 @@ async def _write(
 async def _read(
     log: DiskLog, shape: BlockShape, records: list[list[BlockKey]], budget: Budget
 ) -> tuple[int, float]:
-    """Each record once, oldest first; (bytes, seconds)."""
+    """Read each record once, oldest first; returns the bytes and the seconds."""
     into = memoryview(bytearray(shape.block_bytes * len(records[0])))
 
     def part(block: int, layer: int) -> memoryview:
+        """Return the memory for a block's layer."""
         start = block * shape.block_bytes + layer * shape.layer_bytes
         return into[start : start + shape.layer_bytes]
 
@@ -117,13 +127,13 @@ async def _read(
 
 
 def _forget_cached(folder: Path) -> None:
-    """Where writing past the page cache was not possible: reads are to come from the disk."""
+    """Drop the pages of all files, where writing past the page cache was not possible: reads are to come from the disk."""
     for path in folder.iterdir():
         drop_cached(path)
 
 
 def drop_cached(path: Path) -> None:
-    """Write a file out and have the kernel forget its pages. Best effort: a file system may keep them."""
+    """Write a file out and make the kernel drop its pages. Best effort: a file system may keep them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -23,16 +23,19 @@ from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.profile import AdapterProfile, DiskProfile, MachineProfile, StepProfile
 from kvtiers.keys import BlockShape
 
-# Of the time that is left when a part begins; the fit gets the rest. Steps get most, for they have three dimensions. Chosen.
+# Shares of the time that is left when a part begins; the fit gets the rest. Steps get most, for they have three dimensions. Chosen.
 DISK_SHARE, STEP_SHARE, ADAPTER_SHARE, COPY_SHARE = 0.08, 0.65, 0.5, 0.4
 MEASURING_PREFIX = "measuring-"
-# Equal steps that differ by more say that others used the machine meanwhile. Chosen: an idle virtual machine stays below a few per cent.
+# If equal steps differ by more than this, other programs used the machine meanwhile. Chosen: an idle virtual machine stays below a few per cent.
 BUSY_REPEATABILITY = 0.15
 GIB = 1 << 30
 
 
 def profiling_config(config: EngineConfig) -> EngineConfig:
-    """The engine to measure: as it serves, without what serves others' requests (tiers, lanes, adapters in KV, workers)."""
+    """Return the configuration of the engine to measure: as it serves, without the parts that serve other requests.
+
+    Those parts are tiers, lanes, adapters in KV and workers.
+    """
     return replace(
         config,
         kv_host_gib=0.0,
@@ -48,10 +51,14 @@ def profiling_config(config: EngineConfig) -> EngineConfig:
 def measure(
     driver: VllmDriver, config: EngineConfig, folder: Path, seconds: float, report: Report
 ) -> MachineProfile:
-    """Measure an idle engine in about so many seconds. On the thread that built it; afterwards it is fit to be closed only.
+    """Measure an idle engine in about `seconds` seconds. On the thread that built it; afterwards it can only be closed.
 
-    folder: on the disk that is to be measured, made if missing; a folder in it holds what is written meanwhile, and goes however this ends.
-    Raises ValueError where a model is too slow to take the samples that the fit needs.
+    Args:
+        folder: a folder on the disk that is to be measured, made if missing. A folder in it holds the files written meanwhile, and is removed however
+            this ends.
+
+    Raises:
+        ValueError: where a model is too slow to take the samples that the fit needs.
     """
     started_s = time.monotonic()
     whole = start(seconds, report)

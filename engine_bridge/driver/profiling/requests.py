@@ -1,8 +1,8 @@
-"""Requests made to order on an engine that nobody else uses: so many tokens of context that were never computed, so many to compute.
+"""Requests made to order on an engine without other requests: with a given context that was never computed, and given tokens to compute.
 
-The KV of their context is made up: free blocks are registered under the hashes of the prompt, so that vLLM's prefix cache finds them. What lies in
-them does not change how long attention takes; computing it would take most of a profile's time. `fill_kv` sees to it that all of them lie in
-memory of their own and hold numbers.
+The KV of their context is made up: free blocks are registered under the hashes of the prompt, so that vLLM's prefix cache finds them. The content of
+these blocks does not change how long attention takes; computing it would take most of a profile's time. `fill_kv` makes sure that all blocks lie in
+separate memory and hold numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.driver.scheduling.step_work import work_of
 from engine_bridge.predict.steps import StepSample
 
-# Tokens of a made-up context: its first ones are drawn, so that no two are equal; the others only have to be there.
+# The first tokens of a made-up context are drawn, this many, so that no two are equal; the others only have to exist.
 NUM_DRAWN_TOKENS = 16
 FILL_SPREAD = 0.5
 
@@ -51,10 +51,11 @@ class CraftedRequests:
         schedule = self._scheduler.schedule
 
         def noting(*args: Any, **kwargs: Any) -> Any:
+            """Schedule a step and keep its output."""
             self._last_output = schedule(*args, **kwargs)
             return self._last_output
 
-        self._scheduler.schedule = noting  # of this object only: `del` gives the class's own back
+        self._scheduler.schedule = noting  # set on this object only: `del` gives the class's own back
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -64,7 +65,12 @@ class CraftedRequests:
     def add(
         self, num_context_tokens: int, num_new_tokens: int, max_tokens: int, adapter: Any | None = None
     ) -> None:
-        """A request with so much context, rounded down to whole blocks, and so many prompt tokens to compute; `adapter`: a LoRARequest."""
+        """Add a request with a made-up context, rounded down to whole blocks, and `num_new_tokens` prompt tokens to compute.
+
+        Args:
+            max_tokens: the most tokens of its answer.
+            adapter: a LoRARequest; None: the base model.
+        """
         from engine_bridge.driver.vllm_api import SamplingParams
 
         num_blocks = num_context_tokens // self.block_size
@@ -83,7 +89,7 @@ class CraftedRequests:
             self._make_up(self._scheduler.requests[internal_id], num_blocks)
 
     def step(self) -> StepSample:
-        """Run one step; what it had to do, and how long vLLM took from scheduling to outputs."""
+        """Run one step; returns its work, and how long vLLM took from scheduling to outputs."""
         self._last_output = None
         started_s = time.perf_counter()
         self.engine.step()
@@ -92,7 +98,7 @@ class CraftedRequests:
         return StepSample(*work, elapsed_s)
 
     def clear(self) -> None:
-        """Let all requests go."""
+        """End all requests."""
         self.engine.abort_request(list(self._live), internal=True)
         for name, adapter_id in self._live.values():
             if adapter_id is not None:
@@ -119,7 +125,10 @@ class CraftedRequests:
 
 
 def fill_kv(engine: Any) -> None:
-    """Write numbers into the whole KV cache: memory that nobody wrote to is one page of zeros many times over, which is read too fast."""
+    """Write numbers into the whole KV cache.
+
+    Memory that was never written is one page of zeros many times over, which is read too fast.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -128,4 +137,4 @@ def fill_kv(engine: Any) -> None:
             pattern = torch.rand(layer.shape[1:], generator=generator).sub_(FILL_SPREAD)
             layer.copy_(pattern.to(layer.device, layer.dtype).expand_as(layer))
         else:
-            layer.zero_()  # bytes that are drawn may be NaN in an 8-bit type
+            layer.zero_()  # random bytes may be NaN in an 8-bit type

@@ -11,27 +11,30 @@ from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.driver.profiling.requests import CraftedRequests
 from engine_bridge.predict.steps import StepSample
 
-# A request's prompt beside the decodes: from so many tokens on, each size twice the last. Chosen: fewer cost hardly less than one decode.
+# A request's prompt beside the decodes: the sizes begin with this many tokens, each twice the last. Chosen: fewer cost hardly less than one decode.
 MIN_PREFILL_TOKENS = 16
-# Context of a step: none, then from so many tokens on, each size so many times the last. Chosen.
+# Context of a step: none, then from this many tokens on, each size CONTEXT_FACTOR times the last. Chosen.
 MIN_CONTEXT_TOKENS, CONTEXT_FACTOR = 256, 3
-# Long prefills take as long as dozens of other steps, so they are measured more rarely: half as often at so many tokens. Chosen.
+# Long prefills take as long as dozens of other steps, so they are measured more rarely: half as often at this many tokens. Chosen.
 RARER_FROM_TOKENS = 64
-# Every so many visits go to a point that was measured before: how well the machine repeats itself. Chosen.
+# One visit in this many goes to a point that was measured before: it shows how well the machine repeats itself. Chosen.
 REPEAT_EVERY = 4
 # The longest step takes at most this share of the time. Chosen: then there is time for all sizes.
 MAX_STEP_SHARE = 0.04
-# At least so many samples are taken, however long it takes: the regressors need 40, and points on both sides. Chosen.
+# At least this many samples are taken, however long it takes: the regressors need 40, and points on both sides. Chosen.
 MIN_SAMPLES = 60
-# Of KV memory; the rest is for what the requests write. Chosen.
+# The share of KV memory for context; the rest is for the KV that the requests write. Chosen.
 CONTEXT_SHARE = 0.9
 CALIBRATION_TOKENS = (64, 256)
-# That a decode may write at most; two steps need two.
+# The most tokens that a decode may write; two steps need two.
 DECODE_TOKENS = 8
 
 
 class Point(NamedTuple):
-    """A prefill beside decodes. context: of all requests of the step together, roughly; the prefill gets as much of it as each decode."""
+    """A prefill beside decodes.
+
+    num_context_tokens: the context of all requests of the step together, roughly; the prefill gets the same share of it as each decode.
+    """
 
     num_prefill_tokens: int
     num_decodes: int
@@ -39,7 +42,7 @@ class Point(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of what a step of the engine may hold."""
+    """The bounds of a step of the engine."""
 
     num_seqs: int
     num_batched_tokens: int
@@ -49,9 +52,9 @@ class Bounds(NamedTuple):
 
 
 def measure_steps(requests: CraftedRequests, budget: Budget, seed: int = 0) -> list[StepSample]:
-    """Samples over the whole range that this engine can run, in random order.
+    """Return samples over the whole range that this engine can run, in random order.
 
-    Random, because a machine that is slow for a while would otherwise leave a feature at the points that were measured then.
+    The order is random because a machine that is slow for a while would otherwise leave a feature at the points that were measured then.
     """
     bounds = _bounds(requests, _prefill_s_per_token(requests), budget.left_s())
     samples: list[StepSample] = []
@@ -64,7 +67,7 @@ def measure_steps(requests: CraftedRequests, budget: Budget, seed: int = 0) -> l
 
 
 def _prefill_s_per_token(requests: CraftedRequests) -> float:
-    """Roughly, of the slower of two steps that come after a first, unmeasured one."""
+    """Return the rough seconds per token, from the slower of two steps that come after a first, unmeasured one."""
     slowest = 0.0
     for is_measured, num_tokens in ((False, 64), *((True, num) for num in CALIBRATION_TOKENS)):
         num_tokens = min(num_tokens, requests.max_model_len - 1, requests.num_batched_tokens)
@@ -86,7 +89,7 @@ def _bounds(requests: CraftedRequests, prefill_s_per_token: float, budget_s: flo
 
 
 def visits(bounds: Bounds, seed: int) -> Iterator[Point]:
-    """The corners of the range, then its other points; repeats in between; and over again. Endless."""
+    """Yield the corners of the range, then its other points; repeats in between; and all of it again. Endless."""
     chance = random.Random(seed)
     points = grid(bounds)
     rest = sorted(points, key=lambda point: chance.random() ** _rarity(point), reverse=True)
@@ -107,7 +110,7 @@ def _rarity(point: Point) -> float:
 
 
 def grid(bounds: Bounds) -> list[Point]:
-    """All points that the engine can run."""
+    """Return all points that the engine can run."""
     most_prefill = min(bounds.num_batched_tokens, bounds.max_model_len - 1, bounds.max_prefill_tokens)
     prefills = [0, *_powers(MIN_PREFILL_TOKENS, most_prefill, 2)]
     decodes = [0, *_powers(1, min(bounds.num_seqs, bounds.num_batched_tokens), 2)]
@@ -123,17 +126,17 @@ def _is_possible(point: Point, bounds: Bounds) -> bool:
         return False
     return (
         num_prefill + num_decodes <= bounds.num_batched_tokens
-        # Of a decode, its prompt's last token and what it may write; of a prompt, itself and the token that it is answered with.
+        # A decode needs its prompt's last token and the tokens it may write; a prompt needs its own tokens and the first token of its answer.
         and num_context / num_requests + max(num_prefill + 1, 1 + DECODE_TOKENS) <= bounds.max_model_len
         and num_context + num_prefill + 3 * num_decodes <= bounds.num_kv_tokens
     )
 
 
 def corners(points: Sequence[Point]) -> list[Point]:
-    """With the least and the most of each, as far as they can be had together."""
+    """Return the points with the least and the most of each number, as far as they can be combined."""
     found = set()
     for most in product((False, True), repeat=3):
-        # Of the points that lie furthest in this direction, by rank in each coordinate rather than by size.
+        # The point that lies furthest in this direction, by its shares of the largest values.
         found.add(max(points, key=lambda point: _reach(point, most, points)))
     return sorted(found)
 
@@ -145,7 +148,7 @@ def _reach(point: Point, most: tuple[bool, ...], points: Sequence[Point]) -> flo
 
 
 def _powers(first: int, last: int, factor: int) -> list[int]:
-    """`first`, each next one `factor` times as large, and `last`."""
+    """Return `first`, then sizes each `factor` times as large, and `last`."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -162,14 +165,14 @@ def visit(requests: CraftedRequests, point: Point) -> list[StepSample]:
         if num_decodes:
             for _ in range(num_decodes):
                 requests.add(context, 1, max_tokens=DECODE_TOKENS)
-            requests.step()  # of their prompts' last tokens
+            requests.step()  # this step computes their prompts' last tokens
             samples.append(requests.step())
         if num_prefill:
             requests.add(context, num_prefill, max_tokens=1)
             samples.append(requests.step())
     finally:
         requests.clear()
-    # What vLLM could not run at once (it preempted, or it split the prefill) is a step as good as any: the work is what it says.
+    # A step that vLLM could not run as asked (it preempted, or it split the prefill) is as good a sample as any: it names its true work.
     return [sample for sample in samples if sample.num_prefill_tokens or sample.num_decodes]
 
 
