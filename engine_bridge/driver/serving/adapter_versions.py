@@ -1,4 +1,4 @@
-"""Which versions of adapters requests are computed with: their ids, and what keeps their KV apart."""
+"""The versions of adapters that requests are computed with: their ids, and the salts that keep their KV apart."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ class AdapterVersions:
         self._versions: dict[int, AdapterVersion] = {}
         self._served: dict[str, AdapterVersion] = {}
         self._gone: set[int] = set()  # ids that the engine was told to forget
-        self._news: dict[str, asyncio.Event] = {}  # of names of which somebody waits for news
+        self._news: dict[
+            str, asyncio.Event
+        ] = {}  # by the names of adapters whose next version or removal a request waits for
 
     def of(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
+        """Return the version that a LoRA request names; None for the base model."""
         return self._versions[lora_request.lora_int_id] if lora_request is not None else None
 
     def used_by(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
-        """As `of`, and the use is noted. Raises InvalidRequest where the adapter was removed a moment ago."""
+        """Return the version to compute with, and note its use. Raises InvalidRequest where the adapter was removed a moment ago."""
         version = self.of(lora_request)
         if version is None:
             return None
@@ -48,8 +51,13 @@ class AdapterVersions:
         return version
 
     def served(self, version: AdapterVersion) -> AdapterVersion:
-        """What a request for this version is to be computed with, if that begins now: where it was replaced while the request was on its way to the
-        engine, the one in its place. Raises InvalidRequest where there is none."""
+        """Return the version that a request for this version is to be computed with, if that begins now.
+
+        Where the version was replaced while the request was on its way to the engine, this is its replacement.
+
+        Raises:
+            InvalidRequest: where the adapter was removed.
+        """
         if version.lora_int_id not in self._gone:
             return version
         if version.lora_name not in self._served:
@@ -58,7 +66,7 @@ class AdapterVersions:
         return self._served[version.lora_name]
 
     async def until_news_of(self, version: LoRARequest | None, timeout_s: float) -> None:
-        """Returns when this version is no longer served, or was loaded again; or after so long."""
+        """Wait until this version is no longer served, or was loaded again; at most `timeout_s` seconds."""
         if version is None or version.lora_int_id in self._gone:
             return
         event = self._news.setdefault(version.lora_name, asyncio.Event())
@@ -72,7 +80,7 @@ class AdapterVersions:
             event.set()
 
     def tie(self, request: EngineCoreRequest, adapter: AdapterVersion | None) -> None:
-        """Have it computed with this adapter, and its KV kept for its tenant and for these very weights."""
+        """Make a request be computed with this adapter, and its KV be kept for its tenant and for exactly these weights."""
         facts = facts_of(request)
         request.lora_request = adapter
         content_hash = adapter.content_hash if adapter else ""
@@ -80,25 +88,25 @@ class AdapterVersions:
         tell(request, msgspec.structs.replace(facts, rank=self.rank_of(adapter)))
 
     def tie_to_served(self, request: EngineCoreRequest) -> None:
-        """Of a request that was on its way for a while, see `served`. Raises InvalidRequest."""
+        """Tie a request that was on its way for a while to the version that is served now: see `served`. Raises InvalidRequest."""
         adapter = request.lora_request
         if isinstance(adapter, AdapterVersion) and self.served(adapter) is not adapter:
             self.tie(request, self.served(adapter))
 
     def rank_of(self, version: AdapterVersion | None) -> int:
-        """0 for the base model."""
+        """Return the adapter's rank, 0 for the base model."""
         record = self.catalog.current(version.lora_name) if version is not None else None
         return record.rank if record is not None else 0
 
     def salt_of(self, tenant: str, lora_request: LoRARequest | None) -> str | None:
-        """What keeps the KV of this tenant and adapter apart."""
+        """Return the salt that keeps the KV of this tenant and adapter apart; None if there is nothing to keep apart."""
         version = self.of(lora_request)
         return cache_salt(tenant, version.content_hash if version else "", None)
 
     def hashes_of(
         self, token_ids: Sequence[int], salt: str | None, lora_request: LoRARequest | None
     ) -> Hashes:
-        """The hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
+        """Return the hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
         request = Request(
             "prefix",
             list(token_ids),
@@ -113,8 +121,10 @@ class AdapterVersions:
     async def add(self, lora_request: LoRARequest) -> None:
         """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet.
 
-        So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another. Raises
-        AdapterRejected, RegistryFailed, NotSupported.
+        So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another.
+
+        Raises:
+            AdapterRejected, RegistryFailed, NotSupported: the adapter cannot be served.
         """
         name = lora_request.lora_name
         old = self.catalog.current(name)
@@ -130,13 +140,13 @@ class AdapterVersions:
         self._tell(name)
 
     async def remove(self, name: str, *, is_missing: bool = False) -> None:
-        """No new request will name this adapter. is_missing: its files went by themselves."""
+        """Stop serving an adapter: no new request will name it. is_missing: its files were removed outside of this server."""
         record = await asyncio.to_thread(self.catalog.remove, name, is_missing=is_missing)
         if record is not None:
             self._forget(record)
 
     def _forget(self, record: AdapterRecord) -> None:
-        """Its last request in the engine ends with it; no other one gets there."""
+        """Make the engine forget a version when its last request there ends; no other request gets there."""
         self._gone.add(record.version_id)
         served = self._served.get(record.name)
         if served is not None and served.lora_int_id == record.version_id:
@@ -150,10 +160,12 @@ class AdapterVersions:
 
 
 def _enter(catalog: Catalog | NoCatalog, lora_request: LoRARequest) -> AdapterRecord:
-    """A folder of this machine; "~" is the home of the server's user, and relative paths count from where it was started.
+    """Register the adapter in a folder of this machine.
 
-    Departs from vLLM, which takes what is no such folder for the name of a model on a hub and fetches it: a client's word must not make this
-    server download anything. Raises AdapterRejected, RegistryFailed, NotSupported.
+    In the path "~" is the home of the server's user, and relative paths count from where the server was started.
+
+    Departs from vLLM, which takes any other path for the name of a model on a hub and fetches it: a client's word must not make this server download
+    anything. Raises AdapterRejected, RegistryFailed, NotSupported.
     """
     path = os.path.abspath(os.path.expanduser(lora_request.lora_path))
     return catalog.add(lora_request.lora_name, path)

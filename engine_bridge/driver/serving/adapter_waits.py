@@ -1,4 +1,4 @@
-"""Requests whose adapter cannot be read when they come to it, because its files are being replaced: they wait for its next version."""
+"""Requests whose adapter cannot be read at their turn, because its files are being replaced: they wait for its next version."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from engine_bridge.driver.vllm_api import EngineCoreRequest
 
 # How long a request waits in all. Chosen: a trainer writes for seconds, its files must have come to rest, and are read and checked then.
 PATIENCE_S: Final = 20.0
-# The files may be as they were again, or only have been out of reach: they are looked at again after so long. Chosen.
+# How long until the files are looked at again: they may be restored, or only have been out of reach. Chosen.
 READ_AGAIN_S: Final = 2.0
 
 
 class AdapterWaits:
-    """On the event loop only.
+    """The waiting requests of one node. On the event loop only.
 
     Args:
+        streams: the answers under way.
+        versions: tells when a version is replaced.
         launch: queues a request on the engine; the last argument is for `watch`.
     """
 
@@ -39,15 +41,17 @@ class AdapterWaits:
     def watch(
         self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None, until_s: float | None
     ) -> None:
-        """A request goes to the engine, which makes the object its own: a copy of it is kept until something has come of it.
+        """Keep a copy of a request that goes to the engine, until its first output: the engine makes the object its own.
 
-        until_s: how long it waits in all, on the monotonic clock; None: it has not waited yet.
+        Args:
+            until_s: how long it waits in all, on the monotonic clock; None: it has not waited yet.
         """
         if request.lora_request is None:
             return
         again = msgspec.structs.replace(request)
 
         def begin_again(error: Exception) -> None:
+            """Wait for the adapter's next version, and queue the copy then."""
             waiting = self._wait(
                 unique_id, again, prompt_text, until_s or time.monotonic() + PATIENCE_S, error
             )

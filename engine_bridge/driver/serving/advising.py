@@ -1,4 +1,4 @@
-"""How an advisory comes to the engine thread."""
+"""The way of an advisory to the engine thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ async def advise(
     advisory: Advisory,
     on_change: Callable[[AdvisoryReport], None],
 ) -> None:
-    """Have the engine prepare for a request, and `on_change` called on the event loop with what comes of it. adapter: that it will name."""
+    """Make the engine prepare for a request. `on_change` is called on the event loop with each report on the advisory.
+
+    Args:
+        adapter: the adapter that the request will name; None: the base model.
+    """
     salt = client.versions.salt_of(advisory.tenant, adapter)
     adapter_id = adapter.lora_int_id if adapter is not None else 0
     if adapter_id:
@@ -28,7 +32,7 @@ async def advise(
     loop = asyncio.get_running_loop()
 
     hashes: Hashes = ()
-    # Where the session has gone on elsewhere, what it left here is only how it began.
+    # If the session has continued on another node, the prefix that it left here is only its beginning.
     is_known = not advisory.kv_from and await thread.call(
         lambda driver: driver.promoter.remembers(advisory.session_id, salt)
     )
@@ -37,7 +41,10 @@ async def advise(
         hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
 
     def begin(driver: VllmDriver) -> None:
+        """Hand the advisory to the promoter."""
+
         def report(state: AdvisoryReport) -> None:
+            """Pass a report on to the event loop, with the adapter's part of it."""
             told = driver.adapters.accounted(adapter_id, state) if adapter_id else state
             loop.call_soon_threadsafe(on_change, told)
 

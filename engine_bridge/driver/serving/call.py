@@ -1,4 +1,4 @@
-"""Which call is under way: vLLM's serving classes ask the engine, and have text tokenised, without a word about who asks."""
+"""The call under way: vLLM's serving classes ask the engine, and have text tokenised, without naming the caller."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from engine_bridge.protocol.request_context import NOBODY, RequestContext
 
 
 class Call(NamedTuple):
-    """An API call, or a turn of the gateway's own. start: who waits to know whether it has been queued; None for nobody. ids: of a call of a
-    session, whose prompt goes on from them; None for all others."""
+    """An API call, or a turn of the gateway's own.
+
+    Attributes:
+        context: what the gateway says of the call.
+        start: learns whether the call has been queued; None where that is not waited for.
+        ids: the token ids of a call of a session, whose prompt continues them; None for all other calls.
+    """
 
     context: RequestContext = NOBODY
     start: CallStart | None = None
@@ -27,7 +32,7 @@ CALL: ContextVar[Call] = ContextVar("call", default=NO_CALL)
 
 @contextmanager
 def called_by(context: RequestContext) -> Iterator[None]:
-    """Inside, CALL is one of this context. Not for the whole body of a generator, whose reader it would leak to."""
+    """Set CALL to a call of this context inside `with`. Not for the whole body of a generator, whose reader it would leak to."""
     token = CALL.set(Call(context))
     try:
         yield

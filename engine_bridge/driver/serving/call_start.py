@@ -1,4 +1,4 @@
-"""How an API call begins: until its request is in the engine's queue, whatever is wrong with it can still become a status of its own.
+"""The start of an API call: until its request is in the engine's queue, any failure can still become an HTTP status.
 
 vLLM's serving classes ask the engine late, some only when their stream is read, and turn errors into events of a stream that looks fine. So the
 engine's client notes here whether the request was queued or why not, and a stream is read ahead until that is known.
@@ -17,7 +17,9 @@ T = TypeVar("T")
 class CallStart:
     """Whether a call's first request has come into the engine's queue, or why it never will (`failure`).
 
-    num_logprobs: that its answers have brought so far, all at once at their end. is_over: nobody waits for the start any more.
+    Attributes:
+        num_logprobs: how many log probabilities its answers have brought so far, all at once at their end.
+        is_over: set when the start is waited for no more.
     """
 
     def __init__(self, when_known: Callable[[], None] = lambda: None) -> None:
@@ -29,15 +31,15 @@ class CallStart:
 
     @property
     def is_queued(self) -> bool:
-        """What fails from now on need not be the client's fault."""
+        """Whether a request was queued: a later failure need not be the client's fault."""
         return self.is_known.is_set() and self.failure is None
 
     def queued(self) -> None:
-        """Says that vLLM has the request, so that its caller may go on."""
+        """Note that vLLM has the request, so that its caller may continue."""
         self._know()
 
     def failed(self, error: Exception) -> None:
-        """Does nothing once a request was queued."""
+        """Note why the request cannot be queued. Does nothing once a request was queued."""
         if not self.is_known.is_set():
             self.failure = error
             self._know()
@@ -47,7 +49,7 @@ class CallStart:
         self._when_known()
 
     async def result_of(self, calling: Awaitable[T]) -> T:
-        """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
+        """Return the result of `calling`. Raises `failure` as soon as there is a failure; `calling` is cancelled then."""
         task = asyncio.ensure_future(calling)
         is_known = asyncio.ensure_future(self.is_known.wait())
         try:
@@ -61,9 +63,10 @@ class CallStart:
 
 
 class Entrance:
-    """Lets a few calls of each tenant be made ready for the engine at a time, the others wait.
+    """Lets a few calls of each tenant be made ready for the engine at a time; the others wait.
 
-    One thread tokenises, so more would not be ready sooner; but validating hundreds of calls in a row keeps the event loop from everybody else.
+    One thread tokenises, so more calls would not be ready sooner; but validating hundreds of calls in a row blocks the event loop for all other
+    calls.
     """
 
     def __init__(self, num_at_once: int = 4) -> None:
@@ -71,7 +74,7 @@ class Entrance:
         self._tenants: dict[str, _Tenant] = {}
 
     async def enter(self, tenant: str) -> Callable[[], None]:
-        """Wait for a place. Returns what gives it back, which may be called twice."""
+        """Wait for a place. Returns a function that gives the place back, which may be called twice."""
         own = self._tenants.setdefault(tenant, _Tenant(self._num_at_once))
         own.num_users += 1
         try:
@@ -82,6 +85,7 @@ class Entrance:
         is_left = False
 
         def leave() -> None:
+            """Give the place back, unless that was done before."""
             nonlocal is_left
             if not is_left:
                 is_left = True
@@ -116,7 +120,7 @@ class StartedStream:
         self._is_over = False
 
     async def begin(self, start: CallStart) -> None:
-        """Read until the call's first request is queued or the stream has ended. Raises what went wrong before; the stream is closed then."""
+        """Read until the call's first request is queued or the stream has ended. Raises an earlier failure; the stream is closed then."""
         is_known = asyncio.ensure_future(start.is_known.wait())
         try:
             while not start.is_known.is_set() and not self._is_over:
@@ -133,7 +137,7 @@ class StartedStream:
             is_known.cancel()
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """All events, those that were read ahead first. Raises what the source raises."""
+        """Yield all events, first the events that were read ahead. Raises errors of the source."""
         try:
             while True:
                 for event in self._read:
@@ -152,7 +156,7 @@ class StartedStream:
         return self._next
 
     def _take(self) -> None:
-        """The event that has come."""
+        """Take over the event that has come, or note the stream's end."""
         reading, self._next = self._next, None
         assert reading is not None
         try:
@@ -161,7 +165,7 @@ class StartedStream:
             self._is_over = True
 
     async def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and close the source."""
         self._is_over = True
         reading, self._next = self._next, None
         if reading is not None:
@@ -194,7 +198,7 @@ class ClosingEvents:
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:
-    """Once it is, cancelled if it runs. What it raises is nobody's affair any more."""
+    """Cancel a task if it runs, and return once it has ended. Its errors are ignored."""
     task.cancel()
     with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
         await task

@@ -13,8 +13,8 @@ class CallIds:
     """The token ids of one API call of a session.
 
     Attributes:
-        history: what the session has had so far, packed; b"" for nothing.
-        seen: what the engine has read and written in this call, packed; b"" until its answer is over, and where it gave several answers.
+        history: the session's ids so far, packed; b"" if it has none.
+        seen: the ids that the engine has read and written in this call, packed; b"" until its answer is over, and where it gave several answers.
     """
 
     def __init__(self, history: bytes) -> None:
@@ -23,22 +23,24 @@ class CallIds:
         self._is_taken = False
 
     def take(self) -> bool:
-        """Whether whoever asks is the first request of the call. Further ones (several prompts) have nothing to do with the session."""
+        """Return whether this is the first request of the call. Further requests (several prompts) have nothing to do with the session."""
         is_first, self._is_taken = not self._is_taken, True
         return is_first
 
     def ended(self, prompt: list[int], generated: list[int]) -> None:
+        """Note the ids of the prompt and of its answer, which is over."""
         self.seen = pack_token_ids([*prompt, *generated])
 
 
 class Continuing:
-    """Makes prompts begin with what their session has.
+    """Makes prompts begin with the token ids that their session has.
 
     Args:
         renderer: vLLM's, whose tokenizer is used.
+        max_model_len: the longest context, in tokens.
 
     Attributes:
-        known: all tokens that the tokenizer finds as a whole, where a text may spell one that is none; empty where it may not.
+        known: all tokens that the tokenizer finds as a whole, where a text may spell a token without meaning it; empty where it may not.
     """
 
     def __init__(self, renderer: Any, max_model_len: int) -> None:
@@ -49,11 +51,14 @@ class Continuing:
     async def continued(
         self, history: bytes, text: str, rendered: list[int], *, may_be_cut: bool = False
     ) -> Continued:
-        """The prompt of `text` that begins with as many ids of `history` (packed) as fit; `rendered` is its usual encoding.
+        """Return a prompt of `text` that begins with the longest fitting part of `history` (packed ids).
 
-        may_be_cut: `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); then it is left as it is.
+        Args:
+            rendered: the text's usual encoding.
+            may_be_cut: whether `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); if it is, it stays
+                unchanged.
         """
-        # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
+        # The renderer's own thread does this: two threads in one tokenizer would disturb each other by its truncation setting.
         return await asyncio.get_running_loop().run_in_executor(
             self._renderer._executor, self._continued, history, text, rendered, may_be_cut
         )
@@ -72,5 +77,5 @@ class Continuing:
             made = continue_between_tokens(history, text, rendered, tokenizer, self.known)
         else:
             made = continue_prompt(history, text, rendered, tokenizer)
-        # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
+        # A sampler's spelling may be longer than the rendered one; it must not make a conversation too long.
         return made if len(made.token_ids) < self._max_model_len else Continued(rendered, "rendered", 0)

@@ -47,22 +47,22 @@ from engine_bridge.protocol.errors import EngineUnavailable
 from engine_bridge.protocol.request_context import RequestContext
 
 DEFAULT_LIMITS = RequestLimits()
-# vLLM's serving classes turn whatever `add_lora` raises into a text; here it is whole.
+# vLLM's serving classes turn any error of `add_lora` into a text; here the errors themselves are kept.
 ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
 
 
 class BridgeEngineClient(EngineClient):
-    """Streams of one engine thread.
+    """vLLM's client of one engine thread: it validates requests, queues them and streams their outputs.
 
     Args:
         thread: a started engine thread.
-        grammars: who says whether a grammar may be compiled.
-        limits: of what one request may ask.
+        engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold the tokenizer and the
+            configuration, no engine state.
+        grammars: decides whether a grammar may be compiled.
         streams: the answers under way, where outputs are delivered.
         catalog: of the adapters that may be named.
-        lengths: what the node knows of answer lengths; None where nobody asks for it.
-        engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
-            the tokenizer and the configuration, no engine state.
+        lengths: what the node knows of answer lengths; None where lengths are not predicted.
+        limits: of what one request may ask.
     """
 
     def __init__(
@@ -105,8 +105,16 @@ class BridgeEngineClient(EngineClient):
     ) -> tuple[str, EngineCoreRequest]:
         """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
 
-        Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter. options: vLLM's own.
-        Returns our unique id and the request for `launch`. Raises InvalidRequest and vLLM's validation errors at once.
+        Every request passes here, so here its KV is tied to the tenant and to the exact weights of its adapter.
+
+        Args:
+            options: vLLM's own.
+
+        Returns:
+            Our unique id, and the request for `launch`.
+
+        Raises:
+            InvalidRequest: and vLLM's validation errors, at once.
         """
         check_sampling(params, self._limits)
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
@@ -132,7 +140,7 @@ class BridgeEngineClient(EngineClient):
         return unique_id, request
 
     def _features(self, request: EngineCoreRequest, context: RequestContext) -> LengthFeatures | None:
-        """What is known of how long the answer will be; None where nobody asks."""
+        """Return the facts from which the answer's length is predicted; None where it is not predicted."""
         params, token_ids = request.sampling_params, request.prompt_token_ids
         if self._lengths is None or params is None or token_ids is None:
             return None
@@ -144,7 +152,7 @@ class BridgeEngineClient(EngineClient):
             has_stop=bool(params.stop or params.stop_token_ids),
             ignores_eos=params.ignore_eos,
         )
-        # Only somebody else's predictor reads the prompt; without one nothing but numbers is held.
+        # Only a user's own predictor reads the prompt; without it only numbers are held.
         is_read = self._lengths.own is not None
         return LengthFeatures(
             num_prompt_tokens=len(token_ids),
@@ -155,7 +163,7 @@ class BridgeEngineClient(EngineClient):
         )
 
     async def predict_length(self, request: EngineCoreRequest) -> None:
-        """Have a user's own predictor say how long the answer will be. This request alone waits for it, PATIENCE_S at most."""
+        """Ask a user's own predictor for the length of the answer. Only this request waits for it, PATIENCE_S at most."""
         features = facts_of(request).features
         own = self._lengths.own if self._lengths is not None else None
         future = own.ask(features) if own is not None and features is not None else None
@@ -174,11 +182,17 @@ class BridgeEngineClient(EngineClient):
     def launch(
         self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None
     ) -> None:
-        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed. until_s: see `AdapterWaits`."""
+        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed.
+
+        Args:
+            text: the prompt's text, if it has any.
+            until_s: see `AdapterWaits`.
+        """
         self.versions.tie_to_served(request)
         self._waits.watch(unique_id, request, text, until_s)
 
         def add(driver: VllmDriver) -> None:
+            """Add the request to the engine; its failure ends the stream."""
             try:
                 driver.add(unique_id, request, text)
             except Exception as error:
@@ -191,7 +205,7 @@ class BridgeEngineClient(EngineClient):
         self._thread.submit(add)
 
     def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
-        """Queue a submitted request behind everything else, also behind what comes later. Raises InvalidRequest as `launch`."""
+        """Queue a submitted request behind all others, also behind later ones. Raises InvalidRequest as `launch` does."""
         self.versions.tie_to_served(request)
         self._thread.submit(lambda driver: driver.add_background(unique_id, request))
 
@@ -225,14 +239,15 @@ class BridgeEngineClient(EngineClient):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
+        """Return the outputs of a new request.
 
-        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has what the gateway has set.
+        This is a plain function that validates at once: bad parameters become a 400 before any header of a stream is sent. `priority`,
+        `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has the gateway's values.
         """
         call = CALL.get()
         if sampling_params.max_tokens == 0:
             return only_prompt(prompt, request_id, sampling_params.n)
-        # A wish that costs nothing to leave out, and that some clients send with every call: vLLM refuses it for most models.
+        # A thinking budget can be left out at no cost. Some clients send it with every call, and vLLM refuses it for most models.
         sampling_params.thinking_token_budget = None
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:
@@ -250,7 +265,7 @@ class BridgeEngineClient(EngineClient):
             if call.start is not None:
                 call.start.failed(error)
             raise
-        # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
+        # The stream is registered only once it is read: a generator that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)
         if reasoning_ended is not None:
             request.reasoning_ended = reasoning_ended
@@ -286,7 +301,10 @@ class BridgeEngineClient(EngineClient):
             self.forget(unique_id, abort=not finished)
 
     def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: Call) -> None:
-        """Raises VLLMValidationError for more of them than a whole answer may have: vLLM formats them all at once, and everybody waits."""
+        """Refuse more log probabilities than a whole answer may have. Raises VLLMValidationError.
+
+        vLLM formats them all at once, and all other requests wait for that.
+        """
         positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
         for completion in output.outputs:
             positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
@@ -307,7 +325,7 @@ class BridgeEngineClient(EngineClient):
         call: Call,
         ids: CallIds | None,
     ) -> None:
-        """Queue a request, once its grammar is known to be harmless and its prompt begins with what its session has."""
+        """Queue a request, once its grammar is known to be harmless and its prompt begins with its session's ids."""
         try:
             self.check_ready()
             self._streams.register(unique_id, collector)
@@ -322,34 +340,41 @@ class BridgeEngineClient(EngineClient):
             if call.start is None or call.start.is_known.is_set():
                 raise
             call.start.failed(error)
-            # Whoever waits for the start ends its call, mostly by cancelling this. vLLM would log the error as its own, and hide it in a stream.
+            # The code that waits for the start ends its call, mostly by cancelling this. vLLM would log the error as its own, and hide it in a
+            # stream.
             await call.start.is_over.wait()
             raise
         if call.start is not None:
             call.start.queued()
 
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
-        """Put a session's ids, as far as they fit, in the place of those that its text was encoded to."""
+        """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""
         rendered = request.prompt_token_ids
-        if rendered is None or request.mm_features:  # whose places are counted in the rendered ids
+        if (
+            rendered is None or request.mm_features
+        ):  # places of multimodal parts are counted in the rendered ids
             return
         made = await self.continuing.continued(history, text, list(rendered), may_be_cut=True)
         request.prompt_token_ids = made.token_ids
 
     @property
     def is_running(self) -> bool:
+        """Whether requests can be queued now."""
         return not self.errored
 
     @property
     def is_stopped(self) -> bool:
+        """Whether no request can be queued now."""
         return self.errored
 
     @property
     def errored(self) -> bool:
+        """Whether the engine takes no requests now: it starts, has failed or is closed."""
         return self._thread.state not in ("ready", "draining")
 
     @property
     def dead_error(self) -> BaseException:
+        """The error for requests while the engine takes none."""
         return engine_failed()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -364,6 +389,7 @@ class BridgeEngineClient(EngineClient):
         return True
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by the ids that their clients gave them."""
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
         for unique_id in self._streams.asked_as(wanted):
             self._streams.fail(unique_id, GenerationError("the request was aborted"))
@@ -372,30 +398,37 @@ class BridgeEngineClient(EngineClient):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
+        """Make the engine forget all KV of its prefix cache; returns whether it did."""
         return await self._thread.call(
             lambda driver: driver.engine.reset_prefix_cache(reset_running_requests, reset_connector)
         )
 
     async def get_supported_tasks(self) -> tuple[Any, ...]:
+        """Return the tasks that the engine's model can do."""
         return self._tasks
 
     async def is_tracing_enabled(self) -> bool:
+        """Return False: vLLM traces no request here."""
         return False
 
     async def check_health(self) -> None:
+        """Raise an error while the engine takes no requests."""
         if self.errored:
             raise self.dead_error
 
     async def do_log_stats(self) -> None:
+        """Do nothing: the gateway has its own figures."""
         pass
 
     async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no other engine waits for this one's KV."""
         pass
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The node owns the thread and closes it."""
+        """Do nothing: the node owns the thread and closes it."""
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise NotImplementedError: this server serves no pooling models."""
         raise NotImplementedError("this server generates text; it serves no pooling models")
 
     async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
@@ -407,7 +440,7 @@ class BridgeEngineClient(EngineClient):
 
 
 def _note_generated(output: RequestOutput, sampling: SamplingParams | None, generated: list[int]) -> None:
-    """Add what an output brings of the (first) answer. Outputs that are not deltas hold all of it so far."""
+    """Add the tokens of the (first) answer that an output brings. Outputs that are not deltas hold all tokens so far."""
     if sampling is None or sampling.output_kind is not RequestOutputKind.DELTA:
         generated.clear()
     generated += output.outputs[0].token_ids

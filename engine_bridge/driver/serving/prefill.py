@@ -1,4 +1,4 @@
-"""Computing KV ahead of a request that may come, in pieces that nobody waits for."""
+"""Computing KV ahead of a request that may come, in pieces that delay no other request for long."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 async def prefill(
     client: BridgeEngineClient, prepared: Prepared, request: GenerateRequest, tiers: KvTiers | None
 ) -> int:
-    """Compute the whole blocks of a prompt, once nothing else runs. Returns their tokens: 0 where the engine would compute them again anyway.
+    """Compute the whole blocks of a prompt, once no other request runs.
 
-    Raises EngineUnavailable where the engine gave it up.
+    Returns:
+        The number of their tokens: 0 where the engine would compute them again anyway.
+
+    Raises:
+        EngineUnavailable: where the engine gave the work up.
     """
     if not reuses_kv(client.vllm_config):
         return 0
@@ -42,7 +46,7 @@ async def prefill(
 async def _prefill_to(
     client: BridgeEngineClient, prepared: Prepared, token_ids: list[int], request: GenerateRequest
 ) -> None:
-    """Compute what is missing of these tokens' KV."""
+    """Compute the missing KV of these tokens."""
     stream = TokenStream()
     unique_id, core_request = client.submit(
         {"prompt_token_ids": token_ids},
@@ -63,7 +67,7 @@ async def _prefill_to(
 
 
 def _piece_tokens(tiers: KvTiers | None, block_size: int) -> int:
-    """How many tokens a piece of background work computes: whoever comes meanwhile waits for no longer than BACKGROUND_S."""
+    """Return how many tokens a piece of background work computes: a request that comes meanwhile waits for at most BACKGROUND_S."""
     seconds = tiers.prefill_s_per_token() if tiers is not None else None
     num_tokens = int(BACKGROUND_S / seconds) if seconds else BACKGROUND_TOKENS
     return max(num_tokens // block_size, 1) * block_size

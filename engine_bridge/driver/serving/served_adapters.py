@@ -26,10 +26,11 @@ Result: TypeAlias = ErrorResponse | str
 
 
 class ServedAdapters:
-    """All on one event loop. Changes take turns, so that each finds what the last one has left.
+    """The adapters on offer, all on one event loop. Changes take turns, so that each one begins with the result of the change before it.
 
     Args:
-        models: vLLM's list of what requests may name.
+        models: vLLM's list of the models that requests may name.
+        versions: the versions that the engine knows.
     """
 
     def __init__(self, models: OpenAIServingModels, versions: AdapterVersions) -> None:
@@ -39,11 +40,11 @@ class ServedAdapters:
     # -- by clients ----------------------------------------------------------------------------------------------------
 
     async def load(self, body: Any) -> JsonReply:
-        """vLLM's `/v1/load_lora_adapter`."""
+        """Load an adapter, as vLLM's `/v1/load_lora_adapter` does."""
         return await self._reply(LoadLoRAAdapterRequest, self._load, body)
 
     async def unload(self, body: Any) -> JsonReply:
-        """vLLM's `/v1/unload_lora_adapter`."""
+        """Unload an adapter, as vLLM's `/v1/unload_lora_adapter` does."""
         return await self._reply(UnloadLoRAAdapterRequest, self._unload, body)
 
     async def _reply(self, request_class: Any, call: Any, body: Any) -> JsonReply:
@@ -57,14 +58,14 @@ class ServedAdapters:
             return JsonReply(200, json.dumps({"status": result}).encode())
         code = ""
         if isinstance(failure, AdapterRejected | RegistryFailed):
-            # vLLM blames itself for an adapter that it cannot have; the engine is well.
+            # vLLM reports a server error for an adapter that it cannot have; the engine is well.
             result.error.code, code = status_of(failure)
             result.error.message = str(failure)
         return openai_error(result, code)
 
     @staticmethod
     async def _told(call: Any, request: Any) -> tuple[Result, Exception | None]:
-        """What a call says, and what was raised under it: vLLM's classes make a text of that."""
+        """Return a call's result, and the error that was raised under it: vLLM's classes make a text of that error."""
         failures: list[Exception] = []
         ADAPTER_FAILURES.set(failures)
         try:
@@ -79,7 +80,7 @@ class ServedAdapters:
         return result, next(iter(failures), None)
 
     async def _load(self, request: LoadLoRAAdapterRequest) -> Result:
-        if request.lora_name:  # vLLM says it of an empty one
+        if request.lora_name:  # vLLM itself refuses an empty name
             check_name(request.lora_name)
         if self._models.is_base_model(request.lora_name):
             raise AdapterRejected(
@@ -88,7 +89,7 @@ class ServedAdapters:
         return await self._models.load_lora_adapter(request)
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> Result:
-        """The registry first: where it fails, nothing has changed."""
+        """Remove the adapter from the registry, then from vLLM's list: if the registry fails, nothing has changed."""
         if request.lora_name and problem_of(request.lora_name):
             raise AdapterRejected("No adapter has this name.", code="adapter_not_found")
         if request.lora_name in self._models.lora_requests:
@@ -98,12 +99,15 @@ class ServedAdapters:
     # -- found in a folder, see `adapters.follower.Server` -------------------------------------------------------------
 
     def served_paths(self) -> dict[str, str]:
+        """Return the folder of each adapter that is served, by name."""
         return {record.name: record.path for record in self._catalog.served()}
 
     def unloaded_paths(self) -> dict[str, str]:
+        """Return the folder of each adapter that a client has unloaded, by name."""
         return self._catalog.unloaded
 
     async def serve_found(self, name: str, path: str) -> Refusal | None:
+        """Serve an adapter found in a folder, or its new version. Returns why it cannot be served; None if it is."""
         async with self._changing:
             served = self._catalog.current(name)
             if served is not None and served.path != path:
@@ -117,6 +121,7 @@ class ServedAdapters:
         return Refusal(result.error.message, getattr(failure, "code", ""))
 
     async def drop_found(self, name: str, path: str) -> None:
+        """Stop serving an adapter whose folder was removed; adapters of this name from elsewhere stay."""
         async with self._changing:
             served = self._catalog.current(name)
             if served is not None and served.path == path:

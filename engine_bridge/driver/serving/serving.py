@@ -1,7 +1,7 @@
 """vLLM's own OpenAI and Anthropic serving classes over our engine client, free of any web framework.
 
-Templates, parsers, schemas and error bodies are vLLM's; what is written here is the way in (a parsed JSON body) and the way out
-(a JSON reply or an iterator of server-sent events).
+Templates, parsers, schemas and error bodies are vLLM's; this module is the way in (a parsed JSON body) and the way out (a JSON reply or an iterator
+of server-sent events).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ from engine_bridge.protocol.token_stream import Split
 
 log = logging.getLogger(__name__)
 
-# Ways in which a draft may go on: a word may grow, end or be followed by punctuation.
+# Ways in which a draft may continue: a word may grow, end or be followed by punctuation.
 DRAFT_ENDS = ("s", " a", ".")
 # Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
 KEEP_ALIVE_S = 15.0
@@ -91,8 +91,12 @@ KEEP_ALIVE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """What the serving classes are built with. `chat_template` is the template's text; None takes the tokenizer's. keeps_token_ids: a session's
-    prompts begin with the ids that it has, as far as they fit."""
+    """The settings of the serving classes.
+
+    Attributes:
+        chat_template: the template's text; None: the tokenizer's template.
+        keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
+    """
 
     served_model_name: str
     model_path: str
@@ -106,7 +110,12 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation. `split`: where the model's reasoning is known."""
+    """A turn that is ready to be submitted.
+
+    Attributes:
+        prompt: the prompt's ids, for the keeper of the conversation.
+        split: separates the model's reasoning from its answer, where the form of its reasoning is known.
+    """
 
     engine_input: Any
     params: SamplingParams
@@ -125,7 +134,7 @@ class _Endpoint:
 
 
 class Serving:
-    """All API families of one node. Build it with `await Serving.create(...)`."""
+    """The API families of one node. Build it with `await Serving.create(...)`."""
 
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
         self._client, self._options = client, options
@@ -197,6 +206,7 @@ class Serving:
         )
 
         async def tell_tokenizer(*_: Any) -> Any:
+            """Return the tokenizer's facts."""
             found = await tokenization.get_tokenizer_info()
             return tokenizer_facts(found, self._client.renderer.get_tokenizer())
 
@@ -208,7 +218,7 @@ class Serving:
 
     @property
     def reasoning_parser(self) -> str:
-        """Name of vLLM's; "" for a model that does not reason."""
+        """The name of vLLM's parser; "" for a model that does not reason."""
         return self._options.reasoning_parser
 
     def warm_up(self) -> None:
@@ -259,7 +269,10 @@ class Serving:
         return JsonReply(200, reply, call.ids.seen if call.ids is not None else b"", dropped)
 
     async def _fitting(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> tuple[Any, Dropped]:
-        """The call's result, and what was left out so that its prompt fits. The first error where it fits in no way."""
+        """Return the call's result, and the parts that were left out so that its prompt fits.
+
+        If no shorter version fits, the first error is returned.
+        """
         options = self._options
         body = usual_form(api, body, self._client.model_config.max_model_len)
         result = first = await self._attempt(api, body, raw_request, start)
@@ -275,7 +288,7 @@ class Serving:
         return first, Dropped()
 
     async def _attempt(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> Any:
-        """What vLLM's class returns; an unknown model and what it raises before the request is queued becomes an ErrorResponse."""
+        """Return the result of vLLM's class. An unknown model and errors raised before the request is queued become an ErrorResponse."""
         endpoint = self._endpoints[api]
         try:
             check_prompt(api, body, self._options.max_prompt_chars)
@@ -291,7 +304,7 @@ class Serving:
         return result
 
     def _check_model(self, name: str | None) -> None:
-        """Raises Rejected for a model that is not served. vLLM would quote the name in its log, however long."""
+        """Refuse a model that is not served. vLLM would quote the name in its log, however long. Raises Rejected."""
         if name and not self.models.is_base_model(name) and name not in self.models.lora_requests:
             raise Rejected(
                 create_error_response(
@@ -303,15 +316,19 @@ class Serving:
         return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
 
     async def models_reply(self) -> JsonReply:
-        """What `GET /v1/models` lists: the model and its adapters."""
+        """Return the reply to `GET /v1/models`: the model and its adapters."""
         return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
     async def prepare(self, request: GenerateRequest, stream_interval: int) -> Prepared:
-        """Render and tokenise a turn as a chat completion would be. `stream_interval`: tokens per output after the first.
+        """Render and tokenise a turn as a chat completion would be.
 
-        Raises InvalidRequest.
+        Args:
+            stream_interval: tokens per output after the first.
+
+        Raises:
+            BridgeError: InvalidRequest for a turn that cannot be answered, or the server's own failure.
         """
         lora_request = self.lora_request(request.context.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
@@ -338,7 +355,7 @@ class Serving:
     def _split(self, chat_request: ChatCompletionRequest) -> Split | None:
         if not self._options.reasoning_parser:
             return None
-        # As OpenAIServingChat makes one for each request: parsers know how far their answer has come.
+        # Each request gets its own parser, as in OpenAIServingChat: parsers know how far their answer has come.
         parser = self._chat.parser_cls(
             self._client.renderer.get_tokenizer(),
             None,
@@ -348,10 +365,10 @@ class Serving:
         return ReasoningSplit(parser, chat_request)
 
     async def prepare_draft(self, request: GenerateRequest) -> Prepared:
-        """The tokens with which the prompt will begin however the last message goes on, for a request that only computes their KV.
+        """Prepare the tokens with which the prompt will begin however the last message continues, for a request that only computes their KV.
 
-        Rendered twice, with two ways to go on: where they agree, typing on changes nothing. The last agreeing token is left out, because
-        its other half may still come.
+        The message is rendered with several continuations: where they agree, further typing changes nothing. The last agreeing token is left out,
+        because its other half may still come. Raises errors as `prepare` does.
         """
         if request.prompt_token_ids is not None:
             token_ids = list(request.prompt_token_ids)
@@ -384,7 +401,7 @@ class Serving:
     async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
         rendered = engine_input["prompt_token_ids"]
-        # Only one message from the user: there is nothing to go on from.
+        # With only one message from the user there is no history to continue.
         is_first = not any(message.role == "assistant" for message in request.messages)
         made = Continued(rendered, "first" if is_first else "rendered", 0)
         keeps = self._options.keeps_token_ids and bool(request.history_token_ids)
@@ -410,11 +427,11 @@ class Serving:
         return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
 
     def serves(self, adapter: str) -> bool:
-        """Whether requests for this adapter are let in."""
+        """Return whether requests for this adapter are let in."""
         return adapter in self.models.lora_requests
 
     def lora_request(self, adapter: str) -> LoRARequest | None:
-        """The adapter of this name, None for the base model ("" or its own name). Raises InvalidRequest."""
+        """Return the adapter of this name, None for the base model ("" or its own name). Raises InvalidRequest."""
         if not adapter or self.models.is_base_model(adapter):
             return None
         lora_request = self.models.lora_requests.get(adapter)
@@ -424,7 +441,7 @@ class Serving:
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
-    """The tokens with which both begin."""
+    """Return the tokens with which both lists begin."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return first[:count]
 
@@ -432,12 +449,12 @@ def _common(first: list[int], second: list[int]) -> list[int]:
 def _is_too_long(result: Any) -> bool:
     is_refused = (
         isinstance(result, ErrorResponse) and result.error.code == 400
-    )  # others may quote a name of the client's
+    )  # other errors may quote a name of the client's
     return is_refused and is_too_long(result.error.message)
 
 
 async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """`events` behind a comment that says what was left out of their prompt."""
+    """Yield `events` behind a comment that names the parts left out of their prompt."""
     try:
         if dropped:
             yield dropped_event(dropped)
@@ -448,8 +465,10 @@ async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> Async
 
 
 async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """`events`, each made while `call` is under way: some of vLLM's generators first ask the engine when they are read,
-    which may be in another task than the call's."""
+    """Yield `events`, each made while CALL is `call`.
+
+    Some of vLLM's generators first ask the engine when they are read, which may be in another task than the call's.
+    """
     try:
         while True:
             token = CALL.set(call)
@@ -467,9 +486,9 @@ async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]
 async def _encoded(
     events: AsyncIterator[str], endpoint: _Endpoint, ids: CallIds | None
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events as bytes, and the call's token ids behind them (see `SseReply`).
+    """Yield server-sent events as bytes, and the call's token ids behind them (see `SseReply`).
 
-    What a generator lets out after its first byte becomes a last error event.
+    An error that a generator raises after its first byte becomes a last error event.
     """
     try:
         async for event in events:

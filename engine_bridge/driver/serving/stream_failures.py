@@ -1,4 +1,4 @@
-"""What ends a stream, as exceptions that vLLM's serving classes know what to make of."""
+"""Errors that end a stream, as exceptions that vLLM's serving classes can handle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError
 from engine_bridge.protocol.errors import AdapterChanging, InvalidRequest
 
-# Of what a loader says, the rest means that an adapter's files are not those that were registered, or cannot be read now.
+# The loader's other error codes mean that an adapter's files have changed since it was registered, or cannot be read now.
 _DOES_NOT_PASS = ("not_finite", "too_large", "not_ready", "gone")
 
 ENGINE_FAILED_MESSAGE = (
@@ -19,21 +19,21 @@ class UnfitAdapter(InvalidRequest, VLLMClientError):
 
 
 class ChangingAdapter(AdapterChanging, RetryableRequestError):
-    """For us as for vLLM's serving classes worth another try."""
+    """The adapter's files are being replaced: for us as for vLLM's serving classes the request is worth another try."""
 
 
 def engine_failed() -> Exception:
-    """The error for answers that the engine's failure ended: it asks the client to try again."""
+    """Return the error for answers that the engine's failure ended: it asks the client to try again."""
     return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
 
 def lost() -> Exception:
-    """The error for an answer of which an output could not be read."""
+    """Return the error for an answer of which an output could not be read."""
     return RetryableRequestError("A part of this answer was lost on the server. Send the request again.")
 
 
 def given_up(error: Exception) -> Exception:
-    """The caller may try again, unless its adapter's own numbers are at fault."""
+    """Return the error for a request that the engine gave up: the caller may try again, unless its adapter's own numbers are at fault."""
     if isinstance(error, AdapterRejected) and error.code == "not_finite":
         return UnfitAdapter(f"{error} Mend the adapter or ask for another.", param="model")
     if is_changing(error):
@@ -42,5 +42,5 @@ def given_up(error: Exception) -> Exception:
 
 
 def is_changing(error: Exception) -> bool:
-    """Whether an adapter could not be loaded for a reason that passes: its next version comes, or its files can be read again."""
+    """Return whether an adapter could not be loaded for a reason that passes: its next version comes, or its files can be read again."""
     return isinstance(error, AdapterRejected) and error.code not in _DOES_NOT_PASS

@@ -11,34 +11,37 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """Takes an answer's outputs, or what ends it."""
+    """Takes an answer's outputs, or the error that ends it."""
 
-    def put(self, output: Any, /) -> None: ...
+    def put(self, output: Any, /) -> None:
+        """Take an output, or an exception that ends the answer."""
 
 
 class Streams:
-    """All of one node. On the event loop only.
+    """The answers of one node. On the event loop only.
 
     Attributes:
-        idle: set while there are none.
+        idle: set while there are no answers.
     """
 
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}
         self._begin_again: dict[str, Callable[[Exception], None]] = {}
-        """By the ids of requests that nothing has come of yet."""
+        """By the ids of requests that have had no output yet."""
         self.idle = asyncio.Event()
         self.idle.set()
 
     def register(self, unique_id: str, stream: Stream) -> None:
+        """Deliver this request's outputs to `stream` from now on."""
         self._streams[unique_id] = stream
         self.idle.clear()
 
     def may_begin_again(self, unique_id: str, begin_again: Callable[[Exception], None]) -> None:
-        """What is to be done, once, where the engine gives this request up because its adapter changes, before anything has come of it."""
+        """Set the function that is called, once, if the engine gives this request up because its adapter changes, before its first output."""
         self._begin_again[unique_id] = begin_again
 
     def forget(self, unique_id: str) -> None:
+        """Deliver this request's outputs no more."""
         self._streams.pop(unique_id, None)
         self._begin_again.pop(unique_id, None)
         if not self._streams:
@@ -55,18 +58,19 @@ class Streams:
                 self._put(stream, output if failure is None else failure)
 
     def fail(self, unique_id: str, error: Exception) -> None:
+        """End a stream with an error, if it is still waited for."""
         stream = self._streams.get(unique_id)
         if stream is not None:
             self._put(stream, error)
 
     def fail_all(self) -> None:
-        """End every stream with a clear error: the engine under them is gone."""
+        """End every stream with a clear error: the engine under them has failed."""
         for stream in list(self._streams.values()):
             self._put(stream, _failures().engine_failed())
 
     @staticmethod
     def _put(stream: Stream, piece: Any) -> None:
-        """A stream that cannot take its output ends, and those that come after it in the same step get theirs."""
+        """Put an output into its stream. A stream that cannot take it ends; later outputs of the same step are still delivered."""
         try:
             stream.put(piece)
         except Exception:
@@ -75,7 +79,7 @@ class Streams:
                 stream.put(_failures().lost())
 
     def give_up(self, unique_ids: Iterable[str], error: Exception) -> None:
-        """End the streams of requests that the engine gave up, but for those that begin again."""
+        """End the streams of requests that the engine gave up, unless they may begin again."""
         is_changing = _failures().is_changing(error)
         for unique_id in unique_ids:
             begin_again = self._begin_again.pop(unique_id, None)
@@ -85,16 +89,16 @@ class Streams:
                 self.fail(unique_id, _failures().given_up(error))
 
     def has(self, unique_id: str) -> bool:
-        """Whether somebody still waits for this answer."""
+        """Return whether this answer is still waited for."""
         return unique_id in self._streams
 
     def asked_as(self, request_ids: set[str]) -> list[str]:
-        """Our ids of the requests that clients gave these ids."""
+        """Return our ids of the requests to which clients gave these ids."""
         return [unique_id for unique_id in self._streams if unique_id.rpartition("-")[0] in request_ids]
 
 
 def _failures() -> Any:
-    """Made of vLLM's exceptions, and vLLM is slow to import: by the time that a stream fails it is there."""
+    """Return the module of vLLM's exceptions. vLLM is slow to import, but loaded by the time that a stream fails."""
     from engine_bridge.driver.serving import stream_failures
 
     return stream_failures

@@ -1,9 +1,9 @@
-"""A turn for everybody on the thread that renders and tokenises.
+"""Turns for all tenants on the thread that renders and tokenises.
 
-vLLM sends all of that work, its serving classes' and ours, through one executor with one thread, first come first served: one tenant's heavy
-prompts would delay everybody's small ones. Here each of these jobs waits in its tenant's own queue instead, and `policy/fair_queue.py` says whose is
-next. A job belongs to whom CALL names when it is handed in, so nothing is held between jobs, and nothing can be left behind by a call that
-fails or is cancelled.
+vLLM sends all of that work, its serving classes' and ours, through one executor with one thread, first come first served: one tenant's heavy prompts
+would delay all other tenants' small ones. Here each of these jobs waits in its tenant's own queue instead, and `policy/scheduling/fair_queue.py` says
+whose is next. A job belongs to the tenant that CALL names when it is handed in, so nothing is held between jobs, and a call that fails or is
+cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from engine_bridge.policy.scheduling.fair_queue import FairQueue
 from engine_bridge.protocol.errors import SeamMoved, TooBusy
 from engine_bridge.protocol.node import TokenizerStats
 
-# Of one tenant: jobs that may wait, and how long they may be expected to. Chosen: memory for prompts that wait, and a third of the 30 s after which
-# vLLM gives up rendering.
+# Bounds of one tenant: jobs that may wait, and how long they may be expected to wait. Chosen: memory for prompts that wait, and a third of the 30 s
+# after which vLLM gives up rendering.
 MAX_WAITING, MAX_WAIT_S = 4096, 10.0
-# A job that runs for longer is taken to run for ever. Chosen: a prompt as long as the limits allow takes about a second.
+# A job that runs for longer than this is taken to run for ever. Chosen: a prompt as long as the limits allow takes about a second.
 STUCK_S = 20.0
 
 
@@ -41,7 +41,7 @@ class TokenizerQueue(Executor):
         self._queue: FairQueue[_Job] = FairQueue()
         self._num_jobs = 0
         self._seconds = 0.0
-        self._began_s: float | None = None  # the job that runs
+        self._began_s: float | None = None  # when the job that runs began
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue a job of the tenant that CALL names."""
@@ -49,12 +49,12 @@ class TokenizerQueue(Executor):
         job = _Job(Future(), lambda: fn(*args, **kwargs))
         with self._lock:
             self._queue.add(context.tenant, context.weight, job)
-            # One errand for each job; which job an errand does is decided when its time has come.
+            # One errand is submitted for each job; when an errand's turn comes, the queue decides which job it does.
             self._pool.submit(self._run_next)
         return job.future
 
     def check_room(self, tenant: str) -> None:
-        """Raise TooBusy where this tenant has work enough waiting."""
+        """Raise TooBusy where this tenant has enough work waiting."""
         with self._lock:
             wait_s = self._queue.wait_s(tenant)
             num_waiting = self._queue.num_waiting_of(tenant)
@@ -65,12 +65,14 @@ class TokenizerQueue(Executor):
             )
 
     def stats(self) -> TokenizerStats:
+        """Return how many jobs were done, their seconds, and how many wait."""
         with self._lock:
             return TokenizerStats(self._num_jobs, self._seconds, self._queue.num_waiting)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop the thread. With `cancel_futures`, waiting jobs are cancelled."""
         self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
-        while cancel_futures:  # without their errands, what waits would never be done
+        while cancel_futures:  # without their errands, waiting jobs would never be done
             with self._lock:
                 if (taken := self._queue.take()) is None:
                     return
@@ -79,13 +81,16 @@ class TokenizerQueue(Executor):
             self._account(tenant, None)
 
     def replace_inner(self) -> None:
-        """vLLM thinks that the thread is stuck: go on with another, which does what waits. Not if the job has only waited for its turn."""
+        """Continue with another thread, which does the waiting jobs: vLLM thinks that this one is stuck.
+
+        If the job has only waited for its turn, nothing happens.
+        """
         with self._lock:
             if self._began_s is None or time.perf_counter() - self._began_s < STUCK_S:
                 return
             self._began_s = None
             old, self._pool = self._pool, ThreadPoolExecutor(self._num_threads, "tokenizer")
-            for _ in range(self._queue.num_waiting):  # the errands for these are the old thread's
+            for _ in range(self._queue.num_waiting):  # the errands of waiting jobs belong to the old thread
                 self._pool.submit(self._run_next)
         old.shutdown(wait=False, cancel_futures=True)
 
@@ -105,12 +110,12 @@ class TokenizerQueue(Executor):
         try:
             result, error = job.run(), None
         except StopIteration as raised:
-            # No future of asyncio's takes one, and who waits for the job would wait for ever. Source: PEP 479 makes the same of it.
+            # No future of asyncio's takes a StopIteration, and the job's caller would wait for ever. Source: PEP 479 makes the same of it.
             result, error = None, RuntimeError("a tokenizer's job raised StopIteration")
             error.__cause__ = raised
         except BaseException as raised:
             result, error = None, raised
-        # Accounts first: whoever hears of the end may look at them.
+        # The account is written first: a caller that hears of the end may read it.
         self._account(tenant, time.perf_counter() - started_s)
         if error is None:
             job.future.set_result(result)
@@ -126,11 +131,13 @@ class TokenizerQueue(Executor):
 
 
 class NoTokenizerQueue:
-    """Before there is a tokenizer, and where its thread is vLLM's own."""
+    """Stands in before there is a tokenizer, and where its thread is vLLM's own."""
 
-    def check_room(self, tenant: str) -> None: ...
+    def check_room(self, tenant: str) -> None:
+        """Do nothing: there is always room."""
 
     def stats(self) -> TokenizerStats | None:
+        """Return None: there are no figures."""
         return None
 
 
