@@ -134,7 +134,7 @@ class _Endpoint:
 
 
 class Serving:
-    """The API families of one node. Build it with `await Serving.create(...)`."""
+    """The API families of one node."""
 
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
         self._client, self._options = client, options

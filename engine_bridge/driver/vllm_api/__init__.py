@@ -1,11 +1,11 @@
 """The one way to vLLM: every name of vLLM's that this project uses, given by name, and checked.
 
-`from engine_bridge.driver.vllm_api import Scheduler` imports vLLM's module when the name is asked for, not before: until then nothing of
-vLLM or torch is loaded. So whoever must wait until the engine's environment is set goes on importing inside a function.
+`from engine_bridge.driver.vllm_api import Scheduler` imports vLLM's module when the name is asked for, not before: until then no part of vLLM or
+torch is loaded. So code that must wait until the engine's environment is set imports inside a function.
 
-Where each name comes from, what we do with it and what stands on it is written down in `inventory/`. `check` says what of it has moved, in
-the installed vLLM or by its source in any other; `start` turns off what can be done without. `python -m engine_bridge.driver.vllm_api`
-prints it.
+Where each name comes from, how we use it and which features depend on it is written down in `inventory/`. `check` finds the names that have moved, in
+the installed vLLM or by its source in any other; `start` turns off the features that can be left out. `python -m engine_bridge.driver.vllm_api`
+prints the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine_bridge.protocol.errors import SeamMoved
 
 
 def __getattr__(name: str) -> Any:
-    """A class, function or value of the inventory, or a module of vLLM's in which we replace something. Raises SeamMoved."""
+    """Return a class, function or value of the inventory, or a module of vLLM's in which we replace something. Raises SeamMoved."""
     place = _places().get(name)
     if place is None:
         raise AttributeError(f"{name!r} is not in the inventory of vLLM's names ({__name__}.inventory)")
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _places() -> dict[str, tuple[str, str]]:
-    """(module, name in it) of all that can be had here; of modules, the second is empty."""
+    """Return the module of each name that can be had here, and its name there; for a module, the second is empty."""
     found = {}
     for owner in ALL:
         if owner.class_name:
@@ -46,6 +46,6 @@ def _places() -> dict[str, tuple[str, str]]:
 
 
 def vllm_version() -> str:
-    """Of the vLLM that is imported, as it calls itself."""
+    """Return the version of the imported vLLM, as it names itself."""
     version: str = importlib.import_module("vllm").__version__
     return version

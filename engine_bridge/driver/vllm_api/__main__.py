@@ -1,4 +1,4 @@
-"""`python -m engine_bridge.driver.vllm_api`: what of vLLM's that we use has moved, in the installed one or in a source."""
+"""`python -m engine_bridge.driver.vllm_api`: prints which names of vLLM's that we use have moved, in the installed vLLM or in a source."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXIT_MOVED = 1
 
 
 def main(arguments: list[str]) -> int:
+    """Print the result of the check, for people or as JSON; returns EXIT_MOVED if a name has moved, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m engine_bridge.driver.vllm_api",
         description="Say which names of vLLM's that we use have moved. Without --source, the installed vLLM is imported and looked at.",

@@ -1,4 +1,4 @@
-"""What of the inventory has moved in some vLLM: by import in the one that serves (`Live`), or by its source in any (`Source`)."""
+"""Finds the names of the inventory that have moved in a vLLM: by import in the vLLM that serves (`Live`), or by its source in any (`Source`)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from engine_bridge.driver.vllm_api.uses import Owner, Use
 
 
 class Facts(Protocol):
-    """Of one vLLM. All but `problem` are asked of owners without a problem only."""
+    """Facts about one vLLM. All methods but `problem` are called only for owners without a problem."""
 
     def problem(self, owner: Owner) -> str | None:
-        """Why there is no such module or class; None: there is."""
+        """Return why there is no such module or class; None: it exists."""
         ...
 
     def has(self, owner: Owner, name: str) -> bool:
-        """A module's name, a class's, or an attribute that its objects are given."""
+        """Return whether the owner has this name: a module's, a class's, or an attribute that its objects are given."""
         ...
 
     def parameters(self, owner: Owner, name: str) -> tuple[Parameter, ...] | None:
-        """Without `self`. None: it is no function."""
+        """Return a function's parameters without `self`. None: the name is no function."""
         ...
 
     def mentions(self, owner: Owner, by: str, name: str) -> bool:
-        """Whether a function of it looks a name up."""
+        """Return whether the owner's function `by` looks this name up."""
         ...
 
     def abstract_names(self, owner: Owner) -> frozenset[str]:
-        """Methods that this class leaves to its subclasses."""
+        """Return the methods that this class leaves to its subclasses."""
 
     def takes_tags(self, owner: Owner) -> bool:
-        """Whether its objects take attributes that it does not know."""
+        """Return whether the class's objects take attributes that it does not know."""
         ...
 
 
@@ -50,7 +50,7 @@ class Finding(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """As a reader of vLLM would look for it."""
+        """The name's place, as a reader of vLLM would look for it."""
         dotted = self.path.replace(":", ".")
         return f"{dotted}.{self.name}" if self.name else dotted
 
@@ -59,14 +59,14 @@ class Finding(Struct, frozen=True):
 
 
 def check(owners: Iterable[Owner], facts: Facts) -> list[Finding]:
-    """All that has moved, in the inventory's order."""
+    """Return all names that have moved, in the inventory's order."""
     return [finding for owner in owners for finding in _check_owner(owner, facts)]
 
 
 def _check_owner(owner: Owner, facts: Facts) -> Iterator[Finding]:
     problem = facts.problem(owner)
     if problem is not None:
-        # A finding for each feature that needs anything of it.
+        # There is a finding for each feature that needs anything of this owner.
         for feature in dict.fromkeys((owner.feature, *map(owner.feature_of, owner.uses))):
             yield Finding(owner.path, "", problem, feature)
         return
@@ -96,7 +96,7 @@ def _problem(owner: Owner, use: Use, facts: Facts) -> str | None:
 
 
 def check_engine(owners: Iterable[Owner], engine: Any) -> list[Finding]:
-    """As `check`, of a built `LLMEngine`: whether its own objects are where we look for them and have what we read."""
+    """Check a built `LLMEngine`: whether its own objects are where we look for them and have the names that we read."""
     findings = []
     for owner in owners:
         if not owner.at and owner.class_name != "LLMEngine":
@@ -114,7 +114,7 @@ def check_engine(owners: Iterable[Owner], engine: Any) -> list[Finding]:
 
 
 def _walk(engine: Any, path: str) -> tuple[Any, str]:
-    """What is at the end of a path of attributes, or as far as it does not go."""
+    """Return the object at the end of a path of attributes, and ""; or None and the path up to its first missing attribute."""
     found, done = engine, []
     for name in path.split(".") if path else ():
         done.append(name)

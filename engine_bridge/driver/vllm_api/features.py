@@ -1,4 +1,4 @@
-"""What of ours stands on names of vLLM's, and what becomes of it where one of them has moved."""
+"""The features that depend on names of vLLM's, and what happens to a server where one of these names has moved."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 
 class Feature(Struct, frozen=True, kw_only=True):
-    """Something that works or does not.
+    """A feature that works as a whole or not at all.
 
     Attributes:
         name: as logs and `overture doctor` say it.
         without: what a server without it does, as the end of a sentence.
-        settings: of `EngineConfig`, with which it is off. None: nothing can be served without it.
-        is_built_in: an engine that was built with it cannot do without it any more.
-        device: where it matters, "cpu" or "cuda"; None: everywhere.
+        settings: the settings of `EngineConfig` with which it is off. None: nothing can be served without it.
+        is_built_in: whether an engine that was built with it can no longer do without it.
+        device: the device on which it matters, "cpu" or "cuda"; None: everywhere.
         at_start: whether a server needs it. Else a command or a bench does.
     """
 
@@ -29,9 +29,11 @@ class Feature(Struct, frozen=True, kw_only=True):
 
     @property
     def is_vital(self) -> bool:
+        """Whether nothing can be served without this feature."""
         return self.at_start and self.settings is None
 
     def matters_on(self, device: str) -> bool:
+        """Return whether the feature matters on this device, "cpu" or "cuda"."""
         return self.device is None or self.device == device
 
 
@@ -106,4 +108,4 @@ BENCHES = Feature(
 )
 
 FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))
-"""All of the above, in their order."""
+"""All features above, in their order."""

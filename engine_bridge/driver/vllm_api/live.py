@@ -1,4 +1,4 @@
-"""What vLLM's modules and classes are like once they are imported."""
+"""The names of vLLM's modules and classes, found by importing them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ _STORE, _EXTENDED = dis.opmap["STORE_ATTR"], dis.opmap["EXTENDED_ARG"]
 
 
 class Live:
-    """Facts by import. Imports what is asked about, so only after the engine's environment is set."""
+    """Facts about the installed vLLM, found by import. Use it only after the engine's environment is set."""
 
     def __init__(self) -> None:
         self._owners: dict[str, Any] = {}
         self._classes: dict[type, _Class] = {}
 
     def problem(self, owner: Owner) -> str | None:
+        """Return why the owner cannot be imported; None: it can."""
         try:
             self._object(owner)
-        except Exception as error:  # whatever a module of vLLM raises when it is imported
+        except Exception as error:  # a module of vLLM may raise any error when it is imported
             return f"it cannot be imported: {type(error).__name__}: {_first_line(error)}"
         return None
 
     def has(self, owner: Owner, name: str) -> bool:
+        """Return whether the owner has this name."""
         found = self._object(owner)
         if isinstance(found, type):
             return self._class(found).has(name)
@@ -38,11 +40,12 @@ class Live:
             getattr(found, name)
         except AttributeError:
             return False
-        except Exception:  # an environment variable that says nothing useful is there all the same
+        except Exception:  # an environment variable with a useless value exists all the same
             return True
         return True
 
     def parameters(self, owner: Owner, name: str) -> tuple[Parameter, ...] | None:
+        """Return a function's parameters without `self`. None: the name is no function."""
         found = self._object(owner)
         if isinstance(found, type) and name == "__init__":
             return _signature(found)
@@ -55,17 +58,20 @@ class Live:
         return parameters[1:] if isinstance(found, type) and parameters is not None else parameters
 
     def mentions(self, owner: Owner, by: str, name: str) -> bool:
+        """Return whether the owner's function `by` looks this name up."""
         code = _code_of(inspect.getattr_static(self._object(owner), by, None))
         return code is not None and any(name in names for names in _names(code))
 
     def abstract_names(self, owner: Owner) -> frozenset[str]:
+        """Return the methods that this class leaves to its subclasses."""
         return getattr(self._object(owner), "__abstractmethods__", frozenset())
 
     def takes_tags(self, owner: Owner) -> bool:
+        """Return whether the class's objects take attributes that it does not know."""
         return bool(self._object(owner).__dictoffset__)
 
     def _object(self, owner: Owner) -> Any:
-        """Raises whatever keeps it from being had."""
+        """Return the owner's module or class. Raises any error of its import."""
         if owner.path not in self._owners:
             found: Any = importlib.import_module(owner.module)
             if owner.class_name:
@@ -78,12 +84,13 @@ class Live:
 
 
 class _Class:
-    """Which attributes its objects have."""
+    """A class whose objects' attributes are looked up."""
 
     def __init__(self, found: type) -> None:
         self._mro = [each for each in found.__mro__ if each is not object]
 
     def has(self, name: str) -> bool:
+        """Return whether the class's objects have this attribute."""
         is_member = any(
             name in vars(each) or name in vars(each).get("__annotations__", {}) for each in self._mro
         )
@@ -91,12 +98,12 @@ class _Class:
 
     @cached_property
     def _set_at_first(self) -> set[str]:
-        """By the constructor."""
+        """The attributes that the constructor sets."""
         return self._set_by(lambda name: name in ("__init__", "__post_init__"))
 
     @cached_property
     def _set_later(self) -> set[str]:
-        """Looked at for what the constructor does not set: there is more of it to read."""
+        """The attributes that any method sets. Looked up only for names that the constructor does not set: there is more code to read."""
         return self._set_by(lambda name: True)
 
     def _set_by(self, is_wanted: Any) -> set[str]:
@@ -109,7 +116,7 @@ class _Class:
 def _signature(function: Any) -> tuple[Parameter, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # in C, without a word about it
+    except (ValueError, TypeError):  # a function in C without a signature
         return None
 
 
@@ -125,7 +132,7 @@ def _code_of(member: Any) -> CodeType | None:
 
 
 def _names(code: CodeType) -> Iterator[tuple[Any, ...]]:
-    """What a function looks up, imports or spells out, and what the functions in it do."""
+    """Yield the names that a function, and the functions in it, look up, import or spell out."""
     yield code.co_names
     yield code.co_varnames
     yield tuple(constant for constant in code.co_consts if isinstance(constant, str))
@@ -135,7 +142,7 @@ def _names(code: CodeType) -> Iterator[tuple[Any, ...]]:
 
 
 def _stored(code: CodeType) -> Iterator[str]:
-    """Attributes that a function sets: `dis` would tell as much and take ten times as long."""
+    """Yield the attributes that a function sets. `dis` would find the same and take ten times as long."""
     high = 0
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         if operation == _EXTENDED:

@@ -13,13 +13,14 @@ from engine_bridge.driver.vllm_api.uses import Owner
 
 
 class FeatureReport(Struct, frozen=True):
-    """One feature: how many names of vLLM's it stands on, and which of them have moved."""
+    """One feature: how many names of vLLM's it depends on, and which of them have moved."""
 
     feature: Feature
     num_names: int
     findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the report as values for JSON."""
         return {
             "feature": self.feature.name,
             "num_names": self.num_names,
@@ -32,7 +33,7 @@ class FeatureReport(Struct, frozen=True):
 
 
 def by_feature(owners: Sequence[Owner], findings: Iterable[Finding]) -> list[FeatureReport]:
-    """One report for each feature, with the findings that concern it."""
+    """Return one report for each feature, with the findings that concern it."""
     found = list(findings)
     return [
         FeatureReport(
@@ -45,7 +46,7 @@ def by_feature(owners: Sequence[Owner], findings: Iterable[Finding]) -> list[Fea
 
 
 def lines(reports: Iterable[FeatureReport]) -> Iterator[str]:
-    """A line for each feature, and one for each name that has moved."""
+    """Yield a line for each feature, and one for each name that has moved."""
     for report in reports:
         verdict = f"{len(report.findings)} moved" if report.findings else "all there"
         where = f", on {report.feature.device} only" if report.feature.device else ""
@@ -57,7 +58,7 @@ def lines(reports: Iterable[FeatureReport]) -> Iterator[str]:
 
 
 def can_serve(reports: Iterable[FeatureReport], device: str) -> bool:
-    """Whether nothing that serving on this device needs has moved in vLLM."""
+    """Return whether no name that serving on this device needs has moved in vLLM."""
     return not any(
         each.findings and each.feature.is_vital and each.feature.matters_on(device) for each in reports
     )

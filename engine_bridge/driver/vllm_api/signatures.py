@@ -1,4 +1,4 @@
-"""Whether vLLM's functions still take what we give them, and still give ours what it takes."""
+"""Compares signatures: whether vLLM's functions still take our arguments, and whether our functions still take vLLM's."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cache
 from inspect import Parameter
 
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_HAS_DEFAULT = None  # which one is nobody's affair
+_HAS_DEFAULT = None  # the value of the default does not matter
 
 
 @cache
 def parsed(text: str) -> tuple[Parameter, ...]:
-    """Parameters as they are written between parentheses."""
+    """Return parameters as they are written between parentheses."""
     function = ast.parse(f"def f({text}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     return parameters_of(function.args)
 
 
 def parameters_of(args: ast.arguments) -> tuple[Parameter, ...]:
-    """Of a function in the source."""
+    """Return the parameters of a function in the source."""
     found = []
     positional = [*args.posonlyargs, *args.args]
     num_required = len(positional) - len(args.defaults)
@@ -38,7 +38,7 @@ def parameters_of(args: ast.arguments) -> tuple[Parameter, ...]:
 
 
 def field_parameter(name: str, has_default: bool) -> Parameter:
-    """Of a class whose constructor is made from its fields."""
+    """Return the parameter for a field of a class whose constructor is made from its fields."""
     return _parameter(name, Parameter.POSITIONAL_OR_KEYWORD, has_default)
 
 
@@ -47,7 +47,7 @@ def _parameter(name: str, kind: int, has_default: bool) -> Parameter:
 
 
 def call_problem(theirs: Sequence[Parameter], ours: Sequence[Parameter]) -> str | None:
-    """Why a call as we make it does not fit vLLM's function."""
+    """Return why our call does not fit vLLM's function; None if it fits."""
     positional = [each for each in theirs if each.kind in POSITIONAL]
     given = [each.name for each in ours if each.kind in POSITIONAL]
     by_name = {each.name for each in ours if each.kind is Parameter.KEYWORD_ONLY}
@@ -65,7 +65,7 @@ def call_problem(theirs: Sequence[Parameter], ours: Sequence[Parameter]) -> str 
 
 
 def override_problem(theirs: Sequence[Parameter], ours: Sequence[Parameter]) -> str | None:
-    """Why a call that fits vLLM's function may not fit ours, which takes its place."""
+    """Return why a call that fits vLLM's function may not fit ours, which takes its place; None if it always fits."""
     positional = [each for each in ours if each.kind in POSITIONAL]
     has_args, has_kwargs = _has(ours, Parameter.VAR_POSITIONAL), _has(ours, Parameter.VAR_KEYWORD)
     for number, each in enumerate(each for each in theirs if each.kind in POSITIONAL):

@@ -1,4 +1,4 @@
-"""What vLLM's modules and classes are like by their source, which need not be importable here: another release, or one for a GPU."""
+"""The names of vLLM's modules and classes, read from their source, which need not be importable here: another release, or one for a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from engine_bridge.driver.vllm_api.signatures import field_parameter, parameters
 from engine_bridge.driver.vllm_api.uses import Owner
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-MAX_IMPORTS = 20  # that lead from one module to the next before a name is given up. Chosen
+MAX_IMPORTS = (
+    20  # The most imports that are followed from one module to the next before a name is given up. Chosen
+)
 
 
 class NoSource(ValueError):
@@ -23,10 +25,11 @@ class NoSource(ValueError):
 
 
 class Source:
-    """Facts by reading.
+    """Facts about a vLLM, found by reading its source.
 
     Args:
         place: a folder that has, or is, the package; or a wheel.
+        package: the package's name.
     """
 
     def __init__(self, place: Path, package: str = "vllm") -> None:
@@ -36,6 +39,7 @@ class Source:
         self._classes: dict[ast.ClassDef, _Class] = {}
 
     def problem(self, owner: Owner) -> str | None:
+        """Return why there is no such module or class; None: it exists. Raises NoSource for a source that is no Python of this version."""
         module = self.module(owner.module)
         if module is None:
             return "there is no such module"
@@ -44,13 +48,15 @@ class Source:
         return None
 
     def has(self, owner: Owner, name: str) -> bool:
+        """Return whether the owner has this name."""
         if not owner.class_name:
             return self.find(owner.module, name) is not None
         found = self._find(owner)
-        # What is no class (a value that vLLM makes when it is asked for) tells nothing of itself.
+        # A value that is not a class (vLLM makes it when it is asked for) says nothing about its attributes.
         return not isinstance(found, _Class) or any(name in each.attributes for each in found.mro)
 
     def parameters(self, owner: Owner, name: str) -> tuple[Parameter, ...] | None:
+        """Return a function's parameters without `self`. None: the name is no function."""
         if not owner.class_name:
             function = self.find(owner.module, name)
             return parameters_of(function.args) if isinstance(function, Function) else None
@@ -64,11 +70,13 @@ class Source:
         return found.fields if name == "__init__" else None
 
     def mentions(self, owner: Owner, by: str, name: str) -> bool:
+        """Return whether the owner's function `by` holds this name."""
         found = self._find(owner) if owner.class_name else None
         function = found.function(by) if isinstance(found, _Class) else self.find(owner.module, by)
         return isinstance(function, Function) and any(name in _spelled(node) for node in ast.walk(function))
 
     def abstract_names(self, owner: Owner) -> frozenset[str]:
+        """Return the methods that this class leaves to its subclasses."""
         found = self._find(owner)
         if not isinstance(found, _Class):
             return frozenset()
@@ -80,6 +88,7 @@ class Source:
         return frozenset(abstract)
 
     def takes_tags(self, owner: Owner) -> bool:
+        """Return whether the class's objects take attributes that it does not know."""
         found = self._find(owner)
         return not isinstance(found, _Class) or not any(each.has_slots for each in found.mro)
 
@@ -89,7 +98,7 @@ class Source:
         return self.find(owner.module, owner.class_name)
 
     def find(self, module_name: str, name: str, num_imports: int = 0) -> Any:
-        """A class, function, module or other statement, wherever it comes from; None if it is not there."""
+        """Return a class, function, module or other statement, whichever module it comes from; None if it does not exist."""
         module = self.module(module_name)
         if module is None or num_imports > MAX_IMPORTS:
             return None
@@ -107,13 +116,13 @@ class Source:
 
     def _follow(self, found: _Import, num_imports: int) -> Any:
         if found.module.split(".")[0] != self._package:
-            return found  # somebody else's
+            return found  # a name of another package
         if not found.name:
             return self.module(found.module)
         return self.find(found.module, found.name, num_imports + 1)
 
     def module(self, name: str) -> _Module | None:
-        """A module's parsed source, or `None` where there is no such module."""
+        """Return a module's parsed source, or `None` where there is no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
@@ -131,21 +140,21 @@ def _parsed(text: str, module: str) -> ast.Module:
         try:
             return ast.parse(text)
         except SystemError:
-            # CPython 3.11 counts how deep the parsers of all threads are together, and now and then finds another number than it left.
+            # CPython 3.11 counts the depth of all threads' parsers together, and now and then finds another number than it left.
             return ast.parse(text)
     except SyntaxError as error:  # a later vLLM may be written for a later Python
         raise NoSource(f"{module}, line {error.lineno}, is no Python {platform.python_version()}") from error
 
 
 class _Import(NamedTuple):
-    """Where a name comes from; `name` is empty for a module."""
+    """The origin of an imported name; `name` is empty for a module."""
 
     module: str
     name: str
 
 
 class _Module:
-    """A file's names."""
+    """The names of one file."""
 
     def __init__(self, name: str, is_package: bool, tree: ast.Module) -> None:
         self._package = name if is_package else name.rpartition(".")[0]
@@ -177,14 +186,14 @@ class _Module:
 
 
 class _Class:
-    """A class and what it inherits, as far as that is the package's own."""
+    """A class and its inherited members, as far as its bases belong to the package."""
 
     def __init__(self, source: Source, module: str, node: ast.ClassDef) -> None:
         self._source, self._module, self._node = source, module, node
 
     @cached_property
     def mro(self) -> list[_Class]:
-        """Roughly: nearer ones first."""
+        """The class and its bases, roughly in the order of resolution: nearer ones first."""
         found = [self]
         for base in self._node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
@@ -195,30 +204,34 @@ class _Class:
 
     @cached_property
     def functions(self) -> dict[str, Function]:
+        """The methods of the class itself, by name."""
         return {each.name: each for each in _statements(self._node.body) if isinstance(each, Function)}
 
     @cached_property
     def attributes(self) -> set[str]:
-        """Of its objects: what the class has, and what its methods set."""
+        """The attributes of the class's objects: the class's own, and the ones that its methods set."""
         own = {name for each in _statements(self._node.body) for name in _targets(each)}
         set_later = {name for function in self.functions.values() for name in _set_on_self(function)}
         return own | self.functions.keys() | set_later
 
     @cached_property
     def abstract(self) -> set[str]:
+        """The names of the class's own abstract methods."""
         return {name for name, each in self.functions.items() if "abstractmethod" in _decorators(each)}
 
     @property
     def has_slots(self) -> bool:
+        """Whether the class's objects have no `__dict__`."""
         made = " ".join(ast.unparse(each) for each in (*self._node.decorator_list, *self._node.bases))
         return "__slots__" in self.attributes or "slots=True" in made or made.endswith("Struct")
 
     def function(self, name: str) -> Function | None:
+        """Return a method of the class or its bases; None if there is none."""
         return next((each.functions[name] for each in self.mro if name in each.functions), None)
 
     @property
     def fields(self) -> tuple[Parameter, ...]:
-        """Of a constructor that a dataclass, a pydantic model or a struct makes for itself."""
+        """The parameters of the constructor that a dataclass, a pydantic model or a struct makes for itself."""
         found: dict[str, Parameter] = {}
         for each in reversed(self.mro):
             for statement in each._node.body:
@@ -232,7 +245,7 @@ class _Class:
 
 
 def _root(place: Path, package: str) -> Any:
-    """Where the package's folder is: a Path, or a wheel's."""
+    """Return the folder that has the package's folder: a Path, or a path in a wheel. Raises NoSource."""
     if place.is_file() and zipfile.is_zipfile(place):
         wheel = zipfile.Path(place)
         if (wheel / package / "__init__.py").is_file():
@@ -244,7 +257,7 @@ def _root(place: Path, package: str) -> Any:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """With those under `if`, `try` and `with`."""
+    """Yield statements, also the statements under `if`, `try` and `with`."""
     for statement in body:
         if isinstance(statement, ast.If | ast.Try | ast.With):
             for name in ("body", "handlers", "orelse", "finalbody"):
@@ -276,7 +289,7 @@ def _decorators(function: Function) -> str:
 
 
 def _spelled(node: ast.AST) -> tuple[Any, ...]:
-    """The names, attributes, imports and texts in one place of a function."""
+    """Return the names, attributes, imports and texts in one place of a function."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
@@ -288,7 +301,7 @@ def _spelled(node: ast.AST) -> tuple[Any, ...]:
 
 @cache
 def installed(package: str = "vllm") -> Path | None:
-    """The installed package's folder, without importing it."""
+    """Return the installed package's folder, without importing it; None if there is none."""
     from importlib.util import find_spec
 
     spec = find_spec(package)

@@ -1,4 +1,4 @@
-"""What becomes of a server whose vLLM is not the one that it was written for: what can be done without is off, and the log says so."""
+"""Adapts a server to a vLLM other than the one that it was written for: features that can be left out are off, and the log says so."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Off = frozenset[Feature]
 
 
 def engine_off(device: str) -> Off:
-    """What an engine has to do without. Imports all of vLLM that it uses. Raises SeamMoved."""
+    """Return the features that an engine cannot offer. Imports all of vLLM that it uses. Raises SeamMoved."""
     return features_off(_moved("engine"), device)
 
 
 def serving_off(device: str) -> Off:
-    """What the APIs before it have to do without. Imports all of vLLM that they use. Raises SeamMoved."""
+    """Return the features that the APIs in front of the engine cannot offer. Imports all of vLLM that they use. Raises SeamMoved."""
     return features_off(_moved("serving"), device)
 
 
 def built_off(engine: Any, device: str, off: Off) -> Off:
-    """What a built `LLMEngine` has to do without: `off`, and what only the engine itself can tell. Raises SeamMoved."""
+    """Return the features that a built `LLMEngine` cannot offer: `off`, and those found missing on the engine itself. Raises SeamMoved."""
     findings = [each for each in check_engine(ENGINE_SIDE, engine) if each.feature not in off]
     return off | features_off(findings, device, is_built=True)
 
 
 @cache
 def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
-    """In the installed vLLM, which stays the same: asked for once.
+    """Return the names that have moved in the installed vLLM, which stays the same: the check runs once.
 
-    No garbage is collected meanwhile, and what was imported is left out of later collections: a start took 11 s on two cores, of which 3 s were
+    The garbage collector is off meanwhile, and imported objects are left out of later collections: a start took 11 s on two cores, of which 3 s were
     collections that found next to nothing.
     """
     is_collecting = gc.isenabled()
@@ -56,9 +56,13 @@ def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
 
 
 def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = False) -> Off:
-    """What a server on this device has to do without; each finding goes to the log. Raises SeamMoved for what it cannot do without.
+    """Return the features that a server on this device cannot offer; each finding goes to the log.
 
-    is_built: the engine runs already, with all that is built into it.
+    Args:
+        is_built: whether the engine runs already, with all features that are built into it.
+
+    Raises:
+        SeamMoved: for a vital feature, without which nothing can be served.
     """
     findings = [each for each in findings if each.feature.at_start and each.feature.matters_on(device)]
     for each in findings:
@@ -70,6 +74,6 @@ def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = F
 
 
 def without(config: Config, off: Iterable[Feature]) -> Config:
-    """The settings with which these features are off."""
+    """Return the settings with which these features are off."""
     changes = {name: value for feature in off for name, value in feature.settings or ()}
     return msgspec.structs.replace(config, **changes) if changes else config

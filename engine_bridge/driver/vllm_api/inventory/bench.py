@@ -1,4 +1,4 @@
-"""What benches use of vLLM beyond what the server does: its own queues, loading and arithmetic, to be measured beside ours."""
+"""Names of vLLM's that benches use beyond the server: its own queues, loading and arithmetic, to be measured beside ours."""
 
 from engine_bridge.driver.vllm_api.features import BENCHES
 from engine_bridge.driver.vllm_api.uses import builds, calls, owner, reads, replaces, writes

@@ -1,4 +1,4 @@
-"""The engine itself: how it is built, stepped and fed, and what it gives."""
+"""The engine itself: how it is built, stepped and fed, and its outputs."""
 
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,

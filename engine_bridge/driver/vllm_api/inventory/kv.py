@@ -41,7 +41,7 @@ OWNERS = (
             "cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)",
             feature=PROMOTION,
         ),
-        # Of a request, promotion has nothing but its hashes to give.
+        # A promotion has only hashes to give in place of a request.
         looks_up("cache_full_blocks", "block_hashes", PROMOTION),
         replaces("get_new_blocks(num_blocks)", feature=ADAPTERS_IN_KV),
         calls("unpin_blocks(blocks, on_reuse)", feature=ADAPTERS_IN_KV),

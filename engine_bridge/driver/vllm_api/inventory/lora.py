@@ -17,7 +17,7 @@ from engine_bridge.driver.vllm_api.uses import (
 _SLOTTED = ("set_lora(index, lora_a, lora_b)", "reset_lora(index)")
 
 OWNERS = (
-    # -- who loads ---------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------------------------
     owner(
         "vllm.v1.worker.lora_model_runner_mixin",
         LORA,
@@ -37,7 +37,7 @@ OWNERS = (
         looks_up("set_active_adapters", "_apply_adapters"),
         looks_up("create_lora_manager", "_manager_cls"),
         reads("_adapter_manager vocab_size"),
-        # What we read ourselves of an adapter's files, as vLLM does.
+        # vLLM's own reading of an adapter's files, which we repeat.
         looks_up("_load_adapter", "hf_to_vllm_mapper get_rename_mapper lora_skip_prefixes"),
     ),
     owner(
@@ -97,7 +97,7 @@ OWNERS = (
     owner("vllm.lora.utils", LORA, calls("parse_fine_tuned_lora_name(name, weights_mapper)")),
     owner("vllm.model_executor.layers.attention.mla_attention:MLAAttention", LORA, reads("kv_b_proj")),
     owner("vllm.model_executor.models.utils:WeightsMapper", LORA, calls("get_rename_mapper()")),
-    # -- who computes ------------------------------------------------------------------------------------------------
+    # -- computing ---------------------------------------------------------------------------------------------------
     owner(
         "vllm.lora.layers.base:BaseLayerWithLoRA",
         LORA,

@@ -1,4 +1,4 @@
-"""Who starts next: vLLM's scheduler under our order, and what a step holds."""
+"""The order of starting: vLLM's scheduler under our order, and the content of a step."""
 
 from engine_bridge.driver.vllm_api.features import ENGINE, KV_TIERS, LORA, PACE, PROFILING, REPORT, SCHEDULING
 from engine_bridge.driver.vllm_api.uses import (

@@ -20,7 +20,7 @@ from engine_bridge.driver.vllm_api.uses import (
 )
 
 _PARSERS = "request_logger, chat_template, chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser"
-# Of what clients send, what is the gateway's alone to set: `SERVER_FIELDS` in `engine_bridge/driver/apis/bodies.py`.
+# Fields of clients' requests that the gateway alone may set: `SERVER_FIELDS` in `engine_bridge/driver/apis/bodies.py`.
 _SERVER_FIELDS = "priority kv_transfer_params vllm_xargs"
 
 OWNERS = (
@@ -182,7 +182,7 @@ OWNERS = (
         ),
     ),
     owner("vllm.entrypoints.anthropic.api_router", APIS, calls("translate_error_response(response)")),
-    # -- what they take and give -------------------------------------------------------------------------------------
+    # -- bodies and replies -------------------------------------------------------------------------------------------
     owner(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
         APIS,
