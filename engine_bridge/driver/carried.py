@@ -50,5 +50,5 @@ def tell(request: Any, facts: Carried) -> None:
 
 
 def tell_guess(request: Any, guess: LengthGuess) -> None:
-    """Add a length prediction to what was sent along with a request."""
+    """Add a length prediction to the facts that a request carries."""
     tell(request, msgspec.structs.replace(facts_of(request), guess=guess))

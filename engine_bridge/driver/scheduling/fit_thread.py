@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class FitThread:
-    """Runs what it is called with (`core.refits.Run`); what fails is logged."""
+    """Runs functions that it is called with (`core.refits.Run`); their failures are logged."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "refit")
@@ -19,6 +19,7 @@ class FitThread:
         self._executor.submit(_safely, work)
 
     def close(self) -> None:
+        """Drop functions that have not begun, without waiting for the running one."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

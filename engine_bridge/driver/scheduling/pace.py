@@ -1,4 +1,4 @@
-"""Keeps steps short: sets vLLM's own bounds of a step before it schedules, and measures what steps take."""
+"""Keeps steps short: sets vLLM's own bounds of a step before it schedules, and measures how long steps take."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Pace:
     """The bounds of one scheduler's steps.
 
     Args:
-        table, times: what steps take, without and with adapters; corrected by each real one.
-        target_s: how long a step may take; 0: as long as it does.
-        clock: that steps are timed by.
+        scheduler: vLLM's, with our seam.
+        table, times: how long steps take, without and with adapters; corrected by each real step.
+        target_s: the longest a step may take; 0: steps are not bounded.
+        clock: the clock for the duration of steps, in seconds.
     """
 
     def __init__(
@@ -35,22 +36,22 @@ class Pace:
     ) -> None:
         self.table, self.times = table, times
         self.prefill_s = TablePrefill(table, scheduler.max_num_scheduled_tokens).prefill_s
-        """What computing so many tokens of a prompt is predicted to take, in as many steps as it takes."""
+        """Predicts the seconds of computing a number of a prompt's tokens, in as many steps as they need."""
         self._clock = clock
         self._scheduler = scheduler
         config = scheduler.scheduler_config
         self.pacer: Pacer | None = None
-        """None: vLLM's own bounds."""
+        """None: vLLM's own bounds hold."""
         # Without chunks vLLM takes a prompt whole or not at all.
         if target_s and config.enable_chunked_prefill:
             self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
-        # Steps that run or wait for the one before: what vLLM scheduled, its work, and when. Scheduling ahead, there are two.
+        # Steps that run or wait for the step before: vLLM's output, its work, and when it began. An engine that schedules ahead has two.
         self._under_way: deque[tuple[Any, tuple[int, int, int], StepWork, float]] = deque()
         self._last_end_s = -math.inf
 
     def set_bounds(self, bounds: StepBounds) -> None:
-        """Have vLLM's next step keep to them."""
+        """Make vLLM's next step keep to these bounds."""
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = bounds.num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
@@ -60,7 +61,7 @@ class Pace:
     # -- what steps take ---------------------------------------------------------------------------------------------
 
     def scheduled(self, output: Any, running: Ranks) -> None:
-        """vLLM has scheduled a step. running: adapter ranks of all that run."""
+        """Note that vLLM has scheduled a step. running: adapter ranks of all requests that run."""
         work = work_of(output)
         ranked = with_ranks(output, work, running, self._rank_of)
         self._under_way.append((output, work, ranked, self._clock()))
@@ -69,7 +70,10 @@ class Pace:
         return facts_of(self._scheduler.requests[request_id]).rank
 
     def ended(self, output: Any) -> None:
-        """That step has run: for as long as it was alone on the device. One that never ends (it failed) is forgotten with the next."""
+        """Note that a step has run, and learn from the time that it was alone on the device.
+
+        A step that never ends, because it failed, is forgotten with the next one.
+        """
         now = self._clock()
         while self._under_way:
             scheduled, work, ranked, began_s = self._under_way.popleft()

@@ -1,4 +1,4 @@
-"""Lines of a decision log on their way to a file, by a thread of their own: the engine thread hands them over and never waits for a disk."""
+"""The decision log's way to a file, by its own thread: the engine thread hands lines over and never waits for a disk."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Literal
 
 log = logging.getLogger(__name__)
 
-# Lines that may wait for the disk. Chosen: some seconds of the busiest traffic.
+# The bytes of lines that may wait for the disk. Chosen: some seconds of the busiest traffic.
 MAX_PENDING_BYTES = 8 << 20
-# How long closing waits for what is still to be written. Chosen.
+# How long closing waits for lines that are not written yet. Chosen.
 CLOSE_S = 5.0
 
-# Why a recording ended before its engine did: at its bound, because the disk was too slow, because it could not be written.
+# Why a recording ended before its engine did: it reached its bound, the disk was too slow, or the file could not be written.
 Cut = Literal["size", "slow", "error"]
 
 
 class LogWriter:
     """Writes one file, from the start of an engine to its end or to the bound; a log with holes would be of no use.
 
-    The file that was there before is kept as `FILE.1`. Nobody but the owner may read it: it names requests and tenants.
+    An earlier file is kept as `FILE.1`. Only its owner may read it: it names requests and tenants.
 
     Args:
-        path: in a folder that is there. Raises OSError if it cannot be made.
-        max_bytes: it does not become larger.
+        path: in an existing folder. Raises OSError if the file cannot be made.
+        max_bytes: bound of the file's size.
+        max_pending_bytes: bound of the lines that wait for the disk.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         self._path, self._max_bytes, self._max_pending_bytes = path, max_bytes, max_pending_bytes
         self._file = FileIO(self._make(path), "wb")
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
-        # Each written by one thread only, so neither needs a lock.
+        # Each number is written by one thread only, so neither needs a lock.
         self._num_taken_bytes = 0
         self._num_done_bytes = 0
         self.cut: Cut | None = None
@@ -49,7 +50,7 @@ class LogWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Taken so far, written or about to be."""
+        """The bytes taken so far, written or about to be."""
         return self._num_taken_bytes
 
     def write(self, line: bytes) -> bool:
@@ -66,7 +67,7 @@ class LogWriter:
         return True
 
     def close(self) -> None:
-        """Have what was taken written, if the disk does that within `CLOSE_S`."""
+        """Finish writing the lines that were taken, if the disk does that within `CLOSE_S`."""
         self._lines.put(None)
         self._thread.join(CLOSE_S)
 
@@ -84,7 +85,7 @@ class LogWriter:
                     return
 
     def _write(self, file: FileIO, line: bytes) -> bool:
-        """As many lines at once as have come. False if nothing more is to be written."""
+        """Write this line together with all lines that wait. False if nothing more is to be written."""
         batch = [line]
         following: bytes | None = line
         while not self._lines.empty():
@@ -102,7 +103,7 @@ class LogWriter:
 
 
 def _write_whole(file: FileIO, data: bytes) -> None:
-    """An unbuffered file takes what it can."""
+    """Write all bytes to an unbuffered file, which may take only a part of them at a time."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]

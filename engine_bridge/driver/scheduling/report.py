@@ -1,4 +1,4 @@
-"""What the scheduler tells of itself: figures for any thread at any time, and each request for the engine thread."""
+"""The scheduler's account of itself: figures for any thread at any time, and each request for the engine thread."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Places = Mapping[int, str]
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """Looks and changes nothing.
+    """A view of the scheduler that changes nothing.
 
     `stats` reads the engine thread's plain objects as they are, so a scrape waits for no step; its figures may be a step apart.
 
     Args:
         scheduler: vLLM's, with our seam.
         scheduling: None where vLLM's own queue decides.
-        places: where adapters are, by id.
         outputs: vLLM's output processor, which knows requests by the ids that they came with.
+        places: returns where adapters are, by id.
         blocks: vLLM's pool of KV blocks, of block_size tokens each.
-        knows_why: False where vLLM has moved so that we cannot tell why requests wait: then all of them are just queued.
+        knows_why: False where vLLM's internals have moved, so that the reasons of waiting are unknown: then every waiting request is just queued.
     """
 
     _scheduler: Any
@@ -43,7 +43,7 @@ class Report:
     _knows_why: bool = True
 
     def stats(self) -> SchedulingStats:
-        """From any thread."""
+        """Return the figures of the scheduler. From any thread."""
         own = self._scheduling
         running, waiting = copy_of(self._scheduler.running), self._waiting()
         reasons = self._reasons()
@@ -64,7 +64,7 @@ class Report:
         )
 
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
-        """(waiting, running, how many wait, how many run) of a tenant; the first `limit` of each. On the engine thread."""
+        """Return a tenant's waiting and running requests, the first `limit` of each, and how many wait and run in all. On the engine thread."""
         own = self._scheduling
         waiting = [each for each in self._waiting() if facts_of(each).context.tenant == tenant]
         running = [each for each in self._scheduler.running if facts_of(each).context.tenant == tenant]
@@ -114,7 +114,7 @@ class Report:
         )
 
     def _client_id(self, request_id: str) -> str:
-        """What the request was called when it came: without our sequence number and vLLM's random part."""
+        """Return the id that the request came with: without our sequence number and vLLM's random part."""
         state = self._outputs.request_states.get(request_id) if self._knows_why else None
         if state is None:
             return request_id
@@ -123,14 +123,18 @@ class Report:
 
 
 class _NoReasons:
-    """Nobody can tell."""
+    """Used when vLLM's internals have moved: every waiting request is reported as `queued`."""
 
     def of(self, request: Any) -> WaitReason:
+        """Return "queued"."""
         return "queued"
 
 
 class _Reasons:
-    """Why those wait who wait, as of the last step. Asks nothing that could change a thing: the engine thread may be in the middle of a step."""
+    """Reasons why requests wait, as of the last step.
+
+    It calls nothing that could change anything: the engine thread may be in the middle of a step.
+    """
 
     def __init__(self, scheduler: Any, scheduling: Scheduling | None, places: Callable[[], Places]) -> None:
         self._scheduler, self._scheduling = scheduler, scheduling
@@ -140,6 +144,7 @@ class _Reasons:
         self._places = places()
 
     def of(self, request: Any) -> WaitReason:
+        """Return why a request waits."""
         if self._scheduling is None:
             return self._why_queued(request)
         if request.request_id in self._decided:
@@ -164,7 +169,7 @@ class _Reasons:
         return adapter is not None and self._places.get(adapter.lora_int_id, "disk") == "disk"
 
     def _why_passed_over(self, request: Any) -> WaitReason | None:
-        """vLLM was offered it in the last step and would not have it yet."""
+        """Return why vLLM, which was offered the request in the last step, did not start it; None: it was not passed over."""
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return "kv_on_its_way"
         if request not in self._scheduler.deferred_waiting:
@@ -176,7 +181,7 @@ class _Reasons:
         return "adapter_memory" if self._lacks_room(request) else "kv_on_its_way"
 
     def _lacks_room(self, request: Any) -> bool:
-        """Its adapter is there, and those that run leave it no memory, or it is another adapter's turn."""
+        """Return whether the request's adapter is at hand, but running ones leave it no memory or it is another adapter's turn."""
         adapter, residency = request.lora_request, self._scheduler.residency
         if adapter is None or residency is None or self._is_on_disk(adapter):
             return False
@@ -193,11 +198,11 @@ class _Reasons:
 
 
 def copy_of(queue: Iterable[Any]) -> list[Any]:
-    """What is in a queue of the engine thread, from any thread."""
+    """Copy a queue of the engine thread, from any thread."""
     while True:
         try:
             return list(queue)
-        except RuntimeError:  # it changed after its iterator was made and before that was used up: as good as never, and then not twice
+        except RuntimeError:  # the queue changed between the making of its iterator and the iterator's end: very rare, and then not twice
             continue
 
 
@@ -205,7 +210,7 @@ def _is_compiling(request: Any) -> bool:
     if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
         return False
     structured = request.structured_output_request
-    # Not by its property `grammar`: that takes the result over, too.
+    # The property `grammar` is not used here: it also takes the result over.
     grammar = structured._grammar if structured is not None else None
     return grammar is None or (isinstance(grammar, Future) and not grammar.done())
 

@@ -1,4 +1,4 @@
-"""vLLM's requests as the dispatcher asks for them."""
+"""vLLM's requests in the form in which the dispatcher asks for them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class Requests:
     """The requests that the dispatcher knows (`core.dispatcher.Engine`), by id.
 
     Args:
-        num_tokens: that requests may hold together.
-        is_ready, num_cached_tokens, block_pool: as of `Scheduling`.
-        adapters: whose memory is bounded; None: requests use none.
+        num_tokens: the most tokens that requests may hold together.
+        block_size: tokens in a block.
+        is_ready, num_cached_tokens, block_pool: see `Scheduling`.
+        adapters: the adapters whose memory is bounded; None: requests use none.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class Requests:
         self._is_ready, self._num_cached_tokens = is_ready, num_cached_tokens
         self._adapters, self._pool = adapters, block_pool
         self.running_adapters: Collection[int] = ()
-        """Ids of those that requests run with, as of the step that is decided. Collected once, as hundreds that wait are asked about."""
+        """Ids of the running requests' adapters, as of the step that is decided. Collected once, as hundreds of waiting requests are looked at."""
 
     def add(self, request: Any) -> None:
+        """Add a request."""
         self._by_id[request.request_id] = request
 
     def remove(self, request_id: str) -> None:
-        """Unknown ones are ignored."""
+        """Remove a request; an unknown id is ignored."""
         self._by_id.pop(request_id, None)
 
     def __getitem__(self, request_id: str) -> Any:
@@ -48,23 +50,30 @@ class Requests:
     # -- what the dispatcher asks ------------------------------------------------------------------------------------
 
     def is_ready(self, request_id: str) -> bool:
+        """Return whether the request may start as far as its adapter and its grammar are concerned."""
         return self._is_ready(self._by_id[request_id])
 
     def num_tokens(self, request_id: str) -> int:
+        """Return the request's tokens so far: its prompt's and its answer's."""
         num_tokens: int = self._by_id[request_id].num_tokens
         return num_tokens
 
     def start_blocks(self, request_id: str) -> int:
-        # As vLLM asks for it: what of the prompt is cached and used by no request is among the free blocks, too.
+        """Return the number of free blocks that starting this request would take: new blocks, and cached blocks that no running request holds."""
+        # vLLM counts in the same way: cached blocks of the prompt that no request uses are among the free blocks, too.
         num_blocks = min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
         return num_blocks - self._num_shared_blocks(request_id)
 
     def shared_tokens(self, request_id: str) -> int:
+        """Return how many of the request's first tokens lie in blocks that running requests hold."""
         return self._num_shared_blocks(request_id) * self._block_size
 
     def _num_shared_blocks(self, request_id: str) -> int:
-        """A request that holds a block holds all that come before it, so the last shared block is found by halving. The block of the last token is
-        always computed anew, because vLLM needs its output."""
+        """Return how many of the request's first blocks running requests hold.
+
+        A request that holds a block holds all blocks before it, so the last shared block is found by halving. The block of the last token is always
+        computed anew, because vLLM needs its output.
+        """
         if self._pool is None:
             return 0
         request = self._by_id[request_id]
@@ -76,19 +85,22 @@ class Requests:
         return cached is not None and cached[0].ref_cnt > 0
 
     def held_blocks(self, request_id: str) -> int:
+        """Return how many blocks the running request holds, counted by itself."""
         return self.num_tokens(request_id) // self._block_size + 1
 
     def num_cached_tokens(self, request_id: str) -> int:
+        """Return how many of the request's first tokens need not be computed."""
         return self._num_cached_tokens(self._by_id[request_id])
 
     def missing_adapter_bytes(self, adapter_id: int) -> int:
+        """Return the room that the adapter would need beside the running ones; 0 where adapters are not bounded."""
         return (
             self._adapters.needed_room(adapter_id, self.running_adapters) if self._adapters is not None else 0
         )
 
 
 def waits_for(request: Any) -> Hashable:
-    """What it waits for before it may start: its own grammar, its adapter, or nothing."""
+    """Return an id of the thing that a request waits for before it may start: its own grammar, its adapter, or None."""
     if request.structured_output_request is not None:
         return request.request_id
     return request.lora_request.lora_int_id if request.lora_request is not None else None

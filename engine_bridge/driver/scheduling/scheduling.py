@@ -1,4 +1,4 @@
-"""Between vLLM's scheduler and the dispatcher: tells it what came and left, has vLLM do what it decides.
+"""The link between vLLM's scheduler and the dispatcher: tells it which requests came and left, and makes vLLM do what it decides.
 
 Everything here runs on the engine thread.
 """
@@ -38,20 +38,23 @@ class Scheduling:
     """The dispatcher of one engine.
 
     Args:
-        make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or of a bench's own.
-        num_tokens: that requests may hold together.
-        is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
-        num_cached_tokens: leading ones of a waiting request that need not be computed.
-        block_pool: vLLM's, where requests that begin alike share blocks; None: each is charged all that it holds.
-        adapters: whose memory is bounded, too; None: requests use none.
-        ways: counts of how requests that are preempted are to get their KV back, and do. None: they compute it again.
+        make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
+        num_tokens: the most tokens that requests may hold together.
+        block_size: tokens in a block.
+        is_ready: returns whether a waiting request may start as far as its adapter and its grammar are concerned.
+        num_cached_tokens: returns how many leading tokens of a waiting request need not be computed.
+        block_pool: vLLM's, where requests that begin alike share blocks; None: each request is charged all that it holds.
+        adapters: adapters whose memory is bounded, too; None: requests use none.
+        ways: returns counts of the planned and the taken ways by which preempted requests get their KV back. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
-        pauses: has others wait for urgent requests; None: nobody is paused.
-        decision_log: where to write down what the policy is told and decides. Closed with this.
-        clock: requests' times are told by it, in seconds.
-        stopwatch: what our own work takes is told by it, in seconds.
-        run_fit: what fits lanes and the predictor; None: a thread of its own, closed with this.
-        refit_every_s, lane_rule: how often, at the least, and a name in `engine_bridge.policy.scheduling.lanes.RULES`.
+        pauses: pauses other requests for urgent ones; None: no request is paused.
+        predictor: predicts the lengths of answers; None: a new one that learns from answers.
+        decision_log: records what the policy is told and decides. Closed with this object.
+        clock: the clock of requests' times, in seconds.
+        stopwatch: measures the time that our own work takes, in seconds.
+        run_fit: runs the fitting of lanes and the predictor; None: a separate thread, closed with this object.
+        refit_every_s: the least time between two fittings.
+        lane_rule: a name in `engine_bridge.policy.scheduling.lanes.RULES`.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Scheduling:
         self.pace = pace
         self.queue = PolicyQueue(self)
         self.step_s = 0.0
-        """Of our own work in all steps."""
+        """Seconds of our own work in all steps."""
         self._block_size, self._num_blocks, self._block_pool = (
             block_size,
             num_tokens // block_size,
@@ -116,6 +119,7 @@ class Scheduling:
     # -- life of a request, as the queue and the scheduler tell it -----------------------------------------------------
 
     def on_arrival(self, request: Any) -> None:
+        """Tell the dispatcher of a new request, with a prediction of its answer's length."""
         facts = facts_of(request)
         features = facts.features or LengthFeatures(
             num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens
@@ -131,17 +135,18 @@ class Scheduling:
             rank=facts.rank,
             waits_for=waits_for(request),
             is_background=is_background(request.request_id),
-            # No adapter_tokens: adapters in use lie in slots of their own, beside KV. Charged as tokens, they would keep KV memory empty.
+            # There are no adapter_tokens: adapters in use lie in separate slots, beside KV. Charged as tokens, they would keep KV memory empty.
         )
         self._requests.add(request)
         self._features[request.request_id] = features
         self.dispatcher.arrived(arrival, self._clock())
 
     def preempted(self, request: Any) -> None:
+        """Tell the dispatcher that a running request was put back into the queue."""
         self.dispatcher.preempted(request.request_id)
 
     def ended(self, request: Any) -> None:
-        """It left, from the queue or from running."""
+        """Tell the dispatcher that a request has left, from the queue or from running; the predictor learns from its answer."""
         request_id = request.request_id
         features = self._features.pop(request_id, None)
         if features is None:
@@ -156,7 +161,7 @@ class Scheduling:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduler: Any) -> None:
-        """Decide who starts. Called before vLLM schedules."""
+        """Decide which requests start, and stop or pause running ones for them. Called before vLLM schedules."""
         started_s = self._stopwatch()
         now = self._clock()
         running = _progress(scheduler.running)
@@ -184,13 +189,13 @@ class Scheduling:
         self.step_s += self._stopwatch() - started_s
 
     def end_step(self) -> None:
-        """Tell who really started."""
+        """Tell the dispatcher which requests have really started."""
         started_s = self._stopwatch()
         self.dispatcher.end_step(self.queue.end_step(), self._clock())
         self.step_s += self._stopwatch() - started_s
 
     def _shared_tokens(self, scheduler: Any) -> int:
-        """By how much the requests that run hold more tokens, each counted by itself, than there are blocks in use."""
+        """Return by how many tokens the running requests, each counted by itself, hold more than there are in used blocks."""
         if self._block_pool is None or not self.dispatcher.policy.charges_tokens:
             return 0
         num_held = sum(-(-each.num_computed_tokens // self._block_size) for each in scheduler.running)
@@ -198,22 +203,26 @@ class Scheduling:
         return max(num_held - num_used, 0) * self._block_size
 
     def squash(self, scheduler: Any, request_id: str) -> None:
-        """Takes a running request off the device again, to start later. Without effect for one that has ended."""
+        """Take a running request off the device again, to start later. Without effect for a request that has ended."""
         request = self._requests[request_id]
         if request in scheduler.running:
             self.dispatcher.squashed(request_id)
             self._preempt(scheduler, request)
 
     def _preempt(self, scheduler: Any, request: Any) -> None:
-        """As vLLM preempts outside of a step (`reset_prefix_cache`)."""
+        """Preempt a request as vLLM does outside of a step (`reset_prefix_cache`)."""
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     def _arrange_victims(self, scheduler: Any, progress: Sequence[Progress], now: float) -> None:
-        """Have vLLM, which preempts the last that runs, preempt whom the policy can spare, in a step that may lack memory."""
+        """Order the running requests so that vLLM preempts the requests that the policy can spare, in a step that may lack memory.
+
+        vLLM preempts the last request of the list.
+        """
         num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         most_tokens, block_size = scheduler.max_num_scheduled_tokens, self._block_size
-        # At most a block more for each request, and what its prompts fill: seldom is so little left that it has to be known exactly.
+        # A step takes at most a block more for each request, and the blocks that its prompts fill. Free memory is seldom so short that the exact
+        # number is needed.
         if num_free >= len(progress) + most_tokens // block_size:
             return
         if num_free >= most_new_blocks(progress, most_tokens, block_size):
@@ -227,11 +236,11 @@ class Scheduling:
     # -- to look at ----------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """On the clock that requests' times are told by, in seconds."""
+        """Return the time of the clock for requests' times, in seconds."""
         return self._clock()
 
     def all_counts(self) -> dict[str, int]:
-        """What was counted, how preempted requests came back, and how the decision log does. From any thread."""
+        """Return counts of decisions, of the ways back of preempted requests, and of the decision log. From any thread."""
         counts = {**self.dispatcher.counts, **self._ways()}
         if self._log is not None:
             counts["log_bytes"] = self._log.num_bytes
@@ -240,11 +249,11 @@ class Scheduling:
         return counts
 
     def seconds(self) -> dict[str, float]:
-        """That decisions, and all of our work in steps, have taken. From any thread."""
+        """Return the seconds that decisions, and all of our work in steps, have taken. From any thread."""
         return {"decide": self.dispatcher.decide_s, "step": self.step_s}
 
     def state(self) -> dict[str, Any]:
-        """For people and benches."""
+        """Return the dispatcher's state, for people and benches."""
         own = self.dispatcher
         found: dict[str, Any] = {
             "policy": own.policy.name,
@@ -265,6 +274,7 @@ class Scheduling:
         return found
 
     def close(self) -> None:
+        """Close the thread that fits lanes, and the decision log."""
         if self._thread is not None:
             with going_on("the thread that fits lanes"):
                 self._thread.close()

@@ -1,4 +1,4 @@
-"""The scheduler classes that vLLM builds by name: its own, with our gate and our order of starting. Nothing of `schedule()` is copied."""
+"""The scheduler classes that vLLM builds by name: its own classes, with our gate and our order of starting. No code of `schedule()` is copied."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class _Gate:
         return is_ready and self.residency.may_start(request.lora_request.lora_int_id)
 
     def has_adapter(self, request: Any) -> bool:
+        """Return whether a step could compute with the request's adapter, and other adapters do not hold it back."""
         if self.residency is None or request.lora_request is None:
             return True
         adapter_id = request.lora_request.lora_int_id
@@ -30,18 +31,19 @@ class _Gate:
 
 
 class _Planned:
-    """Starts requests as `scheduling` decides; as vLLM does while there is none."""
+    """Starts requests as `scheduling` decides; as vLLM does while it is None."""
 
     scheduling: Scheduling | None = None
     num_preempted = 0
     num_ended_tokens = 0
-    """Generated for requests that are over."""
+    """Tokens generated for requests that have ended."""
 
     def use(self, scheduling: Scheduling) -> None:
-        """From now on; nothing waits yet."""
+        """Let `scheduling` decide from now on; no request may wait yet."""
         self.scheduling, self.waiting = scheduling, scheduling.queue
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step: vLLM's own, with the requests that were chosen before it."""
         if self.scheduling is None:
             return super().schedule(*args, **kwargs)
         self.scheduling.begin_step(self)
@@ -54,6 +56,7 @@ class _Planned:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take over a step's results, and note that it has ended."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.scheduling is not None and self.scheduling.pace is not None:
             self.scheduling.pace.ended(scheduler_output)
@@ -72,7 +75,7 @@ class _Planned:
         return super()._preempt_request(request, *args, **kwargs)
 
     def is_ready(self, request: Any) -> bool:
-        """As far as anything but room is concerned."""
+        """Return whether a request may start, apart from whether there is room."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             grammar = request.structured_output_request
             if grammar is None or grammar.grammar is None:
@@ -81,18 +84,18 @@ class _Planned:
 
 
 class GatedScheduler(_Planned, _Gate, Scheduler):
-    """For engines that wait for each step's result before they schedule the next one, as all do on a CPU.
+    """The scheduler for engines that wait for each step's result before they schedule the next one, as all do on a CPU.
 
-    `AsyncScheduler` would do there, too, until a KV load fails: it goes on counting an output that will not come, and the request is never
+    `AsyncScheduler` would work there, too, until a KV load fails: it continues to count an output that will not come, and the request is never
     scheduled again (measured).
     """
 
 
 class GatedAsyncScheduler(_Planned, _Gate, AsyncScheduler):
-    """For engines that schedule ahead."""
+    """The scheduler for engines that schedule ahead."""
 
 
 def scheduler_name(device: str) -> str:
-    """What `scheduler_cls` is to be."""
+    """Return the value of `scheduler_cls` for this device, "cpu" or another."""
     scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
     return f"{scheduler.__module__}.{scheduler.__qualname__}"

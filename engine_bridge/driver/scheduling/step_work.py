@@ -1,4 +1,4 @@
-"""How much work a step of vLLM has: the three numbers by which step times are measured, predicted and corrected."""
+"""The work of a step of vLLM: the three numbers by which step times are measured, predicted and corrected."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:
-    """(prefill tokens, decodes, context tokens) of a scheduled step, as `StepTable.step_s` and `StepSample` take them.
+    """Return (prefill tokens, decodes, context tokens) of a scheduled step, as `StepTable.step_s` and `StepSample` take them.
 
-    Everything is in the scheduler's output, which stays as it is when requests go on or end: ask before the step or after it.
+    All of it is in the scheduler's output, which does not change when requests continue or end: call this before the step or after it.
 
-    - A decode is a request that has an output token and computes nothing but its last one (and drafts of speculative decoding, which count
+    - A decode is a request that has an output token and computes only its last token (and drafts of speculative decoding, which count
       as prefill tokens: they are computed beside it like those of a prompt).
-    - Prefill tokens are all others: chunks of prompts, also of a single token, and what a request that was preempted computes again.
-    - Context tokens are what the requests of the step had computed, found or loaded before it, in sum: their new tokens attend to
-      those. Which request they belong to is not told apart, so many of them cost more beside a prefill that attends to them than beside one
-      that does not; a table learns the mean of what it is shown.
+    - Prefill tokens are all others: chunks of prompts, also of a single token, and tokens that a preempted request computes again.
+    - Context tokens are the sum of the tokens that the step's requests had computed, found or loaded before it: their new tokens attend to
+      those. The sum does not say which request they belong to, so a large number of them costs more beside a prefill that attends to them than beside a
+      prefill that does not; a table learns the mean of its samples.
     """
     scheduled = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
@@ -38,7 +38,12 @@ def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:
 def with_ranks(
     output: SchedulerOutput, work: tuple[int, int, int], running: Ranks, rank_of: Callable[[str], int]
 ) -> StepWork:
-    """The same with adapters. running: ranks of all that run; rank_of: of a running request's adapter, asked of those whose prompts are computed."""
+    """Return the same work with adapters.
+
+    Args:
+        running: ranks of all running requests' adapters.
+        rank_of: returns the rank of a running request's adapter; called for requests whose prompts are computed.
+    """
     num_prefill, num_decodes, num_context = work
     if not num_prefill:
         return StepWork(Ranks(num_decodes, running.total, running.most), num_context, 0)
@@ -49,7 +54,7 @@ def with_ranks(
 
 
 def _prefills(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Whose prompts the step computes, and how many tokens of them."""
+    """Yield the requests whose prompts the step computes, and how many tokens of them."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     for request in output.scheduled_new_reqs:
         yield request.req_id, scheduled[request.req_id]
