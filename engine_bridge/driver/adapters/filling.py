@@ -41,9 +41,8 @@ class Filling:
         self._core, self._manager, self._slots, self._loader = core, manager, slots, loader
         self._computes, self._host, self._copies = computes, host, copies
         self._failures, self._do = failures, do
-        self._unfilled: dict[
-            int, int
-        ] = {}  # slots that steps cannot compute with yet, and their adapters' ids
+        # Slots that steps cannot compute with yet, and the ids of their adapters.
+        self._unfilled: dict[int, int] = {}
         self.num_laid_out_ahead = 0
         self.layout_s = 0.0
         """Seconds that the loader's thread spent on slots."""

@@ -131,9 +131,8 @@ class StreamedSlots(Slots):
         layout: Layout | None = None,
     ) -> None:
         """Launch the copies of an adapter into a slot's stacks, behind the steps that read the slot's previous weights."""
-        self._stream.wait_stream(
-            torch.cuda.current_stream()
-        )  # steps before this one read the slot's previous weights
+        # Steps before this one read the slot's previous weights.
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             super().fill(slot, weights, compute_for)
             self._copied[slot] = torch.cuda.Event()

@@ -63,9 +63,8 @@ def parse(request_class: Any, body: Any) -> Any:
         return request_class.model_validate(body)
     except ValidationError as error:
         raise Rejected(as_error_response(unfit(error))) from error
-    except (
-        Exception
-    ) as error:  # pydantic passes on errors of vLLM's validators, raised on purpose or by mistake
+    except Exception as error:
+        # Pydantic passes on errors of vLLM's validators, raised on purpose or by mistake.
         raise Rejected(as_malformed(error)) from error
 
 

@@ -45,9 +45,7 @@ def die_with_parent(parent: int, is_main_thread: bool) -> None:
     watch = os.pidfd_open(parent)
     if is_main_thread:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if (
-        os.getppid() != parent
-    ):  # the parent ended before we looked; another process may have its number by now
+    if os.getppid() != parent:  # the parent ended before we looked; its number may be reused by now
         os._exit(0)
 
     def wait() -> None:

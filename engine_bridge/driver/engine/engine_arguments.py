@@ -31,10 +31,7 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
         line += _words(name, value, takes_value=known[name].type not in (bool, bool | None))
     try:
         made, rest = parser.parse_known_args(line)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # argparse exits for some mistakes, also with exit_on_error=False
+    except (Exception, SystemExit) as error:  # argparse exits for some mistakes whatever its settings are
         raise InvalidRequest(f"--engine-arg: {error}") from error
     if rest:
         raise InvalidRequest(f"--engine-arg: vLLM does not understand {' '.join(rest)}")

@@ -44,9 +44,8 @@ class OneThread:
         import torch
 
         self._num_threads = torch.get_num_threads()
-        torch._C.set_num_threads(
-            1
-        )  # vLLM's CPU worker has replaced torch.set_num_threads by a function that does nothing
+        # vLLM's CPU worker has replaced torch.set_num_threads by a function that does nothing.
+        torch._C.set_num_threads(1)
 
     def __exit__(self, *exception: object) -> None:
         import torch

@@ -106,9 +106,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         def reset_and_forget(index: int) -> None:
             """Empty a slot, and vLLM's stacks where they were written."""
             packs[index] = None
-            if (
-                index in written
-            ):  # else the stacks are zeros, which need no memory before they are first written
+            if index in written:  # else the stacks are zeros, which need no memory until they are written
                 written.discard(index)
                 reset_lora(index)
 

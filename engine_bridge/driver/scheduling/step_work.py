@@ -20,9 +20,9 @@ def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:
     - A decode is a request that has an output token and computes only its last token (and drafts of speculative decoding, which count
       as prefill tokens: they are computed beside it like those of a prompt).
     - Prefill tokens are all others: chunks of prompts, also of a single token, and tokens that a preempted request computes again.
-    - Context tokens are the sum of the tokens that the step's requests had computed, found or loaded before it: their new tokens attend to
-      those. The sum does not say which request they belong to, so a large number of them costs more beside a prefill that attends to them than beside a
-      prefill that does not; a table learns the mean of its samples.
+    - Context tokens are the sum of the tokens that the step's requests had computed, found or loaded before it: their new tokens
+      attend to those. The sum does not say which request they belong to, so a large sum costs more beside a prefill that attends to
+      it than beside a prefill that does not; a table learns the mean of its samples.
     """
     scheduled = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs

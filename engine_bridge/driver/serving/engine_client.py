@@ -350,9 +350,8 @@ class BridgeEngineClient(EngineClient):
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
         """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""
         rendered = request.prompt_token_ids
-        if (
-            rendered is None or request.mm_features
-        ):  # places of multimodal parts are counted in the rendered ids
+        # The places of multimodal parts are counted in the rendered ids.
+        if rendered is None or request.mm_features:
             return
         made = await self.continuing.continued(history, text, list(rendered), may_be_cut=True)
         request.prompt_token_ids = made.token_ids

@@ -15,9 +15,8 @@ from engine_bridge.driver.vllm_api.signatures import field_parameter, parameters
 from engine_bridge.driver.vllm_api.uses import Owner
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-MAX_IMPORTS = (
-    20  # The most imports that are followed from one module to the next before a name is given up. Chosen
-)
+# The most imports that are followed from one module to the next before a name is given up. Chosen.
+MAX_IMPORTS = 20
 
 
 class NoSource(ValueError):
