@@ -48,14 +48,8 @@ def make_residency(
 ) -> Residency:
     """Build the residency of a newly built in-process engine, whose steps load nothing from here on. Raises SeamMoved.
 
-    Args:
-        wake: called on the loader's thread when it has done something.
-        fail: see `Residency.on_failed`.
-        prefix_facts: see `DeviceCopies`.
-        step_facts: see `StepLayouts`.
-        on_spoiled: see `Failures`.
-        profile: its speeds are used at first; None: assumed ones.
-        copy_of: see `Loader`.
+    wake is called on the loader's thread when it has done something. The profile's speeds are used at first; without one, assumed speeds are. For the
+    other arguments see `Residency`, `DeviceCopies`, `StepLayouts`, `Failures` and `Loader`.
     """
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager

@@ -81,7 +81,8 @@ class HostPath:
         """Add one layer's deltas of the cold rows to `y`, rounded to its type once.
 
         Args:
-            y, x: the layer's output and input, a row per token of the step.
+            y: the layer's output, a row per token of the step; changed in place.
+            x: the layer's input, a row per token of the step.
             name: the layer's name.
         """
         for rows in self._rows:

@@ -139,6 +139,7 @@ class LayoutsAhead:
         """Return a layout to be finished. None if the adapter has one already, none is needed, or there are too many.
 
         Args:
+            adapter_id: the adapter.
             num_bytes: bytes of the adapter.
             weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes
                 the weights away later finds the layout.

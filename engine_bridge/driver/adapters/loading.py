@@ -135,8 +135,7 @@ class LoaderThread:
     ) -> None:
         """Lay out an adapter in host memory whose request is about to enter. From any thread.
 
-        Args:
-            weights_of: called on the loader's thread; returns None if there is no need any more.
+        `weights_of` is called on the loader's thread; it returns None if there is no need any more.
         """
         self._executor.submit(self._lay_out_early, record, weights_of, now)
 

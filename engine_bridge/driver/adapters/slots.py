@@ -92,6 +92,8 @@ class Slots:
         """Make the layers compute rows of this slot with these weights from the next step on.
 
         Args:
+            slot: the slot's number.
+            weights: the adapter's weights in host or device memory.
             compute_for: returns, by the name of a layer, what computes its delta until it is in the slot.
             layout: the layout of these weights, from `prepare`.
         """

@@ -62,6 +62,7 @@ def demands_as_json(parser: type, holds_calls: bool = False) -> type:
     """Return a class of the same parser whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
 
     Args:
+        parser: a tool parser of vLLM's.
         holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
     """
 

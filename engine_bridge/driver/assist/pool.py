@@ -162,15 +162,21 @@ class AssistPool:
     def add(self, adapter_id: int, module: str, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """Add `scale · x · A · B` to `y`, in place and in fp32, rounded to the type of `y` once.
 
-        Args:
-            x: `[L, in]`, any float type, one row or more. For a layer without A: A's rows for the tokens.
-            y: `[L, out]`, the base output.
-
         The rows go to ceil(L / rows_per_core) workers in equal parts. Each is woken as soon as its rows are copied. The bits are those of
         `lora.SlotWeights.add_to` on an fp32 copy of `y` with one thread; how the rows are split among workers changes none.
 
-        Raises AssistLost at once if a worker has ended, or if they did not answer in time; then `y` is as it was, and the pool is of no more use.
-        KeyError if the pool does not hold this module of the adapter; ValueError for a shape that does not fit.
+        Args:
+            adapter_id: the adapter.
+            module: the layer's name.
+            y: `[L, out]`, the base output.
+            x: `[L, in]`, any float type, one row or more. For a layer without A: A's rows for the tokens.
+            scale: a factor for the delta.
+
+        Raises:
+            AssistLost: at once if a worker has ended, or if the workers did not answer in time; then `y` is unchanged, and the pool is of no more
+                use.
+            KeyError: if the pool does not hold this module of the adapter.
+            ValueError: for a shape that does not fit.
         """
         self._check_usable()
         if not self._was_ready and not self.is_alive:

@@ -67,8 +67,10 @@ def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tens
     """Add one job's delta to its results.
 
     Args:
+        job: the job.
         words: the weights region as int64, for the layer's head.
-        weights, jobs: the two regions as flat fp32 tensors.
+        weights: the weights region as a flat fp32 tensor.
+        jobs: the jobs region as a flat fp32 tensor.
     """
     from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 

@@ -28,9 +28,8 @@ END_TOKENS = 16
 def beyond(prompt_texts: Sequence[str], text: str) -> str:
     """Return the part of `text`, which is a prompt's and its answer's, beyond the prompt.
 
-    Args:
-        prompt_texts: the text of the whole prompt, and the texts of the prompt without its last tokens. Once more tokens follow, the last tokens may
-            be decoded otherwise, and with them the text in front of them: as bytes, say, of which some become a character.
+    `prompt_texts` are the text of the whole prompt, and the texts of the prompt without its last tokens. Once more tokens follow, the last tokens may
+    be decoded otherwise, and with them the text in front of them: as bytes, say, of which some become a character.
     """
     return text[max((_num_common(said, text) for said in prompt_texts), default=0) :]
 

@@ -29,8 +29,7 @@ async def check_grammar(
 ) -> None:
     """Tighten a request's JSON schema and have its grammar checked; a bad grammar that no client has asked for is left out of `params`.
 
-    Args:
-        config: the engine's `StructuredOutputsConfig`.
+    `config` is the engine's `StructuredOutputsConfig`.
 
     Raises:
         VLLMValidationError: for a grammar that the engine must not see.
@@ -62,8 +61,7 @@ def close_schema(params: SamplingParams) -> None:
 def grammar_of(params: SamplingParams, config: Any) -> str | None:
     """Return a request's grammar as the engine will compile it; None without one.
 
-    Args:
-        config: the engine's `StructuredOutputsConfig`.
+    `config` is the engine's `StructuredOutputsConfig`.
 
     Raises:
         VLLMValidationError: for a text that is no grammar at all.

@@ -145,7 +145,8 @@ def few_rows(
 
     Args:
         storage: A, `[num_in, num_columns]`, at its beginning, and B.
-        num_in, num_columns: the shape of A.
+        num_in: rows of A.
+        num_columns: columns of A.
         parts: the parts of B, each `storage[start + k * stride :]` for `k` from 0 to `high - low`: start, stride, and low, high, left and right as in
             `lora_weights.Expand`.
         products: the terms and columns of MKL's products with B: one product for each part, or a single product for all, with zeros about them.
@@ -163,12 +164,12 @@ def few_rows(
 
 @lru_cache(maxsize=1024)
 def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False) -> int | None:
-    """Return how many products MKL adds to one element before it adds their sum, where a matrix has `num_terms` rows.
-
-    None means that no such number gives MKL's bits.
+    """Return how many products MKL adds to one element before it adds their sum; None if no such number gives MKL's bits.
 
     Args:
-        is_shrink: the matrix is A, which `gemm.shrink` may cut.
+        num_terms: rows of the matrix.
+        num_columns: columns of the matrix.
+        is_shrink: whether the matrix is A, which `gemm.shrink` may cut.
     """
     generator = torch.Generator().manual_seed(num_terms)
     x = torch.randn(12, num_terms, generator=generator)

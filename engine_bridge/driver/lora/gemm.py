@@ -76,7 +76,8 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
     It takes the time of computing some 6,000 rows, once for each shape. Call it on one thread.
 
     Args:
-        num_terms, num_columns: the shape of A.
+        num_terms: rows of A.
+        num_columns: columns of A.
         product: multiplies two matrices; None: torch does.
     """
     import torch

@@ -51,9 +51,13 @@ def copy_rows(to: int, num_to: int, to_rows: Any, of: int, num_of: int, of_rows:
     """Copy row `of_rows[i]` at address `of` to row `to_rows[i]` at address `to`, for each i.
 
     Args:
-        to, of: addresses of the first rows, which have `row_bytes` bytes each.
-        num_to, num_of: how many rows there are at each address.
-        to_rows, of_rows: numbers of rows, equally many.
+        to: the address of the first row to write.
+        num_to: how many rows there are at `to`.
+        to_rows: numbers of the rows to write.
+        of: the address of the first row to read.
+        num_of: how many rows there are at `of`.
+        of_rows: numbers of the rows to read, equally many.
+        row_bytes: bytes of a row.
 
     Raises:
         ValueError: unless `to` and `row_bytes` are multiples of 64.

@@ -41,10 +41,12 @@ class _NotingFiles(Files):
 
 
 def measure_disk(folder: Path, shape: BlockShape, budget: Budget) -> DiskProfile:
-    """Measure how fast the disk under a folder is written and read, with blocks of this shape.
+    """Measure how fast the disk under a folder is written and read.
 
     Args:
         folder: an empty folder that the caller removes.
+        shape: the shape of the blocks to write.
+        budget: the time for it.
 
     Raises:
         DiskUnmeasured: the disk has too little room, or failed.

@@ -65,9 +65,11 @@ class CraftedRequests:
     def add(
         self, num_context_tokens: int, num_new_tokens: int, max_tokens: int, adapter: Any | None = None
     ) -> None:
-        """Add a request with a made-up context, rounded down to whole blocks, and `num_new_tokens` prompt tokens to compute.
+        """Add a request of which a part of the prompt, its context, has made-up KV.
 
         Args:
+            num_context_tokens: tokens of the context, rounded down to whole blocks.
+            num_new_tokens: tokens of the prompt that are to be computed.
             max_tokens: the most tokens of its answer.
             adapter: a LoRARequest; None: the base model.
         """

@@ -16,6 +16,7 @@ class FitThread:
         self._executor = ThreadPoolExecutor(1, "refit")
 
     def __call__(self, work: Callable[[], None]) -> None:
+        """Run a function on the thread, after the functions that came before it."""
         self._executor.submit(_safely, work)
 
     def close(self) -> None:

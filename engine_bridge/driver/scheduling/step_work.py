@@ -41,6 +41,8 @@ def with_ranks(
     """Return the same work with adapters.
 
     Args:
+        output: the scheduled step.
+        work: its work without adapters, from `work_of`.
         running: ranks of all running requests' adapters.
         rank_of: returns the rank of a running request's adapter; called for requests whose prompts are computed.
     """

@@ -43,8 +43,7 @@ class AdapterWaits:
     ) -> None:
         """Keep a copy of a request that goes to the engine, until its first output: the engine makes the object its own.
 
-        Args:
-            until_s: how long it waits in all, on the monotonic clock; None: it has not waited yet.
+        `until_s` says how long the request waits in all, on the monotonic clock; None: it has not waited yet.
         """
         if request.lora_request is None:
             return

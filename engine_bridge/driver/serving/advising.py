@@ -22,8 +22,7 @@ async def advise(
 ) -> None:
     """Make the engine prepare for a request. `on_change` is called on the event loop with each report on the advisory.
 
-    Args:
-        adapter: the adapter that the request will name; None: the base model.
+    `adapter` is the adapter that the request will name; None: the base model.
     """
     salt = client.versions.salt_of(advisory.tenant, adapter)
     adapter_id = adapter.lora_int_id if adapter is not None else 0

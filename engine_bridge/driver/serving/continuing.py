@@ -51,9 +51,11 @@ class Continuing:
     async def continued(
         self, history: bytes, text: str, rendered: list[int], *, may_be_cut: bool = False
     ) -> Continued:
-        """Return a prompt of `text` that begins with the longest fitting part of `history` (packed ids).
+        """Return a prompt of `text` that begins with the longest fitting part of `history`.
 
         Args:
+            history: the session's token ids, packed.
+            text: the rendered text of the whole prompt.
             rendered: the text's usual encoding.
             may_be_cut: whether `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); if it is, it stays
                 unchanged.

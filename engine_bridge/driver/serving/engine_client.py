@@ -105,10 +105,7 @@ class BridgeEngineClient(EngineClient):
     ) -> tuple[str, EngineCoreRequest]:
         """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
 
-        Every request passes here, so here its KV is tied to the tenant and to the exact weights of its adapter.
-
-        Args:
-            options: vLLM's own.
+        Every request passes here, so here its KV is tied to the tenant and to the exact weights of its adapter. `options` are vLLM's own.
 
         Returns:
             Our unique id, and the request for `launch`.
@@ -184,9 +181,7 @@ class BridgeEngineClient(EngineClient):
     ) -> None:
         """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed.
 
-        Args:
-            text: the prompt's text, if it has any.
-            until_s: see `AdapterWaits`.
+        `text` is the prompt's text, if it has any; for `until_s` see `AdapterWaits`.
         """
         self.versions.tie_to_served(request)
         self._waits.watch(unique_id, request, text, until_s)

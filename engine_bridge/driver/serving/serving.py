@@ -322,10 +322,7 @@ class Serving:
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
     async def prepare(self, request: GenerateRequest, stream_interval: int) -> Prepared:
-        """Render and tokenise a turn as a chat completion would be.
-
-        Args:
-            stream_interval: tokens per output after the first.
+        """Render and tokenise a turn as a chat completion would be. `stream_interval` is the number of tokens per output after the first.
 
         Raises:
             BridgeError: InvalidRequest for a turn that cannot be answered, or the server's own failure.

@@ -59,6 +59,8 @@ def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = F
     """Return the features that a server on this device cannot offer; each finding goes to the log.
 
     Args:
+        findings: the names that have moved.
+        device: "cpu" or "cuda".
         is_built: whether the engine runs already, with all features that are built into it.
 
     Raises:
