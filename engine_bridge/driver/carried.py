@@ -1,4 +1,4 @@
-"""What a request carries through vLLM to the scheduler and the connector, beside what vLLM has fields for."""
+"""The facts that a request carries through vLLM to the scheduler and the connector, beside vLLM's own fields."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class VllmDriver:
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do."""
-        # Not has_unfinished_requests(): the scheduler also has finished ids to flush.
+        # has_unfinished_requests() would not do: the scheduler also has finished ids to flush.
         return self._scheduler.has_requests() or bool(self._background) or self._has_work_beside()
 
     def is_stuck(self) -> bool:
@@ -273,7 +273,7 @@ class VllmDriver:
         self._background = deque(item for item in self._background if item[0] != request_id)
         internal_id = self._internal_ids.pop(request_id, None)
         if internal_id is not None:
-            # By internal id: aborting by the external one leaks the parent record of n > 1.
+            # The internal id is used: aborting by the external one leaks the parent record of n > 1.
             self.engine.abort_request([internal_id], internal=True)
         self._release(request_id)
 

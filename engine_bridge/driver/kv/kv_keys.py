@@ -1,4 +1,4 @@
-"""What is mixed into vLLM's block hashes beside the tokens, to decide which requests may share KV."""
+"""The salts and hashes that decide which requests may share KV, mixed into vLLM's block hashes beside the tokens."""
 
 from __future__ import annotations
 

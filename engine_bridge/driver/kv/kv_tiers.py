@@ -85,7 +85,7 @@ class Peering(Protocol):
     """Other nodes, as far as the tiers know them: see `engine_bridge.cluster.peers.Peering`."""
 
     def open(self) -> str:
-        """Start to lend KV and return the address where other nodes may ask for it. Raises OSError."""
+        """Start to lend KV and return the address where other nodes may ask for it. Raises OSError, ClusterError."""
 
     def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None:
         """Lend from this store, whose namespace has this fingerprint, and ask other nodes for it."""
@@ -135,7 +135,7 @@ class KvTiers:
         self.arguments: dict[str, Any] = {}
         """Arguments of the engine that is built next: see `kv_namespace.arguments_that_count`."""
         self.loads_must_hold = False
-        """See `engine_bridge.core.kv.restoring.Machine`."""
+        """Whether a step may load only blocks of which all layers have come: see `engine_bridge.core.kv.restoring.Machine`."""
         self.is_off = False
         """Whether the engine reuses no KV: see `switch_off`."""
         self.is_paused = False
@@ -147,7 +147,7 @@ class KvTiers:
         self.num_failed_loads = 0
         """Number of blocks that a step had counted on and that did not come; they were computed again."""
         self.num_carried = 0
-        """See `HostStats`."""
+        """Number of blocks that waiting requests got from host memory in pieces: see `HostStats`."""
         self._eviction = eviction or ByValue()
         self._files = files or Files()
         self._namespace: Namespace | None = None

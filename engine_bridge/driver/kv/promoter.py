@@ -39,7 +39,7 @@ class PrefixCache:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        # By a prefix's last hash, which identifies all hashes before it; the longest unused first.
+        # Prefixes that were found, by their last hash, which identifies all hashes before it; the longest unused first.
         self._found: OrderedDict[bytes, _Found] = OrderedDict()
         self._num_found = 0
 

@@ -33,7 +33,7 @@ class AdapterVersions:
         self._versions: dict[int, AdapterVersion] = {}
         self._served: dict[str, AdapterVersion] = {}
         self._gone: set[int] = set()  # ids that the engine was told to forget
-        # By the names of adapters whose next version or removal a request waits for.
+        # Events by the names of adapters whose next version or removal a request waits for.
         self._news: dict[str, asyncio.Event] = {}
 
     def of(self, lora_request: LoRARequest | None) -> AdapterVersion | None:

@@ -27,7 +27,7 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}
         self._begin_again: dict[str, Callable[[Exception], None]] = {}
-        """By the ids of requests that have had no output yet."""
+        """The functions that begin requests again, by the ids of requests that have had no output yet."""
         self.idle = asyncio.Event()
         self.idle.set()
 
