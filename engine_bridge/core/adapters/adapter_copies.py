@@ -1,4 +1,4 @@
-"""Adapters kept in KV blocks that nobody needs: which, and in whose place.
+"""Which adapters are kept in KV blocks that no request needs, and which of them make room for others.
 
 Source: Chameleon §4.1 (adapters in idle memory).
 """
@@ -13,19 +13,22 @@ from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.staging import StagingWishes
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 
-# Writing adapters into free blocks takes so much of the engine's thread between two steps while there are requests: of what has just been used,
-# and of what nobody asked for yet. Chosen: a tenth and a fiftieth of a step of 15 ms. And while there are none.
+# Time, in seconds, that writing adapters into free blocks may take of the engine's thread between two steps: for adapters that have just been used,
+# for adapters that no request has asked for yet (both while there are requests), and while there are no requests. Chosen: the first two are a tenth
+# and a fiftieth of a step of 15 ms.
 USED_WRITE_S, AHEAD_WRITE_S, IDLE_WRITE_S = 0.0015, 0.0003, 0.010
-# Where there was no room for an adapter that nobody asked for yet, it is looked for again this much later, if something changed. Chosen.
+# When there was no room for an adapter that no request has asked for yet, look for room again after this time if something changed. Chosen.
 LOOK_EVERY_S = 1.0
 
 
 class AdapterCopies:
-    """Decides for the copies of one table. Blocks are free until whoever carries this out has got some (`begun`).
+    """Decides which adapters of one table have copies in KV blocks.
+
+    A copy has no blocks until the caller has allocated some for it and says so (`begun`).
 
     Args:
-        left: ids of adapters that left their slot; those that may be kept are taken out.
-        copies_ahead: also those that nobody asked for yet, where memory lies idle.
+        left: ids of adapters that left their slot; `take_left` empties the list and returns the adapters that may be kept.
+        copies_ahead: whether adapters that no request has asked for yet are copied too, where memory lies idle.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class AdapterCopies:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def take_left(self) -> list[WriteCopy]:
-        """What left its slot is kept, if there is memory that KV does not need."""
+        """Return a move for each adapter that has left its slot: write its copy if there is memory that KV does not need."""
         left = [self._table.get(adapter_id) for adapter_id in self._left]
         self._left.clear()
         return [
@@ -59,7 +62,10 @@ class AdapterCopies:
         ]
 
     def take_ahead(self, now: float) -> list[WriteCopy]:
-        """Where memory lies idle: of the adapters in host memory alone the one that is worth the most, before anybody asks for it. One at a time."""
+        """Return at most one move: copy the most valuable adapter of those in host memory alone, before any request asks for it.
+
+        This happens only where memory lies idle, and one adapter at a time.
+        """
         if self.wait_s(now) != 0:
             return []
         self._may_find, self._look_at_s = False, now + LOOK_EVERY_S
@@ -71,15 +77,18 @@ class AdapterCopies:
         return [WriteCopy(adapter_id, is_ahead=True) for adapter_id in order[-1:]]
 
     def wait_s(self, now: float) -> float | None:
-        """How long until memory is looked for; None: until something comes."""
+        """Return the seconds until memory is looked for again; None means not before something changes."""
         return max(self._look_at_s - now, 0.0) if self._may_find else None
 
     def something_changed(self) -> None:
-        """An adapter has come to host memory, or a request has ended: perhaps there is one to be copied now, and room for it."""
+        """Note that an adapter has come to host memory or a request has ended: there may now be an adapter to copy, and room for it."""
         self._may_find = self._copies_ahead
 
     def room_for(self, adapter_id: int, now: float) -> list[DropCopy]:
-        """There are no free blocks for it: who gives up theirs. Nobody if it is not worth the place of those that are there."""
+        """Return the copies to drop so that this adapter finds blocks when none are free.
+
+        The list is empty if the adapter is worth less than the copies that it would displace.
+        """
         others = self._whole()
         if not others:
             return []
@@ -90,7 +99,11 @@ class AdapterCopies:
         return [self._drop(self._versions[victim], "adapter") for victim in victims]
 
     def begun(self, adapter_id: int, is_ahead: bool = False) -> None:
-        """It has blocks, and is being written."""
+        """Note that the adapter has blocks and that its copy is being written into them.
+
+        Args:
+            is_ahead: whether it is copied before any request asked for it.
+        """
         version = self._table[adapter_id]
         if version.copy == "none":
             self._ahead_id = adapter_id if is_ahead else None
@@ -99,7 +112,7 @@ class AdapterCopies:
             self._versions[adapter_id] = version
 
     def done(self, adapter_id: int) -> None:
-        """All of it is written."""
+        """Note that the adapter's copy is written completely."""
         version = self._versions.get(adapter_id)
         if version is not None and version.copy == "writing":
             version.copy = "whole"
@@ -110,30 +123,34 @@ class AdapterCopies:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def write_s(self, is_busy: bool) -> float:
-        """How long writing may take between two steps. is_busy: requests run or wait."""
+        """Return the seconds that writing copies may take between two steps. is_busy: whether requests run or wait."""
         if not is_busy:
             return IDLE_WRITE_S
         writing = [version.id for version in self._versions.values() if version.copy == "writing"]
         return AHEAD_WRITE_S if writing == [self._ahead_id] else USED_WRITE_S
 
     def lost(self, adapter_id: int) -> None:
-        """KV took its blocks."""
+        """Note that KV took the blocks of this adapter's copy."""
         version = self._versions.get(adapter_id)
         if version is not None:
             self._drop(version, "kv")
             self._wanted.something_moved()
 
     def give_up(self, version: Version) -> list[DropCopy]:
-        """Whatever it is worth."""
+        """Drop the version's copy, however much it is worth."""
         version.copy = "none"
         return [DropCopy(version.id)] if self._versions.pop(version.id, None) is not None else []
 
     def may_displace(self, adapter_id: int, prefix: PrefixFacts, now: float) -> bool:
-        """E3: may it take the place of these prefix blocks?"""
+        """Return whether the adapter may take the place of these prefix blocks (E3)."""
         return self._worth.may_displace(self._table[adapter_id], self._whole(), prefix, now)
 
     def take_less_valuable_than_blocks(self, prefix: PrefixFacts, now: float) -> int | None:
-        """E3: one that is worth no more, by the byte, than these prefix blocks: it has gone. None: all are worth more."""
+        """Drop a copy that is worth no more, per byte, than these prefix blocks (E3).
+
+        Returns:
+            The id of the adapter whose copy was dropped; None if every copy is worth more.
+        """
         victim = (
             self._worth.less_valuable_than_blocks(self._whole(), prefix, now)
             if prefix.reuse_per_s > 0
@@ -144,9 +161,14 @@ class AdapterCopies:
         return victim
 
     def take_first_to_go(self, now: float) -> int | None:
-        """KV needs memory that some adapter lies in: the one that is worth the least has gone. None: there is none that may go in another's place.
+        """Drop the least valuable copy because KV needs the memory.
 
-        One that requests need and that lies nowhere else may not: it would have to be read from disk for them, or is about to be computed with.
+        A copy stays if requests need the adapter and it lies nowhere else: the adapter would have to be read from disk for them, or a step is about
+        to
+        compute with it.
+
+        Returns:
+            The id of the adapter whose copy was dropped; None if no copy may be dropped.
         """
         spare = [version for version in self._whole() if not (version.requests and version.place == "cached")]
         order = self._worth.order(spare, "cached", now)

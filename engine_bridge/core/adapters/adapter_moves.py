@@ -1,4 +1,4 @@
-"""What `AdapterPlaces` decides, for whoever carries it out, in the order given. By then the core counts it as done."""
+"""The moves that `AdapterPlaces` decides. The caller carries them out in the order given; by then the core counts them as done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Have steps compute with this adapter in this slot. Answer: `filled` when they can, `laid_out` when nothing is left to do."""
+    """Have steps compute with this adapter in this slot.
+
+    Answer: `filled` when steps can compute with it, `laid_out` when no work is left for this fill.
+    """
 
     adapter_id: int
     slot: int
@@ -25,7 +28,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class LeaveSlot:
-    """The adapter is in the slot no more. is_emptied: nobody follows it, its memory is to be given back."""
+    """Take the adapter out of the slot. is_emptied: no adapter follows it, so the slot's memory is to be given back."""
 
     adapter_id: int
     slot: int
@@ -34,16 +37,17 @@ class LeaveSlot:
 
 @dataclass(frozen=True, slots=True)
 class DropHost:
-    """Give up its copy in host memory."""
+    """Give up the adapter's copy in host memory."""
 
     adapter_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCopy:
-    """Keep it in KV blocks that nobody needs, if there are any that it may have. Answer: `begun`, then `done` or `lost`.
+    """Copy the adapter into KV blocks that no request needs, if there are blocks that it may have. Answer: `begun`, then `done` or `lost`.
 
-    is_ahead: before anybody asks for it; no other copy makes room for it.
+    Args:
+        is_ahead: whether this happens before any request asks for the adapter; then no other copy makes room for it.
     """
 
     adapter_id: int
@@ -52,21 +56,24 @@ class WriteCopy:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """Give up its copy in KV blocks, whole or not."""
+    """Give up the adapter's copy in KV blocks, whether it is complete or not."""
 
     adapter_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Its requests cannot be served: beside the pinned ones it has no room in host memory, whoever else leaves. They must be `released`."""
+    """Refuse the adapter's requests: beside the pinned adapters it has no room in host memory, even if all others leave.
+
+    The caller must release those requests (`released`).
+    """
 
     adapter_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The version is gone."""
+    """Forget the adapter version: it is no longer held anywhere and no request names it."""
 
     adapter_id: int
 

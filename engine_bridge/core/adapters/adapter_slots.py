@@ -1,4 +1,4 @@
-"""Which slot an adapter enters, and who leaves it."""
+"""Which slot an adapter enters, and which adapter leaves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_bridge.core.adapters.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.staging import StagingWishes
 
-# Of all slots, what adapters may hold that are only announced. Chosen.
+# The share of all slots that adapters may hold that are only announced. Chosen.
 AHEAD_SHARE = 0.5
 
 
@@ -20,10 +20,11 @@ class AdapterSlots:
     """Decides for the slots of one table.
 
     Args:
-        step_room: what the adapters in slots may take together as long as unused ones are among them; None: no bound but the slots.
-        fills_from_copies: a slot is filled from KV blocks rather than from host memory.
+        step_room: tokens of KV whose place the adapters in slots may take together as long as unused ones are among them; None: only the
+            number of slots bounds them.
+        fills_from_copies: whether a slot is filled from KV blocks rather than from host memory.
         counts: where events are counted.
-        left: ids of adapters that left their slot and have a host copy, for whoever keeps them elsewhere.
+        left: ids of adapters that left their slot and have a host copy are added here, so that the caller can keep a copy elsewhere.
     """
 
     _table: AdapterTable
@@ -35,7 +36,10 @@ class AdapterSlots:
     _left: list[int]
 
     def offer(self, version: Version, running: Collection[int], now: float) -> list[Move]:
-        """Begin to lay an adapter out before its first step, if a slot is free that nobody with an older request waits for."""
+        """Begin to lay an adapter out before its first step, if there is a slot for it.
+
+        A slot whose adapter has an older request waiting is not taken.
+        """
         candidates = [
             other
             for other in self._owners_but(running)
@@ -61,12 +65,16 @@ class AdapterSlots:
     def take(
         self, version: Version, stepping: Collection[int], running: Collection[int], now: float
     ) -> list[Move]:
-        """A step begins that computes with it. stepping: adapters of the step. Raises RuntimeError if there are too many of them."""
+        """Give the adapter a slot, because a step that computes with it begins. stepping: adapters of the step.
+
+        Raises:
+            RuntimeError: the step uses more adapters than there are slots.
+        """
         in_use = {*stepping, *running}
         moves = self._enter(version, self._owners_but(in_use), in_use, now)
         if moves:
             return moves
-        # More adapters run, over several steps, than there are slots: those come back from host memory.
+        # More adapters run, over several steps, than there are slots: the ones that leave now come back from host memory.
         gone = {i for i in running if self._table[i].host_bytes is None}
         moves = self._enter(version, self._owners_but({*stepping, *gone}), in_use, now)
         if not moves:
@@ -74,6 +82,7 @@ class AdapterSlots:
         return moves
 
     def leave(self, version: Version, is_emptied: bool = False) -> LeaveSlot:
+        """Take the version out of its slot and return the move that says so. is_emptied: no adapter follows it in that slot."""
         slot = self._table.leave_slot(version)
         self._counts["evicted:slot"] += 1
         if version.requests:
@@ -88,7 +97,7 @@ class AdapterSlots:
     def _enter(
         self, version: Version, candidates: list[Version], in_use: Collection[int], now: float
     ) -> list[Move]:
-        """An empty slot, or that of the candidate which is worth the least; nothing if there is neither."""
+        """Fill an empty slot, or the slot of the least valuable candidate; return no moves if there is neither."""
         moves: list[Move] = []
         if None in self._table.slots:
             slot = self._table.slots.index(None)
@@ -109,7 +118,7 @@ class AdapterSlots:
         return [*moves, Fill(version.id, slot, "cached" if is_near else "host")]
 
     def _shrink(self, entering: Version, in_use: Collection[int], now: float) -> list[Move]:
-        """Have unused adapters leave their slots until all that lie there take no more than a step may."""
+        """Have unused adapters leave their slots until the adapters in slots take no more room than a step may."""
         if self._step_room is None:
             return []
         moves: list[Move] = []

@@ -1,4 +1,4 @@
-"""What is known of each adapter version, and what they take together. Nothing is decided here."""
+"""The facts known of each adapter version, and the memory that all of them take together. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from engine_bridge.protocol.node import AdapterPlace
 class Version:
     """One version of an adapter, and where it is besides the disk.
 
-    room: what it takes of the steps' room, in the units of `Rules.step_room`. host_bytes: of its copy in host memory; None without one.
-    copy: in KV blocks. is_filled: steps can compute with what lies in its slot. num_layouts: on the loader's thread, from its host copy.
-    requests: ids of those in the engine, the oldest first, and when they came. is_put_back: for a measurement, until its next request.
+    Attributes:
+        room: the share of the steps' room that it takes, in the units of `Rules.step_room`.
+        host_bytes: size of its copy in host memory; None without a copy.
+        copy: state of its copy in KV blocks.
+        is_filled: whether steps can compute with the weights in its slot.
+        num_layouts: number of layouts from its host copy that are under way on the loader's thread.
+        is_put_back: whether it was put back for a measurement; that ends with its next request.
+        requests: ids of its requests in the engine, the oldest first, and the time in seconds at which each came.
     """
 
     id: int
@@ -35,7 +40,7 @@ class Version:
 
     @property
     def place(self) -> AdapterPlace:
-        """The nearest of those where it is."""
+        """The nearest of the places where the version is."""
         if self.slot is not None:
             return "slot"
         if self.host_bytes is not None:
@@ -44,7 +49,7 @@ class Version:
 
     @property
     def oldest_request_s(self) -> float:
-        """When the oldest of its requests came; 0 without any."""
+        """The time at which the oldest of its requests came, in seconds; 0 without any request."""
         return next(iter(self.requests.values()), 0.0)
 
     @property
@@ -54,15 +59,15 @@ class Version:
 
 
 class AdapterTable:
-    """All versions, by id, and the slots. One that has gone is not in it. Iterating takes a snapshot."""
+    """The known versions by id, and the slots. Iterating takes a snapshot."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots: list[int | None] = [None] * num_slots
-        """Who lies in each."""
+        """The id of the adapter in each slot; None for an empty slot."""
         self.host_bytes = 0
-        """Of all copies in host memory."""
+        """Size of all copies in host memory."""
         self.reserved_bytes = 0
-        """In host memory, for loads that are under way."""
+        """Host memory that is reserved for loads that are under way."""
         self.num_loads = 0
         self._versions: dict[int, Version] = {}
 
@@ -76,23 +81,25 @@ class AdapterTable:
         return self._versions[adapter_id]
 
     def get(self, adapter_id: int) -> Version | None:
+        """Return the version with this id, or None if it is unknown."""
         return self._versions.get(adapter_id)
 
     def add(self, version: Version) -> None:
+        """Add a version; one with the same id is replaced."""
         self._versions[version.id] = version
 
     def remove(self, version: Version) -> None:
-        """It holds nothing any more."""
+        """Remove a version that holds no memory any more."""
         del self._versions[version.id]
 
     def begin_load(self, version: Version) -> None:
-        """Notes that a version is being read from disk, and reserves host memory for it."""
+        """Note that a version is being read from disk, and reserve host memory for it."""
         version.is_loading = True
         self.num_loads += 1
         self.reserved_bytes += version.num_bytes
 
     def end_load(self, version: Version, host_bytes: int | None) -> None:
-        """host_bytes: of the copy that there is now; None: it failed."""
+        """Note that a load has ended. host_bytes: size of the copy that now lies in host memory; None: the load failed."""
         version.is_loading = False
         self.num_loads -= 1
         self.reserved_bytes -= version.num_bytes
@@ -100,23 +107,27 @@ class AdapterTable:
         self.host_bytes += host_bytes or 0
 
     def leave_host(self, version: Version) -> None:
-        """Notes that a version's copy in host memory is gone. Without a copy nothing changes."""
+        """Note that a version has no copy in host memory any more. Without a copy nothing changes."""
         self.host_bytes -= version.host_bytes or 0
         version.host_bytes = None
 
     def enter_slot(self, version: Version, slot: int) -> None:
-        """Gives a device slot to a version whose weights are yet to be written there."""
+        """Give a device slot to a version whose weights are yet to be written there."""
         self.slots[slot], version.slot, version.is_filled = version.id, slot, False
 
     def leave_slot(self, version: Version) -> int:
-        """Returns which one it lay in."""
+        """Take a version out of its slot, and return the number of that slot."""
         slot = version.slot
         assert slot is not None
         self.slots[slot], version.slot, version.is_filled = None, None, False
         return slot
 
     def check(self, host_capacity_bytes: int) -> None:
-        """Raises AssertionError where the books do not balance."""
+        """Check that the books balance.
+
+        Raises:
+            AssertionError: they do not balance.
+        """
         versions = list(self._versions.values())
         assert self.host_bytes == sum(v.host_bytes or 0 for v in versions), "bytes lost or counted twice"
         assert self.reserved_bytes == sum(v.num_bytes for v in versions if v.is_loading), "reserved bytes"

@@ -1,4 +1,4 @@
-"""Which adapters start no further request, so that one which has waited for room gets its turn."""
+"""Which adapters start no further request, so that an adapter that has waited for room gets its turn."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from engine_bridge.core.adapters.adapter_table import AdapterTable, Version
 # Chosen: how long an adapter without room waits before others make room for it, in seconds. A person hardly notices it beside a load; at 0 a burst
 # of adapters would hold everybody back.
 PATIENCE_S = 0.25
-# Chosen: how often all adapters are looked at for one that is blocked, in seconds. A step asks about each request that waits.
+# Chosen: the time between two looks over all adapters for a blocked one, in seconds. A step asks about each request that waits.
 LOOK_EVERY_S = 0.01
 
 
 class AdapterTurns:
-    """Without this, adapters whose requests overlap without a pause would keep their memory, and one more adapter would never get any.
+    """Gives an adapter that waits for room its turn.
 
-    The oldest waiting adapter has its turn first: some that run start no further request until it runs. Their running requests go on, as do all
-    other requests. So it waits for `PATIENCE_S`, for the longest answer that one of those adapters is giving, and for its own load.
+    Without this, adapters whose requests overlap without a pause would keep their memory, and one more adapter would never get any.
+
+    The oldest waiting adapter has its turn first: some of the running adapters start no further request until it runs. Their running requests
+    continue, as do all other requests. So the waiting adapter waits for `PATIENCE_S`, for the longest answer that one of those adapters is giving,
+    and for its own load.
 
     Args:
         step_room, host_bytes: as in `Rules`.
@@ -28,17 +31,21 @@ class AdapterTurns:
         self._waiting: int | None = None
         self._look_s = float("-inf")
         self.last: frozenset[int] = frozenset()
-        """What `held_back` said last. From any thread."""
+        """The last result of `held_back`. May be read from any thread."""
 
     def holds_back(self, adapter_id: int, running: Callable[[], Collection[int]], now: float) -> bool:
-        """Whether this adapter starts no further request, as of a look that is at most LOOK_EVERY_S old. running: as of `held_back`."""
+        """Return whether this adapter starts no further request, as of a look that is at most `LOOK_EVERY_S` old.
+
+        Args:
+            running: returns the adapters that requests run with, as for `held_back`.
+        """
         if now >= self._look_s:
             self._look_s = now + LOOK_EVERY_S
             self.held_back(running(), now)
         return adapter_id in self.last
 
     def held_back(self, running: Collection[int], now: float) -> frozenset[int]:
-        """Adapters of which no further request may start in this step. `running`: adapters that requests run with."""
+        """Return the adapters of which no further request may start in this step. running: adapters that requests run with."""
         waiting = self._table.get(self._waiting) if self._waiting is not None else None
         if waiting is not None and waiting.requests and waiting.id not in running:
             return self.last
@@ -66,7 +73,10 @@ class AdapterTurns:
         return version.host_bytes is None and not version.is_loading and in_host > self._host_bytes
 
     def _who_makes_room(self, version: Version, running: Collection[int]) -> frozenset[int]:
-        """The fewest requests' worth of adapters: those with few requests end soonest and have the least to lose."""
+        """Return the adapters that are held back so that this one finds room.
+
+        Adapters with few requests are taken first: they end soonest and have the least to lose.
+        """
         left = sorted(running, key=lambda each: (len(self._table[each].requests), each))
         gone: list[int] = []
         while left and self._lacks_room(version, left):

@@ -1,4 +1,4 @@
-"""What adapters are worth where they lie: the facts that an eviction policy judges by, and its answers."""
+"""The worth of adapters in each tier: the facts that an eviction policy judges by, and its answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ PRIOR_DISK_BYTES_PER_S, PRIOR_COPY_BYTES_PER_S = 0.5e9, 5e9
 
 
 class Worth:
-    """One policy's judgement, for host memory and for the device (slots and KV blocks) apart.
+    """One policy's judgement, kept apart for host memory and for the device (slots and KV blocks).
 
     Args:
         policy: a name in `engine_bridge.policy.adapters.adapter_cache.POLICIES`.
-        load_bytes_per_s, copy_bytes_per_s: from disk to host memory and from there to the device, as a profile has them, until they are seen.
+        load_bytes_per_s, copy_bytes_per_s: speeds from disk to host memory, and from there to the device, as a profile has them; they hold
+            until speeds are measured.
     """
 
     def __init__(
@@ -36,7 +37,11 @@ class Worth:
         self.use_policy(policy)
 
     def use_policy(self, policy: str) -> None:
-        """From now on this one judges; it knows of no use before."""
+        """Judge by this policy from now on. It knows of no earlier use.
+
+        Raises:
+            KeyError: there is no policy of this name.
+        """
         self._uses = UseWindow()
         self._host: EvictionPolicy = POLICIES[policy]()
         self._device: EvictionPolicy = POLICIES[policy]()
@@ -44,19 +49,20 @@ class Worth:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def used(self, adapter_id: int, now: float) -> None:
-        """A request came for it."""
+        """Note that a request for this adapter came."""
         self._uses.used(adapter_id, now)
 
     def touched(self, version: Version, now: float) -> None:
-        """A request came or ended."""
+        """Note that a request of this version came or ended."""
         self._host.touched(self._facts(version, "host", now), now)
         self._device.touched(self._facts(version, "cached", now), now)
 
     def left(self, adapter_id: int, tier: Tier) -> None:
-        """It made room for something."""
+        """Note that the adapter was evicted from this tier."""
         self._of(tier).evicted(adapter_id)
 
     def forgotten(self, adapter_id: int) -> None:
+        """Forget all uses of this adapter."""
         self._uses.forget(adapter_id)
         self._host.forgotten(adapter_id)
         self._device.forgotten(adapter_id)
@@ -64,28 +70,32 @@ class Worth:
     # -- judgements --------------------------------------------------------------------------------------------------
 
     def order(self, versions: Iterable[Version], tier: Tier, now: float) -> list[int]:
-        """Who leaves first."""
+        """Return the ids of the versions in the order in which they should leave the tier."""
         facts = [self._facts(version, tier, now) for version in versions]
         return [adapter.adapter_id for adapter in self._of(tier).order(facts, now)]
 
     def victims(
         self, versions: Iterable[Version], tier: Tier, needed_bytes: int, now: float
     ) -> tuple[int, ...]:
-        """Who leaves to free so many bytes; nobody if all of them would not do."""
+        """Return the ids of the versions that should leave to free `needed_bytes`; empty if all of them together would not be enough."""
         facts = [self._facts(version, tier, now) for version in versions]
         return choose_victims(facts, needed_bytes, self._of(tier), now)
 
     def may_displace(
         self, version: Version, cached: Sequence[Version], prefix: PrefixFacts, now: float
     ) -> bool:
-        """E3: is it worth more than these prefix blocks, by the byte? cached: the others in KV blocks."""
+        """Return whether the version is worth more per byte than these prefix blocks (E3). cached: the other versions in KV blocks."""
         facts = [self._facts(other, "cached", now) for other in (version, *cached)]
         return may_take_prefix(self._device.worths(facts, self._uses.length_s(now), now)[0], prefix)
 
     def less_valuable_than_blocks(
         self, cached: Iterable[Version], prefix: PrefixFacts, now: float
     ) -> int | None:
-        """E3: of the adapters in KV blocks that no waiting request needs the least, if these prefix blocks are worth no less, by the byte."""
+        """Return the least valuable adapter in KV blocks that no waiting request needs, if these prefix blocks are worth no less per byte (E3).
+
+        Returns:
+            The adapter's id; None if every such adapter is worth more than the blocks.
+        """
         facts = [self._facts(version, "cached", now) for version in cached]
         worths = self._device.worths(facts, self._uses.length_s(now), now)
         unused = [(worth, at) for at, worth in enumerate(worths) if not facts[at].is_queued]
@@ -98,7 +108,10 @@ class Worth:
         return self._host if tier == "host" else self._device
 
     def _facts(self, version: Version, tier: Tier, now: float) -> CachedAdapter:
-        """What its leaving this tier would cost: the way back from the next best place."""
+        """Return the facts by which a policy judges this version.
+
+        The cost of its leaving this tier is the way back from the next best place.
+        """
         has_host, has_copy = version.host_bytes is not None, version.copy == "whole"
         is_near = {"slot": has_host or has_copy, "cached": has_host, "host": has_copy}[tier]
         rate = self.copy_rate if is_near else self.disk_rate

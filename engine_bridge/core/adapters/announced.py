@@ -1,4 +1,4 @@
-"""Adapters that advisories name: how long a request for them is expected, and what was moved for it."""
+"""Adapters that advisories name: how long a request for them is expected, and how many bytes were moved for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 
 from engine_bridge.protocol.node import ADVISORY_ENDS, AdvisoryReport
 
-# Where no tier knows the session, its advisory ends at once, and a request for its adapter is expected for so many seconds more. Chosen: as long as
-# advisories live unless they are renewed.
+# Where no tier knows the session, its advisory ends at once, and a request for its adapter is expected for this many seconds more. Chosen: the
+# lifetime of advisories that are not renewed.
 EXPECTED_FOR_S = 60.0
-# Only what is at least as likely to be asked for as not displaces unused adapters from slots. Chosen.
+# An adapter displaces unused adapters from slots only if its request is at least this probable. Chosen.
 MIN_PROBABILITY = 0.5
 
 
 @dataclass(slots=True)
 class _Announcement:
-    """num_bytes: moved for it so far. is_used: its request has come."""
+    """An advisory that names an adapter. num_bytes: moved for the advisory so far. is_used: whether its request has come."""
 
     adapter_id: int
     is_likely: bool
@@ -27,9 +27,10 @@ class _Announcement:
 
 
 class Announcements:
-    """What advisories say of adapters, by advisory id. Every byte moved for one counts as `used` or `in_vain` in the end.
+    """The adapters that advisories name, by advisory id. In the end every byte moved for an advisory counts as `used` or `in_vain`.
 
-    counts: `announced_bytes:used`, `announced_bytes:in_vain` are added here.
+    Args:
+        counts: `announced_bytes:used` and `announced_bytes:in_vain` are added here.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
@@ -37,35 +38,36 @@ class Announcements:
         self._by_advisory: dict[str, _Announcement] = {}
         self._alone_until_s: dict[
             str, float
-        ] = {}  # those of which no tier knows the session, the oldest first
-        self._waited_for: dict[int, dict[str, _Announcement]] = {}  # by adapter: those before its request
+        ] = {}  # advisories of which no tier knows the session, the oldest first
+        # advisories whose request has not come, by adapter
+        self._waited_for: dict[int, dict[str, _Announcement]] = {}
 
     def begin(self, advisory_id: str, adapter_id: int, probability: float) -> None:
-        """An advisory came. A known one begins anew."""
+        """Note that an advisory names this adapter. An advisory that is already known begins anew."""
         self.end(advisory_id)
         announcement = _Announcement(adapter_id, probability >= MIN_PROBABILITY)
         self._by_advisory[advisory_id] = announcement
         self._waited_for.setdefault(adapter_id, {})[advisory_id] = announcement
 
     def is_expected(self, adapter_id: int) -> bool:
-        """Whether a request for it is likely to come."""
+        """Return whether a request for this adapter is likely to come."""
         return any(each.is_likely for each in self._waited_for.get(adapter_id, {}).values())
 
     def moved(self, adapter_id: int, num_bytes: int) -> None:
-        """So many bytes of it were brought nearer ahead of any request. They count for its latest advisory."""
+        """Note that `num_bytes` of the adapter were brought nearer ahead of any request. They count for its latest advisory."""
         for announcement in reversed(self._waited_for.get(adapter_id, {}).values()):
             announcement.num_bytes += num_bytes
             return
 
     def requested(self, adapter_id: int) -> None:
-        """A request for it came: what was moved was of use."""
+        """Note that a request for the adapter came, so that the bytes moved for it were of use."""
         for advisory_id, announcement in self._waited_for.pop(adapter_id, {}).items():
             announcement.is_used = True
             if advisory_id in self._alone_until_s:
                 self.end(advisory_id)
 
     def end(self, advisory_id: str) -> None:
-        """The advisory is over. Nothing happens if it is not known."""
+        """End an advisory. An unknown id changes nothing."""
         announcement = self._by_advisory.pop(advisory_id, None)
         self._alone_until_s.pop(advisory_id, None)
         if announcement is None:
@@ -78,7 +80,7 @@ class Announcements:
         self._counts[f"announced_bytes:{name}"] += announcement.num_bytes
 
     def expire(self, now: float) -> None:
-        """Those end whose advisory is over and whose request did not come in time."""
+        """End the expectations of requests that did not come in time after their advisory was over."""
         while self._alone_until_s:
             oldest = next(iter(self._alone_until_s))
             if self._alone_until_s[oldest] > now:
@@ -88,7 +90,7 @@ class Announcements:
     def accounted(
         self, advisory_id: str, is_late: bool, report: AdvisoryReport, now: float
     ) -> AdvisoryReport:
-        """What is said of the advisory's KV, with its adapter. is_late: no step could compute with the adapter yet."""
+        """Return the report on an advisory's KV with its adapter added. is_late: whether no step could compute with the adapter yet."""
         self.expire(now)
         announcement = self._by_advisory.get(advisory_id)
         num_bytes = announcement.num_bytes if announcement is not None else 0

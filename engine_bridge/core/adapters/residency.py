@@ -34,16 +34,20 @@ from engine_bridge.core.adapters.announced import Announcements
 from engine_bridge.core.adapters.staging import NoPrefetch, Prefetch, StagingWishes
 from engine_bridge.protocol.node import AdapterPlace
 
-# Loads that are under way at once: the layouts of adapters that have come wait behind no more. Chosen.
+# Loads that may be under way at once, so that the layouts of loaded adapters wait behind no more than these. Chosen.
 MAX_LOADS = 2
 
 
 class Rules(Struct, frozen=True, kw_only=True):
-    """host_bytes: of adapters in host memory. num_slots: for adapters that steps compute with.
+    """The bounds within which adapters are placed.
 
-    step_room: what the adapters of all requests that run may take together, in the units of `Version.room`; None: as many as there are slots.
-    cpu_assist: requests start while their adapter is still on its way into a slot. fills_from_copies: a slot is filled from KV blocks, whether
-    the adapter is in host memory, too, or not.
+    Attributes:
+        host_bytes: memory for adapters in host memory.
+        num_slots: slots for adapters that steps compute with.
+        step_room: the room that the adapters of all running requests may take together, in the units of `Version.room`; None: only the number
+            of slots bounds them.
+        cpu_assist: whether requests start while their adapter is still on its way into a slot.
+        fills_from_copies: whether a slot is filled from KV blocks, even if the adapter is in host memory, too.
     """
 
     host_bytes: int
@@ -56,7 +60,7 @@ class Rules(Struct, frozen=True, kw_only=True):
 class AdapterPlaces:
     """The adapters of one engine. Events and the time go in, moves come out, for the caller to carry out at once and in order.
 
-    `running`: adapters of the requests that run now. Methods are for one thread; others may read `table` and `place_of`.
+    `running` is always the adapters of the requests that run now. Methods are for one thread; other threads may read `table` and `place_of`.
     """
 
     def __init__(self, rules: Rules, worth: Worth, prefetch: Prefetch | None = None) -> None:
@@ -65,7 +69,7 @@ class AdapterPlaces:
         self.table = AdapterTable(rules.num_slots)
         self.wanted = StagingWishes()
         self.counts: Counter[str] = Counter()
-        """What happened since the start, see `AdapterStats`."""
+        """Counts of events since the start, see `AdapterStats`."""
         self.announced = Announcements(self.counts)
         self._prefetch = prefetch or NoPrefetch()
         self._left: list[int] = []
@@ -74,10 +78,10 @@ class AdapterPlaces:
         self.copies = AdapterCopies(*parts, self.counts, self._left, rules.fills_from_copies)
         self.turns = AdapterTurns(self.table, rules.step_room, rules.host_bytes)
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------------------------
 
     def add(self, adapter_id: int, num_bytes: int, *, room: int, is_pinned: bool, now: float) -> None:
-        """Know a version from now on; a known one may be pinned or not. A new one is loaded where memory lies idle."""
+        """Know a version from now on; a known version may become pinned or unpinned. A new one is loaded where memory lies idle."""
         known = self.table.get(adapter_id)
         is_new = known is None
         if known is None:
@@ -90,7 +94,7 @@ class AdapterPlaces:
             self.prefetch(adapter_id)
 
     def remove(self, adapter_id: int) -> list[Move]:
-        """No new request will name this version; it goes when its last request has ended."""
+        """Note that no new request will name this version; it is forgotten when its last request has ended."""
         version = self.table.get(adapter_id)
         if version is None:
             return []
@@ -98,13 +102,16 @@ class AdapterPlaces:
         return self._forget_if_unused(version)
 
     def prefetch(self, adapter_id: int) -> None:
-        """Bring it to host memory for a request that may come. It displaces none that a waiting request needs."""
+        """Bring the adapter to host memory for a request that may come. It displaces no adapter that a waiting request needs."""
         version = self.table.get(adapter_id)
         if version is not None and version.host_bytes is None and not version.is_loading:
             self.wanted.guess(version)
 
     def announce(self, advisory_id: str, adapter_id: int, probability: float) -> None:
-        """An advisory says that a request for it may come: bring it to host memory, and if that is likely, to a slot that nobody uses (E4)."""
+        """Stage an adapter for a request that an advisory announces (E4).
+
+        The adapter is brought to host memory, and if the request is likely, to a slot that no request uses.
+        """
         version = self.table.get(adapter_id)
         if version is not None:
             self.announced.begin(advisory_id, adapter_id, probability)
@@ -112,18 +119,18 @@ class AdapterPlaces:
                 self.wanted.guess(version)
 
     def place_of(self, adapter_id: int) -> AdapterPlace | None:
-        """The nearest one; None if it is unknown, or on its way from the disk. From any thread, as a hint."""
+        """Return the adapter's nearest place; None if it is unknown or on its way from the disk. May be called from any thread, as a hint."""
         version = self.table.get(adapter_id)
         return None if version is None or version.is_loading else version.place
 
     def places(self) -> dict[int, AdapterPlace]:
-        """Where each version is, the nearest place of several. From any thread."""
+        """Return where each version is: the nearest place, if it is in several. May be called from any thread."""
         return {version.id: version.place for version in self.table}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def requested(self, request_id: str, adapter_id: int, now: float) -> None:
-        """A request enters the engine."""
+        """Note that a request for this adapter enters the engine."""
         version = self.table[adapter_id]
         self.counts[f"found:{version.place}"] += 1
         self.worth.used(adapter_id, now)
@@ -136,7 +143,7 @@ class AdapterPlaces:
             self.wanted.want(version)
 
     def released(self, request_id: str, adapter_id: int, now: float) -> list[Move]:
-        """It has ended, or never was in the engine."""
+        """Note that a request has ended or never was in the engine. An unknown request changes nothing."""
         version = self.table.get(adapter_id)
         if version is None or version.requests.pop(request_id, None) is None:
             return []
@@ -147,7 +154,11 @@ class AdapterPlaces:
         return self._forget_if_unused(version)
 
     def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
-        """Whether a step could compute with this adapter as far as its weights are concerned. may_assist: also on its way into a slot."""
+        """Return whether a step could compute with this adapter as far as its weights are concerned.
+
+        Args:
+            may_assist: whether an adapter on its way into a slot counts too.
+        """
         version = self.table[adapter_id]
         if version.is_filled or self._has_device_source(version):
             return True
@@ -155,25 +166,35 @@ class AdapterPlaces:
         return version.host_bytes is not None and (is_assisted or self.rules.fills_from_copies)
 
     def is_assisted(self, adapter_id: int) -> bool:
-        """Does the host compute for it while its slot is being filled? What comes from KV blocks, within the device, is there sooner than that."""
+        """Return whether the host computes for this adapter while its slot is being filled.
+
+        An adapter that comes from KV blocks, within the device, is there sooner than the host could compute.
+        """
         return self.rules.cpu_assist and not self._has_device_source(self.table[adapter_id])
 
     def free_room(self, running: Collection[int]) -> int | None:
-        """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
+        """Return the room that adapters of further requests may take in the steps to come; None: no bound.
+
+        An adapter that is too large for the whole room runs alone.
+        """
         if self.rules.step_room is None or not running:
             return None
         return self.rules.step_room - sum([self.table[adapter_id].room for adapter_id in running])
 
     def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
-        """For one more request of this adapter."""
+        """Return the room that one more request of this adapter would take; 0 if the adapter runs already."""
         return 0 if adapter_id in running else self.room_of(adapter_id)
 
     def room_of(self, adapter_id: int) -> int:
-        """Tokens of KV whose place this adapter takes on the device."""
+        """Return the tokens of KV whose place this adapter takes on the device."""
         return self.table[adapter_id].room
 
     def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
-        """A step begins, with rows of these adapters. Raises RuntimeError if there are too many of them."""
+        """Give slots to the adapters of a step that begins.
+
+        Raises:
+            RuntimeError: the step uses more adapters than there are slots.
+        """
         moves: list[Move] = []
         for adapter_id in adapter_ids:
             version = self.table[adapter_id]
@@ -184,12 +205,12 @@ class AdapterPlaces:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def has_work(self, now: float) -> bool:
-        """Would `advance` or `copies_to_write` do something now?"""
+        """Return whether `advance` or `copies_to_write` would do something now."""
         may_stage = self.wanted.is_worth_a_turn and self.table.num_loads < MAX_LOADS
         return may_stage or bool(self._left) or self.wait_s(now) == 0
 
     def wait_s(self, now: float) -> float | None:
-        """How long until there is something to do by itself; None: until something comes."""
+        """Return the seconds until there is something to do even if no event comes; None: not before an event."""
         waits = (self._prefetch.wait_s(now), self.copies.wait_s(now)) if len(self.table) else ()
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -219,18 +240,18 @@ class AdapterPlaces:
         return moves
 
     def copies_to_write(self, now: float) -> list[WriteCopy]:
-        """What left its slot, to be kept on the device, else what may be asked for."""
+        """Return the copies to write on the device: adapters that left their slot, else adapters that may be asked for."""
         return self.copies.take_left() or self.copies.take_ahead(now)
 
     def _is_staged(self, version: Version, is_guess: bool) -> bool:
         if is_guess:
             is_near = version.host_bytes is not None or self._has_device_source(version)
             return version.slot is not None or (is_near and not self.announced.is_expected(version.id))
-        # One whose layout failed needs its weights again.
+        # A version whose layout failed needs its weights again.
         has_weights = version.is_filled or version.num_layouts > 0 or version.host_bytes is not None
         return not version.requests or (version.slot is not None and has_weights)
 
-    # -- what became of moves ----------------------------------------------------------------------------------------
+    # -- results of moves --------------------------------------------------------------------------------------------
 
     def loaded(
         self,
@@ -240,7 +261,7 @@ class AdapterPlaces:
         elapsed_s: float,
         now: float,
     ) -> list[Move]:
-        """It is in host memory."""
+        """Note that a load has ended and the adapter is in host memory. host_bytes: size of that copy. elapsed_s: duration of the load."""
         version = self.table[adapter_id]
         self.table.end_load(version, host_bytes)
         self.wanted.arrived(adapter_id)
@@ -252,7 +273,7 @@ class AdapterPlaces:
         return self._forget_if_unused(version)
 
     def load_failed(self, adapter_id: int) -> list[Move]:
-        """It cannot be had. Its requests must be `released`: nothing is tried for them any more."""
+        """Note that the adapter could not be loaded. The caller must release its requests (`released`): no further load is tried for them."""
         version = self.table[adapter_id]
         self.table.end_load(version, None)
         self.wanted.something_moved()
@@ -261,19 +282,22 @@ class AdapterPlaces:
         return self._forget_if_unused(version)
 
     def filled(self, adapter_id: int, slot: int) -> None:
-        """Steps can compute with what lies in its slot, if it still lies there."""
+        """Note that steps can compute with the adapter in its slot, if it is still there."""
         if self.table.slots[slot] == adapter_id:
             self.table[adapter_id].is_filled = True
 
     def laid_out(self, adapter_id: int) -> list[Move]:
-        """Nothing is left to do for one of its fills; its host copy is not read for it any more."""
+        """Note that one fill of the adapter has no work left; its host copy is no longer read for that fill."""
         version = self.table[adapter_id]
         version.num_layouts -= 1
         self.wanted.something_moved()
         return self._forget_if_unused(version)
 
     def broken(self, adapter_id: int) -> list[Move]:
-        """It could not be made ready to compute with. Its requests must be `released`; it leaves wherever it is, so that a later one begins anew."""
+        """Note that the adapter could not be made ready to compute with.
+
+        The caller must release its requests (`released`). The adapter leaves every place where it is, so that a later request begins anew.
+        """
         version = self.table.get(adapter_id)
         if version is None:
             return []
@@ -288,7 +312,7 @@ class AdapterPlaces:
         return moves
 
     def put_back(self, adapter_id: int, *, keeps_host: bool) -> list[Move]:
-        """Have it leave its slot and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with it there."""
+        """Have the adapter leave its slot and the KV blocks, and host memory unless `keeps_host`, so that a measurement begins with it there."""
         version = self.table[adapter_id]
         version.is_put_back = True
         moves: list[Move] = [*self.copies.give_up(version)]
@@ -309,7 +333,7 @@ class AdapterPlaces:
         moves = self._make_host_room(version, is_guess, running, now)
         if moves is None:
             is_refused = not is_guess and self._has_never_room(version)
-            # A pinned one waits until there is room: nobody may ask for it for long.
+            # A pinned adapter stays wanted until there is room, as it may be long before a request asks for it.
             if is_refused or (is_guess and not version.is_pinned):
                 self.wanted.drop(version.id)
             return [Refuse(version.id)] if is_refused else []
@@ -321,7 +345,10 @@ class AdapterPlaces:
     def _make_host_room(
         self, version: Version, is_guess: bool, running: Collection[int], now: float
     ) -> list[Move] | None:
-        """Who leaves for it; None if there can be no room. A guess displaces nothing that a request waits for."""
+        """Return the moves that make room in host memory for a version; None if there can be no room.
+
+        A guess displaces no adapter that a request waits for.
+        """
         over = self.table.host_bytes + self.table.reserved_bytes + version.num_bytes - self.rules.host_bytes
         if over <= 0:
             return []
@@ -341,7 +368,7 @@ class AdapterPlaces:
         return moves if victims else None
 
     def _has_never_room(self, version: Version) -> bool:
-        """Do pinned ones take what it needs? They leave for nobody."""
+        """Return whether pinned adapters, which never leave, take the memory that this version needs."""
         pinned = (each for each in self.table if each.is_pinned and each is not version)
         held = sum(each.num_bytes if each.is_loading else each.host_bytes or 0 for each in pinned)
         return held + version.num_bytes > self.rules.host_bytes
@@ -357,14 +384,14 @@ class AdapterPlaces:
         return [DropHost(version.id)]
 
     def _has_idle_memory(self, num_bytes: int) -> bool:
-        """Does it fit beside what is there and what is on its way, with half of the memory left?"""
+        """Return whether `num_bytes` fit beside the loaded adapters and the wanted ones, with half of the memory left."""
         return 2 * (self.table.host_bytes + self.wanted.num_bytes + num_bytes) <= self.rules.host_bytes
 
     def _has_device_source(self, version: Version) -> bool:
         return self.rules.fills_from_copies and version.copy == "whole"
 
     def _forget_if_unused(self, version: Version) -> list[Move]:
-        """Of a removed version nothing stays behind its last request."""
+        """Forget a removed version, with all that it holds, after its last request."""
         if not version.is_removed or version.requests or version.is_loading or version.num_layouts:
             return []
         self.wanted.drop(version.id)
@@ -381,7 +408,7 @@ class AdapterPlaces:
 
 
 def _may_leave_host(version: Version, waiting_since_s: float | None, running: Collection[int]) -> bool:
-    """May it leave for one whose oldest request came then? None: for a guess."""
+    """Return whether the version may leave host memory for one whose oldest request came at `waiting_since_s`; None: for a guess."""
     if version.host_bytes is None or version.is_pinned or version.is_host_copy_read:
         return False
     if not version.requests:

@@ -1,4 +1,4 @@
-"""Which adapters a step lays out itself, though that takes the time of all who run in it: where the engine computes on a CPU."""
+"""Which adapters a step lays out itself, though that takes the time of all requests that run in it: where the engine computes on a CPU."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from msgspec import Struct
 
 from kvtiers.policy.rates import Rate
 
-# Of a step's time, what layouts may make it longer by. Chosen: half of what a cold adapter may cost other streams (E9).
+# The share of a step's time by which layouts may lengthen it. Chosen: half of the slowdown that a cold adapter may cause other streams (E9).
 MOST_SHARE = 0.25
-# Before anything was measured, in bytes of what is laid out. Chosen: what one core does beside nobody else.
+# Layout speed before any was measured, in bytes of the laid-out adapter per second. Chosen: the speed of one core with no other load.
 PRIOR_BYTES_PER_S = 2e9
 
 
 class StepFacts(Struct, frozen=True):
-    """Of the step that comes: how many requests run, and what it takes without a layout."""
+    """The facts of the coming step: the number of running requests, and its duration in seconds without a layout."""
 
     num_running: int
     step_s: float
 
 
 class StepLayouts:
-    """Weighs those who run against who waits. Whoever starts now rather than after a layout beside the step gains a step; each who runs loses
-    the layout's time. Of one thread.
+    """Weighs the requests that run against the ones that wait. For one thread only.
+
+    A request that starts now, rather than after a layout beside the step, gains a step; each running request loses the time of the layout.
 
     Source: ours. CaraServe §4.1 starts at once, as its host has cores that the device does not need.
     """
 
     def __init__(self, facts: Callable[[], StepFacts]) -> None:
-        """facts: asked once a step, if at all."""
+        """Take `facts`, which is called at most once a step."""
         self.rate = Rate(PRIOR_BYTES_PER_S)
         self._ask = facts
         self._facts: StepFacts | None = None
         self._granted_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Another step is about to be scheduled."""
+        """Note that another step is about to be scheduled."""
         self._facts = None
         self._granted_s.clear()
 
     def allows(self, adapter_id: int, num_bytes: int, now: float) -> bool:
-        """May the step that comes lay this adapter out? The answer stays the same until `begin`. num_bytes: as laid out."""
+        """Return whether the coming step may lay this adapter out. The answer stays the same until `begin`. num_bytes: size as laid out."""
         if adapter_id in self._granted_s:
             return True
         if self._facts is None:
