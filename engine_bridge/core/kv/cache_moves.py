@@ -1,4 +1,4 @@
-"""What is done between two steps to blocks of the device's prefix cache that no running request holds."""
+"""Moves, made between two steps, of blocks in the device's prefix cache that no running request holds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from engine_bridge.core.kv.expected import Hashes
 from kvtiers.blocks import Block
 
 NULL_BLOCK_ID = 0
-"""Stands in a request's list of blocks where it has none: for what lies before its attention's window. No KV is in that block of the device."""
+"""Fills a request's list of blocks where it has none, before its attention's window. The device's block of this id holds no KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Take blocks of the device, fill them from host memory with `sources`, and leave them as evictable cache behind the first `start` blocks of
-    the prefix that `hashes` name, which are there."""
+    """Take blocks of the device, fill them from host memory with `sources`, and leave them there as evictable cache.
+
+    They follow the first `start` blocks of the prefix that `hashes` name, which are on the device already.
+    """
 
     hashes: Hashes
     start: int
@@ -24,7 +26,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Put the first `num_blocks` of a prefix behind everything else in the order of eviction."""
+    """Move the first `num_blocks` of a prefix to the end of the order of eviction, so that they are evicted last."""
 
     hashes: Hashes
     num_blocks: int

@@ -1,8 +1,10 @@
-"""In which order the device's blocks of expected sessions are evicted: after all others, and the most deserving ones' last.
+"""In which order the device's blocks of expected sessions are evicted: after all others, and the most deserving sessions' blocks last.
 
-The engine evicts what was freed first. A request that ends leaves its blocks behind everything else, those of expected sessions too, though its own
-session will not ask again for as long as somebody reads. So these are put in order again; but moving a block takes the engine's thread some time,
-and there may be many. Behind all of them stands what requests have on the device that wait for the rest of their KV: nothing holds that either.
+The engine evicts first the blocks that were freed first. A request that ends leaves its blocks behind all others, even behind the blocks of
+expected
+sessions, though its own session will not ask again while its user reads the answer. So the blocks of expected sessions are put in order again; but
+moving a block takes the engine's thread some time, and there may be many. Last in the order are the blocks on the device of requests that wait for
+more of their KV: these blocks are not held by a running request either.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from engine_bridge.core.kv.expected import Hashes
 
 # Blocks that may be moved in a second. Chosen: 1.3% of the engine's thread, which takes 1.3 µs to find and move one (measured, vLLM's block pool).
 BLOCKS_PER_S = 10_000
-# After so many the engine goes on first: 3 ms. One session's are moved together. Chosen.
+# After this many moved blocks the engine gets its thread back: 3 ms. The blocks of one session are moved together. Chosen.
 MOST_AT_ONCE = 2_000
-# The order is looked after this often, as what is cut off or preempted says nothing.
+# Seconds between two looks at the order, because blocks that are cut off or preempted cause no event.
 LOOK_EVERY_S = 0.5
 
 
@@ -33,34 +35,43 @@ class Resident:
 
 
 class Device(Protocol):
-    """The device's prefix cache, to look at."""
+    """The device's prefix cache, for reading only."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """The number of blocks of the whole device."""
+
     def num_free_blocks(self) -> int:
-        """That no running request holds, whatever lies in them."""
+        """Return the number of blocks that no running request holds, whether they hold cached KV or not."""
         ...
 
     def resident(self, hashes: Hashes, limit: int) -> Resident:
-        """How many of the first `limit` of these blocks are on the device, from the first one on."""
+        """Return how many of the first `limit` of these blocks are on the device without a gap, from the first one on."""
         ...
 
     def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
-        """How many other blocks the engine evicts before the first of these, which running requests may hold; at most `limit`. None: one of them is
-        not there any more."""
+        """Return how many other blocks the engine evicts before the first of these, which running requests may hold.
+
+        Returns:
+            At most `limit`; None if one of these blocks is no longer on the device.
+        """
 
 
 class EvictionOrder:
-    """When it is time to move them, and which. due_s: when some may be moved again."""
+    """Decides when blocks of expected sessions are moved in the order of eviction, and which blocks.
+
+    Attributes:
+        due_s: the time from which some may be moved again.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.due_s = -math.inf
         self._is_disturbed = False
-        self._ended_s = -math.inf  # of the last round
-        # Still to be moved in this round, the least deserving first.
+        self._ended_s = -math.inf  # when the last round ended
+        # Blocks still to be moved in this round, the least deserving first.
         self._pending: deque[tuple[Hashes, int]] = deque()
-        # Of each that a round has put behind everything else, the block that is evicted first: of the last whole round, and of the one under way.
+        # Of each prefix that a round has put last, the block that is evicted first: of the last complete round, and of the round under way.
         self._first_kept: list[bytes] = []
         self._first_moved: list[bytes] = []
         self._is_loss_told = False
@@ -69,16 +80,20 @@ class EvictionOrder:
 
     @property
     def num_waiting_blocks(self) -> int:
-        """Of requests that wait. What several of them begin with counts once."""
+        """The number of blocks on the device for requests that wait. A block that several of them begin with counts once."""
         return len(self._waiting_blocks)
 
     @property
     def is_owed(self) -> bool:
-        """Whether something is to be moved as soon as that may be."""
+        """Whether blocks are to be moved as soon as the pace allows."""
         return self._is_disturbed or bool(self._pending)
 
     def came(self, request_id: str, hashes: Hashes) -> Refresh | None:
-        """A request waits, or more of what it needs has come. Returns what keeps what the device has of it; None if that is nothing."""
+        """Note that a request waits, or that more of the KV that it needs has come.
+
+        Returns:
+            The move that keeps its blocks on the device; None if it has no block there.
+        """
         self.left(request_id)
         num_there = self._device.resident(hashes, len(hashes)).num_blocks
         if not num_there:
@@ -88,7 +103,7 @@ class EvictionOrder:
         return kept
 
     def left(self, request_id: str) -> None:
-        """It waits no more."""
+        """Note that the request no longer waits."""
         kept = self._waiting.pop(request_id, None)
         for block in kept.hashes if kept is not None else ():
             self._waiting_blocks[block] -= 1
@@ -96,18 +111,22 @@ class EvictionOrder:
                 del self._waiting_blocks[block]
 
     def disturb(self) -> None:
-        """Something else was put behind them."""
+        """Note that other blocks were put behind the ones of expected sessions."""
         self._is_disturbed = True
 
     def is_due(self, now: float, *, is_busy: bool = True) -> bool:
-        """Whether some are to be moved now. is_busy: others want the engine's thread."""
+        """Return whether blocks are to be moved now. is_busy: whether requests or other work want the engine's thread."""
         if not is_busy and self.is_owed:
             return True
         return now >= self.due_s and (self.is_owed or now >= self._ended_s + LOOK_EVERY_S)
 
     def num_unexpected(self, limit: int) -> int:
-        """Of the next `limit` blocks that the engine would evict, how many a guess may take: those in front of all that was put behind the others.
-        What has ended since lies behind these; so if there are fewer than `limit`, the order is to be put right."""
+        """Return how many of the next `limit` blocks that the engine would evict may be taken for a guess.
+
+        These are the blocks in front of all that were put last. Blocks of requests that have ended since lie behind those; so if there are fewer
+        than
+        `limit`, the order is to be put right.
+        """
         if not self._first_kept or limit <= 0:
             return limit
         num = self._device.num_evicted_before(self._first_kept, limit) or 0
@@ -116,7 +135,7 @@ class EvictionOrder:
         return num
 
     def has_lost(self) -> bool:
-        """Whether the engine has taken some of what was put behind the others. Said once in a round."""
+        """Return whether the engine has taken some of the blocks that were put last. A loss is reported once in a round."""
         if self._is_loss_told or self._device.num_evicted_before(self._first_kept, 0) is not None:
             return False
         self._is_loss_told = True
@@ -124,10 +143,11 @@ class EvictionOrder:
         return True
 
     def moves(self, shares: Sequence[tuple[Hashes, int]], now: float) -> list[Refresh]:
-        """What is to be carried out now, one after the other.
+        """Return the moves to carry out now, one after the other.
 
-        shares: expected sessions' blocks and how many of these are wanted on the device, the most deserving first. Of a round that is under way the
-        rest comes first, as it was begun.
+        Args:
+            shares: blocks of expected sessions and how many of these are wanted on the device, the most deserving first. A round that is under
+                way is finished first with the shares that it began with.
         """
         if not self._pending:
             self._is_disturbed, self._first_moved = False, []
@@ -142,7 +162,7 @@ class EvictionOrder:
                 num_moved += num_there
         self._first_moved += [move.hashes[move.num_blocks - 1] for move in moves]
         if not self._pending:
-            # Not sooner: those that a round comes to last have their old places until then.
+            # Not earlier: the blocks that a round moves last keep their old places until then.
             self._first_kept, self._is_loss_told, self._ended_s = self._first_moved, False, now
         self.due_s = now + num_moved / BLOCKS_PER_S
         return moves

@@ -1,4 +1,4 @@
-"""What is expected: guesses under way, and what sessions' last requests left."""
+"""Expected requests: the guesses under way, and the prefixes that sessions' last requests left."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from kvtiers.keys import BlockShape
 
 log = logging.getLogger(__name__)
 
-# Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in all). Chosen.
+# Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in total). Chosen.
 MAX_REMEMBERED_HASHES = 1 << 19
 
 OnChange = Callable[[AdvisoryReport], None]
 Hashes = Sequence[bytes]
-"""Of a conversation's whole blocks, as the engine makes them."""
+"""Hashes of a conversation's whole blocks, as the engine makes them."""
 Whose = tuple[str, str | None]
-"""A session, and the salt that keeps its tenant's and adapter's KV apart: nobody can say anything about another's."""
+"""A session, and the salt that keeps its tenant's and adapter's KV apart, so that no tenant can learn or change anything of another's."""
 
 
 class Guess:
     """One advisory under way.
 
-    block: a block's shape, and its tokens. first: the block at which its stage begins, a piece of it. limit: blocks that the tiers or the device
-    hold. is_known: the tiers were asked what they hold of it. is_ahead: the stage is behind blocks that the device lacks, and only to be in host
-    memory. num_hosted: leading blocks that were read as far as host memory because the device had no room. is_far: some of its KV lay on disk or on
-    another node. num_copied: blocks, to the device; num_beside: of these, while requests ran.
+    Attributes:
+        block: a block's shape, and its tokens.
+        first: the block at which its stage, a piece of the prefix, begins.
+        limit: blocks that the tiers or the device hold.
+        is_known: whether the tiers were asked which of its blocks they hold.
+        is_ahead: whether the stage lies behind blocks that the device lacks, and is only to be in host memory.
+        num_hosted: leading blocks that were read as far as host memory because the device had no room.
+        is_far: whether some of its KV lay on disk or on another node.
+        num_copied: blocks copied to the device; num_beside: the part of these that was copied while requests ran.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Guess:
         self.is_far = True
         self.num_copied = self.num_beside = 0
         self.looked_s = -math.inf
-        self._stages: list[Stage] = []  # this one and those before, where something had to be read
+        self._stages: list[Stage] = []  # this stage and earlier ones, where something had to be read
 
     def hold(self, stage: Stage, first: int) -> None:
         """Take a piece, from the block `first` on."""
@@ -74,18 +79,18 @@ class Guess:
             self._stages.append(stage)
 
     def let_go(self) -> list[Stage]:
-        """Give up the piece, if there is one, for whoever is to release it."""
+        """Give up the piece, and return its stage, if it has one, for the caller to release."""
         stage, self.stage = self.stage, None
         return [] if stage is None else [stage]
 
     @property
     def has_moved(self) -> bool:
-        """Whether anything was read or copied for it."""
+        """Whether anything was read or copied for this guess."""
         return self.num_copied > 0 or self._bytes_read("disk") + self._bytes_read("peer") > 0
 
     @property
     def is_read_for(self) -> bool:
-        """Whether a reading goes on that was begun for it, though it may want it no more."""
+        """Whether a reading that was begun for this guess is still under way, though the guess may not want it any more."""
         return any(stage.num_readings for stage in self._stages)
 
     def _bytes_read(self, origin: Origin) -> int:
@@ -98,7 +103,13 @@ class Guess:
         lead_s: float | None = None,
         late_s: float | None = None,
     ) -> None:
-        """Tell how it stands. A follower that raises keeps nobody from giving back what is held for this and other guesses."""
+        """Report the guess's state to its follower.
+
+        An error of the follower is only logged, so that the memory held for this and other guesses is still given back.
+
+        Args:
+            lead_s: seconds from the advisory to its end. late_s: seconds by which the KV came too late.
+        """
         self.state = state
         block_size = self._block_size
         report = AdvisoryReport(
@@ -121,18 +132,21 @@ class Guess:
 
 
 class OpenAccounts:
-    """Advisories that are over while something is still being read for them: each is reported when that has ended, with all of its bytes."""
+    """Ended advisories whose reads are still in flight: each is reported when its reads have ended, with all of its bytes."""
 
     def __init__(self) -> None:
         self._open: list[tuple[Guess, AdvisoryState, float | None]] = []
 
     def close(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None) -> None:
-        """It is over. One that has `expired` turns out to be `wasted` if anything was moved for it; lead_s is not told of one that has not."""
+        """End an advisory's account with this outcome, and report it once its reads have ended.
+
+        An `expired` one is reported as `wasted` if anything was moved for it; otherwise it is reported without `lead_s`.
+        """
         self._open.append((guess, outcome, lead_s))
         self.settle()
 
     def settle(self, *, is_last: bool = False) -> None:
-        """Report those for which nothing is read any more; is_last: all, as they stand."""
+        """Report the accounts whose reads have ended. is_last: report all of them as they are."""
         accounts, self._open = self._open, []
         for account in accounts:
             guess, outcome, lead_s = account
@@ -145,7 +159,7 @@ class OpenAccounts:
 
 
 class Memory:
-    """What sessions' last requests left, under a salt, the longest ago forgotten first: their next prompts will begin with it."""
+    """The prefixes that sessions' last requests left, under a salt: their next prompts will begin with them. The oldest is forgotten first."""
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
@@ -155,16 +169,19 @@ class Memory:
         return whose in self._hashes
 
     def of(self, whose: Whose) -> Hashes:
+        """Return the block hashes kept for this session and salt; empty if there are none."""
         return self._hashes.get(whose, ())
 
     def forget_session(self, session: str) -> None:
-        """No further prompt of this session begins with what its last requests left, under no adapter. A tenant's session of the same id is
-        forgotten as well: its next advisory then names its own token ids."""
+        """Forget the session's prefixes, under every adapter: no further prompt begins with them.
+
+        A tenant's session of the same id is forgotten as well: its next advisory then names its own token ids.
+        """
         for whose in [whose for whose in self._hashes if whose[0] == session]:
             self._forget(whose)
 
     def keep(self, whose: Whose, hashes: Hashes) -> None:
-        """In the place of what was kept of it before."""
+        """Remember these hashes in place of the ones that were kept for this session and salt before."""
         self._forget(whose)
         self._hashes[whose] = list(hashes)
         self._num_hashes += len(hashes)

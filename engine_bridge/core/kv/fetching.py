@@ -9,19 +9,23 @@ from kvtiers.policy.restore import is_worth_fetching
 
 
 class Peers(Protocol):
-    """What is asked of `kvtiers.store.KvStore`."""
+    """The part of `kvtiers.store.KvStore` that this module calls."""
 
     @property
     def shape(self) -> BlockShape:
-        """How large a block is and in how many layers it is sent."""
+        """The size of a block and the number of layers in which it is sent."""
 
-    def peer_bytes_per_s(self, address: str) -> float | None: ...
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        """Return the speed of reads from this peer; None if it cannot be asked."""
 
 
 def peer_to_ask(address: str, store: Peers, block_size_tokens: int, prefill_s_per_token: float | None) -> str:
-    """The address of a peer that is worth asking, or "".
+    """Return the address of a peer that is worth asking, or "".
 
-    address: where KV may be; "" for nowhere. block_size_tokens: of the store's blocks. prefill_s_per_token: None where that was not measured.
+    Args:
+        address: where KV may be; "" for no peer.
+        block_size_tokens: tokens in one of the store's blocks.
+        prefill_s_per_token: None where that was not measured.
     """
     rate = store.peer_bytes_per_s(address) if address else None
     if rate is None:

@@ -1,7 +1,7 @@
-"""What the KV tiers hold for requests: what is staged for one that waits, loaded when it starts, and saved of each step.
+"""The KV that the tiers hold for requests: staged for a request that waits, loaded when it starts, and saved after each step.
 
-A pure state machine: the driver tells what became of requests, and carries out what `next_step` returns. Each stage is released exactly once:
-here, or by whoever carries out the `Load` that has it.
+A pure state machine: the driver tells what became of requests, and carries out the moves that `next_step` returns. Each stage is released exactly
+once: here, or by the code that carries out the `Load` that has it.
 """
 
 from __future__ import annotations
@@ -23,73 +23,90 @@ from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 
 # A step with fewer tokens says little about the speed of prefill.
 MIN_PREFILL_TOKENS = 128
-# Sources of requests that were aborted are never asked for: so many, and twice as many as there are requests, are kept. Chosen.
+# The sources of aborted requests are never asked for: this number, and twice the number of requests, are kept. Chosen.
 MAX_SPARE_SOURCES = 64
-# What a request may wait for beside other requests: that reads end which nobody wants any more, and its turn to be restored in pieces.
+# What a request may wait for beside other requests: the end of reads that no request wants any more, and its turn to be restored in pieces.
 STOPPED_READS, TURN = "", " "
-# A request waits so often for others to give host memory back, a quarter of a second each time where measured; and has one piece copied so often
-# that does not come to the device. Chosen: nobody waits for ever.
+# The number of times that a request waits for others to give host memory back, a quarter of a second each time where measured, and the number of
+# times that it has one piece copied which does not come to the device. Chosen: so no request waits for ever.
 MAX_WAITS = 8
 
 
 class KvBlocks(Protocol):
-    """What restores need of `kvtiers.store.KvStore`, which says what each does."""
+    """The part of `kvtiers.store.KvStore` that restores call; the store says what each method does."""
 
     @property
     def shape(self) -> BlockShape:
-        """How large a block is and in how many layers it is copied."""
+        """The size of a block and the number of layers in which it is copied."""
 
     @property
-    def num_host_blocks(self) -> int: ...
-    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None: ...
-    def leave(self, group: str, *, tenant: str = "") -> None: ...
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
-    def peer_bytes_per_s(self, address: str) -> float | None: ...
-    def progress(self, stage: Stage) -> StageProgress: ...
-    def release(self, stage: Stage) -> None: ...
-    def num_held(self, keys: Sequence[BlockKey]) -> int: ...
-    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int: ...
+    def num_host_blocks(self) -> int:
+        """The number of blocks that host memory has room for."""
+
+    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
+        """Note that a request of this group is in the engine."""
+
+    def leave(self, group: str, *, tenant: str = "") -> None:
+        """Note that a request of this group has ended."""
+
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
+        """Have the leading blocks that the tiers hold brought to host memory."""
+
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        """Return the speed of reads from a peer; None if it cannot be asked."""
+
+    def progress(self, stage: Stage) -> StageProgress:
+        """Return how far a stage has come."""
+
+    def release(self, stage: Stage) -> None:
+        """Give up a stage."""
+
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks the tiers hold."""
+
+    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
+        """Return the size of the blocks that are not in host memory."""
+
     @property
-    def is_stopping_reads(self) -> bool: ...
-    def disk_bytes_per_s(self) -> float: ...
-    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save: ...
+    def is_stopping_reads(self) -> bool:
+        """Whether reads that no request wants any more are still under way."""
+
+    def disk_bytes_per_s(self) -> float:
+        """Return the measured speed of the disk."""
+
+    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
+        """Reserve slots for the blocks that no tier holds yet."""
 
 
 class Tiers(Machine, Protocol):
-    """The tiers of a node, as far as restores ask them.
-
-    chosen, resumed: count the ways that were chosen when requests were preempted, and those by which they came back.
-    """
+    """The part of a node's tiers that restores ask."""
 
     @property
     def policy(self) -> RestorePolicy:
-        """What decides whether a request's KV is copied or computed again."""
+        """The policy that chooses whether a request's KV is copied or computed again."""
 
     @property
     def chosen(self) -> Counter[str]:
-        """How often each way to get KV back was chosen, by its name."""
+        """How often each way to get KV back was chosen when a request was preempted, by its name."""
 
     @property
     def resumed(self) -> Counter[str]:
-        """How often preempted requests went on, by the way their KV came back."""
+        """How often preempted requests continued, by the way their KV came back."""
 
     @property
     def usable_store(self) -> KvBlocks | None:
-        """None while nothing is to be loaded or saved."""
-        ...
+        """The store; None while no KV is to be loaded or saved."""
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
-        """By the costs as they are now; None where `policy` alone is to decide."""
-        ...
+        """Return the costs of both ways as they are now; None where `policy` alone is to decide."""
 
     def num_free_device_blocks(self) -> int:
-        """Blocks of the device that no running request holds; 0 where nothing can be copied there between two steps."""
-        ...
+        """Return the number of device blocks that no running request holds; 0 where no copy can be made between two steps."""
 
 
 @dataclass(slots=True)
 class SaveJob:
-    """The device's `block_ids` go to the slots of `save` in the next step. Whoever copies them commits or abandons the save."""
+    """The device's `block_ids` go to the slots of `save` in the next step. The code that copies them commits or abandons the save."""
 
     save: Save
     block_ids: list[int]
@@ -97,7 +114,7 @@ class SaveJob:
 
 @dataclass(slots=True)
 class StepMoves:
-    """What one step loads and saves."""
+    """The loads and saves of one step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -105,7 +122,7 @@ class StepMoves:
 
 @dataclass(slots=True)
 class Sources:
-    """Where the KV of a request's prompt came from, in tokens; the rest was computed."""
+    """The tiers that the KV of a request's prompt came from, in tokens; the other tokens were computed."""
 
     device: int
     host: int = 0
@@ -113,7 +130,7 @@ class Sources:
     peer: int = 0
 
     def load(self, restore: Restore, num_blocks: int, block_size: int) -> None:
-        """A step loads so many blocks. What a restore has brought to the device in pieces counts as from where it was."""
+        """Count the blocks that a step loads. Blocks that a restore brought to the device in pieces count for the tier where they were."""
         skipped = restore.num_skipped
         carried = restore.carried_before(restore.first + skipped)[: self.device // block_size]
         found = Counter(carried + restore.origins[skipped : skipped + num_blocks])
@@ -121,7 +138,7 @@ class Sources:
         self.host, self.disk, self.peer = (found[each] * block_size for each in ("host", "disk", "peer"))
 
     def cut(self, num_tokens: int) -> None:
-        """Only so many of them came, from the first one on."""
+        """Note that only the first `num_tokens` of them came."""
         loaded = max(num_tokens - self.device, 0)
         self.host = min(self.host, loaded)
         self.disk = min(self.disk, loaded - self.host)
@@ -132,9 +149,11 @@ class Sources:
 class NewRequest:
     """A request that the engine has taken. keys: of its whole blocks; the list grows as tokens come.
 
-    session: what its KV is kept together with; None: with whatever began with the same block. is_saved: its KV goes to the tiers: not for what
-    nobody has asked yet (a draft), which is to be nowhere but on the device. may_load: not for one that wants what only computing gives, such as
-    log probabilities of its prompt. kv_from: the address of a node that may have its KV; "" for none.
+    session: the group that its KV is kept with; None: the requests that began with the same block. is_saved: whether its KV goes to the tiers; a
+    draft,
+    which its user has not sent yet, has KV on the device alone. may_load: False if only computing gives its results, such as log probabilities of
+    its
+    prompt. kv_from: the address of a node that may have its KV; "" for none.
     """
 
     request_id: str
@@ -160,10 +179,14 @@ class NewRequest:
 
 @dataclass(slots=True)
 class _Known:
-    """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
-    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: requests that hold the host memory
-    which its restore needs, STOPPED_READS, or TURN; num_waits: how often it has waited for others to give it back. goes_whole: its restore goes in no
-    pieces; turn_bytes: that it reads when it is its turn."""
+    """One request. entered: the group that the store was told of. has_looked: whether `restore` is up to date with the tiers.
+
+    num_offered: blocks that were offered to the tiers; None before it ran. way: chosen for its return when it was preempted. waits_for: requests
+    that
+    hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to give memory back.
+    goes_whole:
+    its restore goes in no pieces. turn_bytes: the size of its reads in its turn.
+    """
 
     request: NewRequest
     entered: str | None = None
@@ -177,12 +200,13 @@ class _Known:
     turn_bytes: int = 0
 
     def take_restore(self) -> Restore | None:
+        """Return the restore and keep it no longer."""
         restore, self.restore = self.restore, None
         return restore
 
 
 class Restores:
-    """What waits in the tiers for which request, and what the next step moves."""
+    """Tracks what waits in the tiers for which request, and what the next step moves."""
 
     def __init__(self, tiers: Tiers, block_size: int) -> None:
         self._tiers = tiers
@@ -190,7 +214,7 @@ class Restores:
         self._known: dict[str, _Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[Load] = []
-        self._starting: set[str] = set()  # whose these are
+        self._starting: set[str] = set()  # the requests of these loads
         self._turn = Turn()
         self._in_pieces: set[str] = set()  # requests whose restore goes in pieces, or has
         self._copies: dict[str, Copy] = {}
@@ -198,7 +222,7 @@ class Restores:
     # -- a request waits -----------------------------------------------------------------------------------------------
 
     def enter(self, request: NewRequest) -> None:
-        """It is in the engine: its session's KV is worth keeping in host memory, also where it runs, as it may be preempted."""
+        """Note that a request is in the engine: its KV is worth keeping in host memory even while it runs, as it may be preempted."""
         known = self._known[request.request_id] = _Known(request)
         store = self._tiers.usable_store
         if store is not None:
@@ -214,14 +238,14 @@ class Restores:
     def match(
         self, request_id: str, num_computed_tokens: int, num_tokens: int, *, is_resumed: bool
     ) -> int | None:
-        """Tokens behind the device's own that the next step can load; None: they are on their way, ask again.
+        """Return the tokens behind the device's own that the next step can load; None: they are on their way, ask again.
 
         Asked in every step while the request waits, so all but the first call only look at how far its stage is.
 
         Args:
-            num_computed_tokens: whole blocks of which the device holds the KV.
-            num_tokens: of the prompt, and what was generated before it was preempted.
-            is_resumed: it has run before.
+            num_computed_tokens: whole blocks of which the device holds the KV, in tokens.
+            num_tokens: tokens of the prompt, and of the output that was generated before it was preempted.
+            is_resumed: whether it has run before.
         """
         known = self._known[request_id]
         self._turn.ask(request_id)
@@ -243,7 +267,7 @@ class Restores:
         return min(num_blocks, most) * self._block_size if num_blocks is not None else None
 
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
-        """Blocks to load now, None: wait. The way that was chosen at the preemption is gone, unless another is far better by now."""
+        """Return the number of blocks to load now; None: wait. The way chosen at the preemption is kept, unless another is far better by now."""
         decision = self._tiers.policy.decide(facts)
         if way is not None and is_still_right(way, self._loss(facts, num_on_device)):
             if way is Way.RECOMPUTE:
@@ -259,7 +283,7 @@ class Restores:
         return costs.decide(num_tokens, num_on_device * self._block_size, disk_s(facts))
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
-        """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
+        """Return the blocks that the tiers hold for a request, staged at the first call, and anew if the device has lost blocks before them."""
         store = self._tiers.usable_store
         if store is None:
             return None
@@ -275,19 +299,19 @@ class Restores:
             if known.waits_for:
                 return None
         before = known.take_restore()
-        # Where it lets go of what was read for it, that is memory for its next try.
+        # If it releases blocks that were read for it, that is memory for its next try.
         self._stage(known, first, num_tokens, store, {STOPPED_READS} if before is not None else set())
         if before is not None:
             if known.restore is not None:
                 known.restore.carried = before.carried_before(first)
-            before.release(store)  # not sooner, or its blocks might make room for one another
+            before.release(store)  # not earlier, or its blocks might make room for one another
         return known.restore
 
     def _stage(
         self, known: _Known, first: int, num_tokens: int, store: KvBlocks, giving_back: set[str]
     ) -> None:
-        """Have what the tiers hold of a request from the block `first` on in host memory. giving_back: who will have given some of it back."""
-        # The last token is always computed: its logits are what the request is for.
+        """Stage a request's blocks from `first` on that the tiers hold. giving_back: the requests that will have released some host memory."""
+        # The last token is always computed, as its logits are needed.
         last = (num_tokens - 1) // self._block_size
         known.has_looked = True
         if first >= last:
@@ -310,7 +334,7 @@ class Restores:
     def _begins_pieces(
         self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: KvBlocks
     ) -> bool:
-        """Whether a restore goes in pieces. One request's at a time, as there is one disk: others wait for their turn, where that pays."""
+        """Return whether a restore goes in pieces. Only one does at a time, as the disk is one; others await their turn if that pays."""
         num_held = store.num_held(keys)
         num_bytes = store.bytes_to_read(keys[:num_held])
         most_bytes = PIECES_AT_ONCE * piece_blocks(store) * store.shape.block_bytes
@@ -334,20 +358,21 @@ class Restores:
         return True
 
     def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: KvBlocks) -> bool:
-        """Have a restore that goes in pieces come further. False: it can no more; host memory or the device has no room, or copying fails."""
+        """Have a restore in pieces progress. Return False if it cannot: host memory or the device has no room, or copying fails."""
         self._copies.pop(known.request.request_id, None)
         if not restore.is_in_pieces:
             return True
         request, last = known.request, (num_tokens - 1) // self._block_size
 
         def stage_piece(start: int, num_blocks: int) -> tuple[Stage, Behind]:
+            """Stage `num_blocks` from the block `start` on, and say what lies behind them."""
             keys = request.block_keys(start, last)
             stage = store.stage(request.group, keys[:num_blocks], tenant=request.tenant)
             behind = keys[len(stage.blocks) :]
             behind = behind[: store.num_held(behind)]
             return stage, Behind(len(behind), store.bytes_to_read(behind))
 
-        # The block of its last tokens, too: then it can start at once. Others' pieces are not to make room for it.
+        # Count the block of its last tokens, too: then it can start at once. Pieces of other requests are not to make room for it.
         others = (self._known[each].restore for each in self._in_pieces - {request.request_id})
         num_needed = last + 1 + sum(other.first for other in others if other is not None)
         has_room = num_needed <= self._tiers.num_free_device_blocks()
@@ -361,18 +386,18 @@ class Restores:
         return True
 
     def take_copies(self) -> dict[str, Copy]:
-        """Pieces that are to go to the device before the next step, by request. What is not copied is asked for again."""
+        """Return the pieces to copy to the device before the next step, by request. A piece that is not copied is asked for again."""
         copies, self._copies = self._copies, {}
         return copies
 
     def go_whole(self, request_id: str) -> None:
-        """A piece could not be copied: this request's restore goes in none."""
+        """Note that a piece could not be copied: this request's restore goes in no pieces."""
         known = self._known.get(request_id)
         if known is not None:
             known.goes_whole = True
 
     def _holds_memory(self, name: str, store: KvBlocks) -> bool:
-        """Whether a request, or what is being read for nobody, holds host memory that it gives back soon."""
+        """Return whether a request, or a read that no request wants, holds host memory that it gives back soon."""
         if name == STOPPED_READS:
             return store.is_stopping_reads
         known = self._known.get(self._turn.holder if name == TURN else name)
@@ -384,11 +409,11 @@ class Restores:
         )
 
     def _block_s(self) -> float:
-        """To compute a block; endless before that was measured."""
+        """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
 
     def _peer_of(self, known: _Known, store: KvBlocks) -> str:
-        """Who is asked for what this node lacks. What ran here has left its KV here."""
+        """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
         if known.num_offered is not None:
             return ""
         seconds = self._tiers.prefill_s_per_token()
@@ -403,7 +428,7 @@ class Restores:
         *,
         is_resumed: bool,
     ) -> None:
-        """The request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`."""
+        """Note that the request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`."""
         known = self._known[request_id]
         restore, num_blocks = known.restore, num_loaded_tokens // self._block_size
         if is_resumed:
@@ -417,7 +442,7 @@ class Restores:
         self._release(known)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, however."""
+        """Release all that is held for a request, because it has ended."""
         known = self._known.pop(request_id, None)
         if known is None:
             return
@@ -425,7 +450,7 @@ class Restores:
         store = self._tiers.usable_store
         if known.entered is not None and store is not None:
             store.leave(known.entered, tenant=known.request.tenant)
-        # An output that ends a request is built before this; one that was aborted has none to come.
+        # An output that ends a request is built before this; an aborted request has no further output.
         if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
             self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
 
@@ -437,7 +462,7 @@ class Restores:
         known.restore, known.has_looked, known.goes_whole = None, False, False
 
     def close(self) -> None:
-        """The engine goes: nothing is held for its requests any more."""
+        """Release all that is held for requests, because the engine shuts down."""
         if self._tiers.usable_store is None:
             return
         for known in self._known.values():
@@ -447,16 +472,15 @@ class Restores:
         self._loads = []
 
     def take_sources(self, request_id: str) -> Sources | None:
-        """Where a request's KV came from; asked once, with its first output."""
+        """Return where a request's KV came from, and forget it; asked once, with the first output."""
         return self._sources.pop(request_id, None)
 
-    # -- it is preempted -----------------------------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------------------------------
 
     def preempted(self, request_id: str, num_computed_tokens: int) -> Way | None:
-        """It loses its blocks of the device: choose how it gets back the KV of `num_computed_tokens`, by what each way is predicted to take.
+        """Choose how a preempted request gets back the KV of `num_computed_tokens`, by the predicted time of each way; None: no time is predicted.
 
-        KV is written through, so a swap takes nothing now. What is not saved (the last block, mostly) is computed whatever the way. None
-        where nothing is predicted.
+        KV is written through, so a swap takes no time now. KV that is not saved (mostly the last block) is computed either way.
 
         Source: AdaptiveLLM Algorithm 1, lines 4 to 14. Departs in taking all of the KV for lost: memory is short, so others will take it.
         """
@@ -477,11 +501,11 @@ class Restores:
     def next_step(
         self, scheduled: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[int]]
     ) -> StepMoves:
-        """What the step that was just scheduled loads and saves.
+        """Return the loads and saves of the step that was just scheduled.
 
         Args:
             scheduled: its requests, with the tokens of each that will have their KV after it.
-            block_ids_of: the device's blocks of one of them.
+            block_ids_of: returns the device's blocks of one of them.
         """
         moves = StepMoves(self._loads)
         self._loads, self._starting = [], set()
@@ -505,10 +529,10 @@ class Restores:
         return moves
 
     def spoiled_by(self, invalid: set[int], block_ids_of: Callable[[str], Sequence[int]]) -> set[int]:
-        """Device blocks whose KV is not to be trusted when `invalid` ones did not load: those, and all behind them in any conversation.
+        """Return the device blocks whose KV cannot be trusted after `invalid` ones did not load: those, and all behind them in any conversation.
 
-        vLLM computes them again for the requests that run, but leaves them in its prefix cache meanwhile, where another request could
-        take them for good.
+        vLLM computes them again for running requests, but leaves them in its prefix cache meanwhile, where another request could take them for
+        good.
         """
         spoiled = set(invalid)
         assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"
@@ -533,7 +557,7 @@ class Restores:
 def _begin_save(
     request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: KvBlocks
 ) -> SaveJob | None:
-    """Save what the tiers lack of a request's blocks from `first` up to, but without, `last`, where it has one on the device."""
+    """Save a request's blocks from `first` up to, but without, `last`, if the tiers lack them and the device has them."""
     keys = request.block_keys(first, last)
     present = [at for at in range(len(keys)) if block_ids[first + at] != NULL_BLOCK_ID]
     save = store.begin_save(request.group, [keys[at] for at in present], tenant=request.tenant)
@@ -543,7 +567,7 @@ def _begin_save(
 
 
 def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, block_s: float) -> bool:
-    """Whether a stage that host memory has cut short would be whole, once others' are read, before the rest of it could be computed."""
+    """Return whether host memory, once others' reads end, could hold a stage that it cut short sooner than computing it takes."""
     num_cut = store.num_held(keys) - len(stage.blocks)
     if num_cut <= 0 or block_s == math.inf:
         return False
@@ -553,7 +577,7 @@ def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, bl
 
 
 def _way_of(restore: Restore | None, num_loaded: int, num_wanted: int) -> str:
-    """How a preempted request gets back the KV of its first `num_wanted` blocks, of which it loads so many."""
+    """Return how a preempted request, which loads `num_loaded` blocks, gets back the KV of its first `num_wanted` blocks."""
     if restore is None or not num_loaded:
         return "recompute"
     return "swap" if num_loaded >= num_wanted - restore.first - restore.num_skipped else "split"
@@ -566,8 +590,11 @@ class PrefillMeter:
         self._last_s, self._num_tokens = 0.0, 0
 
     def stepped(self, num_tokens: int, *, has_running: bool, now: float) -> tuple[int, float] | None:
-        """A step of so many tokens was scheduled. has_running: some of it had begun before. Returns what the one before has cost, as (tokens,
-        seconds), where that says something."""
+        """Note a step of `num_tokens`. has_running: whether it continues requests.
+
+        Returns:
+            The tokens and the seconds of the step before it; None if they say little.
+        """
         last_s, num_last = self._last_s, self._num_tokens
         self._last_s, self._num_tokens = now, num_tokens
         return (num_last, now - last_s) if num_last >= MIN_PREFILL_TOKENS and has_running else None

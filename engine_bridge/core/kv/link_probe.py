@@ -1,4 +1,4 @@
-"""Measures the link between host memory and device while nobody wants it, where no profile tells its speed.
+"""Measures the link between host memory and device while no request uses it, where no profile states its speed.
 
 A pure state machine: the driver tells whether requests run and how long each copy took, and makes the copies that are due.
 """
@@ -9,13 +9,15 @@ import statistics
 
 from engine_bridge.policy.costs.costs import Link
 
-# Nobody has asked for anything for so long. Chosen: who talks to the server pauses for longer than that, and who has just started it for less.
+# Seconds without any request before a copy is made. Chosen: users of a server that is in use leave shorter gaps than this, and a server that has
+# just started is idle for longer.
 IDLE_S = 2.0
-# One copy there and back takes about so long at most; a request that comes meanwhile waits for no more than it. Chosen, as for promotions.
+# One copy there and back takes at most about this many seconds; a request that comes meanwhile waits for no more than it. Chosen, as for
+# promotions.
 SLICE_S = 0.005
-# Beyond so many bytes a copy only becomes longer. Chosen: larger than a processor's caches, where the speeds of copies differ.
+# Beyond this many bytes a copy only becomes longer. Chosen: larger than a processor's caches, where the speeds of copies differ.
 MAX_BYTES = 8 << 20
-# Copies of the largest size that fits; the median of them counts. Chosen.
+# Number of copies of the largest size that fits; their median counts. Chosen.
 NUM_SAMPLES = 5
 
 
@@ -23,45 +25,46 @@ class LinkProbe:
     """Copies of growing size, until `NUM_SAMPLES` of the largest that keeps to the slice have been timed."""
 
     def __init__(self, block_bytes: int, num_blocks: int, now: float) -> None:
-        """num_blocks: that may take part."""
+        """Begin idle at `now`. num_blocks: number of blocks that may take part."""
         self._block_bytes = block_bytes
         self._max_blocks = max(min(MAX_BYTES // block_bytes, num_blocks), 1)
         self._idle_since_s: float | None = now
-        self._samples: list[float] = []  # bytes per second, of the size that is the next one's, too
+        self._samples: list[float] = []  # bytes per second, for copies of `num_blocks`
         self.num_blocks = 1
-        """Of the next copy."""
+        """Size of the next copy."""
         self._is_over = False
 
     @property
     def link(self) -> Link | None:
-        """What was found; None until then."""
+        """The measured link; None until it is measured."""
         if len(self._samples) < NUM_SAMPLES:
             return None
         rate = statistics.median(self._samples)
         return Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
 
     def looked(self, *, is_busy: bool, now: float) -> None:
-        """Requests are there, or are not."""
+        """Note whether requests are in the engine."""
         if is_busy:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = now
 
     def wait_s(self, now: float) -> float | None:
-        """How long until a copy is due, if nobody comes; None: there is nothing to wait for."""
+        """Return the seconds until a copy is due if no request comes; None: no copy will be due."""
         if self._is_over or self.link is not None or self._idle_since_s is None:
             return None
         return max(self._idle_since_s + IDLE_S - now, 0.0)
 
     def put_off(self, now: float) -> None:
-        """It could not be made now: again after a while."""
+        """Note that the copy could not be made now: it is tried again after `IDLE_S`."""
         self._idle_since_s = now
 
     def give_up(self) -> None:
+        """Make no further copies."""
         self._is_over = True
 
     def copied(self, seconds: float) -> None:
-        """`num_blocks` were copied to the host and back in so many seconds."""
+        """Note that `num_blocks` were copied to the host and back in this many seconds."""
         rate = 2 * self.num_blocks * self._block_bytes / max(seconds, 1e-9)
         size = int(min(2 * self.num_blocks, SLICE_S * rate / (2 * self._block_bytes), self._max_blocks))
         if size > self.num_blocks:

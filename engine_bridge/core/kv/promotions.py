@@ -1,11 +1,11 @@
-"""Brings the KV of expected sessions up: disk to host while the engine works, host to device between its steps.
+"""Brings the KV of expected sessions up: from disk to host memory while the engine works, from host memory to the device between its steps.
 
-What is promoted becomes ordinary prefix cache: nothing holds it, so no guess ever holds a block of the device while requests run, none can be
-refused or preempted for it, and the engine may overwrite what was promoted at any moment, because host or disk have it. Host memory is passed through
-a piece at a time, and a piece gives way to any request that wants its memory.
+Promoted blocks become ordinary prefix cache and stay in the free list, so a running request can take them at any time: no guess ever holds a block
+of the device while requests run, and no request is refused or preempted for one. The engine may overwrite promoted blocks at any moment, because
+host memory or disk have them. KV passes through host memory a piece at a time, and a piece gives way to any request that wants its memory.
 Source: SYMPHONY §3.3.
 
-A pure state machine: advisories and requests come in with the time; `advance` returns what to copy.
+A pure state machine: advisories and requests come in with the time; `advance` returns the copies to make.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from engine_bridge.protocol.node import Advisory, AdvisoryState
 from kvtiers.blocks import Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
-# Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
-# thread's own time (on a CPU), it has a share of that of the requests which run (`policy/beside.py`). But for urgent sessions: others wait for them.
+# Seconds that copying to the device between two steps may take: with no request waiting, and while requests run. Chosen. Where copies take the
+# engine thread's own time (on a CPU), they get a share of the time of the requests that run (`policy/kv/copy_share.py`). Urgent sessions are
+# excepted: people wait for them.
 IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
-# Promoted blocks are looked after this often: what was used meanwhile may have pushed them out.
+# Seconds between two looks at promoted blocks: blocks used meanwhile may have pushed them out.
 LOOK_EVERY_S = 0.5
-# Of the host tier, what guesses may hold there at once while it is read or waits for the device, and each of them at once. Chosen.
+# The share of the host tier that guesses may hold at once while KV is read or waits for the device, and the share of each of them. Chosen.
 STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
-# Of the host tier, what may be read at most for guesses that have no room on the device. More would push out what was read for others before. Chosen.
+# The share of the host tier that may be read at most for guesses that have no room on the device. More would push out KV that was read for other
+# guesses before. Chosen.
 HOSTED_SHARE = 0.5
 
 
 class KvBlocks(Protocol):
-    """What promotions need of `kvtiers.store.KvStore`, which says what each does."""
+    """The part of `kvtiers.store.KvStore` that promotions call; the store says what each method does."""
 
     @property
     def shape(self) -> BlockShape:
-        """How large a block is and in how many layers it is copied."""
+        """The size of a block and the number of layers in which it is copied."""
 
     @property
-    def num_host_blocks(self) -> int: ...
+    def num_host_blocks(self) -> int:
+        """The number of blocks that host memory has room for."""
+
     def stage(
         self,
         group: str,
@@ -53,19 +57,35 @@ class KvBlocks(Protocol):
         tenant: str = "",
         peer: str = "",
         gives_way: bool = False,
-    ) -> Stage: ...
-    def num_held(self, keys: Sequence[BlockKey]) -> int: ...
-    def peer_bytes_per_s(self, address: str) -> float | None: ...
-    def progress(self, stage: Stage) -> StageProgress: ...
-    def release(self, stage: Stage) -> None: ...
-    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None: ...
-    def disk_bytes_per_s(self) -> float: ...
+    ) -> Stage:
+        """Have the leading blocks that the tiers hold brought to host memory."""
+
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks the tiers hold."""
+
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        """Return the speed of reads from a peer; None if it cannot be asked."""
+
+    def progress(self, stage: Stage) -> StageProgress:
+        """Return how far a stage has come."""
+
+    def release(self, stage: Stage) -> None:
+        """Give up a stage."""
+
+    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
+        """Note when a group's next request is expected; None: no longer."""
+
+    def disk_bytes_per_s(self) -> float:
+        """Return the measured speed of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What goes on while KV could be copied to the device. can_copy: there is something to copy with; overlaps: it does not take the engine
-    thread's time."""
+    """The circumstances in which KV could be copied to the device.
+
+    Attributes:
+        is_busy: whether requests run. can_copy: whether the engine has the means to copy. overlaps: whether a copy leaves the engine's thread free.
+    """
 
     is_busy: bool
     can_copy: bool
@@ -73,13 +93,13 @@ class Beside:
 
 
 class Promotions:
-    """Acts on advisories. Each that it has taken reports its end exactly once. memory: what sessions' next prompts will begin with.
+    """Acts on advisories. Each accepted advisory reports its end exactly once. memory: the prefixes that sessions' next prompts will begin with.
 
     Args:
         device: where promoted KV goes.
         store: where it comes from.
-        host_bytes_per_s: of copies between the two, as measured.
-        prefill_s_per_token: of computing KV instead; None before it was measured.
+        host_bytes_per_s: returns the measured speed of copies between the two.
+        prefill_s_per_token: returns the time to compute KV instead; None before it was measured.
     """
 
     def __init__(
@@ -97,7 +117,7 @@ class Promotions:
         self._host_bytes_per_s = host_bytes_per_s
         self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, Guess] = {}  # by advisory id
-        self._expected: dict[Whose, Guess] = {}  # the same
+        self._expected: dict[Whose, Guess] = {}  # the same guesses, by session and salt
         self._accounts = OpenAccounts()
         self.memory = Memory()
         self._has_news = False
@@ -108,16 +128,17 @@ class Promotions:
         self._num_turn_blocks = 0
         self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
-        self._look_from_s = 0.0  # what was found before this may be gone
+        self._look_from_s = 0.0  # facts found before this time may be outdated
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
     def advise(
         self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange, now: float
     ) -> None:
-        """Expect a request of a session. A new advisory for the same session and salt takes the place of the old one.
+        """Expect a request of a session. A new advisory for the same session and salt replaces the old one.
 
-        hashes: of what its prompt will begin with; empty for what its last request left.
+        Args:
+            hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left.
         """
         whose = (advisory.session_id, salt)
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):
@@ -131,11 +152,11 @@ class Promotions:
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
         self._store.expect(advisory.session_id, guess.arrival_s or now, tenant=advisory.tenant)
         self._has_news = True
-        self._order.disturb()  # what the device still has of it lies among what nobody expects
+        self._order.disturb()  # its blocks on the device lie among blocks of unexpected sessions
         guess.report("staging")
 
     def retract(self, advisory_id: str, *, is_expired: bool, now: float) -> None:
-        """Stop paying for an advisory. Nothing happens if it is over. It is reported when what is being read for it has ended."""
+        """Stop all work for an advisory, unless it has ended. It is reported when its reads have ended."""
         guess = self._guesses.get(advisory_id)
         if guess is None:
             return
@@ -147,9 +168,10 @@ class Promotions:
     def arrived(
         self, request_id: str, session: str, salt: str | None, hashes: Hashes, now: float
     ) -> Refresh | None:
-        """A request came: score the advisory that expected it, before the request takes anything. What is read on from now is read for the request.
+        """Score the advisory that expected a request, before the request takes anything. Reads that continue are from now on the request's.
 
-        Returns what is to be carried out at once: while it waits for the rest of its KV, others' guesses are not to push out what it has.
+        Returns:
+            A move to carry out at once: while the request waits for its missing KV, guesses for others must not push out the KV that it has.
         """
         guess = self._expected.pop((session, salt), None)
         kept = self._order.came(request_id, hashes) if guess is not None or self._guesses else None
@@ -162,7 +184,7 @@ class Promotions:
         self._share.used(min(guess.num_beside, resident, common))
         lead_s = now - guess.issued_s
         if common == 0:
-            self._drop(guess, "wasted", lead_s)  # the session went on as another conversation
+            self._drop(guess, "wasted", lead_s)  # the session's new request belongs to another conversation
             return kept
         # The request stages for itself when it is scheduled; until then its reads must not be stopped.
         self._released += guess.let_go()
@@ -174,32 +196,32 @@ class Promotions:
         return kept
 
     def carried(self, request_id: str, hashes: Hashes) -> None:
-        """A piece of what a waiting request needs has come to the device, and lies behind everything else."""
+        """Note that a piece of a waiting request's KV has come to the device, at the end of the order of eviction."""
         self._order.came(request_id, hashes)
 
     def started(self, request_id: str) -> None:
-        """A request has its blocks of the device, which expected sessions may have lost by it."""
+        """Note that a request has its blocks of the device, which expected sessions may have lost by that."""
         self._order.left(request_id)
         self._has_news = True
 
     def ended(self, request_id: str) -> None:
-        """What a request leaves on the device is now evicted after everything else."""
+        """Note that a request has ended: its blocks are now evicted after all others."""
         self._order.left(request_id)
         self._order.disturb()
         self._has_news = True
 
     def staged(self) -> None:
-        """KV that was being read has come, or a reading has ended."""
+        """Note that KV has been read, or that a reading has ended."""
         self._has_news = True
         self._accounts.settle()
 
     def give_up(self) -> None:
-        """Every advisory is over."""
+        """End every advisory as cancelled."""
         while self._guesses:
             self._end(next(iter(self._guesses.values())), "cancelled")
 
     def close(self) -> None:
-        """The engine goes."""
+        """End every advisory and release all stages, because the engine shuts down."""
         self.give_up()
         self._let_go()
         self._accounts.settle(is_last=True)
@@ -208,27 +230,27 @@ class Promotions:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is expected, and nothing is left to let go: there is nothing to advance."""
+        """Whether there is nothing to advance: no request is expected, and no stage is left to release."""
         return not self._guesses and not self._released
 
     def has_work(self, now: float) -> bool:
-        """Would `advance` move something now?"""
+        """Return whether `advance` would move something now."""
         if not self._guesses:
             return bool(self._released)
         return self._has_news or self.wait_s(now) == 0
 
     def wait_s(self, now: float) -> float | None:
-        """How long until there is something to do by itself; None: until something comes."""
-        # When the last guess has ended, nothing is left to look at: whoever sleeps by this would wake again and again.
+        """Return the seconds until there is something to do even if no event comes; None: not before an event."""
+        # When the last guess has ended there is nothing left to look at: a thread that sleeps by this time would wake again and again.
         if self._look_at_s is None or not self._guesses:
             return None
         return max(self._look_at_s - now, 0.0)
 
     def advance(self, beside: Beside, now: float) -> Iterator[Copy | Refresh]:
-        """Do a bounded piece of what there is to do. Each item is to be carried out before the next one is taken."""
+        """Do a bounded part of the work that is due. Carry out each item before taking the next one."""
         self._let_go()
         if self._was_busy and not beside.is_busy:
-            # What ran may have pushed out what was promoted, and it no longer forbids copies.
+            # Running requests may have pushed out promoted blocks, and now they no longer forbid copies.
             self._has_news, self._look_from_s = True, now
         self._was_busy = beside.is_busy
         self._num_turn_blocks = 0
@@ -250,17 +272,17 @@ class Promotions:
             yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
             self._look_at_s = self._next_look(now, beside)
         if only_urgent or not beside.can_copy:
-            # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
+            # The engine's thread has no time to look at every guess: only let the disk begin with new ones.
             self._stage_new(now)
         if self._order.is_owed:
             self._look_at_s = min(self._order.due_s, self._look_at_s or math.inf)
 
     def took(self, seconds: float, now: float) -> None:
-        """What `advance` returned was carried out beside requests, which took the engine's thread so long."""
+        """Note that the moves which `advance` returned were carried out beside requests and took the engine's thread this many seconds."""
         self._share.took(seconds, self._num_turn_blocks, now)
 
     def _slice_s(self, beside: Beside, now: float) -> float:
-        """How long copying may take now; 0: only for urgent sessions."""
+        """Return the seconds that copying may take now; 0: only for urgent sessions."""
         if not beside.is_busy:
             return IDLE_SLICE_S
         return BUSY_SLICE_S if beside.overlaps else self._share.allowed_s(now)
@@ -287,13 +309,13 @@ class Promotions:
         return _facts_of(guess, *self._seconds_of(guess.limit))
 
     def _seconds_of(self, num_blocks: int) -> tuple[float, float]:
-        """To copy so many blocks to the device, and to read them from disk."""
+        """Return the seconds to copy this many blocks to the device, and the seconds to read them from disk."""
         num_bytes = num_blocks * self._block_bytes
         return num_bytes / self._host_bytes_per_s(), num_bytes / self._store.disk_bytes_per_s()
 
     def _next_look(self, now: float, beside: Beside) -> float | None:
-        """When something changes by itself: a guess becomes due, or it is time to look after what was promoted."""
-        # While nothing runs, nothing pushes out what was promoted.
+        """Return when something changes even without an event: a guess becomes due, or promoted blocks are to be looked at."""
+        # While no request runs, promoted blocks are not pushed out.
         is_short = any(guess.state == "staging" and guess.stage is None for guess in self._guesses.values())
         times = [now + LOOK_EVERY_S] if self._guesses and (beside.is_busy or is_short) else []
         for guess in self._guesses.values():
@@ -316,7 +338,7 @@ class Promotions:
         may_copy = target.num_device_blocks > num_there
         if guess.stage is not None and guess.stage.is_revoked:
             self._release(guess)
-        # What is read ahead for host memory begins behind what the device lacks.
+        # A piece that is read ahead for host memory begins behind blocks that the device lacks.
         is_needed = guess.stage is None or (num_there < guess.first and (may_copy or not guess.is_ahead))
         is_settled = not may_copy and (
             guess.num_hosted >= guess.limit or not _has_host_room(self._guesses.values(), self._store)
@@ -329,7 +351,7 @@ class Promotions:
         assert guess.stage is not None
         progress = self._store.progress(guess.stage)
         if progress.num_blocks < len(guess.stage.blocks):
-            guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next one is damaged
+            guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next block is damaged
         if guess.limit == 0:
             self._end(guess, "unknown")
             return
@@ -338,7 +360,8 @@ class Promotions:
         num_wanted = min(end - num_there, num_free - resident.num_unused)
         num_copied = num_wanted if guess.is_urgent else self._order.num_unexpected(num_wanted)
         if num_copied <= 0 < num_wanted:
-            return  # others that are expected lie in front: `advance` looks again when the order is due
+            # blocks of other expected sessions lie in front: `advance` looks again when the order is due
+            return
         if num_copied > 0 and num_there >= guess.first:
             offset = num_there - guess.first
             yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
@@ -349,12 +372,12 @@ class Promotions:
         self._settle(guess, progress, target)
 
     def _settle(self, guess: Guess, progress: StageProgress, target: Target) -> None:
-        """Whether a guess, or a piece of it, is where it may go."""
+        """Decide what follows for a guess after a move: it has arrived, its piece has, or it needs the next piece."""
         staged_end = guess.first + progress.num_blocks
         if guess.num_on_device >= guess.limit:
             self._finish(guess, "warm")
         elif progress.num_ready_blocks < progress.num_blocks:
-            pass  # the disk reads on; `staged` tells
+            pass  # the disk is still reading; `staged` tells when it has ended
         elif guess.num_on_device >= target.num_device_blocks:
             self._release(guess)
             guess.num_hosted = max(guess.num_hosted, staged_end)
@@ -363,10 +386,10 @@ class Promotions:
             elif self._restage(guess, staged_end):
                 guess.is_ahead = self._has_news = True
         elif guess.num_on_device < staged_end or self._restage(guess, guess.num_on_device):
-            self._has_news = True  # cut short by the slice, or the next piece may be there
+            self._has_news = True  # the slice cut it short, or the next piece may be there
 
     def _restage(self, guess: Guess, first: int) -> bool:
-        """Hold the next piece of it in host memory, from the block `first` on. False where there is no room for it now."""
+        """Hold the guess's next piece in host memory, from the block `first` on. Return False where there is no room for it now."""
         self._release(guess)
         is_full = not guess.is_urgent and _is_full(self._guesses.values(), self._store)
         if is_full and guess.is_known:
@@ -392,16 +415,20 @@ class Promotions:
             return False
         return True
 
-    # -- how it ends -------------------------------------------------------------------------------------------------
+    # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, guess: Guess, state: AdvisoryState) -> None:
-        """As far up as it may go: hold no host memory for it any more. What the device has whole leaves host memory before what others still need."""
+        """Give up the host memory held for a guess that has come as far up as it may.
+
+        KV that is whole on the device leaves host memory before KV that other requests still need.
+        """
         self._release(guess)
         if state == "warm":
             guess.num_hosted = 0
             self._store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
         if guess.num_copied:
-            self._order.disturb()  # by copies: they lie behind what others have, more deserving ones too
+            # by copies: they lie behind blocks of other guesses, more deserving ones too
+            self._order.disturb()
         if guess.state != state:
             guess.report(state)
 
@@ -425,7 +452,12 @@ class Promotions:
 
 
 def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
-    """copy_s: to the device; read_s: from where it lay at first, as what is under way is worth no less for being half done."""
+    """Return the facts that rank a guess.
+
+    Args:
+        copy_s: seconds to copy it to the device.
+        read_s: seconds to read it from where it lay at first: a guess that is half done is worth no less.
+    """
     advisory = guess.advisory
     return GuessFacts(
         name=advisory.advisory_id,
@@ -442,18 +474,20 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
 
 
 def _num_staged(guesses: Iterable[Guess]) -> int:
-    """Blocks that guesses hold in host memory."""
+    """Return the number of blocks that guesses hold in host memory."""
     return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
 
 
 def _is_full(guesses: Iterable[Guess], store: KvBlocks) -> bool:
-    """Whether guesses hold as much of the host tier as they may, but for urgent ones."""
+    """Return whether guesses hold their whole share of the host tier, which only urgent ones may exceed."""
     return _num_staged(guesses) >= store.num_host_blocks * STAGED_SHARE
 
 
 def _has_host_room(guesses: Iterable[Guess], store: KvBlocks) -> bool:
-    """Whether more may be read as far as host memory for guesses that have no room on the device. What is read there stays when one of them comes,
-    however long it is: a long restore goes in pieces (`restoring.py`)."""
+    """Return whether more may be read as far as host memory for guesses that have no room on the device.
+
+    KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).
+    """
     num_there = _num_staged(guesses) + sum(max(g.num_hosted - g.num_on_device, 0) for g in guesses)
     return num_there < store.num_host_blocks * HOSTED_SHARE
 

@@ -1,8 +1,9 @@
-"""One request's KV in host memory: all of it at once, or, where that would be much of the host tier, a piece after the other.
+"""One request's KV in host memory: all of it at once, or, where that would fill much of the host tier, one piece after the other.
 
 A piece goes to the device between two steps, as ordinary prefix cache, while the next one is read, and makes room for the one after that. So a late
-request takes a quarter of the host tier, however long its conversation is. What others have there stays, and a conversation that is larger than the
-host tier is read, too. The last pieces are loaded by the step in which the request starts.
+request takes a quarter of the host tier, however long its conversation is. Other requests' blocks there stay, and even a conversation that is
+larger
+than the host tier is read. The last pieces are loaded by the step in which the request starts.
 """
 
 from __future__ import annotations
@@ -17,43 +18,55 @@ from kvtiers.blocks import Origin, Stage, StageProgress
 from kvtiers.keys import BlockShape
 from kvtiers.policy.restore import RestoreFacts
 
-# Of the host tier, what one piece takes, and how many pieces a request has there: one goes to the device while the other is read. Chosen.
+# The share of the host tier that one piece takes, and how many pieces a request has there: one goes to the device while the other is read. Chosen.
 PIECE_OF_HOST, PIECES_AT_ONCE = 0.125, 2
-# Copying a piece to the device between two steps may take so long: others wait for their next token meanwhile. Chosen.
+# Seconds that copying a piece to the device between two steps may take: other requests wait for their next token meanwhile. Chosen.
 COPY_S = 0.015
 
 
 class Store(Protocol):
-    """What a restore needs of `kvtiers.store.KvStore`, which says what each does."""
+    """The part of `kvtiers.store.KvStore` that a restore calls; the store says what each method does."""
 
     @property
     def shape(self) -> BlockShape:
-        """How large a block is and in how many layers it is copied."""
+        """The size of a block and the number of layers in which it is copied."""
 
     @property
-    def num_host_blocks(self) -> int: ...
-    def progress(self, stage: Stage) -> StageProgress: ...
-    def release(self, stage: Stage) -> None: ...
+    def num_host_blocks(self) -> int:
+        """The number of blocks that host memory has room for."""
+
+    def progress(self, stage: Stage) -> StageProgress:
+        """Return how far a stage has come."""
+
+    def release(self, stage: Stage) -> None:
+        """Give up a stage."""
 
 
 class Machine(Protocol):
-    """What a restore is decided by, beside its own facts."""
+    """The facts beside its own by which a restore is decided."""
 
     @property
     def loads_must_hold(self) -> bool:
-        """Whether a load that fails could not be mended, so that a step loads only blocks of which all layers have come. So it is where the engine
-        schedules a step before it knows what the one before has loaded, and where it gives up blocks that an attention window has left:
-        computing again from a block in the middle would need those before it."""
+        """Whether a load must not fail, so that a step loads only blocks of which all layers have come.
 
-    def prefill_s_per_token(self) -> float | None: ...
-    def host_bytes_per_s(self) -> float: ...
+        So it is where the engine schedules a step before it knows what the step before has loaded, and where it gives up blocks that an attention
+        window
+        has left: computing again from a block in the middle would need the blocks before it.
+        """
+
+    def prefill_s_per_token(self) -> float | None:
+        """Return the seconds to compute one token's KV; None before that was measured."""
+
+    def host_bytes_per_s(self) -> float:
+        """Return the speed of copies between host memory and device."""
 
 
 @dataclass(slots=True)
 class Load:
-    """The blocks at `positions` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
+    """The blocks at `positions` of a stage go to the device's `block_ids` in the next step. The code that copies them releases the stage.
 
-    is_whole: all layers are in host memory, so none has to be waited for.
+    Attributes:
+        is_whole: whether all layers are in host memory, so that the copy waits for none.
     """
 
     stage: Stage
@@ -62,7 +75,7 @@ class Load:
     is_whole: bool
 
     def cut(self, num_blocks: int) -> list[int]:
-        """Load only those that lie in the stage's first `num_blocks`. Returns the device's blocks that are left out."""
+        """Load only the blocks that lie in the stage's first `num_blocks`. Return the device's blocks that are left out."""
         num_left = bisect_left(self.positions, num_blocks)
         left_out = self.block_ids[num_left:]
         del self.positions[num_left:], self.block_ids[num_left:]
@@ -70,7 +83,7 @@ class Load:
 
 
 class Behind(NamedTuple):
-    """Blocks of a request that the tiers hold and that are not staged yet; of these, `read_bytes` are not in host memory."""
+    """Blocks of a request that the tiers hold and that are not staged yet; `read_bytes` of them are not in host memory."""
 
     num_blocks: int = 0
     read_bytes: int = 0
@@ -83,8 +96,10 @@ NOTHING = Behind()
 class Restore:
     """Stages of a request's blocks from `first` on, one behind the other. The device has the leading `num_skipped` of these blocks by now.
 
-    later: what follows in further pieces. carried: where those blocks before `first` were found that went to the device in pieces. asked_at: the
-    first block of the latest copy that was asked for, if any was; num_asked: how often it was.
+    Attributes:
+        later: the blocks that follow in further pieces.
+        carried: for the blocks before `first` that went to the device in pieces, where each was found.
+        asked_at: the first block of the latest copy that was asked for, if any was; num_asked: how often it was asked for.
     """
 
     stages: list[Stage]
@@ -97,32 +112,32 @@ class Restore:
 
     @property
     def end(self) -> int:
-        """The request's block behind those that are staged."""
+        """The index of the request's block behind the staged ones."""
         return self.first + sum(len(stage.blocks) for stage in self.stages)
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether it is more than one stage."""
+        """Whether the restore is more than one stage."""
         return self.later.num_blocks > 0 or len(self.stages) > 1
 
     @property
     def origins(self) -> list[Origin]:
-        """Where each of the staged blocks was found."""
+        """The tier or peer where each of the staged blocks was found."""
         return [origin for stage in self.stages for origin in stage.origins]
 
     def carried_before(self, first: int) -> list[Origin]:
-        """`carried` of a restore that takes this one's place and begins at another block: the device has lost some, or has got more."""
+        """Return `carried` for a restore that replaces this one and begins at another block, as the device has lost or gained some blocks."""
         if first < self.first:
             return self.carried[: max(len(self.carried) - (self.first - first), 0)]
         return self.carried + (self.origins[: first - self.first] if self.asked_at >= 0 else [])
 
     def progress(self, store: Store) -> StageProgress:
-        """Of all that is staged or follows, as if it were one stage."""
+        """Return the progress of all blocks that are staged or follow, as if they were one stage."""
         parts = [store.progress(stage) for stage in self.stages]
         if len(parts) == 1 and not self.later.num_blocks:
             return parts[0]
         behind = sum(part.disk_bytes_left for part in parts[1:])
-        # What has been read by now says nothing about the disk any more, however long ago that was.
+        # A stage that is read completely says nothing about the disk any more, however long ago that was.
         reading = next((part for part in parts if part.num_ready_blocks < part.num_blocks), None)
         return replace(
             reading or parts[0],
@@ -135,7 +150,11 @@ class Restore:
         )
 
     def facts(self, store: Store, machine: Machine, num_tokens: int, block_size: int) -> RestoreFacts:
-        """What decides whether to load, to wait or to compute. num_tokens: of the prompt, and what was generated before a preemption."""
+        """Return the facts by which a policy chooses to load, to wait or to compute.
+
+        Args:
+            num_tokens: tokens of the prompt, and of the output that was generated before a preemption.
+        """
         progress = self.progress(store)
         return RestoreFacts(
             num_blocks=progress.num_blocks - self.num_skipped,
@@ -157,13 +176,14 @@ class Restore:
         )
 
     def most_to_load(self, facts: RestoreFacts, machine: Machine) -> int:
-        """Blocks that a step can load now, whatever a policy decides. What follows in further pieces has no memory yet."""
+        """Return the number of blocks that a step can load now, whatever a policy decides. Blocks of further pieces have no memory yet."""
         return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
 
     def go_on(self, store: Store, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
-        """Let go of what the device has by now and have more read. False: host memory has room for none of it.
+        """Release the pieces that the device has by now, and have more read. Return False if host memory has room for no piece.
 
-        stage_piece: given the first of the request's blocks and their number, stages these; with the stage comes what is behind it.
+        Args:
+            stage_piece: given the first of the request's blocks and their number, stages these, and returns the stage and the blocks behind it.
         """
         while self.stages and self.num_skipped >= len(self.stages[0].blocks):
             stage = self.stages.pop(0)
@@ -171,7 +191,7 @@ class Restore:
             self.first, self.num_skipped = self.first + num_blocks, self.num_skipped - num_blocks
             self.carried += stage.origins
             store.release(stage)
-        if not self.stages:  # the device has still more by now
+        if not self.stages:  # the device has still more blocks by now
             num_left = max(self.later.num_blocks - self.num_skipped, 0)
             self.later = self.later._replace(num_blocks=num_left)
             self.first, self.num_skipped = self.first + self.num_skipped, 0
@@ -186,7 +206,7 @@ class Restore:
         return bool(self.stages) or not self.later.num_blocks
 
     def _cut_at_damage(self, store: Store) -> None:
-        """What lies behind a block that cannot be read is of no use."""
+        """Release the stages behind a block that cannot be read: they are of no use."""
         for index, stage in enumerate(self.stages):
             if store.progress(stage).num_blocks < len(stage.blocks):
                 for behind in self.stages[index + 1 :]:
@@ -196,7 +216,11 @@ class Restore:
                 return
 
     def next_copy(self, keys: Sequence[bytes], store: Store, host_bytes_per_s: float) -> Copy | None:
-        """As much of the first piece as is there and may be copied at once. None if everything is there: the request's own step loads it then."""
+        """Return a copy of the ready blocks of the first piece, up to the number that may be copied at once.
+
+        Returns:
+            None if no block is ready, or if all blocks are: then the request's own step loads them.
+        """
         if not self.is_in_pieces or not self.stages:
             return None
         parts = [store.progress(stage) for stage in self.stages]
@@ -212,8 +236,10 @@ class Restore:
         return Copy(keys, start, sources)
 
     def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[Load]:
-        """Load the leading `num_blocks` beyond what the device has into the request's `block_ids`, except where it has none there. Stages that are
-        not needed are released."""
+        """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, except where it has no block there.
+
+        Stages that are not needed are released.
+        """
         loads, at, skipped = [], self.first + self.num_skipped, self.num_skipped
         for stage in self.stages:
             num = min(len(stage.blocks) - skipped, num_blocks)
@@ -230,45 +256,48 @@ class Restore:
         return loads
 
     def release(self, store: Store) -> None:
-        """Let go of all that is staged."""
+        """Release all stages."""
         for stage in self.stages:
             store.release(stage)
         self.stages = []
 
 
 class Turn:
-    """Whose restore goes in pieces, or did last. It is kept while the engine asks for that request, in every step or every other."""
+    """The request whose restore goes in pieces, or did last. It keeps its turn while the engine asks for it, in every step or every other."""
 
     def __init__(self) -> None:
         self.holder = ""
         self._step = self._asked_in = 0
 
     def take(self, request_id: str) -> None:
-        """It is this request's turn."""
+        """Give the turn to this request."""
         self.holder, self._asked_in = request_id, self._step
 
     def ask(self, request_id: str) -> None:
-        """The engine would start this request."""
+        """Note that the engine would start this request."""
         if request_id == self.holder:
             self._asked_in = self._step
 
     def end_step(self) -> None:
-        """Another step is scheduled from now on."""
+        """Note that another step is scheduled from now on."""
         self._step += 1
 
     @property
     def is_kept(self) -> bool:
-        """Whether its holder comes further. One that has no place in the engine's plan does not, and may stand behind those that wait for it."""
+        """Whether the request that holds the turn makes progress.
+
+        A request that has no place in the engine's plan does not, and may stand behind the ones that wait for it.
+        """
         return self._step - self._asked_in <= 1
 
 
 def piece_blocks(store: Store) -> int:
-    """Of one piece."""
+    """Return the number of blocks in one piece."""
     return max(int(store.num_host_blocks * PIECE_OF_HOST), 1)
 
 
 def _num_ready(parts: Sequence[StageProgress]) -> int:
-    """Leading blocks of stages that follow one another, which are there."""
+    """Return the number of leading blocks that are ready, over stages that follow one another."""
     num = 0
     for part in parts:
         num += part.num_ready_blocks
