@@ -1,4 +1,4 @@
-"""A request's life in the queue: asks a policy once per step who starts, and tells it what became of that."""
+"""A request's life in the queue: asks a policy once per step which requests start, and tells it what became of them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from engine_bridge.policy.scheduling.quotas import overcharged_tokens
 from engine_bridge.policy.scheduling.sizes import Scale, WeightedSize
 from engine_bridge.protocol.urgency import is_urgent
 
-# Seconds of a token before any was measured. Chosen.
+# Seconds per token before any were measured, and the weight of a new measurement. Chosen.
 PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
-# How long what is known of a waiting prompt's cached part is believed. Chosen: looking takes 0.1 ms for 256 blocks.
+# Seconds for which the known cached part of a waiting prompt is believed. Chosen: looking takes 0.1 ms for 256 blocks.
 CACHED_FOR_S = 1.0
-# In one step. Chosen: so many requests that became ready together (an adapter has come) take the policy 1 ms, so many of a refit 0.2 ms (measured).
+# Most requests handled in one step. Chosen: this many requests that became ready together (an adapter has come) take the policy 1 ms, and this many
+# of a refit 0.2 ms (measured).
 MAX_READY, MAX_PLACED = 128, 32
 
 Facts = TypeVar("Facts")
@@ -47,11 +48,12 @@ replace = msgspec.structs.replace
 
 
 class Arrival(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that came.
+    """A request that came. weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's.
 
-    weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's. adapter_tokens: of the memory that requests'
-    tokens lie in, what its adapter takes; 0 where adapters have memory of their own. waits_for: requests that wait for the same become ready together
-    and in their order. is_background: computes KV ahead and makes a token that nobody reads: it says nothing of lengths, lanes or speed.
+    adapter_tokens: the part of the requests' token memory that its adapter takes; 0 where adapters have separate memory. waits_for: requests that
+    wait
+    for the same become ready together and in their order. is_background: it computes KV ahead, and its one token is not read: it says nothing of
+    lengths, lanes or speed.
     """
 
     request_id: str
@@ -68,9 +70,12 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepView(Struct, frozen=True, kw_only=True):
-    """The engine before a step. running: all that hold device memory, in the engine's order. num_slots: how many more may run. adapter_bytes: free
-    for the adapters of further requests; None: they have no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the running requests
-    hold more, each counted by itself, than all of them together, because some begin alike."""
+    """The engine before a step. running: all requests that hold device memory, in the engine's order. num_slots: how many more may run.
+
+    adapter_bytes: free for the adapters of further requests; None: no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the sum
+    of
+    the running requests' tokens is more than they hold together, because some begin alike.
+    """
 
     running: Sequence[Progress]
     free_blocks: int
@@ -81,10 +86,9 @@ class StepView(Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """What to do in a step. request_ids: to start, in this order. squash: to preempt first: tell `squashed` and then `preempted` of each. pause: to
-    preempt first, too: tell `preempted` of each.
+    """The decisions for a step. request_ids: to start, in this order. squash, pause: to preempt first.
 
-    bounds: of the step; None: the engine's own.
+    Tell `squashed` and then `preempted` of each in `squash`, and `preempted` of each in `pause`. bounds: of the step; None: the engine's.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -94,44 +98,37 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """What only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
+    """The facts that only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
 
     def is_ready(self, request_id: str) -> bool:
-        """May it start, as far as its adapter and its grammar are concerned?"""
-        ...
+        """Return whether it may start, as far as its adapter and its grammar are concerned."""
 
     def num_tokens(self, request_id: str) -> int:
-        """Prompt and answer so far."""
-        ...
+        """Return the number of tokens of the prompt and of the answer so far."""
 
     def start_blocks(self, request_id: str) -> int:
-        """That starting takes of the free ones: new ones, and those that are cached and that no running request holds."""
-        ...
+        """Return the number of free blocks that starting takes: new blocks, and cached blocks that no running request holds."""
 
     def shared_tokens(self, request_id: str) -> int:
-        """Leading ones of a waiting request that running requests hold already: starting it takes no memory for them."""
-        ...
+        """Return a waiting request's leading tokens that running requests hold already: starting it takes no memory for them."""
 
     def held_blocks(self, request_id: str) -> int:
-        """That its end would give back."""
-        ...
+        """Return the number of blocks that its end would give back."""
 
     def num_cached_tokens(self, request_id: str) -> int:
-        """Leading ones of a waiting request that need not be computed. May take long: asked once a second at most."""
-        ...
+        """Return a waiting request's leading tokens that need not be computed. May take long: asked once a second at most."""
 
     def missing_adapter_bytes(self, adapter_id: int) -> int:
-        """Of adapter memory that it still needs to be computed with; 0 where that has no bound."""
-        ...
+        """Return the adapter memory that the adapter still needs to be computed with; 0 where that memory has no bound."""
 
 
 @dataclass(slots=True)
 class Known:
-    """One request from its arrival to its end. To look at only.
+    """One request from its arrival to its end. For reading only. base: its facts as the policy has them.
 
-    base: as the policy has it. charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: with so many something has changed:
-    it has begun to answer, or has outgrown its guess. first_s, first_tokens: when it had tokens of its answer for the first time since it
-    started, and how many tokens it had then.
+    charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: the number of tokens at which something has changed: it has
+    begun
+    to answer, or has outgrown its guess. first_s, first_tokens: when it first had tokens of its answer after its start, and how many.
     """
 
     arrival: Arrival
@@ -150,26 +147,26 @@ class Known:
 
     @property
     def counted(self) -> Counted | None:
-        """What lanes are fitted on, or `None` for background work."""
+        """The facts that lanes are fitted on, or `None` for background work."""
         arrival = self.arrival
         if arrival.is_background:
-            return None  # it makes way for all others
+            return None  # background work makes way for all other requests
         return Counted(
             arrival.request_id,
             arrival.rank,
             self.num_tokens,
-            self.base.num_prefill_tokens or self.num_tokens,  # nobody has looked yet
+            self.base.num_prefill_tokens or self.num_tokens,  # before the first look
             self.charged_tokens - arrival.adapter_tokens,
             is_urgent(arrival.priority),
         )
 
     def num_left(self, num_tokens: int) -> int:
-        """Of its answer, as predicted by now."""
+        """Return the number of tokens left of its answer, as predicted by now."""
         num_done = num_tokens - self.arrival.num_prompt_tokens
         return self.arrival.guess.bound(num_done) - num_done
 
     def lost_its_kv(self, is_swapped: bool) -> None:
-        """Notes a preemption: the request waits again, and its KV is on the host (`is_swapped`) or has to be computed again."""
+        """Note a preemption: the request waits again, and its KV is on the host (`is_swapped`) or has to be computed again."""
         self.base = replace(self.base, is_swapped=is_swapped, size_tokens=self.charged_tokens)
         self.started_s, self.is_bypasser = None, False
         self.looked_up_s = -math.inf  # its answer so far has to be computed, too
@@ -180,7 +177,7 @@ class Known:
         return Stint(self.arrival.priority, self.base.arrived_s, self.started_s)
 
     def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
-        """What the choice of a request to preempt looks at, for a request of this many tokens and device blocks."""
+        """Return the facts by which a request to preempt is chosen, for a request of this many tokens and device blocks."""
         arrival = self.arrival
         return RunningFacts(
             request_id=arrival.request_id,
@@ -192,7 +189,7 @@ class Known:
 
 
 class _OnDemand(Mapping[str, Facts]):
-    """Facts of known requests, worked out for those that are looked up."""
+    """Facts of known requests, worked out only when they are looked up."""
 
     def __init__(self, known: Mapping[str, Known], work_out: Callable[[Known], Facts]) -> None:
         self._known, self._work_out = known, work_out
@@ -208,15 +205,17 @@ class _OnDemand(Mapping[str, Facts]):
 
 
 class Dispatcher:
-    """Knows each request from `arrived` to `ended`. One caller, in order of time: in each step `begin_step`, `squashed` and `preempted`, `end_step`.
+    """Knows each request from `arrived` to `ended`.
+
+    One caller, in order of time: in each step `begin_step`, `squashed` and `preempted`, `end_step`.
 
     Args:
-        policy: told nothing yet; told everything through this.
-        num_tokens: that requests may hold together.
-        are_copied_back: preempted requests find their KV in host memory.
+        policy: has been told nothing yet; is told everything through this object.
+        num_tokens: tokens that requests may hold together.
+        are_copied_back: whether preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
-        pauses: has others wait for urgent requests, if the policy minds priorities; None: nobody is paused.
-        prefill_s: what computing so many tokens of a prompt is predicted to take.
+        pauses: has others wait for urgent requests, if the policy minds priorities; None: no request is paused.
+        prefill_s: returns the predicted seconds to compute this many tokens of a prompt.
         stopwatch: for `decide_s` alone, in seconds.
     """
 
@@ -235,7 +234,7 @@ class Dispatcher:
     ) -> None:
         self.policy = policy
         self.laned: LanedPolicy | None = with_lanes(policy) if policy.has_lanes else None
-        """The same, where it has lanes."""
+        """The same policy, where it has lanes."""
         self.refits = refits
         self.last = Decision()
         self.counts: Counter[str] = Counter()
@@ -252,8 +251,8 @@ class Dispatcher:
         self._known: dict[str, Known] = {}
         self._running: dict[str, Known] = {}
         self._squashing: set[str] = set()
-        self._scale: Scale | None = None  # that of the lanes; until they are fitted, the largest sizes so far
-        self._fitted_scale: Scale | None = None  # while the policy takes over the lanes that go with it
+        self._scale: Scale | None = None  # of the lanes; until they are fitted, the largest sizes so far
+        self._fitted_scale: Scale | None = None  # while the policy takes over the lanes fitted on it
         self._now = 0.0
         self._waiting_facts = _OnDemand(self._known, self._facts_of_waiting)
         self.running_facts = _OnDemand(self._running, self._facts_of_running)
@@ -261,7 +260,7 @@ class Dispatcher:
     # -- life of a request -------------------------------------------------------------------------------------------
 
     def arrived(self, arrival: Arrival, now: float) -> None:
-        """It waits. Raises ValueError if it is known already."""
+        """Note that a request waits. Raises ValueError if it is known already."""
         if arrival.request_id in self._known:
             raise ValueError("the request is known already")
         guess = arrival.guess
@@ -281,7 +280,7 @@ class Dispatcher:
         self.unready.add(arrival.request_id, arrival.waits_for)
 
     def squashed(self, request_id: str) -> None:
-        """It is about to be preempted so that a head can start. Unknown ones, and those that do not run, are ignored."""
+        """Note that it is about to be preempted so that a head can start. A request that is unknown or does not run is ignored."""
         known = self._running.get(request_id)
         if known is None:
             return
@@ -291,13 +290,13 @@ class Dispatcher:
         self._squashing.add(request_id)
 
     def preempted(self, request_id: str) -> None:
-        """It waits again, ahead of those of its kind that have not begun. One that does not run is ignored."""
+        """Have a request wait again, ahead of requests of its kind that have not begun. A request that does not run is ignored."""
         known = self._running.pop(request_id, None)
         if known is None:
             return
         self.policy.ended(request_id)
         is_paused = self.pauses.preempted(request_id, known.stint, known.num_tokens, self._now)
-        # One that was squashed made room for a head: it must not go before that one now.
+        # A squashed request made room for a head: it must not start before that head now.
         is_swapped = request_id not in self._squashing
         self._squashing.discard(request_id)
         known.lost_its_kv(is_swapped)
@@ -309,7 +308,7 @@ class Dispatcher:
         self.load.waits(known.counted)
 
     def ended(self, request_id: str, num_output_tokens: int, is_finished: bool, now: float) -> None:
-        """It left, from the queue or from running. is_finished: by itself or by its bound. Unknown ones are ignored."""
+        """Note that a request left, from the queue or from running. is_finished: by itself or by its bound. An unknown one is ignored."""
         known = self._known.pop(request_id, None)
         if known is None:
             return
@@ -327,7 +326,7 @@ class Dispatcher:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, view: StepView, now: float) -> StepPlan:
-        """Decide who starts, and how long the step may be."""
+        """Decide which requests start, and how long the step may be."""
         self._now = now
         self.advance_refits(now)
         pause = self._pause(view.running, now) if self.pauses.is_on else ()
@@ -339,7 +338,7 @@ class Dispatcher:
         if self.num_waiting > len(self.unready) + len(self.pauses):
             decision = self._decide(view, step, now)
         squash = tuple(each for each in decision.squash if each not in pause)
-        # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
+        # Squashed requests make room for a head in the next step: their blocks are free only then.
         self.last = Decision(deferred=decision.deferred) if decision.squash else decision
         bounds = None
         if pacer is not None and step is not None:
@@ -349,7 +348,7 @@ class Dispatcher:
         return StepPlan(request_ids=self.last.request_ids, squash=squash, pause=pause, bounds=bounds)
 
     def end_step(self, started: Iterable[str], now: float) -> None:
-        """started: who really did, in order. Unknown ones are ignored."""
+        """Note which requests really started, in order. Unknown ones are ignored."""
         for request_id in started:
             known = self._known.get(request_id)
             if known is None:
@@ -368,7 +367,7 @@ class Dispatcher:
                 self._note_bypass(self.last.bypassed[request_id])
 
     def victims(self, running: Iterable[Progress], now: float) -> list[str] | None:
-        """Those of the running that are known here, the first victim last; None: the engine's own order, or a single one."""
+        """Return the running requests that are known here, the first victim last; None: use the engine's order, or only one runs."""
         order = self.policy.victim_order
         if order is None:
             return None
@@ -381,7 +380,7 @@ class Dispatcher:
         return by_worth(found, order) if len(found) > 1 else None
 
     def _pause(self, running: Sequence[Progress], now: float) -> tuple[str, ...]:
-        """Who stands for urgent requests from now on. Those who go on may start in this step."""
+        """Return the requests to pause for urgent ones from now on. Resumed requests may start in this step."""
         decision = self.pauses.look(running, self._stint, now)
         for request_id in decision.resume:
             self.unready.add(request_id, self._known[request_id].arrival.waits_for)
@@ -393,7 +392,7 @@ class Dispatcher:
         return known.stint if known is not None else None
 
     def _welcome(self, now: float) -> None:
-        """Tell the policy of those that may start from now on."""
+        """Tell the policy of the requests that may start from now on."""
         for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
             known = self._known[request_id]
             # Lanes may have been fitted since it came.
@@ -436,7 +435,7 @@ class Dispatcher:
                 self._look_at(known, now)
 
     def _look_at(self, known: Known, now: float) -> None:
-        """It begins to answer, or has outgrown its guess: then its charge and its end are corrected."""
+        """Correct the charge and the end of a request that begins to answer, or has outgrown its guess."""
         num_tokens, num_prompt = known.num_tokens, known.arrival.num_prompt_tokens
         if known.first_s is None:
             known.first_s, known.first_tokens = now, num_tokens
@@ -461,7 +460,7 @@ class Dispatcher:
 
     def _facts_of_waiting(self, known: Known) -> Waiting:
         engine, request_id = self._engine, known.arrival.request_id
-        # Blocks change only for what was preempted with tokens under way.
+        # The number of blocks changes only for a request that was preempted with tokens under way.
         num_blocks = engine.start_blocks(request_id)
         if num_blocks != known.base.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
             known.looked_up_s = self._now
@@ -494,11 +493,11 @@ class Dispatcher:
         )
 
     def _duration_s(self, known: Known, num_tokens: int, num_prefill_tokens: int) -> float:
-        """From start to end: what is left of its prompt and of its answer. Its adapter is at hand before it may start."""
+        """Return the seconds from start to end: for the uncomputed part of its prompt and its answer. Its adapter is there before it starts."""
         return self._prefill_s(num_prefill_tokens) + known.num_left(num_tokens) * self.token_s
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
-        """From one that has ended."""
+        """Learn from a request that has ended."""
         self.guess_errors.saw(known.arrival.guess, num_output_tokens)
         num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
         if known.first_s is not None and num_tokens > known.first_tokens:
@@ -513,7 +512,7 @@ class Dispatcher:
     # -- lanes -------------------------------------------------------------------------------------------------------
 
     def advance_refits(self, now: float) -> None:
-        """Take over what was fitted, some of it in each step, and have the next fit begin when its time has come."""
+        """Take over newly fitted lanes, some of them in each step, and have the next fit begin when its time has come."""
         if self.laned is not None:
             if self._fitted_scale is None and (fitted := self.refits.take()) is not None:
                 self._fitted_scale = scale = fitted.scale
@@ -526,6 +525,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
+        """Requests that have come and not started."""
         return len(self._known) - len(self._running)
 
     @property
@@ -534,21 +534,21 @@ class Dispatcher:
         return len(self._running)
 
     def waiting_ids(self) -> list[str]:
-        """Ids of the requests that have not started, in the order of their arrival."""
+        """Return the ids of the requests that have not started, in the order of their arrival."""
         return [request_id for request_id in self._known if request_id not in self._running]
 
     def known(self, request_id: str) -> Known | None:
-        """What is kept of a request that waits or runs."""
+        """Return the record of a request that waits or runs; None if it is unknown."""
         return self._known.get(request_id)
 
     def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
-        """Why a waiting request waits, after the last step."""
+        """Return why a waiting request waits, after the last step."""
         if request_id in self.pauses:
             return "paused"
         return "not_ready" if request_id in self.unready else self.last.reason(request_id)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a request is lost, or waits and runs."""
+        """Raise AssertionError if a request is lost, or waits and runs."""
         assert self._running.keys() <= self._known.keys(), "runs and is not known"
         assert not any(request_id in self.unready for request_id in self._running), "not ready, and runs"
         assert all(self._known[each] is known for each, known in self._running.items()), "doubled"

@@ -1,4 +1,4 @@
-"""How far answers' lengths were from what was predicted when they were asked for."""
+"""The difference between the lengths of answers and the lengths predicted when they were asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from bisect import bisect_left
 from itertools import accumulate
 from typing import Protocol
 
-# Tokens. Chosen: what a short answer, a long one and the longest are wrong by.
+# Tokens. Chosen: the typical errors of a short answer, a long one and the longest.
 ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 class Guess(Protocol):
-    """Tokens of an answer, as predicted (`predict.length.LengthGuess`)."""
+    """The predicted tokens of an answer (`predict.length.LengthGuess`)."""
 
     @property
     def p50(self) -> int:
@@ -22,12 +22,12 @@ class Guess(Protocol):
         """The predicted 90th percentile of the answer's length in tokens."""
 
     def bound(self, num_done: int) -> int:
-        """Tokens to reckon with once `num_done` are there."""
+        """Return the tokens to expect in total once `num_done` are there."""
         ...
 
 
 class GuessErrors:
-    """Counts them. Figures may be read from any thread."""
+    """Counts the errors of predictions. Figures may be read from any thread."""
 
     def __init__(self) -> None:
         self._num_by_bound = [0] * (len(ERROR_BOUNDS) + 1)
@@ -35,7 +35,7 @@ class GuessErrors:
         self.num_within_p90 = 0
 
     def saw(self, guess: Guess, num_tokens: int) -> None:
-        """Counts one answer of `num_tokens` against what was predicted for it."""
+        """Count one answer of `num_tokens` against its prediction."""
         error = abs(guess.p50 - num_tokens)
         self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1
         self.sum_tokens += error
@@ -43,10 +43,10 @@ class GuessErrors:
 
     @property
     def num_answers(self) -> int:
-        """Answers that were counted."""
+        """The number of answers that were counted."""
         return sum(self._num_by_bound)
 
     @property
     def num_within(self) -> dict[int, int]:
-        """Answers whose error is no larger, by `ERROR_BOUNDS`."""
+        """The number of answers whose error is no larger, for each of `ERROR_BOUNDS`."""
         return dict(zip(ERROR_BOUNDS, accumulate(self._num_by_bound), strict=False))

@@ -1,6 +1,6 @@
-"""What a node has to do, in the few numbers that routing reckons with: counted as requests come, start, grow and leave.
+"""A node's work, in the few numbers that routing uses: counted as requests come, start, grow and leave.
 
-Nobody looks at the requests to read it, so that it costs the same with one request and with a thousand, and any thread may do so at any time.
+Reading it looks at no request, so that it costs the same with one request and with a thousand, and any thread may do so at any time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 
-# How much one request moves what is usual: the last fifty or so tell it. Chosen.
+# The weight of one request in the usual sizes: about the last fifty determine them. Chosen.
 SMOOTHING = 0.02
-# Usual sizes before a request was seen. Chosen: a question and an answer of a chat.
+# Usual sizes before any request came. Chosen: a question and an answer of a chat.
 PRIOR_PROMPT_TOKENS, PRIOR_ANSWER_TOKENS = 256.0, 256.0
 
 
 class Counted(NamedTuple):
-    """What is counted of a request.
+    """The counted facts of a request.
 
-    num_tokens: of prompt and answer so far. num_prefill_tokens: of these, those that its start has to compute. charged_tokens: of prompt and answer,
-    as predicted.
+    Attributes:
+        num_tokens: of prompt and answer so far. num_prefill_tokens: the part of these that its start has to compute. charged_tokens: of prompt
+            and answer, as predicted.
     """
 
     request_id: str
@@ -34,7 +35,7 @@ class Counted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """Those that wait, or those that run. ranks: replaced as a whole, for whoever reads it on another thread."""
+    """The requests that wait, or the requests that run. ranks: replaced as a whole, as other threads read it."""
 
     ranks: Ranks = field(default_factory=Ranks)
     num_tokens: int = 0
@@ -44,6 +45,7 @@ class _Part:
     _num_by_rank: Counter[int] = field(default_factory=Counter)
 
     def add(self, one: Counted, sign: int = 1) -> None:
+        """Count a request; with `sign` -1, stop counting it."""
         self.num_tokens += sign * one.num_tokens
         self.num_prefill_tokens += sign * one.num_prefill_tokens
         self.charged_tokens += sign * one.charged_tokens
@@ -59,10 +61,10 @@ class _Part:
 
 
 class Load:
-    """Changed on one thread.
+    """The load of one node. Changed on one thread.
 
     Attributes:
-        prompt_tokens, answer_tokens: what requests usually have to compute before their first token, and to answer.
+        prompt_tokens, answer_tokens: tokens that requests usually have to compute before their first token, and to answer.
     """
 
     def __init__(self) -> None:
@@ -71,17 +73,17 @@ class Load:
         self._counted: dict[str, tuple[_Part, Counted]] = {}
 
     def waits(self, one: Counted | None) -> None:
-        """It came, was preempted, or more is known of it. None: one that is no load."""
+        """Note that a request came, was preempted, or that more is known of it. None: a request that counts as no load."""
         if one is not None:
             self._move(one, self._waiting)
 
     def runs(self, one: Counted | None) -> None:
-        """It starts, or is predicted to answer more."""
+        """Note that a request starts, or is predicted to answer more. None: a request that counts as no load."""
         if one is not None and self._move(one, self._running) is self._waiting:
             self.prompt_tokens += SMOOTHING * (one.num_prefill_tokens - self.prompt_tokens)
 
     def ended(self, request_id: str, num_answer_tokens: int | None = None) -> None:
-        """It left; with its answer's length, if that says something of others'. Unknown ones are ignored."""
+        """Note that a request left; with its answer's length, if that says something of others'. Unknown ones are ignored."""
         part, one = self._counted.pop(request_id, (None, None))
         if part is None or one is None:
             return
@@ -90,7 +92,7 @@ class Load:
             self.answer_tokens += SMOOTHING * (num_answer_tokens - self.answer_tokens)
 
     def _move(self, one: Counted, to: _Part) -> _Part | None:
-        """Returns where it was."""
+        """Count a request in another part, and return the part where it was."""
         before, known = self._counted.get(one.request_id, (None, one))
         if before is not None:
             before.add(known, -1)
@@ -106,9 +108,12 @@ class Load:
         return self._running.ranks
 
     def facts(self, held_tokens: int, num_free_tokens: int, perf: NodePerf | None = None) -> NodeFacts:
-        """Under an empty name.
+        """Return the node's facts, under an empty name.
 
-        held_tokens: of prompt and answer so far, of those that run. num_free_tokens: of KV that nobody uses, cached or not.
+        Args:
+            held_tokens: tokens of prompt and answer so far that running requests hold.
+            num_free_tokens: tokens of KV that no running request holds, cached or not.
+            perf: the node's measured speeds.
         """
         waiting, running = self._waiting, self._running
         to_come = max(running.charged_tokens - held_tokens, 0)
@@ -126,7 +131,11 @@ class Load:
         )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if anybody is counted twice or not at all."""
+        """Check the counts.
+
+        Raises:
+            AssertionError: a request is counted twice or not at all.
+        """
         for part in (self._waiting, self._running):
             ours = [one for where, one in self._counted.values() if where is part]
             assert part.ranks == Ranks(

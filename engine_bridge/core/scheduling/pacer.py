@@ -1,4 +1,4 @@
-"""How long the next step may be: as `policy.pacing` says, for those who run."""
+"""How long the next step may be, as `policy.scheduling.pacing` says, for the requests that run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.policy.scheduling.pacing import StepPace, pace
 
 Progress = tuple[str, int, int]
-"""A running request: its id, its tokens (prompt and answer), and how many of them are computed. A plain tuple: there is one for each in each step."""
+"""A running request: its id, its tokens (prompt and answer), and how many of them are computed. A tuple: there is one for each in each step."""
 
 
 class StepBounds(Struct, frozen=True, gc=False):
-    """num_tokens: of a step in all. chunk_tokens: of each prompt under way at most; None: no bound of its own."""
+    """The bounds of a step. num_tokens: of the whole step. chunk_tokens: of each prompt under way at most; None: no bound but the step's."""
 
     num_tokens: int
     chunk_tokens: int | None
@@ -24,14 +24,14 @@ class StepBounds(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Pacer:
-    """table: what steps take. target_s: how long one may take. most_tokens: the engine's own bound."""
+    """Bounds steps. table: the time that steps take. target_s: how long one may take. most_tokens: the engine's bound."""
 
     table: StepTable
     target_s: float
     most_tokens: int
 
     def look(self, running: Sequence[Progress], bound_s: float = math.inf) -> StepPace:
-        """bound_s: of this step, as of `policy.pacing.pace`."""
+        """Return the pace of the coming step. bound_s: the time that it may take, as for `pace` in `policy.scheduling.pacing`."""
         num_decodes = num_context = 0
         under_way = []
         for _, num_tokens, num_computed in running:
@@ -43,7 +43,7 @@ class Pacer:
         return pace(self.table, self.target_s, num_decodes, num_context, under_way, self.most_tokens, bound_s)
 
     def bounds(self, step: StepPace, num_running: int, num_starting_tokens: int) -> StepBounds:
-        """num_starting_tokens: of prompts that begin in this step."""
+        """Return the step's bounds. num_starting_tokens: of prompts that begin in this step."""
         num_decodes = num_running - step.num_prefilling
         is_capped = step.num_prefilling > 0 and num_starting_tokens > 0
         return StepBounds(

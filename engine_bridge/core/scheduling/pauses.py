@@ -1,4 +1,4 @@
-"""Requests that stand while urgent ones decode: who is paused, since when, and how long each may be yet. `policy.pausing` decides."""
+"""Paused requests, which wait while urgent ones decode: since when each is paused, and how much longer. `policy.scheduling.pausing` decides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine_bridge.protocol.urgency import is_urgent
 
 
 class Stint(NamedTuple):
-    """Of a request: its priority, when it came, and since when it runs; None: it waits."""
+    """A request's priority, its arrival, and the time since which it runs; None: it waits."""
 
     priority: int
     arrived_s: float
@@ -28,12 +28,12 @@ class Stint(NamedTuple):
 
 
 Stints = Callable[[str], Stint | None]
-"""Of a request; None: nobody knows it."""
+"""Returns a request's stint; None if it is unknown."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """ran_s, paused_s: before now. since_s: when the pause under way began; None: there is none. num_tokens: that it had then."""
+    """One request's time. ran_s, paused_s: before now. since_s: when the pause under way began; None: none is. num_tokens: held then."""
 
     ran_s: float = 0.0
     paused_s: float = 0.0
@@ -41,21 +41,23 @@ class _Account:
     num_tokens: int = 0
 
     def pause(self, now: float) -> None:
+        """Begin a pause, unless one is under way."""
         if self.since_s is None:
             self.since_s = now
 
     def go_on(self, now: float) -> None:
+        """End the pause under way, if any."""
         if self.since_s is not None:
             self.paused_s += now - self.since_s
             self.since_s = None
 
 
 class Pauses:
-    """Knows urgent requests from when they come, and others once they are paused: while nobody is urgent it costs a look at `is_on`.
+    """Knows urgent requests from their arrival, and others once they are paused: without urgent ones a step costs one look at `is_on`.
 
     Args:
-        decode_s: what steps are predicted to take.
-        slo_s: what a step may take while an urgent request decodes; 0: nobody is paused.
+        decode_s: returns the predicted seconds of a step.
+        slo_s: seconds that a step may take while an urgent request decodes; 0: no request is paused.
     """
 
     def __init__(
@@ -64,25 +66,25 @@ class Pauses:
         self.slo_s = slo_s
         self._decode_s = decode_s
         self._known_urgent: set[str] = set()
-        self._urgent: set[str] = set()  # that run
+        self._urgent: set[str] = set()  # urgent requests that run
         self._standing: dict[str, Stint] = {}
         self._accounts: dict[str, _Account] = {}
         self._pausing: frozenset[str] = frozenset()
-        self._batch = self._urgent_batch = Batch()  # of this step, without those that are paused in it
+        self._batch = self._urgent_batch = Batch()  # of this step, without the requests paused in it
         self._urgent_decodes = False
 
     @property
     def is_on(self) -> bool:
-        """An urgent request waits or runs, or somebody is paused."""
+        """Whether an urgent request waits or runs, or a request is paused."""
         return bool(self._known_urgent or self._standing)
 
     @property
     def bound_s(self) -> float:
-        """Of the step that was looked at last: what it may take, with prompts."""
+        """The seconds that the step that was looked at last may take, with prompts."""
         return self.slo_s if self._urgent and self._urgent_decodes else math.inf
 
     def __len__(self) -> int:
-        """How many are paused."""
+        """Return the number of paused requests."""
         return len(self._standing)
 
     def __contains__(self, request_id: str) -> bool:
@@ -91,17 +93,19 @@ class Pauses:
     # -- life of a request -------------------------------------------------------------------------------------------
 
     def arrived(self, request_id: str, priority: int) -> None:
+        """Note a request's arrival."""
         if self.slo_s and is_urgent(priority):
             self._known_urgent.add(request_id)
 
     def started(self, request_id: str, now: float) -> None:
+        """Note that a request starts."""
         if request_id in self._known_urgent:
             self._urgent.add(request_id)
         elif self._accounts and (account := self._accounts.get(request_id)) is not None:
             account.go_on(now)
 
     def preempted(self, request_id: str, stint: Stint, num_tokens: int, now: float) -> bool:
-        """It runs no more. Whether that is a pause, so that it waits until `look` has it go on."""
+        """Note that a request no longer runs. Return whether that is a pause, so that it waits until `look` resumes it."""
         self._urgent.discard(request_id)
         if request_id not in self._pausing:
             return False
@@ -113,6 +117,7 @@ class Pauses:
         return True
 
     def ended(self, request_id: str) -> None:
+        """Note that a request left. An unknown one is ignored."""
         self._known_urgent.discard(request_id)
         self._urgent.discard(request_id)
         self._standing.pop(request_id, None)
@@ -121,7 +126,7 @@ class Pauses:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def look(self, running: Sequence[Progress], stints: Stints, now: float) -> PauseDecision:
-        """Whom to preempt and whom to let go on, before it is decided who starts."""
+        """Return the requests to preempt and the requests to resume, before it is decided which requests start."""
         urgent = unknown = Batch()
         others = []
         self._urgent_decodes = False
@@ -138,7 +143,7 @@ class Pauses:
             self._other(request_id, stint, self._accounts[request_id].num_tokens, now)
             for request_id, stint in self._standing.items()
         ]
-        # What nobody knows here cannot be paused.
+        # Requests unknown to the dispatcher are counted but never paused.
         fixed = Batch(urgent.num_requests + unknown.num_requests, urgent.num_tokens + unknown.num_tokens)
         decision = decide(
             self._decode_s, self.slo_s, fixed if urgent.num_requests else urgent, others, paused
@@ -156,7 +161,7 @@ class Pauses:
     def kept_back(
         self, starting: Iterable[str], stints: Stints, num_tokens: Callable[[str], int], now: float
     ) -> frozenset[str]:
-        """Who of those that could start now is not to. To be asked after `look`."""
+        """Return the requests that could start now but must not. Call it after `look`."""
         urgent, batch, others = self._urgent_batch, self._batch, []
         for request_id in starting:
             stint = stints(request_id)
@@ -181,13 +186,17 @@ class Pauses:
             priority=stint.priority,
             arrived_s=stint.arrived_s,
             num_tokens=num_tokens,
-            # While it stands, what it ran before is in the account.
+            # While it is paused, the time that it ran before is in the account.
             ran_s=account.ran_s + (_since(stint, now) if since_s is None else 0.0),
             paused_s=account.paused_s + (now - since_s if since_s is not None else 0.0),
         )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if somebody is urgent and paused, or paused without an account."""
+        """Check the accounts.
+
+        Raises:
+            AssertionError: a request is urgent and paused, or paused without an account.
+        """
         assert self._urgent <= self._known_urgent, "urgent and not known"
         assert not self._known_urgent & self._standing.keys(), "urgent and paused"
         assert self._standing.keys() <= self._accounts.keys(), "paused since nobody knows when"

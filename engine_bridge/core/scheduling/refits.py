@@ -1,4 +1,4 @@
-"""When lanes and the predictor of lengths are fitted to what came lately. Who calls says what runs the work: a thread, or the call itself."""
+"""When lanes and the predictor of lengths are fitted to recent requests. The caller says what runs the work: a thread, or the call itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from engine_bridge.policy.scheduling.lanes import MIN_SIZES, Lanes, Rule, knee
 from engine_bridge.policy.scheduling.quotas import SeenRequest, fitted
 from engine_bridge.policy.scheduling.sizes import Scale
 
-# Lanes are fitted anew so often, on so many of the last requests. Chosen; the paper takes five minutes, of a busier server.
+# Seconds between two fits of the lanes, and the number of recent requests that a fit uses. Chosen; the paper takes five minutes, on a busier
+# server.
 REFIT_EVERY_S, WINDOW = 60.0, 2048
 
 Work = Callable[[], None]
 Run = Callable[[Work], None]
-"""Does some work, now or later. What it raises is the caller's to log."""
+"""Does some work, now or later. The caller logs the errors that it raises."""
 Sizes = tuple[float, float, float]
 """Prompt tokens, predicted tokens of the answer, rank of the adapter."""
 
 
 def at_once(work: Work) -> None:
-    """For simulators and tests: runs repeat exactly."""
+    """Run the work within the call. For simulators and tests, so that runs repeat exactly."""
     work()
 
 
@@ -37,7 +38,7 @@ class Fitted:
 
 @dataclass(slots=True)
 class _Seen:
-    """One that came. tokens, duration_s: as predicted until it has ended, then as they were."""
+    """One request that came. tokens, duration_s: as predicted until it has ended, then as they were."""
 
     arrived_s: float
     sizes: Sizes
@@ -46,15 +47,16 @@ class _Seen:
 
 
 class Refits:
-    """Fits lanes to what came lately, and the predictor to what it became. Neither waits for the other, and one that fails stops nothing else.
+    """Fits lanes to recent requests, and the predictor to their answers. Neither waits for the other, and if one fails, the other still runs.
 
-    Lanes are fitted for the first time as soon as so many have come that they say something of clusters, and again whenever twice as many have, up to
-    a whole window.
+    Lanes are fitted for the first time as soon as enough requests have come to form clusters, and again whenever their number has doubled, up to a
+    whole
+    window.
 
     Args:
-        run: what runs the work.
-        refit_predictor: may take seconds, and may raise.
-        rule: for the number of lanes.
+        run: runs the work.
+        refit_predictor: fits the predictor; may take seconds, and may raise.
+        rule: chooses the number of lanes.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Refits:
         self._run, self._refit_predictor, self._rule = run, refit_predictor, rule
         self._every_s = every_s
         self.due_s = now + self._every_s
-        """When both begin next, at the latest."""
+        """The latest time at which both begin next."""
         self._seen: deque[_Seen] = deque(maxlen=WINDOW)
         self._open: dict[str, _Seen] = {}
         self._num_seen = 0
@@ -78,25 +80,27 @@ class Refits:
         self._is_fitting = self._is_learning = False
 
     def arrived(self, request_id: str, sizes: Sizes, tokens: int, duration_s: float, now: float) -> None:
-        """tokens, duration_s: that it will hold and run for, as predicted."""
+        """Note a request that came. tokens, duration_s: the tokens that it will hold and the seconds that it will run, as predicted."""
         seen = self._open[request_id] = _Seen(now, sizes, tokens, duration_s)
         self._seen.append(seen)
         self._num_seen += 1
 
     def ended(self, request_id: str, tokens: int, duration_s: float) -> None:
-        """As they really were. Unknown ones are ignored."""
+        """Note a request's real tokens and duration. An unknown one is ignored."""
         seen = self._open.pop(request_id, None)
         if seen is not None:
             seen.tokens, seen.duration_s = tokens, duration_s
 
     def left(self, request_id: str) -> None:
-        """It was given up: how it would have gone on nobody knows. Unknown ones are ignored."""
+        """Note that a request was given up, so that its real length is unknown. An unknown one is ignored."""
         self._open.pop(request_id, None)
 
     def start_if_due(self, now: float, scale: Scale, num_tokens: int, has_lanes: bool) -> None:
-        """Begins to fit lanes and predictor, if it is time, on the requests seen so far.
+        """Begin to fit lanes and predictor, if it is time, on the requests seen so far.
 
-        `scale` holds the maxima of the weighted size; `num_tokens` is the device's room for KV, in tokens.
+        Args:
+            scale: the maxima of the weighted size.
+            num_tokens: the device's room for KV, in tokens.
         """
         is_due = now >= self.due_s
         if not self._seen or not (is_due or (has_lanes and self._num_seen >= self._next_num)):
@@ -114,7 +118,7 @@ class Refits:
             self._run(self._learn)
 
     def take(self) -> Fitted | None:
-        """What was fitted since the last call."""
+        """Return the lanes fitted since the last call; None if there are no new ones."""
         found = self._fitted
         if found is not None:  # else a thread may be about to put one there
             self._fitted = None

@@ -1,10 +1,11 @@
-"""What a step of this machine takes, by what is in it: begins with what was measured ahead, and is kept up to date by every real step. Pure.
+"""The time that a step takes on this machine, by its contents: starts from a measurement made ahead, and learns from every real step. Pure.
 
 Seconds = fixed + request_s · requests that decode + rank_s · their ranks as the kernel reads them + token_s · tokens of KV that they attend to
 + prompt_token_s · tokens of prompts + prompt_rank_s · (each of those times its adapter's rank).
 
-By least squares over the steps so far, older ones ever less, and each of the six at least a hundredth of what was known ahead. Source: CaraServe §5,
-performance models from profiling; departs in learning on, because machines change (other tenants, heat, clocks), and in what a step is made of.
+Fitted by least squares over the steps so far, where older steps weigh less, and each of the six times is at least a hundredth of the one measured
+ahead. Source: CaraServe §5, performance models from profiling; departs in learning continuously, because machines change (other tenants, heat,
+clocks), and in the parts that make up a step.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from msgspec import Struct
 from engine_bridge.policy.costs.costs import StepTable, believed
 from engine_bridge.protocol.node_facts import KernelName, NodePerf, PerfModel, Ranks
 
-# A step counts half as much as one that came 700 steps later. Chosen: a machine that changes is followed within some thousand steps, under a minute
-# of load, and the batches of a quiet minute do not make those of a busy one forgotten.
+# A step counts half as much as one made 700 steps later. Chosen: a change of the machine is followed within some thousand steps, under a minute of
+# load, and the batches of a quiet minute do not make it forget the batches of a busy one.
 KEPT_SHARE = 1 - 1 / 1000
-# What is known of a machine ahead counts like so many typical steps. Chosen: what no step has told apart stays as it was, in proportion.
+# The measurement made ahead counts like this many typical steps. Chosen: times that no step has told apart keep their proportions.
 PRIOR_STEPS = 3.0
-# The times are solved for once in so many steps, by so many rounds from where they were. Chosen: a solution takes 0.3 ms (measured).
+# The times are solved for once in this many steps, in this many rounds from where they were. Chosen: a solution takes 0.3 ms (measured).
 SOLVE_EVERY, NUM_ROUNDS = 32, 30
-# None of the times falls below this share of what was known ahead: a few steps that were held up can make a prompt seem to cost nothing, and a
-# router would then send every prompt to this node. Chosen: no machine gets a hundred times faster.
+# No time falls below this share of the one measured ahead: a few steps that were held up can make a prompt seem to cost nothing, and a router would
+# then send every prompt to this node. Chosen: no machine gets a hundred times faster.
 LEAST_SHARE = 0.01
-# Where nothing was measured ahead, steps are believed at once, however far off they are; so are the first few. Chosen.
+# The error assumed where nothing was measured ahead, so that steps are believed at once, however far off they are, and the number of first steps
+# that are always believed. Chosen.
 UNKNOWN_ERROR, NUM_BELIEVED = 1.0, 8
-# What a typical step has of each of the six. Chosen: eight chats that decode beside some of a prompt, their adapters of rank 16.
+# The amount of each of the six in a typical step. Chosen: eight chats that decode beside some of a prompt, their adapters of rank 16.
 TYPICAL = (1.0, 8.0, 128.0, 4096.0, 128.0, 2048.0)
 
 
 class StepWork(NamedTuple):
-    """What is in a step. prefill_rank_tokens: each token of a prompt times the rank of its request's adapter."""
+    """The contents of a step. prefill_rank_tokens: the sum over the tokens of prompts of their request's adapter rank."""
 
     decodes: Ranks
     num_context_tokens: int
@@ -45,7 +47,7 @@ class StepWork(NamedTuple):
 
 
 class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
-    """The six."""
+    """The six times that make up a step, in seconds."""
 
     fixed_s: float
     request_s: float = 0.0
@@ -56,7 +58,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def from_table(cls, table: StepTable, rank_s: float = 0.0) -> StepSeconds:
-        """Of a table of step times, which knows of no adapters."""
+        """Return the times of a table of step times, which knows of no adapters."""
         one_s, eight_s = table.step_s(0, 1, 0), table.step_s(0, 8, 0)
         request_s = max(eight_s - one_s, 0.0) / 7
         return cls(
@@ -69,6 +71,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def all(self) -> tuple[float, ...]:
+        """The six times, in the order of `TYPICAL`."""
         return (
             self.fixed_s,
             self.request_s,
@@ -79,7 +82,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def perf(self, kernel: KernelName, prompt_tokens: float, answer_tokens: float, error: float) -> NodePerf:
-        """As routing has it. prompt_tokens: of a usual prompt, what has to be computed."""
+        """Return the times in the form that routing uses. prompt_tokens: the tokens of a usual prompt that have to be computed."""
         prompt_s, prompt_rank_s = self.prompt_token_s * prompt_tokens, self.prompt_rank_s * prompt_tokens
         return NodePerf(
             decode=PerfModel(kernel, self.rank_s, self.fixed_s, self.token_s, self.request_s),
@@ -91,15 +94,15 @@ class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepTimes:
-    """Memory is that of a six by six table, whatever is shown to it.
+    """Learns the times of steps. Its memory is a six by six table, however many steps it sees.
 
     Args:
-        prior: of this machine, as far as it is known.
-        error: mean share by which real steps may be off from that.
+        prior: this machine's times, as far as they are known.
+        error: mean share by which real steps may differ from these.
 
     Attributes:
-        seconds: as they are now; replaced as a whole, for whoever reads them on another thread.
-        error: mean share by which steps have differed from what was predicted lately; none counts for more than `costs.OUTLIER_ERRORS` of it.
+        seconds: the times as they are now; replaced as a whole, as other threads read them.
+        error: mean share by which steps have differed from their prediction lately; none counts for more than `costs.OUTLIER_ERRORS` of it.
     """
 
     def __init__(self, prior: StepSeconds, kernel: KernelName, error: float = UNKNOWN_ERROR) -> None:
@@ -114,10 +117,14 @@ class StepTimes:
         self._ridge = [PRIOR_STEPS * (amount / typical_s) ** 2 for amount in TYPICAL]
 
     def predict(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step."""
         return _dot(self._now, self._amounts(work))
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long. Steps without work or time are ignored. What is far off moves little, so that a stall is no change of the machine."""
+        """Learn from a step that took this many seconds. Steps without work or time are ignored.
+
+        A time far from the prediction moves little, so that a stall does not count as a change of the machine.
+        """
         if not 0 < seconds < math.inf or not (work.decodes.num > 0 or work.num_prefill_tokens > 0):
             return
         amounts = self._amounts(work)
@@ -143,7 +150,7 @@ class StepTimes:
         )
 
     def _learn(self, amounts: Sequence[float], seconds: float, unit_s: float) -> None:
-        """Errors count relatively: a step of a thousand tokens is no more telling than one of eight."""
+        """Add a step to the sums. Errors count relatively: a step of a thousand tokens weighs no more than one of eight."""
         row, value = [amount / unit_s for amount in amounts], seconds / unit_s
         for at, mine in enumerate(row):
             squares = self._squares[at]
@@ -157,9 +164,9 @@ class StepTimes:
         ]
 
     def _solve(self) -> None:
-        """Least squares with none below LEAST_SHARE of what was known ahead, coordinate by coordinate.
+        """Solve the least squares, coordinate by coordinate, with no time below LEAST_SHARE of the one measured ahead.
 
-        What steps do not tell apart leans on what was known ahead, times by how much the machine as a whole is slower than that.
+        Times that steps do not tell apart lean on the ones measured ahead, scaled by how much slower the machine as a whole is now.
         """
         slower = self._pace[0] / self._pace[1] if self._pace[1] > 0 else 1.0
         now, squares, ridge = self._now, self._squares, self._ridge

@@ -1,4 +1,4 @@
-"""Requests that cannot start yet, whatever room there is: their adapter is loaded, or their grammar compiled."""
+"""Requests that cannot start yet, whatever room there is: their adapter is being loaded, or their grammar compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 
 class Unready:
-    """Told apart by what they wait for, so that asking costs as many calls as there are adapters, and not requests.
+    """Requests grouped by the thing that they wait for, so that asking costs one call per adapter and not per request.
 
     Requests that wait for the same become ready together, and do so in their order.
     """
@@ -16,11 +16,12 @@ class Unready:
         self._group_of: dict[str, Hashable] = {}
 
     def add(self, request_id: str, waits_for: Hashable) -> None:
+        """Note that a request waits for this adapter or grammar."""
         self._group_of[request_id] = waits_for
         self._groups.setdefault(waits_for, {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """Unknown ones are ignored."""
+        """Forget a request. An unknown one is ignored."""
         if request_id not in self._group_of:
             return
         group = self._group_of.pop(request_id)
@@ -29,7 +30,7 @@ class Unready:
             del self._groups[group]
 
     def take_ready(self, is_ready: Callable[[str], bool], max_requests: int) -> list[str]:
-        """Those that are ready now, at most so many; they are forgotten here."""
+        """Return the requests that are ready now, at most `max_requests`, and forget them here."""
         found: list[str] = []
         for group in self._groups.values():
             for request_id in group:

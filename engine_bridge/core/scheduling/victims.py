@@ -1,4 +1,4 @@
-"""Who loses its device memory when the next step's KV does not fit, in order."""
+"""Which requests lose their device memory when the next step's KV does not fit, in order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from engine_bridge.policy.scheduling.preemption import Order, RunningFacts
 
 
 def most_new_blocks(running: Sequence[Progress], step_tokens: int, block_size: int) -> int:
-    """Blocks that a step may have to find for those who run: nobody is preempted while so many are free.
+    """Return the most blocks that a step may need for running requests: no request is preempted while this many are free.
 
-    step_tokens: that it computes at most. Each request computes all that it has, and a token at least.
+    Args:
+        step_tokens: the most tokens that the step computes. Each request computes all that it has, and a token at least.
     """
     num_blocks = 0
     for _, num_tokens, num_computed in running:
@@ -21,9 +22,11 @@ def most_new_blocks(running: Sequence[Progress], step_tokens: int, block_size: i
 
 
 def by_worth(running: Sequence[tuple[float, RunningFacts]], order: Order) -> list[str]:
-    """Running requests, the first victim last. running: (arrived_s, facts), at least one.
+    """Return the ids of running requests, the first victim last. running: (arrived_s, facts), at least one.
 
-    Who came first is nobody's victim: it ends some day, and so does everybody after it. Or two large ones could push each other out for ever.
+    The oldest request is never a victim: it ends some day, and so does every request after it. Otherwise two large ones could push each other out
+    for
+    ever.
     """
     _, oldest = min(running, key=lambda each: each[0])
     ranked = sorted((facts for _, facts in running), key=order, reverse=True)
