@@ -1,7 +1,8 @@
-"""Which unused adapters leave device memory, and whether one is worth more than prefix KV. Pure: facts in, decisions out.
+"""Which unused adapters leave device memory, and whether an adapter is worth more than prefix KV. Pure: facts in, decisions out.
 
-Every policy answers with an order, the first to go first; `choose_victims` turns an order into a set. Adapters of running requests are not in the
-lists that policies see; adapters that a waiting request needs are, and go after all others. Source: Chameleon §4.1 (cost-aware eviction).
+Every policy answers with an order, the first to leave first; `choose_victims` turns an order into a set. Adapters of running requests are not in
+the
+lists that policies see; adapters that a waiting request needs are, and leave after all others. Source: Chameleon §4.1 (cost-aware eviction).
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, Eviction
 
 
 class Stateless:
-    """Hooks for policies that judge by the facts alone."""
+    """Empty hooks, for policies that judge by the facts alone."""
 
-    def touched(self, adapter: CachedAdapter, now: float) -> None: ...
+    def touched(self, adapter: CachedAdapter, now: float) -> None:
+        """Ignore that a request came or ended."""
 
-    def evicted(self, adapter_id: int) -> None: ...
+    def evicted(self, adapter_id: int) -> None:
+        """Ignore that the adapter was evicted."""
 
-    def forgotten(self, adapter_id: int) -> None: ...
+    def forgotten(self, adapter_id: int) -> None:
+        """Ignore that the adapter was unloaded."""
 
 
 def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: float) -> list[float]:
-    """Worths of adapters by scores that have no unit: what all of them save together, divided in proportion."""
+    """Return the worths of adapters by scores that have no unit: the saving of all of them together, divided in proportion."""
     num_bytes, total = sum(adapter.num_bytes for adapter in cached), sum(scores)
     if not num_bytes or not total:
         return [0.0] * len(cached)
@@ -38,26 +42,29 @@ def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: 
 
 
 class Lru(Stateless):
-    """Longest unused first. The baseline."""
+    """The adapter unused for the longest time leaves first. The baseline."""
 
     name = "lru"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
+        """Return the adapters in the order of their last use, the oldest first."""
         return by_value(cached, [adapter.last_used_s for adapter in cached])
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        """One unused for t seconds is taken to be used every t seconds; less than a second counts as one."""
+        """Return worths by the time since the last use: an adapter unused for t seconds counts as used every t seconds, at least one."""
         return _shares([1 / max(now - adapter.last_used_s, 1.0) for adapter in cached], cached, window_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ChameleonScore(Stateless):
-    """Lowest F·frequency + R·recency + S·size first, each between 0 and 1.
+    """The adapter with the lowest F·frequency + R·recency + S·size leaves first, each term between 0 and 1.
 
     Source: Chameleon §4.1, its coefficients. It does not say how the three are normalised; here over the adapters in the list: frequency is uses
-    over the most uses, size is bytes over the most bytes, recency is 1 for one used right now and falls to 0 for the one unused the longest, in
-    proportion to time. The frame of its "usage frequency" is not given either; here it is the caller's (`UseWindow`). The paper says both that small
-    adapters should go first, being cheap to bring back, and that large ones should; its formula does the first, and so does this.
+    over the most uses, size is bytes over the most bytes, recency is 1 for an adapter used right now and falls to 0 for the one unused the longest,
+    in
+    proportion to time. The frame of its "usage frequency" is not given either; here it is the caller's (`UseWindow`). The paper says both that
+    small
+    adapters should leave first, being cheap to bring back, and that large ones should; its formula does the first, and so does this.
     """
 
     frequency: float = 0.45
@@ -66,16 +73,19 @@ class ChameleonScore(Stateless):
 
     @property
     def name(self) -> str:
+        """The policy's name in `POLICIES`."""
         return "chameleon"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
+        """Return the adapters in the order of their scores, the lowest first."""
         return by_value(cached, self.scores(cached, now))
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        """Return worths in proportion to the scores."""
         return _shares(self.scores(cached, now), cached, window_s)
 
     def scores(self, cached: Sequence[CachedAdapter], now: float) -> list[float]:
-        """One in [0, 1] for each, as long as the coefficients add up to 1."""
+        """Return a score in [0, 1] for each adapter, as long as the coefficients add up to 1."""
         most_uses = max((adapter.uses for adapter in cached), default=0.0) or 1.0
         most_bytes = max((adapter.num_bytes for adapter in cached), default=0) or 1
         idle_s = [max(now - adapter.last_used_s, 0.0) for adapter in cached]
@@ -98,6 +108,7 @@ class EqualWeights(ChameleonScore):
 
     @property
     def name(self) -> str:
+        """The policy's name in `POLICIES`."""
         return "equal_weights"
 
 
@@ -115,11 +126,12 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 def choose_victims(
     cached: Sequence[CachedAdapter], needed_bytes: int, policy: EvictionPolicy, now: float
 ) -> tuple[int, ...]:
-    """Ids of adapters that free at least `needed_bytes`, in the policy's order; none of them could be spared.
+    """Return the ids of adapters that free at least `needed_bytes`, in the policy's order; each of them is needed for that.
 
-    Empty if nothing is needed, and if all together do not suffice: then no state changes. An adapter that wants to come in may be among
-    `cached`, with needed_bytes what the cache is over its budget by; if it is chosen itself, it is not worth its place.
-    The caller evicts them and tells the policy of each (`evicted`).
+    The result is empty if `needed_bytes` is 0 or less, and if all adapters together are too small: then no state changes. An adapter that is to
+    come in
+    may be among `cached`, with needed_bytes the bytes by which the cache is over its budget; if it is chosen itself, it is not worth its place.
+    The caller evicts the adapters and tells the policy of each (`evicted`).
     """
     if needed_bytes <= 0 or sum(adapter.num_bytes for adapter in cached) < needed_bytes:
         return ()
@@ -134,7 +146,10 @@ def choose_victims(
 
 
 def _without_spare(chosen: Sequence[CachedAdapter], spare_bytes: int) -> list[CachedAdapter]:
-    """Those that are needed: a large victim may cover what smaller ones before it were chosen for. The best are spared first."""
+    """Return the chosen adapters that are needed, because a large one may free the bytes for which smaller ones were chosen before it.
+
+    The most valuable are spared first.
+    """
     needed: list[CachedAdapter] = []
     for adapter in reversed(chosen):
         if adapter.num_bytes <= spare_bytes:
@@ -145,10 +160,11 @@ def _without_spare(chosen: Sequence[CachedAdapter], spare_bytes: int) -> list[Ca
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """The oldest cached prefix blocks, those that would make room.
+    """The oldest cached prefix blocks, which would make room.
 
-    restore_s: what bringing their KV back would take, by copy or by prefill, whichever is faster. reuse_per_s: how often such blocks are asked
-    for again, per second.
+    Attributes:
+        restore_s: seconds to bring their KV back, by copy or by prefill, whichever is faster.
+        reuse_per_s: how often such blocks are asked for again, per second.
     """
 
     num_bytes: int
@@ -157,11 +173,15 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
 
 
 def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
-    """Whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
+    """Return whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
 
-    worth: by `EvictionPolicy.worths`. Both are copies of something that can be had again for some time, so both are worth the seconds they
-    will save: a use per second times the seconds a use saves, per byte held. Only a higher value takes the place of what is there; with
-    equal ones nothing moves. It is not for an adapter that a waiting request needs: that one is not worth seconds per byte, the request
-    cannot run without it.
+    Both are copies of data that can be brought back in some time, so both are worth the seconds they will save: uses per second times the seconds
+    that
+    a use saves, per byte held. Only a higher value displaces the present one; with equal values nothing moves. Do not ask for an adapter that a
+    waiting
+    request needs: seconds per byte do not measure it, as the request cannot run without it.
+
+    Args:
+        worth: from `EvictionPolicy.worths`.
     """
     return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)

@@ -1,4 +1,4 @@
-"""Where adapters are, over all nodes: which can serve one and how soon, what each lacks, and the one list that clients see. Pure."""
+"""Where adapters are, over all nodes: which nodes can serve one and how soon, what each lacks, and the one list that clients see. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from msgspec.structs import replace
 
 from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
 
-# Of a node that has not loaded anything yet. Chosen: a middling disk, and memory as one thread copies it.
+# Speeds of a node that has not loaded an adapter yet. Chosen: a middling disk, and memory as one thread copies it.
 DISK_BYTES_S = 1e9
 COPY_BYTES_S = 5e9
-# Fewer bytes tell more of what a file costs than of what a byte does. Chosen.
+# The time of a smaller transfer depends more on the file than on its bytes. Chosen.
 MIN_MEASURED_BYTES = 1 << 20
 _NEAREST: tuple[AdapterPlace, ...] = ("slot", "host", "cached", "disk")
 
 
 class LoadRates(Struct, frozen=True):
-    """Bytes a second, from disk into host memory, and from there into a slot."""
+    """Bytes per second from disk into host memory, and from there into a slot."""
 
     disk_bytes_s: float = DISK_BYTES_S
     copy_bytes_s: float = COPY_BYTES_S
 
 
 def rates_of(stats: AdapterStats | None) -> LoadRates:
-    """As a node has measured them so far."""
+    """Return the speeds that a node has measured so far; the assumed ones until then."""
     if stats is None:
         return LoadRates()
     counts, seconds = stats.counts, stats.seconds
@@ -42,7 +42,10 @@ def _rate(num_bytes: int, seconds: float, otherwise: float) -> float:
 
 
 def load_s(info: AdapterInfo, rates: LoadRates) -> float:
-    """What bringing it into a slot of its node takes. From memory that KV lends it is copied no slower than from the host."""
+    """Return the seconds to bring the adapter into a slot of its node.
+
+    From memory that KV lends it is copied no slower than from the host.
+    """
     if info.place == "slot":
         return 0.0
     from_disk_s = info.num_bytes / rates.disk_bytes_s if info.place == "disk" else 0.0
@@ -50,7 +53,7 @@ def load_s(info: AdapterInfo, rates: LoadRates) -> float:
 
 
 class AdapterAt(NamedTuple):
-    """Where an adapter is, for routing. load_s: as `loads` gives it."""
+    """An adapter as routing sees it. load_s: by node, the seconds to load it there, from `loads`."""
 
     rank: int
     load_s: Mapping[str, float]
@@ -59,9 +62,12 @@ class AdapterAt(NamedTuple):
 def loads(
     name: str, version: str, nodes: Iterable[tuple[str, Mapping[str, AdapterInfo], LoadRates]]
 ) -> dict[str, float]:
-    """`Ask.adapter_load_s`: by node, of those that can serve this version. An ask for an adapter has `usual_load_s=None`: the others cannot.
+    """Return `Ask.adapter_load_s`: by node, the seconds to load this version, for the nodes that can serve it.
 
-    nodes: name, what it serves, its rates.
+    An ask for an adapter has `usual_load_s=None`: other nodes cannot serve it.
+
+    Args:
+        nodes: of each node its name, the adapters that it serves, and its speeds.
     """
     found = ((node_id, served.get(name), rates) for node_id, served, rates in nodes)
     return {
@@ -75,23 +81,27 @@ def loads(
 
 
 class Served(Struct, frozen=True):
-    """An adapter, as it is served or to be served."""
+    """The version of an adapter that is served or is to be served."""
 
     version: str
     is_pinned: bool = False
 
 
 class Load(Struct, frozen=True):
-    """In place of another version, if there is one."""
+    """Load this adapter. If the node serves another version of it, that one is replaced."""
 
     name: str
 
 
 class Unload(Struct, frozen=True):
+    """Unload this adapter."""
+
     name: str
 
 
 class Pin(Struct, frozen=True):
+    """Pin this adapter, or unpin it."""
+
     name: str
     is_pinned: bool
 
@@ -100,7 +110,10 @@ Step = Load | Unload | Pin
 
 
 def steps(wanted: Mapping[str, Served], there: Mapping[str, Served]) -> list[Step]:
-    """What makes a node serve what it should: first all that takes nothing, then loads, pinned ones before others, then their pins."""
+    """Return the steps that make a node serve the wanted adapters.
+
+    Steps that take no memory are first, then loads, pinned adapters before others, each followed by its pin.
+    """
     unloads = [Unload(name) for name in there if name not in wanted]
     pins: list[Step] = []
     missing = []
@@ -125,10 +138,11 @@ def _pin(name: str, served: Served) -> tuple[Step, ...]:
 def merged(
     listed: Sequence[AdapterInfo], nodes: Mapping[str, Mapping[str, AdapterInfo]]
 ) -> list[AdapterInfo]:
-    """All adapters by name: the nearest place of each, by node where it is, and all nodes' uses together.
+    """Return all adapters by name, each with its nearest place, its place on each node, and the uses of all nodes together.
 
-    listed: what should be served; what it says of rank, bytes, version and pin holds. nodes: what each that is up serves. A node that serves another
-    version of a name is told of under `other_versions`.
+    Args:
+        listed: the adapters that should be served; their rank, bytes, version and pin are the ones returned.
+        nodes: the adapters that each running node serves. A node that serves another version of a name is listed under `other_versions`.
     """
     return [
         _merged(
@@ -154,9 +168,11 @@ def _merged(listed: AdapterInfo, found: list[tuple[str, AdapterInfo]]) -> Adapte
 def merged_stats(
     stats: Sequence[AdapterStats], adapters: Sequence[AdapterInfo], failed: Mapping[str, str]
 ) -> AdapterStats | None:
-    """All nodes' figures together. None where no node has any.
+    """Return all nodes' figures together; None where no node has any.
 
-    adapters: as `merged` gives them, each counted once by its nearest place. failed: why no node serves what the gateway found.
+    Args:
+        adapters: from `merged`, each counted once by its nearest place.
+        failed: for adapters that the gateway found and no node serves, the reason.
     """
     if not stats:
         return None

@@ -1,11 +1,12 @@
-"""Which adapters will be asked for soon, by how they were asked for before. Pure: arrivals in, forecasts out.
+"""Which adapters will be asked for soon, by the times of their earlier requests. Pure: arrivals in, forecasts out.
 
-An adapter that a timer or an agent calls comes back after much the same time; one that people share comes at any time, and nothing can be said of it.
+An adapter that a timer or an agent calls comes back after much the same time; one that people share comes at any time, and cannot be predicted.
 Each adapter has a histogram of the gaps between its requests. Where the gaps crowd in few bins, it predicts the next request; where they
-do not, it is silent, and what is worth keeping is left to the eviction policy.
+do not, it makes no prediction, and the eviction policy decides which adapters are worth keeping.
 
 Source: Shahrad et al., Serverless in the Wild, ATC 2020, §4.2, named by Chameleon §4.1. Departs in: bins that grow by a constant factor instead of
-one-minute bins up to four hours, since gaps here go from fractions of a second to hours, and since memoryless gaps look alike in such bins at any
+one-minute bins up to four hours, since gaps here range from fractions of a second to hours, and since memoryless gaps look alike in such bins at
+any
 rate, so that one threshold tells them from regular ones; a probability instead of a window alone, since loads compete for one link; no
 time-series model for gaps out of range; counts that fade.
 """
@@ -21,15 +22,16 @@ GROWTH = 1.2
 # The window: 5% of gaps are shorter than the head, 1% longer than the tail. Source: Serverless in the Wild §4.2. Its margins of 10% are left out:
 # the edges are rounded outward to bins of 20%.
 HEAD, TAIL = 0.05, 0.99
-# Of counts per bin. Memoryless gaps have 1.4 in these bins, log-normal ones with sigma 0.33 have 3. Chosen; theirs is 2, in other bins.
+# The coefficient of variation of the counts per bin. Memoryless gaps have 1.4 in these bins, log-normal ones with sigma 0.33 have 3. Chosen; the
+# paper's is 2, in other bins.
 MIN_VARIATION = 3.0
 MIN_GAPS = 8  # Chosen: fewer say little.
-MAX_GAPS = 128  # Then all counts are halved, so that new habits show. Chosen.
+MAX_GAPS = 128  # At this number all counts are halved, so that new habits show. Chosen.
 MAX_ADAPTERS = 4096  # 0.7 KB each. Chosen.
 
 
 class ArrivalHistogram:
-    """How long one adapter's requests have been apart. Bounded: NUM_BINS counts, no more than MAX_GAPS in all."""
+    """The times between one adapter's requests. Bounded: NUM_BINS counts, no more than MAX_GAPS in all."""
 
     def __init__(self) -> None:
         self._counts = [0] * NUM_BINS
@@ -39,7 +41,7 @@ class ArrivalHistogram:
 
     @property
     def num_gaps(self) -> int:
-        """Gaps between arrivals that were counted."""
+        """The number of gaps between arrivals that were counted."""
         return self._num_inside + self._num_beyond
 
     @property
@@ -51,7 +53,7 @@ class ArrivalHistogram:
         return self._window
 
     def note(self, gap_s: float) -> None:
-        """Two requests came so far apart."""
+        """Note the time between two requests, in seconds."""
         at = bin_of(gap_s)
         if at < NUM_BINS:
             self._counts[at] += 1
@@ -75,14 +77,17 @@ class ArrivalHistogram:
         return math.sqrt(max(NUM_BINS * same - 1, 0.0))
 
     def probability(self, idle_s: float, lead_s: float) -> float:
-        """That the next request comes within `lead_s`, given that none has come for `idle_s`; 0 where the gaps predict nothing."""
+        """Return the probability that the next request comes within `lead_s`, given that none came for `idle_s`.
+
+        It is 0 where the gaps predict nothing.
+        """
         if self._window is None or lead_s <= 0 or idle_s > self._window[1]:
             return 0.0
         left = self._num_after(idle_s)
         return (left - self._num_after(idle_s + lead_s)) / left if left > 0 else 0.0
 
     def _num_after(self, gap_s: float) -> float:
-        """Gaps longer than this one; within a bin they are taken as evenly spread."""
+        """Return the number of gaps longer than this one; within a bin they are taken as evenly spread."""
         at = bin_of(gap_s)
         if at >= NUM_BINS:
             return float(self._num_beyond)
@@ -99,7 +104,7 @@ class ArrivalHistogram:
         return head_s, tail_s
 
     def _percentile(self, share: float) -> int:
-        """The bin in which that share of the gaps within range is reached."""
+        """Return the bin in which that share of the gaps within range is reached."""
         missing = share * self._num_inside
         for at, count in enumerate(self._counts):
             missing -= count
@@ -113,7 +118,7 @@ class ArrivalHistogram:
 
 
 def bin_of(gap_s: float) -> int:
-    """The bin of a gap, NUM_BINS if it is out of range. Negative gaps, from a clock that went back, count as none."""
+    """Return the bin of a gap; NUM_BINS if it is out of range. Negative gaps, from a clock that went back, count as 0."""
     if gap_s < FIRST_EDGE_S * GROWTH:
         return 0
     at = min(int(math.log(gap_s / FIRST_EDGE_S) / math.log(GROWTH)), NUM_BINS)
@@ -129,24 +134,28 @@ _EDGES_S = (0.0, *(FIRST_EDGE_S * GROWTH**at for at in range(1, NUM_BINS + 2)))
 
 
 def edges_s(at: int) -> tuple[float, float]:
-    """Where a bin begins and ends; the end belongs to the next one."""
+    """Return the seconds at which a bin begins and ends; the end belongs to the next bin."""
     return _EDGES_S[at], _EDGES_S[at + 1]
 
 
 class Arrivals:
-    """The histograms of all adapters. Bounded: beyond `max_adapters` the one that was not asked for the longest is forgotten."""
+    """The histograms of all adapters. Bounded: beyond `max_adapters` the adapter unused for the longest time is forgotten.
+
+    Raises:
+        ValueError: `max_adapters` is less than 1.
+    """
 
     def __init__(self, max_adapters: int = MAX_ADAPTERS) -> None:
         if max_adapters < 1:
             raise ValueError("arrivals need room for an adapter")
         self._max_adapters = max_adapters
-        self._last: dict[int, tuple[float, ArrivalHistogram]] = {}  # the longest not asked for first
+        self._last: dict[int, tuple[float, ArrivalHistogram]] = {}  # the longest unused first
 
     def __len__(self) -> int:
         return len(self._last)
 
     def arrived(self, adapter_id: int, now: float) -> None:
-        """A request for it came."""
+        """Note a request for the adapter."""
         known = self._last.pop(adapter_id, None)
         histogram = ArrivalHistogram() if known is None else known[1]
         if known is not None:
@@ -156,7 +165,7 @@ class Arrivals:
         self._last[adapter_id] = (now, histogram)
 
     def due(self, now: float, lead_s: float) -> list[tuple[int, float]]:
-        """Adapters whose next request may come within `lead_s`, with the probability that it does, the most probable first."""
+        """Return the adapters whose next request may come within `lead_s`, with the probability that it does, the most probable first."""
         found = []
         for adapter_id, (last_s, histogram) in self._last.items():
             window, idle_s = histogram.window, max(now - last_s, 0.0)
@@ -167,10 +176,10 @@ class Arrivals:
         return sorted(found, key=lambda item: (-item[1], item[0]))
 
     def window(self, adapter_id: int) -> tuple[float, float] | None:
-        """`ArrivalHistogram.window` of one adapter; None for an unknown one."""
+        """Return `ArrivalHistogram.window` of one adapter; None for an unknown one."""
         known = self._last.get(adapter_id)
         return None if known is None else known[1].window
 
     def forget(self, adapter_id: int) -> None:
-        """Unloaded for good; unknown ones are ignored."""
+        """Forget an adapter that was unloaded for good. An unknown one is ignored."""
         self._last.pop(adapter_id, None)

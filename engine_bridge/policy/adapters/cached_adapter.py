@@ -1,4 +1,4 @@
-"""What eviction policies of adapters are told and asked, and how uses are counted. Pure."""
+"""The interface of eviction policies for adapters, and how uses are counted. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ MAX_COUNTED_ADAPTERS = 4096  # 100 bytes each. Chosen.
 
 
 class CachedAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter that lies in memory, unused where a policy is asked who goes.
+    """An adapter that lies in memory. It is unused when a policy is asked which adapter should leave.
 
-    last_used_s: on the clock of `now`. uses: in the caller's window, fractions allowed. reload_s: what bringing it back is predicted to take.
-    is_queued: a waiting request needs it, or one is announced. num_requests: those that use it now or wait for it.
+    Attributes:
+        last_used_s: time of the last use, on the clock of `now`.
+        uses: uses in the caller's window, fractions allowed.
+        reload_s: predicted seconds to bring it back.
+        is_queued: whether a waiting request needs it, or one is announced.
+        num_requests: requests that use it now or wait for it.
     """
 
     adapter_id: int
@@ -30,45 +34,48 @@ class CachedAdapter(Struct, frozen=True, kw_only=True):
 
 
 class EvictionPolicy(Protocol):
-    """Who goes first. A policy may keep state; it learns of what happens by the three hooks, from one caller and in order of time."""
+    """Decides which adapter leaves first.
+
+    A policy may keep state; it learns of events by the three hooks, from one caller and in order of time.
+    """
 
     @property
     def name(self) -> str:
-        """As in `POLICIES`."""
+        """The policy's name in `POLICIES`."""
         ...
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        """All of them, the first to go first, those that are queued after all others.
+        """Return all adapters, the first to leave first, queued ones after all others.
 
         Asking twice gives the same; a policy may note how much it chose from.
         """
         ...
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        """What a byte of each saves, in seconds of waiting per second, as this policy judges. Changes no state.
+        """Return the saving per byte of each adapter, in seconds of waiting per second, as this policy judges. Changes no state.
 
-        None is higher than that of one which `order` lets go later. window_s: the time that `uses` were counted over.
+        No worth is higher than the worth of an adapter that `order` evicts later. window_s: the time that `uses` were counted over.
         """
         ...
 
     def touched(self, adapter: CachedAdapter, now: float) -> None:
-        """A request came for it or has ended; its `uses` and `num_requests` count that already.
+        """Note that a request for the adapter came or has ended; its `uses` and `num_requests` count that already.
 
-        A caller that never says `num_requests` calls it at each use.
+        A caller that never sets `num_requests` calls it at each use.
         """
         ...
 
     def evicted(self, adapter_id: int) -> None:
-        """It made room for something. Call it for every victim, in the order of `choose_victims`."""
+        """Note that the adapter was evicted. Call it for every victim, in the order of `choose_victims`."""
         ...
 
     def forgotten(self, adapter_id: int) -> None:
-        """It is gone for another reason (unloaded, replaced by a new version)."""
+        """Note that the adapter left for another reason (unloaded, replaced by a new version)."""
         ...
 
 
 def by_value(cached: Sequence[CachedAdapter], values: Sequence[float]) -> list[CachedAdapter]:
-    """Lowest value first; among equals the longest unused; queued ones last."""
+    """Return the adapters by value, the lowest first; among equals the longest unused first; queued ones last."""
     ranked = sorted(
         zip(values, cached, strict=True),
         key=lambda item: (item[1].is_queued, item[0], item[1].last_used_s, item[1].adapter_id),
@@ -81,6 +88,9 @@ class UseWindow:
 
     Source: Chameleon §4.1, "usage frequency … within a specific time frame", which it does not give. A fading window needs one number per adapter
     and has no edge at which a burst drops out at once.
+
+    Raises:
+        ValueError: the half-life is not positive, or there is no room for an adapter.
     """
 
     def __init__(
@@ -97,7 +107,7 @@ class UseWindow:
         return len(self._counts)
 
     def used(self, adapter_id: int, now: float) -> None:
-        """A request came for it. If the window is full, the longest unused adapter is forgotten."""
+        """Note a request for the adapter. If the window is full, the longest unused adapter is forgotten."""
         if self._started_s is None:
             self._started_s = now
         uses = self.uses(adapter_id, now) + 1
@@ -107,19 +117,22 @@ class UseWindow:
         self._counts[adapter_id] = (uses, now)
 
     def uses(self, adapter_id: int, now: float) -> float:
-        """Faded uses; 0 for an unknown adapter."""
+        """Return the faded uses; 0 for an unknown adapter."""
         uses, at_s = self._counts.get(adapter_id, (0.0, now))
         return uses * math.exp(-max(now - at_s, 0.0) / self._mean_life_s)
 
     def length_s(self, now: float) -> float:
-        """What uses are counted over: one every second comes to so many. Over the first half-lives it is the time there was, at least a second."""
+        """Return the seconds that uses are counted over: one use per second adds up to this number.
+
+        Over the first half-lives it is the time since the first use, at least a second.
+        """
         seen_s = max(now - self._started_s, 1.0) if self._started_s is not None else 1.0
         return self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s)
 
     def per_s(self, adapter_id: int, now: float) -> float:
-        """Uses per second, by the window so far."""
+        """Return the uses per second, by the window so far."""
         return self.uses(adapter_id, now) / self.length_s(now)
 
     def forget(self, adapter_id: int) -> None:
-        """Unloaded for good; unknown ones are ignored."""
+        """Forget an adapter that was unloaded for good. An unknown one is ignored."""
         self._counts.pop(adapter_id, None)
