@@ -1,6 +1,6 @@
-"""What a step, a prefill and a swap cost. Pure: facts in, seconds out. What is decided by it: `restore_method`.
+"""The cost of a step, a prefill and a swap. Pure: facts in, seconds out. `restore_method` decides by it.
 
-`StepTable` answers in microseconds what a step takes, and learns from each real one; on it stands what a prefill takes.
+`StepTable` predicts in microseconds how long a step takes, and learns from each real one; the time of a prefill is computed from it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from msgspec import Struct
 from kvtiers.policy.rates import HALF_LIFE_S
 
 # Share of an error that one real step or copy corrects where it was made. Chosen: seven take away half of it. Up to 0.56 a prediction cannot
-# overshoot what was seen.
+# overshoot the measured time.
 LEARNING_RATE = 0.1
-# Share of an error by which all others are taken to be slower, too. Chosen: two steps believe half of a change of the machine's speed, which changes
-# from one second to the next; of rates from 0.1 to 0.5 in live plays, those from 0.3 on were within 0.3% of each other (bench/LOG.md).
+# Share of an error by which all others are taken to be slower, too. Chosen: two steps believe half of a change of the machine's speed, which
+# changes from one second to the next; of rates from 0.1 to 0.5 in live plays, the rates from 0.3 on were within 0.3% of each other (bench/LOG.md).
 SLOWNESS_RATE = 0.3
-# The same of copies. Chosen: a copy in a step finds other caches than the one before it, so that equal ones differ by a fifth, mostly at random; of
-# rates from 0.1 to 0.3 in live plays the lowest was best both ways (bench/LOG.md).
+# The same share for copies. Chosen: a copy in a step finds other caches than the one before it, so that equal ones differ by a fifth, mostly at
+# random; of rates from 0.1 to 0.3 in live plays the lowest was best both ways (bench/LOG.md).
 COPY_SLOWNESS_RATE = 0.1
-# A step counts as no further off than so many times the usual error, which each step moves by this share. Chosen: a stall of the machine (collection,
+# A step's error counts as at most this many times the usual error, which each step moves by this share. Chosen: a stall of the machine (collection,
 # another tenant) then moves a prediction by about the usual error, for some steps, and a lasting change is believed after a few more.
 OUTLIER_ERRORS = 3.0
 ERROR_RATE = 0.05
 MIN_USUAL_ERROR = 0.02
-# Nobody has measured copies yet: the first ones are believed, however far off they are. Chosen.
+# The usual error before any copy was measured: the first ones are believed, however far off they are. Chosen.
 UNKNOWN_COPY_ERROR = 1.0
-# Between which copies are taken to be linear in size. Chosen: few, so that each real copy teaches others of about its size.
+# Sizes between which copies are taken to be linear in size. Chosen: few, so that each real copy teaches others of about its size.
 COPY_SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 29)
-# A long prefill's chunks beyond so many are sampled evenly: exact where a step's cost is linear in its context. Chosen.
+# Of a long prefill, at most this many chunks are looked up, evenly spread: exact where a step's cost is linear in its context. Chosen.
 MAX_CHUNK_LOOKUPS = 4
 
 
 def believed(share: float, usual_error: float, error_rate: float = ERROR_RATE) -> tuple[float, float]:
-    """What of a relative error is believed, and the usual error after it."""
+    """Return the part of a relative error that is believed, and the usual error after it."""
     most = OUTLIER_ERRORS * usual_error
     share = max(min(share, most), -most)
     return share, max(usual_error + error_rate * (abs(share) - usual_error), MIN_USUAL_ERROR)
@@ -51,8 +51,12 @@ def believed(share: float, usual_error: float, error_rate: float = ERROR_RATE) -
 class StepGrid(Struct, frozen=True, kw_only=True):
     """A table's content, to be stored as it is.
 
-    The axes rise from 0: tokens prefilled in a step, requests that decode a token in it, tokens in KV that all of them attend to. seconds: by
-    prefill, then decodes, then context. Of a step without work (0, 0) nothing is ever asked.
+    The axes rise from 0: tokens prefilled in a step, requests that decode a token in it, tokens in KV that all of them attend to. A step without
+    work
+    (0, 0) is never asked for.
+
+    Attributes:
+        seconds: by prefill, then decodes, then context.
     """
 
     num_prefill_tokens: tuple[int, ...]
@@ -62,17 +66,20 @@ class StepGrid(Struct, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The three axes: prefill tokens, decodes, context tokens."""
         return self.num_prefill_tokens, self.num_decodes, self.num_context_tokens
 
 
 class StepTable:
     """Seconds of a step, by linear interpolation between grid points; more work never takes less time.
 
-    Beyond the grid the last cell's slope goes on. Each real step corrects its own cell, and by how much the machine is slower than the whole table
-    says just now. Memory is that of the grid. Call it from one thread.
+    Beyond the grid the slope of the last cell continues. Each real step corrects its own cell, and the factor by which the machine is slower just
+    now
+    than the whole table says. Memory is that of the grid. Call it from one thread.
 
-    Source: AdaptiveLLM §3.2 and §4.6 (prediction must cost under 1% of the run); the table, so that any regressor will do, and what it learns
-    online are ours.
+    Source: AdaptiveLLM §3.2 and §4.6 (prediction must cost under 1% of the run); the table, so that any regressor will do, and its online learning
+    are
+    ours.
 
     Raises:
         ValueError: a grid whose axes do not rise from 0, whose sizes do not fit, or with times that are not finite.
@@ -96,7 +103,11 @@ class StepTable:
         num_decodes: Sequence[int],
         num_context_tokens: Sequence[int],
     ) -> StepTable:
-        """From a regressor: `predict` gets all grid points as (prefill tokens, decodes, context tokens) and gives seconds."""
+        """Build a table from a regressor.
+
+        Args:
+            predict: given all grid points as (prefill tokens, decodes, context tokens), returns the seconds of each.
+        """
         axes = (tuple(num_prefill_tokens), tuple(num_decodes), tuple(num_context_tokens))
         points = [(p, d, c) for p in axes[0] for d in axes[1] for c in axes[2]]
         # A step without work is never run, and no regressor has seen one.
@@ -111,7 +122,7 @@ class StepTable:
         )
 
     def grid(self) -> StepGrid:
-        """As it is now, with what real steps have taught."""
+        """Return the table as it is now, with the corrections from real steps."""
         return StepGrid(
             num_prefill_tokens=self._prefill,
             num_decodes=self._decodes,
@@ -120,7 +131,7 @@ class StepTable:
         )
 
     def step_s(self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
-        """Predicted seconds of a step with so much work; 0 for one without."""
+        """Return the predicted seconds of a step with this work; 0 for a step without any."""
         if num_prefill_tokens <= 0 and num_decodes <= 0:
             return 0.0
         i, x = _locate(self._prefill, num_prefill_tokens)
@@ -144,13 +155,13 @@ class StepTable:
     def observe(
         self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int, seconds: float
     ) -> None:
-        """A real step took so long: move the prediction a part of the way there, never past it. Steps without work or time are ignored."""
+        """Note the seconds of a real step: move the prediction a part of the way there, never past it. Steps without work or time are ignored."""
         work = (num_prefill_tokens, num_decodes, num_context_tokens)
         predicted = self.step_s(*work)
         if (num_prefill_tokens <= 0 and num_decodes <= 0) or not 0 < seconds < math.inf:
             return
         self.num_steps += 1
-        if predicted <= 0:  # what was never predicted (a table of zeros) is believed at once
+        if predicted <= 0:  # a time that was never predicted (a table of zeros) is believed at once
             self._correct(work, LEARNING_RATE * seconds / self._slowness)
             return
         share, self.usual_error = believed(seconds / predicted - 1, self.usual_error)
@@ -160,8 +171,9 @@ class StepTable:
     def _correct(self, work: tuple[int, int, int], change_s: float) -> None:
         """Move the prediction at a point by a change, each corner of its cell by its weight in it.
 
-        Beyond the grid, where the last cell's slope goes on, both of its ends move alike: the slope stays, and nothing is multiplied by how far out
-        the point is.
+        Beyond the grid, where the slope of the last cell continues, both of its ends move alike: the slope stays, and the change is not multiplied
+        by how far
+        out the point is.
         """
         axes = (self._prefill, self._decodes, self._context)
         places = [_locate(axis, amount) for axis, amount in zip(axes, work, strict=True)]
@@ -188,7 +200,7 @@ class StepTable:
         return (i * self._sizes[1] + j) * self._sizes[2] + k
 
     def _raise_from(self, i: int, j: int, k: int, least_s: float) -> None:
-        """Everything with at least this much work takes at least so long. What already does, so does all beyond it."""
+        """Raise all points with at least this much work to at least this time. Behind a point that takes so long, all others do."""
         for a in range(i, self._sizes[0]):
             for b in range(j, self._sizes[1]):
                 at = self._index(a, b, k)
@@ -202,7 +214,7 @@ class StepTable:
                     at += 1
 
     def _lower_from(self, i: int, j: int, k: int, most_s: float) -> None:
-        """Everything with at most this much work takes at most so long."""
+        """Lower all points with at most this much work to at most this time."""
         for a in range(i, -1, -1):
             for b in range(j, -1, -1):
                 at = self._index(a, b, k)
@@ -227,7 +239,7 @@ def _check(grid: StepGrid) -> None:
 
 
 def _rising(seconds: list[float], sizes: tuple[int, ...]) -> list[float]:
-    """The same with each point at least as slow as those with less work: regressors such as forests are not monotone."""
+    """Return the times with each point at least as slow as the points with less work: regressors such as forests are not monotone."""
     along_i, along_j, along_k = sizes
     for i in range(along_i):
         for j in range(along_j):
@@ -239,7 +251,7 @@ def _rising(seconds: list[float], sizes: tuple[int, ...]) -> list[float]:
 
 
 def _locate(axis: Sequence[int], amount: int) -> tuple[int, float]:
-    """The cell in which an amount lies, and how far into it as a share of its length: more than 1 beyond the last one."""
+    """Return the cell in which an amount lies, and how far into it as a share of its length: more than 1 beyond the last cell."""
     at = bisect_right(axis, amount) - 1
     if at < 0:
         return 0, 0.0
@@ -252,25 +264,28 @@ def _locate(axis: Sequence[int], amount: int) -> tuple[int, float]:
 
 
 class PrefillCost(Protocol):
+    """Predicts the time of a prefill."""
+
     def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
-        """Seconds to compute so many tokens of a request behind `num_context_tokens` that have their KV; 0 for none. Never less for more."""
+        """Return the seconds to compute `num_tokens` of a request behind `num_context_tokens` that have their KV; 0 for none. Never less for more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TablePrefill:
-    """What the steps of a prefill take that runs alone, chunk by chunk.
+    """The time of the steps of a prefill that runs alone, chunk by chunk.
 
     Source: AdaptiveLLM §3.2.
 
     Args:
-        chunk_tokens: prefilled in a step at most.
+        chunk_tokens: tokens prefilled in a step at most.
     """
 
     table: StepTable
     chunk_tokens: int
 
     def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
+        """Return the seconds of such a prefill; 0 for no tokens."""
         if num_tokens <= 0:
             return 0.0
         num_chunks, num_rest = divmod(num_tokens, self.chunk_tokens)
@@ -288,37 +303,39 @@ class TablePrefill:
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """Between device and host, as measured. setup_s: of a copy of any size, each way."""
+    """The measured speeds between device and host. setup_s: seconds that a copy of any size takes to set up, each way."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     setup_s: float = 0.0
 
     def out_s(self, num_bytes: int) -> float:
+        """Return the seconds of a copy from the device; 0 for no bytes."""
         return self.setup_s + num_bytes / self.d2h_bytes_per_s if num_bytes > 0 else 0.0
 
     def in_s(self, num_bytes: int) -> float:
+        """Return the seconds of a copy to the device; 0 for no bytes."""
         return self.setup_s + num_bytes / self.h2d_bytes_per_s if num_bytes > 0 else 0.0
 
 
 class CopyCost(Protocol):
-    """What copies of KV take now."""
+    """Predicts the time of copies of KV as it is now."""
 
     def in_s(self, num_bytes: int) -> float:
-        """Seconds to the device. Of nothing, nothing."""
+        """Return the seconds of a copy to the device; 0 for no bytes."""
         ...
 
 
 @dataclass(slots=True)
 class Copied:
-    """So far, one way. num_copies: of a layer each. seconds: that they took, without what is done between two copies."""
+    """The copies made so far, one way. num_copies: of a layer each. seconds: spent in copies, without the work between two copies."""
 
     num_bytes: int = 0
     num_copies: int = 0
     seconds: float = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """One copy more."""
+        """Count one more copy."""
         self.num_bytes += num_bytes
         self.num_copies += 1
         self.seconds += seconds
@@ -327,14 +344,18 @@ class Copied:
 class CopyTable:
     """Seconds of a copy one way, by linear interpolation between COPY_SIZES_BYTES; more bytes never take less.
 
-    Each real copy corrects the two sizes about its own, and all others by less. What is slower than was assumed fades back to that: it keeps its own
-    subject from being measured again. Below the first size as the first, beyond the last its cell's slope goes on.
+    Each real copy corrects the two sizes about it, and all others by less. A time that is slower than was assumed fades back to the assumed one:
+    slow
+    copies are avoided, so they would never be measured again. Below the first size the first one's time holds, beyond the last the slope of its
+    cell
+    continues.
 
-    Source: AdaptiveLLM formula 2, bytes over a bandwidth; departs in setting up, in a table, since the way of copying that is fastest changes with
-    the size, and in learning from each copy.
+    Source: AdaptiveLLM formula 2, bytes over a bandwidth; departs in setting up, in a table, since the fastest way of copying changes with the
+    size, and
+    in learning from each copy.
 
     Args:
-        copy_s: what a copy of so many bytes is assumed to take, more for more bytes.
+        copy_s: returns the seconds that a copy of this many bytes is assumed to take, more for more bytes.
     """
 
     def __init__(self, copy_s: Callable[[int], float]) -> None:
@@ -343,9 +364,10 @@ class CopyTable:
         self._updated_s = 0.0
         self.num_copies = 0
         self.usual_error = UNKNOWN_COPY_ERROR
-        """As `StepTable.usual_error`."""
+        """The usual error, as in `StepTable.usual_error`."""
 
     def copy_s(self, num_bytes: int, now: float) -> float:
+        """Return the predicted seconds of a copy; 0 for no bytes."""
         if num_bytes <= 0:
             return 0.0
         at, share = _locate(COPY_SIZES_BYTES, num_bytes)
@@ -354,11 +376,11 @@ class CopyTable:
         return assumed + (learned - assumed) * self._trust(now) if learned > assumed else learned
 
     def observe(self, num_bytes: int, seconds: float, now: float) -> None:
-        """A copy took so long. One without bytes or time is ignored."""
+        """Note the seconds of a real copy. One without bytes or time is ignored."""
         if num_bytes <= 0 or not 0 < seconds < math.inf:
             return
         self.num_copies += 1
-        # The first ones say more than what was measured or assumed while nobody used the engine.
+        # The first copies say more than a speed that was measured or assumed while the engine was unused.
         average = 1 / (self.num_copies + 1)
         error = seconds / self.copy_s(num_bytes, now) - 1
         share, self.usual_error = believed(error, self.usual_error, max(ERROR_RATE, average))
@@ -381,41 +403,43 @@ class CopyTable:
         after = self.copy_s(num_bytes, now)
         if (
             after - seconds
-        ) * error > 0:  # beyond what was seen: so far off are slopes of sizes that were never copied
+        ) * error > 0:  # beyond the measured time: slopes of sizes never copied are so far off
             self._seconds = [value * seconds / after for value in self._seconds]
 
     def _trust(self, now: float) -> float:
-        """In what made copies seem slow."""
+        """Return the trust, from 0 to 1, in the copies that seemed slow."""
         return float(0.5 ** (max(now - self._updated_s, 0.0) / HALF_LIFE_S))
 
 
 class CopyTimes:
-    """Both ways; begins with a link as it was measured or is assumed."""
+    """The times of copies both ways; begins with a link as it was measured or is assumed."""
 
     def __init__(self, link: Link) -> None:
         self.out, self.back = CopyTable(link.out_s), CopyTable(link.in_s)
 
     def at(self, now: float) -> CopiesNow:
+        """Return the costs of copies at this time."""
         return CopiesNow(self, now)
 
 
 @dataclass(frozen=True, slots=True)
 class CopiesNow:
-    """A `CopyCost`."""
+    """The costs of copies at one time, as a `CopyCost`."""
 
     times: CopyTimes
     now: float
 
     def in_s(self, num_bytes: int) -> float:
+        """Return the predicted seconds of a copy to the device."""
         return self.times.back.copy_s(num_bytes, self.now)
 
 
 class KvBlock(Struct, frozen=True, kw_only=True):
-    """As an engine lays it out, whatever the model."""
+    """A block of KV as an engine lays it out, whatever the model."""
 
     block_size_tokens: int
     block_bytes: int
 
     def num_blocks(self, num_tokens: int) -> int:
-        """That so many tokens take."""
+        """Return the number of blocks that this many tokens take."""
         return -(-max(num_tokens, 0) // self.block_size_tokens)

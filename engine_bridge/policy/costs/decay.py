@@ -1,4 +1,4 @@
-"""Rates and shares that fade: what was counted long ago counts for less. Pure."""
+"""Rates and shares that fade: the older an amount, the less it counts. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import math
 class FadingRate:
     """Amounts per second over a window without an edge: an amount counts half after `half_life_s`.
 
-    Over the first half-lives it is divided by the time there was, at least a second.
+    Over the first half-lives the sum is divided by the time since the first amount, at least a second.
+
+    Raises:
+        ValueError: the half-life is not positive.
     """
 
     def __init__(self, half_life_s: float) -> None:
@@ -20,29 +23,34 @@ class FadingRate:
         self._started_s = 0.0
 
     def add(self, amount: float, now: float) -> None:
+        """Count an amount."""
         if self._at_s is None:
             self._started_s = now
         self._sum = self.faded(now) + amount
         self._at_s = now
 
     def per_s(self, now: float) -> float:
+        """Return the amount per second; 0 before any was counted."""
         if self._at_s is None:
             return 0.0
         seen_s = max(now - self._started_s, 1.0)
         return self.faded(now) / (self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s))
 
     def faded(self, now: float) -> float:
-        """What was counted, each amount for what is left of it."""
+        """Return the faded sum of all amounts."""
         if self._at_s is None:
             return 0.0
         return self._sum * math.exp(-max(now - self._at_s, 0.0) / self._mean_life_s)
 
 
 class FadingShare:
-    """How many of what was tried succeeded lately, from 0 to 1.
+    """The share of recent trials that succeeded, from 0 to 1.
 
     Each trial counts half after `half_life_s`; `num_assumed` successes are assumed beside them, so that it is 1 before the first trial and again
     long after the last one.
+
+    Raises:
+        ValueError: the half-life or `num_assumed` is not positive.
     """
 
     def __init__(self, half_life_s: float, num_assumed: float) -> None:
@@ -52,9 +60,10 @@ class FadingShare:
         self._num_assumed = num_assumed
 
     def add(self, num_good: float, num: float, now: float) -> None:
-        """So many succeeded of so many."""
+        """Note that `num_good` of `num` trials succeeded."""
         self._good.add(num_good, now)
         self._all.add(num, now)
 
     def at(self, now: float) -> float:
+        """Return the share at this time."""
         return (self._good.faded(now) + self._num_assumed) / (self._all.faded(now) + self._num_assumed)

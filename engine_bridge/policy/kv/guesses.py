@@ -1,9 +1,9 @@
 """Which expected session's KV deserves device memory, and when. Pure: facts in, decisions out.
 
-An advisory is a guess: its request may come late or never. What it costs is device memory that other sessions' prefixes lie in, and a
-copy; what it may save is the restore that the request would wait for. Guesses with the most to gain per block go first, and no tenant's
-flood goes before another's best; urgent ones, which only the operator's leave makes, go before all of them. Source: SYMPHONY §3.3 (cooperative
-memory), §3.5 and §4.5 (priority); the value per byte is ours.
+An advisory is a guess: its request may come late or never. Its cost is device memory that other sessions' prefixes lie in, and a
+copy; its possible saving is the restore that the request would wait for. Guesses with the most to gain per block come first, and no tenant's
+flood comes before another tenant's best guess; urgent ones, which need the operator's permission, come before all of them. Source: SYMPHONY §3.3
+(cooperative memory), §3.5 and §4.5 (priority); the value per byte is ours.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from msgspec import Struct
 
 from engine_bridge.protocol.urgency import is_urgent
 
-# A guess with an arrival time takes device memory this long before, or so many times its copy's length. Chosen.
+# A guess with an arrival time takes device memory this many seconds before it, or this many times its copy's duration. Chosen.
 MIN_LEAD_S = 2.0
 LEAD_COPIES = 4.0
-# Of the device's blocks, which guesses never take, so that what was used last keeps some room. Chosen.
+# The share of the device's blocks that guesses never take, so that recently used KV keeps some room. Chosen.
 MARGIN_SHARE = 0.05
 
 
 class Tier(enum.Enum):
-    """How far up a guess's KV may come now."""
+    """The highest tier to which a guess's KV may come now."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class GuessFacts(Struct, frozen=True, kw_only=True):
-    """What is known of one expected request.
+    """The facts of one expected request.
 
-    num_blocks: of its prefix, as far as any tier holds it. probability: that the request comes while it is expected. priority: lower first, as of
-    requests. is_ordered: the request comes before those of the tenant's ordered guesses that were issued later. arrival_s: a lower bound on the
-    caller's clock, None when nobody can tell. saved_s: what the request would wait for if nothing were moved. copy_s: what moving it to the device
-    takes the engine.
+    Attributes:
+        num_blocks: blocks of its prefix that any tier holds.
+        probability: that the request comes while it is expected.
+        priority: lower is earlier, as for requests.
+        is_ordered: whether the request comes before the tenant's ordered guesses that were issued later.
+        arrival_s: a lower bound on the caller's clock; None when it is unknown.
+        saved_s: seconds that the request would wait if nothing were moved.
+        copy_s: seconds of the engine to move it to the device.
     """
 
     name: str
@@ -53,17 +57,18 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True):
-    """How far one guess may go: its first `num_device_blocks` to the device, all of it to host memory."""
+    """How far one guess may come: its first `num_device_blocks` to the device, all of it to host memory."""
 
     name: str
     num_device_blocks: int
 
 
 def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, now: float) -> list[Target]:
-    """Targets for all guesses, the most deserving first.
+    """Return targets for all guesses, the most deserving first.
 
-    num_free_blocks: of the device's `num_blocks`, those that no running request holds; blocks that guesses already have there are among
-    them, because nothing holds them either.
+    Args:
+        num_free_blocks: blocks of the device's `num_blocks` that no running request holds; blocks that guesses already have there are among
+            them, because no request holds them either.
     """
     budget = max(num_free_blocks - int(num_blocks * MARGIN_SHARE), 0)
     targets = []
@@ -77,14 +82,17 @@ def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, n
 
 
 def due_s(guess: GuessFacts) -> float | None:
-    """When a guess may begin to take device memory, on the caller's clock; None: at once, or (one that can wait) never."""
+    """Return when a guess may begin to take device memory, on the caller's clock; None: at once, or never if it can wait."""
     if guess.arrival_s is None or guess.priority != 0:
         return None
     return guess.arrival_s - max(MIN_LEAD_S, LEAD_COPIES * guess.copy_s)
 
 
 def _is_due(guess: GuessFacts, now: float) -> bool:
-    """Urgent ones go to the device at once, those that can wait stay in host memory. Source: SYMPHONY §4.5, "Prioritization Policy"."""
+    """Return whether a guess may take device memory now.
+
+    Urgent guesses may at once; guesses that can wait stay in host memory. Source: SYMPHONY §4.5, "Prioritization Policy".
+    """
     if guess.priority > 0:
         return False
     due = due_s(guess)
@@ -92,11 +100,13 @@ def _is_due(guess: GuessFacts, now: float) -> bool:
 
 
 def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
-    """All guesses, the most deserving first: urgent ones before all others.
+    """Return all guesses, the most deserving first: urgent ones before all others.
 
-    A tenant's own stand by merit. Between tenants a guess counts for its probability, divided by its place among its tenant's own: a flood
-    from one competes with itself, and one whose guesses seldom come true stands behind others' many good ones. Which of its guesses can wait, and
-    what it has in long sessions, weighs nothing against others.
+    A tenant's guesses are ranked by merit. Between tenants a guess counts for its probability, divided by its place among its tenant's guesses: a
+    flood
+    from one tenant competes with itself, and a tenant whose guesses seldom come true stands behind others' many good ones. Which of a tenant's
+    guesses
+    can wait, and how long its sessions are, weighs nothing against other tenants.
     """
     by_tenant: dict[str, list[GuessFacts]] = defaultdict(list)
     for guess in guesses:
@@ -112,7 +122,7 @@ def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
 
 
 def _put_in_order(guesses: list[GuessFacts]) -> None:
-    """Of a tenant's guesses of one priority, those that are ordered share the places that they have by merit: the first issued gets the best."""
+    """Order a tenant's ordered guesses by issue, in place: per priority, the first issued gets the best place that they have by merit."""
     by_priority: dict[int, list[int]] = defaultdict(list)
     for place, guess in enumerate(guesses):
         if guess.is_ordered:
@@ -124,10 +134,10 @@ def _put_in_order(guesses: list[GuessFacts]) -> None:
 
 
 def _merit(guess: GuessFacts) -> tuple[int, int, float]:
-    """The least is the best: priority, then seconds saved per block to within a factor of two, then who has waited longer.
+    """Return the sort key of a guess, the least for the best: priority, then seconds saved per block to within a factor of two, then age.
 
-    No finer, because estimates are not: guesses that take turns at being the best would push each other out. And who has typed for longer
-    will ask sooner.
+    No finer, because estimates are not: guesses that take turns at being the best would push each other out. The user typing for longest
+    will ask soonest, so the oldest guess is first.
     """
     per_block = guess.probability * guess.saved_s / max(guess.num_blocks, 1)
     return guess.priority, -round(math.log2(max(per_block, 1e-12))), guess.issued_s

@@ -1,7 +1,8 @@
 """The cheaper way to have KV back: load it, or compute it again. Pure: facts in, decisions out, seconds throughout.
 
-On what steps and copies cost (`costs`) stand D3's choice between swapping and recomputing (`SwapOrRecompute`) and `FullCost`, in the place of
-`kvtiers.policy.restore.FasterWins`. Doing both at once (E2) is not possible on vLLM 0.32: docs/decisions/0011.
+D3's choice between swapping and recomputing (`SwapOrRecompute`) and `FullCost`, which replaces `kvtiers.policy.restore.FasterWins`, are based on
+the
+times of steps and copies (`costs`). Doing both at once (E2) is not possible on vLLM 0.32: docs/decisions/0011.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Way(enum.Enum):
 
 
 class LossDecision(Struct, frozen=True):
-    """How a preempted request gets its KV back, and what each way would take."""
+    """How a preempted request gets its KV back, and the predicted seconds of each way."""
 
     way: Way
     swap_s: float
@@ -36,10 +37,10 @@ class LossDecision(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SwapOrRecompute:
-    """D3: swap if it is faster, else recompute.
+    """Decides D3: swap if it is faster, else recompute.
 
     Source: AdaptiveLLM Algorithm 1, lines 4 to 14, and formulas 2 to 4. Departs in KV that is written through, so that a swap copies nothing out
-    and needs no room, and in what is kept on the device.
+    and needs no room, and in the KV that is kept on the device.
     """
 
     prefill: PrefillCost
@@ -47,11 +48,11 @@ class SwapOrRecompute:
     link: CopyCost
 
     def decide(self, num_tokens: int, num_kept_tokens: int = 0, read_s: float = 0.0) -> LossDecision:
-        """For tokens with KV, from the first, of a request that loses its device blocks, or would.
+        """Decide for the first `num_tokens` of a request that loses its device blocks, or would.
 
         Args:
-            num_kept_tokens: leading ones that are expected to be on the device still when it comes back.
-            read_s: until all is in host memory, where part of it lies on disk.
+            num_kept_tokens: leading tokens that are expected to be still on the device when the request comes back.
+            read_s: seconds until all is in host memory, where part of it lies on disk.
         """
         size = self.shape.block_size_tokens
         num_kept = min(max(num_kept_tokens, 0), num_tokens) // size
@@ -72,7 +73,7 @@ class FullCost(FasterWins):
     A `RestorePolicy`: give it to `KvTiers(policy=...)`.
 
     Args:
-        prefill: None takes the facts' own rate.
+        prefill: predicts the time of a prefill; None takes the facts' rate.
     """
 
     prefill: PrefillCost | None = None

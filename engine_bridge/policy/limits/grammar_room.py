@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 MIB = 1 << 20
-# What a compiled grammar takes before it has matched anything, and what each state of its lexer adds. Measured with llguidance 1.7: 0.1 to 2 MB for
-# grammars of some KiB, 250 bytes for each character of a schema with thousands of properties, 0.9 to 1.6 KB a state.
+# The memory of a compiled grammar before it has matched anything, and the memory of each state of its lexer. Measured with llguidance 1.7: 0.1 to 2
+# MB for grammars of some KiB, 250 bytes for each character of a schema with thousands of properties, 0.9 to 1.6 KB a state.
 BASE_BYTES, BYTES_PER_CHAR, BYTES_PER_STATE = MIB, 256, 2048
 # The states with which a grammar begins. Measured: JSON schemas need some hundreds, a string of bounded length one for each of its characters.
 FIRST_STATES, CHARS_PER_STATE = 2_000, 8
@@ -16,17 +16,17 @@ DEFAULT_BYTES_PER_SEQUENCE, LEAST_DEFAULT_BYTES = 16 * MIB, 1024 * MIB
 
 
 def default_room_bytes(max_num_seqs: int) -> int:
-    """The memory for all grammars of an engine whose batches hold so many requests."""
+    """Return the memory for all grammars of an engine whose batches hold up to `max_num_seqs` requests."""
     return max(LEAST_DEFAULT_BYTES, max_num_seqs * DEFAULT_BYTES_PER_SEQUENCE)
 
 
 def first_states(num_chars: int) -> int:
-    """The lexer states that a grammar of this length may have at first."""
+    """Return the number of lexer states that a grammar of this length may have at first."""
     return min(FIRST_STATES + num_chars // CHARS_PER_STATE, MAX_STATES)
 
 
 def most_bytes(num_chars: int, num_states: int) -> int:
-    """The memory that a compiled grammar of this length takes once its lexer has all the states that it may have."""
+    """Return the memory of a compiled grammar of this length once its lexer has all the states that it may have."""
     return BASE_BYTES + num_chars * BYTES_PER_CHAR + num_states * BYTES_PER_STATE
 
 
@@ -47,7 +47,7 @@ class GrammarRoom:
         return sum(self._held_bytes.values())
 
     def take(self, tenant: str, num_bytes: int) -> bool:
-        """Give a tenant so many bytes more, which it must give back. False, and nothing changes, where that is too much."""
+        """Give a tenant this many bytes more, which it must give back. Return False, and change nothing, where that is too much."""
         own = self._held_bytes.get(tenant, 0) + num_bytes
         free = self._total_bytes - self.num_held_bytes - num_bytes
         if own > free:

@@ -1,4 +1,4 @@
-"""How long the matcher of a grammar may take beside the engine's steps. Pure: what was spent comes in as an argument.
+"""How long the matcher of a grammar may take beside the engine's steps. Pure: the time spent comes in as an argument.
 
 Which tokens a grammar allows next is worked out inside each step, so an ambiguous grammar makes every other stream wait. The grammar may
 take a little at each token, and save some of that up for a token that is harder.
@@ -12,10 +12,10 @@ PER_TOKEN_S, SAVED_S = 0.003, 0.3
 
 
 class MatcherBudget:
-    """What all answers that use one grammar at the same time may spend together.
+    """The time that all answers with one grammar may spend together.
 
     Attributes:
-        left_s: what could be spent at once.
+        left_s: seconds that could be spent at once.
     """
 
     def __init__(self, per_token_s: float = PER_TOKEN_S, saved_s: float = SAVED_S) -> None:
@@ -25,14 +25,14 @@ class MatcherBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether its answers must end. So it stays."""
+        """Whether the grammar's answers must end. Once spent, the budget stays spent."""
         return self.left_s < 0
 
     def next_token(self) -> None:
-        """One answer begins to work out its next token."""
+        """Note that one answer begins to work out its next token."""
         if not self.is_spent:
             self.left_s = min(self.left_s + self._per_token_s, self._saved_s)
 
     def spend(self, seconds: float) -> None:
-        """Note what that took so far."""
+        """Note the seconds that a token has taken so far."""
         self.left_s -= seconds

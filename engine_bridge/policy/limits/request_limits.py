@@ -1,4 +1,4 @@
-"""What one request may ask of the engine, and what is too much. Pure: settings and facts in, an error out that names the limit.
+"""The limits of one request. Pure: settings and facts in, an error out that names the limit.
 
 Each limit keeps some part of the server from working without end for one client: validating, compiling, tokenising, or every step of an answer.
 """
@@ -18,15 +18,16 @@ from engine_bridge.protocol.node import Api
 
 # Characters of one stop string or bad word. Chosen: longer than any marker that people stop at.
 MAX_WORD_CHARS = 1024
-# Of a repetition that vLLM looks for at each token, and of triggers of a structural tag, each of which is tried for each structure. Chosen.
+# Most tokens in a repetition that vLLM looks for at each token, and most triggers of a structural tag, each of which is tried for each structure.
+# Chosen.
 MAX_PATTERN_TOKENS, MAX_TRIGGERS = 64, 64
 # Characters of a prompt for each token that the model reads, where no limit is set: four are usual, sixteen are white space or a repeated word.
 CHARS_PER_TOKEN = 16
-# What the model reads, by the fields of the APIs.
+# The fields of the APIs whose text the model reads.
 _READ = ("prompt", "suffix", "messages", "input", "system", "instructions", "tools", "functions", "documents")
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# "name:" or "name ::=" at the beginning of a line, as Lark and EBNF have it.
-# Blanks only: what matches line ends as well looks at a run of them again and again.
+# "name:" or "name ::=" at the beginning of a line, as Lark and EBNF have it. It allows blanks only: a pattern that matches line ends as well looks
+# at a run of them again and again.
 _RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 KIB = 1 << 10
 
@@ -50,17 +51,21 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     grammar_check_mib: int = 512
 
     def prompt_chars(self, max_model_len: int) -> int:
-        """The longest prompt in characters, for a model that reads so many tokens."""
+        """Return the longest prompt in characters, for a model that reads `max_model_len` tokens."""
         return self.max_prompt_chars or CHARS_PER_TOKEN * max_model_len
 
 
 def too_much(what: str, given: int, limit: int, setting: str, param: str) -> InvalidRequest:
-    """The error for more of something than a setting allows."""
+    """Return the error for a count that is above the limit of a setting."""
     return InvalidRequest(f"{what}: {given:,}; this server takes at most {limit:,} ({setting}).", param=param)
 
 
 def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
-    """Raises InvalidRequest `prompt_too_long`, before anybody splits the text into tokens."""
+    """Check a prompt's length before the text is split into tokens.
+
+    Raises:
+        InvalidRequest: `prompt_too_long`.
+    """
     if given > limit:
         raise InvalidRequest(
             f"The prompt has {given:,} characters; this server reads at most {limit:,} (max_prompt_chars). Shorten it.",
@@ -70,11 +75,11 @@ def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
 
 
 def check_prompt(api: Api, body: Any, limit: int) -> None:
-    """Measure what the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`."""
+    """Check the length of the text that the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`."""
     if not isinstance(body, dict):
         return
     prompts = body.get("prompt") if api == "completions" else None
-    if isinstance(prompts, list):  # each is a prompt of its own
+    if isinstance(prompts, list):  # each is a separate prompt
         longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
         check_prompt_chars(longest, limit)
         return
@@ -84,7 +89,7 @@ def check_prompt(api: Api, body: Any, limit: int) -> None:
 
 
 def check_sampling(params: Any, limits: RequestLimits) -> None:
-    """Measure a request's settings (vLLM's `SamplingParams`, or anything with its fields). Raises InvalidRequest."""
+    """Check a request's settings (vLLM's `SamplingParams`, or anything with its fields). Raises InvalidRequest."""
     if params.n > limits.max_sequences:
         raise too_much(
             "Answers in one call (prompts × n)", params.n, limits.max_sequences, "max_sequences", "n"
@@ -101,7 +106,7 @@ def check_sampling(params: Any, limits: RequestLimits) -> None:
 
 
 def _check_repetition(detection: Any) -> None:
-    """vLLM compares the end of an answer with itself at each token, for each size of pattern."""
+    """Bound the patterns that vLLM compares with the end of an answer at each token, for each size of pattern."""
     size = getattr(detection, "max_pattern_size", 0) or 0
     if size > MAX_PATTERN_TOKENS:
         raise InvalidRequest(
@@ -122,7 +127,7 @@ def _check_words(what: str, words: Iterable[str] | str | None, limit: int, setti
 
 
 def check_structured(structured: Any, limits: RequestLimits) -> None:
-    """Measure a grammar in any of its forms (vLLM's `StructuredOutputsParams`). Raises InvalidRequest."""
+    """Check a grammar in any of its forms (vLLM's `StructuredOutputsParams`). Raises InvalidRequest."""
     for name in ("json", "structural_tag"):
         _check_schema(getattr(structured, name, None), limits)
     _check_choices(structured.choice, limits)
@@ -146,7 +151,7 @@ def _check_schema(schema: Any, limits: RequestLimits) -> None:
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
-            return  # vLLM says what is wrong with it
+            return  # vLLM says why it is no JSON
     triggers = schema.get("triggers") if isinstance(schema, dict) else None
     if isinstance(triggers, list) and len(triggers) > MAX_TRIGGERS:
         raise InvalidRequest(
@@ -169,7 +174,7 @@ def _check_schema(schema: Any, limits: RequestLimits) -> None:
 
 
 def measure(value: Any, stop_after: float = math.inf) -> tuple[int, int]:
-    """(values, characters of strings and keys) of a JSON value; counting ends soon after `stop_after` values."""
+    """Return (values, characters of strings and keys) of a JSON value; counting ends soon after `stop_after` values."""
     num_values = num_chars = 0
     left = [value]
     while left and num_values <= stop_after:
