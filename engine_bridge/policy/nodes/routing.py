@@ -1,10 +1,10 @@
 """Which node serves a request. Pure: facts in, decision out; a decision looks at each node once.
 
-A node reports a few numbers of itself (`NodeFacts`), as often as it likes; what depends on the request (where its KV and its adapter are) comes with
-it (`Ask`) and names only the nodes that have something. `POLICIES` has them by name: `overture` is ours, `rank_aware` is CaraServe's, `load_balance`
-and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
+A node reports a few numbers of itself (`NodeFacts`), as often as it likes; facts that depend on the request (where its KV and its adapter are) come
+with it (`Ask`) and name only the nodes that have some of either. `POLICIES` lists the policies by name: `overture` is ours, `rank_aware` is
+CaraServe's, `load_balance` and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
 
-How long a batch takes is told by a `PerfModel`, which `fit` makes of measured steps.
+A `PerfModel` predicts how long a batch takes; `fit` makes it of measured steps.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from engine_bridge.protocol.node_facts import UNKNOWN, KernelName, NodeFacts, No
 
 # Punica's largest batch, up to which its scheduler fills a GPU before it takes the next. Source: Chen et al., Punica, 2023.
 MAX_BATCH = 32
-# "A large penalty" (CaraServe §5) without a number: a minute is more than any request costs otherwise. Chosen.
+# "A large penalty" (CaraServe §5) without a number: a minute is more than any other cost of a request. Chosen.
 PENALTY_S = 60.0
-# How much more a second counts by which an answer is later than its SLO. Chosen. Weighing what is late, not whether it is, keeps a node that is late
-# already from being given everything.
+# The weight of each second by which an answer is later than its SLO. Chosen. Weighing by how much an answer is late, not only whether it is, keeps
+# a node that is late already from being given every request.
 LATE_WEIGHT = 10.0
-# An SLO that nobody has set, by what a request takes alone. Chosen in the same way: with less, nodes that are busy are all late and their KV moves.
+# The SLO where none is set, as a multiple of the time that a request takes alone. Chosen in the same way: with less, busy nodes are all late and
+# their KV moves.
 SLO_TIMES, MIN_SLO_S = 3.0, 1e-4
-# How much more a second counts that somebody waits for the first token than one within an answer, which is read meanwhile. A session stays at home
-# while that costs no more than such a share beyond the cheapest node. No node takes more than so many times the requests of the emptiest, and so many
-# beyond. All chosen in virtual time: `python -m bench.sim symphony --part routing` (docs/decisions).
+# The weight of a second before the first token, for which a user waits, against a second within an answer, which is read meanwhile. A session stays
+# at home while that costs at most this share more than the cheapest node. No node takes more than this many times the requests of the emptiest, and
+# this many beyond. All chosen in virtual time: `python -m bench.sim symphony --part routing` (docs/decisions).
 START_WEIGHT, INERTIA, BOUND_SHARE, BOUND_MORE = 5.0, 0.1, 3.0, 6.0
-# Singular values of measured steps, of the largest one, below which they count as none. Chosen: far above rounding, far below what steps differ by.
+# Singular values of measured steps below this share of the largest one count as none. Chosen: far above rounding, far below the differences between
+# steps.
 MIN_SINGULAR = 1e-9
 
 
 # -- performance models ------------------------------------------------------------------------------------------------
 
 
-# By which nodes are compared. Chosen: some chats.
+# The batch by which nodes are compared. Chosen: some chats.
 TYPICAL, TYPICAL_TOKENS = Ranks(8), 8_192
 
 
@@ -52,14 +54,17 @@ class Measured(Struct, frozen=True, gc=False):
 
 
 class Fit(Struct, frozen=True):
-    """r2: the share of the times' variance that the model explains, 1 is all."""
+    """A fitted model. r2: the share of the times' variance that the model explains; 1 is all."""
 
     model: PerfModel
     r2: float
 
 
 def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = False) -> Fit:
-    """The model with the least squared error over these steps. with_tokens: it counts tokens of KV, too, else ranks alone as the paper's do.
+    """Return the model with the least squared error over these steps.
+
+    Args:
+        with_tokens: whether it counts tokens of KV, too; else ranks alone, as the paper's models do.
 
     Raises:
         ValueError: fewer steps than unknowns, or steps that do not tell them apart (all of one batch, say).
@@ -75,7 +80,10 @@ def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = Fa
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Weights of the columns. Columns are scaled to their largest value first, so that rounding does not decide. Raises ValueError as `fit` does."""
+    """Return the weights of the columns. Raises ValueError as `fit` does.
+
+    Columns are scaled to their largest value first, so that rounding does not decide.
+    """
     import numpy as np
 
     num = len(rows[0]) if rows else 1
@@ -94,7 +102,7 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
 
 class CachedKv(Struct, frozen=True, gc=False):
-    """Of a request's prompt, on one node: how many tokens have their KV there, and how long it takes to the device; 0 for what is there."""
+    """The KV of a request's prompt on one node. num_tokens: tokens that have KV there. load_s: seconds to the device; 0 if it is there."""
 
     num_tokens: int
     load_s: float = 0.0
@@ -106,9 +114,13 @@ NO_KV = CachedKv(0)
 class Ask(Struct, frozen=True, kw_only=True, gc=False):
     """A request, or an advisory of one.
 
-    num_answer_tokens: predicted. rank: of its adapter, 0 for the base model. home: where its session was last. kv: by node, where any of its prompt
-    is. kv_elsewhere: what all others can fetch from there. adapter_load_s: by node, what its adapter takes to the device; 0 where it is there.
-    usual_load_s: on nodes that are not named there; None: those cannot serve it.
+    Attributes:
+        num_answer_tokens: predicted tokens of the answer.
+        rank: the adapter's; 0 for the base model.
+        home: the node where its session was last.
+        kv: by node, the KV of its prompt there. kv_elsewhere: the KV that all other nodes can fetch from these.
+        adapter_load_s: by node, seconds to bring its adapter to the device; 0 where it is there.
+        usual_load_s: the same for nodes that are not named there; None: they cannot serve it.
     """
 
     request_id: str
@@ -124,7 +136,11 @@ class Ask(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Cost(Struct, frozen=True, gc=False):
-    """Seconds that a request would add on a node: until its first token, its own decoding, what all others lose, and what of it is beyond the SLO."""
+    """Seconds that a request would add on a node.
+
+    Attributes:
+        start_s: until its first token. decode_s: of decoding its answer. others_s: that all other requests lose. late_s: beyond the SLO.
+    """
 
     start_s: float
     decode_s: float
@@ -133,6 +149,7 @@ class Cost(Struct, frozen=True, gc=False):
 
     @property
     def total_s(self) -> float:
+        """The weighted sum by which nodes are compared."""
         return START_WEIGHT * self.start_s + self.decode_s + self.others_s + LATE_WEIGHT * self.late_s
 
 
@@ -140,10 +157,14 @@ RouteReason = Literal["policy", "no_memory", "nobody"]
 
 
 class Route(Struct, frozen=True, kw_only=True):
-    """Where a request goes.
+    """The decision where a request goes.
 
-    node_id: None if nobody can serve it. reason: by the `policy`; by it, though no node has memory for it now; `nobody` is open and has its adapter.
-    pauses_others: the node may pause requests that are not urgent for it. cost: where the policy reckons with one.
+    Attributes:
+        node_id: None if no node can serve it.
+        reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`: no node
+            that is open has its adapter.
+        pauses_others: whether the node may pause requests that are not urgent for it.
+        cost: None where the policy does not compute one.
     """
 
     node_id: str | None
@@ -157,12 +178,19 @@ class Route(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the nodes have in common, where they do not say of themselves how fast they are, and what is asked of them.
+    """The properties that nodes have in common, where they do not report their own speed, and the targets for all.
 
-    decode, prefill: seconds of a step that decodes, and of one that computes prompts of the usual length. prompt_token_s: of a token of a prompt.
-    prefill_step_s: of a step with prompts, whatever they are; 0 for an engine that computes them beside those that decode. slo_s: per token of an
-    answer. answer_tokens: the usual answer. loads_block: a node that loads an adapter does nothing else. penalty_s: Algorithm 1's.
-    max_batch: Punica's.
+    Attributes:
+        decode, prefill: seconds of a step that decodes, and of a step that computes prompts of the usual length.
+        prompt_token_s: seconds per token of a prompt.
+        prefill_step_s: seconds of a step with prompts, whatever they are; 0 for an engine that computes them beside requests that decode.
+        slo_s: seconds per token of an answer.
+        answer_tokens: length of the usual answer.
+        loads_block: whether a node that loads an adapter does nothing else.
+        penalty_s: Algorithm 1's. max_batch: Punica's.
+
+    Raises:
+        ValueError: the SLO, the usual answer or the batch is not positive.
     """
 
     decode: PerfModel
@@ -181,7 +209,7 @@ class Settings:
 
     @property
     def usual_step_s(self) -> float:
-        """By which nodes are compared."""
+        """Seconds of a typical step, by which nodes are compared."""
         return self.decode.seconds(TYPICAL, TYPICAL_TOKENS)
 
 
@@ -190,16 +218,18 @@ class RoutingPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `POLICIES`."""
+        """The policy's name in `POLICIES`."""
         ...
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
-        """Where it goes; of nodes that are equally good, the first. Changes no state. Costs in proportion to the number of nodes."""
+        """Return where the request goes; of equally good nodes, the first. Changes no state. Costs in proportion to the number of nodes."""
         ...
 
 
 def candidates(ask: Ask, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts], RouteReason]:
-    """Nodes that are open, can have the adapter, and have memory for the prompt and its predicted answer; if none has memory, those that lack it.
+    """Return the nodes that are open, can have the adapter, and have memory for the prompt and its predicted answer.
+
+    If no node has the memory, the nodes that lack it are returned.
 
     Source: CaraServe §5: "matching the base LLM, adapter, and GPU memory availability". Nodes of another base model are not among `nodes`.
     """
@@ -222,37 +252,40 @@ def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], Any]
 
 
 def _pace(node: NodeFacts, usual_s: float) -> float:
-    """How much slower it is than nodes that take `usual_s` for a usual step; 1 where nobody says."""
+    """Return how many times slower a node is than a node that takes `usual_s` for a usual step; 1 where it reports no speed."""
     return node.perf.decode.seconds(TYPICAL, TYPICAL_TOKENS) / usual_s if node.perf and usual_s else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBalance:
-    """The fewest requests; of equals, where the session was. Source: SYMPHONY §3.2, its default."""
+    """The node with the fewest requests; of equals, the session's home. Source: SYMPHONY §3.2, its default."""
 
     name = "load_balance"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the node with the fewest requests."""
         return _least(ask, nodes, lambda node: (node.num_requests, node.node_id != ask.home))
 
 
 @dataclass(frozen=True, slots=True)
 class MostIdle:
-    """The fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
+    """The node with the fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
 
     name = "most_idle"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the node with the fewest tokens."""
         return _least(ask, nodes, lambda node: node.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Sticky:
-    """Where the session was; a new one, or one whose node is gone, goes to the fewest requests."""
+    """The session's home; a request without one, or whose home cannot serve it, goes to the node with the fewest requests."""
 
     name = "sticky"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the session's home if it is open and can have the adapter."""
         can_load = ask.usual_load_s is not None or ask.home in ask.adapter_load_s
         if can_load and any(node.node_id == ask.home and node.is_open for node in nodes):
             return Route(node_id=ask.home)
@@ -261,11 +294,15 @@ class Sticky:
 
 @dataclass(frozen=True, slots=True)
 class Relieve:
-    """Where the session was, unless more than `share` of the requests at the emptiest node and `more` beyond are there; then the emptiest.
+    """The session's home, unless it has more than `share` times the requests of the emptiest node, and `more` beyond; then the emptiest node.
 
-    `within_s`: of nodes to whose device all of its KV comes in so many seconds; others do not count. `usual_s`: what `usual_step_s` says, so that
-    a request counts for more at a slower node; 0: all count alike. For advisories: their KV moves only where that buys balance. SYMPHONY §3.2
-    balances the load alone; with a slow disk or network that costs many times what it saves (`python -m bench.sim symphony --part limits`).
+    For advisories: their KV moves only where that buys balance. SYMPHONY §3.2 balances the load alone; with a slow disk or network that costs many
+    times
+    its saving (`python -m bench.sim symphony --part limits`).
+
+    Attributes:
+        within_s: only nodes to whose device all of its KV comes in this many seconds count.
+        usual_s: from `usual_step_s`, so that a request counts for more at a slower node; 0: all count alike.
     """
 
     share: float = 1.25
@@ -275,6 +312,7 @@ class Relieve:
     name = "relieve"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the session's home or the emptiest near node."""
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
@@ -289,25 +327,28 @@ class Relieve:
 
     @staticmethod
     def _wait_s(ask: Ask, node_id: str) -> float:
-        """Until there is as much of its KV on the device as where the session was; without end where some would have to be computed."""
+        """Return the seconds until the node's device has all the KV that the session's home has; infinite where some must be computed."""
         there = ask.kv.get(node_id, ask.kv_elsewhere)
         return there.load_s if there.num_tokens >= ask.kv.get(ask.home, NO_KV).num_tokens else math.inf
 
 
 def relief(settings: Settings) -> Relieve:
-    """For announced requests when they come: other nodes may be emptier by then. Chosen in virtual time: a longer wait evens out numbers more and
-    costs TTFT (docs/decisions/0014)."""
+    """Return the policy for announced requests when they come: other nodes may be emptier by then.
+
+    Chosen in virtual time: a longer wait evens out numbers more and costs TTFT (docs/decisions/0014).
+    """
     return Relieve(share=1.1, more=0, within_s=0.04, usual_s=settings.usual_step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstFit:
-    """The first with memory and fewer than so many requests; if there is none, the fewest. Source: CaraServe §7.5, after Punica."""
+    """The first node with memory and fewer than `max_batch` requests; else the one with the fewest. Source: CaraServe §7.5, after Punica."""
 
     max_batch: int = MAX_BATCH
     name = "first_fit"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the first node with room."""
         found, reason = candidates(ask, nodes)
         if reason == "policy":
             for node in found:
@@ -318,12 +359,13 @@ class FirstFit:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Any, by a hash of the request's id and the salt: the same request goes the same way again while the same nodes are there."""
+    """A node picked by a hash of the request's id and the salt: the same request gets the same node again while the same nodes are there."""
 
     salt: str = ""
     name = "random"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the node that the hash picks."""
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
@@ -333,24 +375,28 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class RankAware:
-    """The least cost to all, by ranks. Source: CaraServe §5, Algorithm 1.
+    """The node where the request costs all requests the least, by ranks. Source: CaraServe §5, Algorithm 1.
 
-    What a request adds to a step of prompts, divided by the usual answer, and to a step of decoding; a penalty if decoding would be slower than the
-    SLO; times the requests that are there. Departs in what is equal (all, without adapters): then the fewest requests.
+    The cost is the time that a request adds to a step of prompts, divided by the usual answer, and to a step of decoding; a penalty if decoding
+    would be
+    slower than the SLO; times the number of requests that are there. Departs for equal costs (all are, without adapters): then the fewest requests.
     """
 
     settings: Settings
     name = "rank_aware"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the node with the least cost."""
+
         def cost(node: NodeFacts) -> tuple[float, int]:
+            """Return the sort key of a node: the cost, then the number of requests."""
             num = node.num_requests
             return self.cost_s(ask.rank, node) * num, num
 
         return _least(ask, nodes, cost)
 
     def cost_s(self, rank: int, node: NodeFacts) -> float:
-        """For one request that is there: Algorithm 1's CalcCost."""
+        """Return the cost for one request that is there, in seconds: Algorithm 1's CalcCost."""
         settings, there = self.settings, node.running + node.queued
         model = node.perf or settings
         prefill, decode = model.prefill.seconds, model.decode.seconds
@@ -362,7 +408,7 @@ class RankAware:
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """Urgent requests are spread over the nodes first, the others go where the fewest requests are, away from urgent ones where that is equal.
+    """Urgent requests are spread over the nodes first; others go to the node with the fewest requests, of equals the one with the fewest urgent.
 
     The node may pause others for an urgent request if decoding would otherwise be slower than the SLO. Source: SYMPHONY §3.5.
     """
@@ -371,6 +417,7 @@ class Priority:
     name = "priority"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the node with the fewest urgent requests for an urgent one, else with the fewest requests."""
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
@@ -386,13 +433,20 @@ class Priority:
 
 @dataclass(frozen=True, slots=True)
 class Overture:
-    """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`), among nodes that are not much
-    fuller than the emptiest. It stays at home where that costs at most `inertia` times as much more.
+    """The node where a request adds the fewest seconds to all answers together (`Cost`), among nodes that are not much fuller than the emptiest.
 
-    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch, the tokens that they hold, and how fast
-    each node is. What will come later is left out: it goes where it costs least then. A sum of seconds alone would put long conversations on one node
-    and short ones on another; `share` and `more` bound by how many requests nodes may differ, of a slow node as many fewer as it is slower.
-    Source: CaraServe's Algorithm 1; departs in counting own and others' seconds apart in place of multiplying by the requests, in KV, adapters and
+    The sum holds its own answer and the ones that are under way. It stays at home where that costs at most `inertia` times as much more.
+
+    The cost takes into account where the request's KV is and how long moving it takes, where its adapter is, the ranks in each batch, the tokens
+    that
+    they hold, and how fast each node is. Requests that come later are left out: they go where they cost least then. A sum of seconds alone would
+    put long
+    conversations on one node and short ones on another; `share` and `more` bound by how many requests nodes may differ, and a slow node gets fewer
+    in
+    proportion to its speed.
+
+    Source: CaraServe's Algorithm 1; departs in counting its own and others' seconds apart in place of multiplying by the requests, in KV, adapters
+    and
     tokens, in a penalty that grows, in bounds and in staying at home.
     """
 
@@ -403,6 +457,7 @@ class Overture:
     name = "overture"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Return the cheapest node within the bounds, or the session's home if that costs little more."""
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
@@ -423,7 +478,7 @@ class Overture:
         return Route(node_id=best_at.node_id, reason=reason, cost=best)
 
     def _within_bounds(self, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
-        """Without those that have far more to do than the emptiest. A request counts for as many as its node is slower than usual."""
+        """Return the nodes that have not far more work than the emptiest. On a slow node a request counts for more, by its pace."""
         paces = [_pace(node, self.settings.usual_step_s) for node in nodes]
         loads = [node.num_requests * pace for node, pace in zip(nodes, paces, strict=True)]
         limit = min(load * self.share + self.more * pace for load, pace in zip(loads, paces, strict=True))
@@ -431,7 +486,7 @@ class Overture:
 
     @staticmethod
     def _prefill(ask: Ask, node_id: str, model: NodePerf | Settings) -> tuple[float, float]:
-        """Seconds of computing what is not cached on a node, and of bringing what is to its device."""
+        """Return the seconds of computing the uncached part of the prompt on a node, and of bringing the cached part to its device."""
         token_s = model.prompt_token_s
         here = ask.kv.get(node_id, ask.kv_elsewhere)
         compute_s = (ask.num_prompt_tokens - here.num_tokens) * token_s
@@ -440,7 +495,7 @@ class Overture:
         return compute_s, here.load_s
 
     def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float]) -> Cost:
-        """prefill: as `_prefill` gives it."""
+        """Return the cost of the request on a node. prefill: from `_prefill`."""
         settings, model = self.settings, node.perf or self.settings
         compute_s, bring_s = prefill
         load_s = ask.adapter_load_s.get(node.node_id, ask.usual_load_s or 0.0)
@@ -450,10 +505,10 @@ class Overture:
         before_s = model.decode.seconds(Ranks(num, total, most), node.num_tokens)
         with_it = Ranks(num + 1, total + ask.rank, max(most, ask.rank))
         after_s = model.decode.seconds(with_it, node.num_tokens + ask.num_prompt_tokens)
-        # A step under way is half done; then whoever is queued is computed in one step with it, and for them that step is to come anyway.
+        # A step under way is half done; then the queued requests are computed in one step with this one, and for them that step comes anyway.
         step_s = model.prefill_step_s + node.queued_tokens * model.prompt_token_s + compute_s
         stall_s = compute_s + model.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
-        # Of those that are there; where nobody predicts it, half of the usual answer is before them.
+        # The tokens left to the requests that are there; where they are not predicted, half of the usual answer.
         left = settings.answer_tokens / 2 if node.answer_tokens is None else node.answer_tokens / max(num, 1)
         overlap = min(ask.num_answer_tokens, left)
         late_s = max(after_s - settings.slo_s, 0.0)
@@ -461,16 +516,17 @@ class Overture:
         return Cost(
             before_s / 2 + load_s + bring_s + step_s,
             ask.num_answer_tokens * after_s,
-            # Whoever waits for KV of its own waits behind this one's.
+            # Requests that wait for KV to be loaded wait behind this one's.
             num * (stall_s + overlap * (after_s - before_s)) + queued.num * bring_s,
             ask.num_answer_tokens * late_s + num * overlap * more_late_s,
         )
 
 
 def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Settings:
-    """For nodes that say of themselves how fast they are: what the one in the middle is like goes for those that do not say it yet.
+    """Return the settings for nodes that report their speed: the median node's hold for nodes that do not report theirs yet.
 
-    slo_s: per token of an answer; None: SLO_TIMES what one request alone takes there.
+    Args:
+        slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
     """
     perfs = [node.perf for node in facts if node.perf is not None] or [UNKNOWN]
     middle = sorted(perfs, key=lambda perf: perf.decode.seconds(TYPICAL, TYPICAL_TOKENS))[len(perfs) // 2]
@@ -500,4 +556,4 @@ POLICIES: dict[str, Callable[[Settings], RoutingPolicy]] = {
     "random": lambda settings: Random(),
     "priority": Priority,
 }
-"""By name; each takes what the nodes have in common."""
+"""Routing policies by name; each is made with the settings that the nodes have in common."""

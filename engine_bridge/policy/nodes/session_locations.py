@@ -1,13 +1,16 @@
 """Where each session's KV is, what is on its way to the nodes, and so where the next request goes. Pure: events and `now` in, decisions out.
 
-There are two doors. An advisory is routed at once, and counts among its node's requests from then on; the request that it announced goes to the same
-node, where its KV is by then. A request that nothing announced goes to where its session was, unless that node has far too much to do; a new one goes
-where the policy says. What is known of sessions is advice: lost or wrong, it costs a fetch from another node or computing anew, never an answer.
-Source: SYMPHONY §3.2; departs in keeping apart where KV is and where its request is expected, so that an advisory that comes to nothing moves no
-session.
+Requests come in two ways. An advisory is routed at once, and counts among its node's requests from then on; the request that it announced goes to
+the
+same node, where its KV is by then. A request without an advisory goes to its session's home, unless that node has far too much to do; a new
+session's
+request goes where the policy says. The locations of sessions are advice: if they are lost or wrong, that costs a fetch from another node or
+computing
+anew, never an answer. Source: SYMPHONY §3.2; departs in keeping apart where KV is and where its request is expected, so that an advisory whose
+request never comes moves no session.
 
-The live router and the simulators use the same object; they differ in how fresh the reports are. A node's last report cannot tell of what was sent to
-it since: until one can, `Homes` counts it itself.
+The live router and the simulators use the same object; they differ in how fresh the reports are. A node's last report cannot include the requests
+sent to it since: until a report can, `Homes` counts them itself.
 """
 
 from __future__ import annotations
@@ -37,27 +40,31 @@ from engine_bridge.policy.nodes.routing import (
 from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 
 SessionKey = tuple[str, str]
-"""Tenant and session id. One with an empty session id belongs to no session, and nothing is kept of it."""
+"""Tenant and session id. A request with an empty session id belongs to no session, and no location is kept for it."""
 
-# A report tells of requests that were sent so long before it came: they crossed a socket, were rendered and queued. Chosen, a few times
-# what that takes.
+# A report includes the requests that were sent at least this many seconds before it came: they have crossed a socket, were rendered and queued.
+# Chosen, a few times the duration of that.
 SETTLE_S = 0.1
-# What a node says of its speed is believed once its steps differ from it by no more than such a share. Before, it says what it guesses, and one that
-# guesses itself slow would never be sent anything that could tell (seen). Chosen: a node that has measured nothing says 1, on a busy machine 0.5.
+# A node's reported speed is believed once its steps differ from it by no more than this share. Before, it reports a guess, and a node that guesses
+# itself slow would never be sent a request that could correct it (seen). Chosen: a node that has measured nothing reports 1, on a busy machine 0.5.
 MAX_ERROR = 0.75
-# A request that nothing announced leaves its KV where staying costs over twice as much as going elsewhere. Chosen in virtual time: hardly anything
-# moves where nodes are about even, and much of what a node has too much of when another joins (docs/decisions/0014).
+# A request without an advisory leaves its KV where staying costs over twice as much as another node. Chosen in virtual time: hardly any session
+# moves where nodes are about even, and many leave an overloaded node when another joins (docs/decisions/0014).
 UNANNOUNCED_INERTIA = 1.0
-# Sessions that are remembered, some 500 bytes each; those that were not heard of for longest go. Chosen.
+# Number of sessions that are remembered, some 500 bytes each; the ones unused for the longest time are forgotten. Chosen.
 MAX_SESSIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Who chooses, by how a request comes.
+    """The policies that choose a node, by how a request comes.
 
-    announced: for an advisory. unannounced: for a request without one, of a session that has a home. new: for all others. second: asked again when
-    what was announced comes, and told only of requests that are there; None: it goes where its advisory went.
+    Attributes:
+        announced: for an advisory.
+        unannounced: for a request without an advisory, of a session that has a home.
+        new: for all other requests.
+        second: asked again when an announced request comes, and told only of requests that are there; None: the request goes to its advisory's
+            node.
     """
 
     announced: RoutingPolicy
@@ -67,11 +74,15 @@ class Doors:
 
 
 def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
-    """Of a policy's name, for nodes as fast as these say.
+    """Return the doors for a policy's name, for nodes as fast as these report.
 
-    `auto`: `overture` once a node says how fast it is; before that by numbers of requests, moving a session only where that relieves its node.
-    `overture`: an announced request goes elsewhere after all where fewer requests are and its KV is near; an unannounced one where its node has far
-    too much to do. All others leave those where they are.
+    `auto`: `overture` once a node reports its speed; before that by numbers of requests, moving a session only where that relieves its node.
+    `overture`: an announced request goes to another node after all where fewer requests are and its KV is near; one without an advisory does where
+    its
+    node has far too much to do. All other policies leave both where they are.
+
+    Raises:
+        KeyError: there is no policy of this name.
     """
     if name == "auto":
         if all(node.perf is None for node in nodes):
@@ -85,16 +96,19 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
 
 
 def loyal(settings: Settings) -> Overture:
-    """For what nobody announced: at home, unless that is overloaded or only other nodes have memory for it."""
+    """Return the policy for requests without an advisory: at home, unless that is overloaded or only other nodes have memory for it."""
     return Overture(settings, inertia=UNANNOUNCED_INERTIA)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Where an advisory or a request goes.
+    """The node for an advisory or a request.
 
-    node_id: None if nobody can serve it; then it is not under way. kv_at: another node that has KV of its session, as far as is known; "" for none.
-    over: (node, advisory) of a word that was given elsewhere and is of no use any more. route: the policy's, None where the advisory had decided.
+    Attributes:
+        node_id: None if no node can serve it; then it is not under way.
+        kv_at: another node that has KV of its session, as far as is known; "" for none.
+        over: (node, advisory) of an advisory that was sent to another node and is of no use any more.
+        route: the policy's decision; None where the advisory had decided.
     """
 
     node_id: str | None
@@ -112,7 +126,7 @@ class _Announced:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """num_tokens: whose KV is at home, as far as is known."""
+    """What is known of a session. num_tokens: tokens that have KV at its home, as far as is known."""
 
     home: str = ""
     num_tokens: int = 0
@@ -121,7 +135,7 @@ class _Session:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """One that was sent and has not ended. home_before: of its session."""
+    """A request that was sent and has not ended. home_before: its session's home before it."""
 
     key: SessionKey
     node: _Node
@@ -132,7 +146,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Load:
-    """Some requests, summed up. num_tokens: of their prompts; num_prefill_tokens: of these, those that have to be computed."""
+    """The sum of some requests. num_tokens: of their prompts; num_prefill_tokens: the part of these that has to be computed."""
 
     num: int = 0
     num_urgent: int = 0
@@ -142,7 +156,7 @@ class _Load:
     ranks: Counter[int] = field(default_factory=Counter)
 
     def count(self, ask: Ask, node_id: str, sign: int) -> None:
-        """sign: 1 adds one that goes to this node, -1 takes it away."""
+        """Add a request to the sum. sign: 1 adds one that is sent to this node, -1 takes it away."""
         self.num += sign
         self.num_urgent += sign * ask.is_urgent
         self.num_tokens += sign * ask.num_prompt_tokens
@@ -154,14 +168,21 @@ class _Load:
             del self.ranks[ask.rank]
 
     def as_ranks(self) -> Ranks:
+        """Return the adapter ranks of these requests."""
         total = sum(rank * num for rank, num in self.ranks.items())
         return Ranks(self.num, total, max(self.ranks, default=0))
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """facts: None before the first report. unreported: requests that no report can have told of, summed up in `on_the_way`. expected: announced ones.
-    num_requests, num_urgent: of those that were sent here and have not ended."""
+    """One node's requests and its last report.
+
+    Attributes:
+        facts: None before the first report.
+        unreported: requests that no report can have included, summed up in `on_the_way`.
+        expected: the sum of announced requests.
+        num_requests, num_urgent: requests that were sent here and have not ended.
+    """
 
     node_id: str
     facts: NodeFacts | None = None
@@ -173,24 +194,26 @@ class _Node:
     num_urgent: int = 0
 
     def begin(self, request: _Request) -> None:
+        """Note that a request is sent here."""
         self.unreported[request.ask.request_id] = request
         self.on_the_way.count(request.ask, self.node_id, 1)
         self.num_requests += 1
         self.num_urgent += request.ask.is_urgent
 
     def end(self, request: _Request) -> None:
+        """Note that a request sent here has ended."""
         self.settle(request.ask.request_id)
         self.num_requests -= 1
         self.num_urgent -= request.ask.is_urgent
 
     def settle(self, request_id: str) -> None:
-        """Reports tell of it from now on, or nobody needs to."""
+        """Stop counting a request here, because reports include it from now on or it has ended."""
         request = self.unreported.pop(request_id, None)
         if request is not None:
             self.on_the_way.count(request.ask, self.node_id, -1)
 
     def seen(self, *, with_expected: bool) -> NodeFacts | None:
-        """What a policy is told of it; None: it has never reported."""
+        """Return the facts that a policy is told of this node; None: it has never reported."""
         facts, sent, expected = self.facts, self.on_the_way, self.expected
         if facts is None:
             return None
@@ -226,12 +249,12 @@ class _Node:
 
 
 class Homes:
-    """Who has what, and what is on its way.
+    """Tracks which node has each session's KV, and which requests are on their way to it.
 
     Args:
         doors: may be replaced at any time.
-        settle_s: how long before a report came a request must have been sent for the report to tell of it.
-        max_sessions: that are remembered.
+        settle_s: seconds before a report by which a request must have been sent for the report to include it.
+        max_sessions: number of sessions that are remembered.
     """
 
     def __init__(self, doors: Doors, *, settle_s: float = SETTLE_S, max_sessions: int = MAX_SESSIONS) -> None:
@@ -243,10 +266,10 @@ class Homes:
         self._requests: dict[str, _Request] = {}
         self._num_homes: Counter[str] = Counter()
 
-    # -- what nodes do -------------------------------------------------------------------------------------------------
+    # -- events of nodes -------------------------------------------------------------------------------------------------
 
     def reported(self, node_id: str, facts: NodeFacts, now: float) -> None:
-        """What a node says of itself, under whatever name. now: when its report came."""
+        """Take a node's report, under whatever name it was made. now: when it came."""
         node = self._node(node_id)
         if facts.perf is not None and facts.perf.error > MAX_ERROR:
             facts = structs.replace(facts, perf=None)
@@ -258,13 +281,13 @@ class Homes:
             node.settle(request_id)
 
     def set_open(self, node_id: str, is_open: bool) -> None:
-        """Whether it may be sent anything new."""
+        """Say whether the node may be sent anything new."""
         self._node(node_id).is_open = is_open
 
     def lost(self, node_id: str) -> None:
-        """Its process has ended: nothing is expected there any more, and nothing is sent there before its next report.
+        """Note that the node's process has ended: its announced requests are dropped, and it gets none before its next report.
 
-        Its sessions stay at home there: it may come back, with what it has on disk.
+        Its sessions stay at home there: it may come back, with the KV that it has on disk.
         """
         node = self._node(node_id)
         node.facts = None
@@ -275,21 +298,24 @@ class Homes:
                 self._end_announcement(session)
 
     def removed(self, node_id: str) -> None:
-        """It has left for good."""
+        """Forget a node that has left for good."""
         self.lost(node_id)
         del self._nodes[node_id]
 
-    # -- what sessions do ----------------------------------------------------------------------------------------------
+    # -- events of sessions ----------------------------------------------------------------------------------------------
 
     def placed(self, key: SessionKey, node_id: str, num_tokens: int = 0) -> None:
-        """A session's KV is there. num_tokens: how many of its tokens have KV, 0 if nobody knows."""
+        """Note that a session's KV is on this node. num_tokens: how many of its tokens have KV; 0 if that is unknown."""
         if key[1]:
             session = self._remember(key)
             self._move(session, node_id)
             session.num_tokens = num_tokens
 
     def advised(self, key: SessionKey, advisory_id: str, ask: Ask) -> Sent:
-        """A request of this session is announced: it is expected where this says, and no longer where an earlier advisory's was."""
+        """Route the announcement of a session's request, and expect the request on the returned node.
+
+        It is no longer expected where an earlier advisory of the session was sent.
+        """
         session = self._known(key)
         over = self._end_announcement(session)
         ask = self._asked(ask, session)
@@ -304,15 +330,16 @@ class Homes:
         return Sent(route.node_id, _elsewhere(session, route.node_id), over, route)
 
     def retracted(self, advisory_id: str) -> None:
-        """An advisory is over without its request. Nothing happens if it is over already."""
+        """End an advisory whose request did not come. One that has ended is ignored."""
         session = self._by_advisory.get(advisory_id)
         if session is not None:
             self._end_announcement(session)
 
     def requested(self, key: SessionKey, ask: Ask, now: float, avoid: Collection[str] = ()) -> Sent:
-        """A request comes; its session is at home where this says from now on. `ended` must follow, with the ask's id, which is used once.
+        """Route a request; its session is at home on the returned node from now on. `ended` must follow, with the ask's id, which is used once.
 
-        avoid: nodes that have just failed it.
+        Args:
+            avoid: nodes that have just failed this request.
         """
         session = self._known(key)
         told = self._end_announcement(session)
@@ -331,7 +358,7 @@ class Homes:
         return Sent(node_id, self._begin(key, asked, node_id, now), over, route)
 
     def prepared(self, key: SessionKey, ask: Ask, now: float) -> Sent:
-        """KV of a session is to be computed ahead: where its request is expected, else where it is at home. `ended` must follow as for a request."""
+        """Choose the node that computes a session's KV ahead: where its request is expected, else its home. `ended` must follow as for a request."""
         session = self._known(key)
         announced = session.announced.node_id if session.announced is not None else ""
         for place in (announced, session.home):
@@ -343,10 +370,14 @@ class Homes:
         return Sent(route.node_id, self._begin(key, ask, route.node_id, now), route=route)
 
     def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> str:
-        """A request is over. Nothing happens if it is over already.
+        """Note that a request has ended. One that has ended already is ignored.
 
-        num_tokens: that its session has KV of now, 0 if nobody knows. is_cut: its node failed, and what it had made is out of reach.
-        Returns the node whose KV of the session nobody will ask for any more, because it has moved; "" for none.
+        Args:
+            num_tokens: tokens of which its session has KV now; 0 if that is unknown.
+            is_cut: whether its node failed, so that the KV that the node had made is out of reach.
+
+        Returns:
+            The node whose KV of the session will not be asked for any more, because the session has moved; "" for none.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -363,7 +394,7 @@ class Homes:
         return ""
 
     def forgotten(self, key: SessionKey) -> None:
-        """A session goes on no more."""
+        """Forget a session, because it has ended."""
         if key in self._sessions:
             self._drop(key)
 
@@ -374,18 +405,18 @@ class Homes:
         return self._known(key).home
 
     def num_sessions(self, node_id: str) -> int:
-        """At home there."""
+        """Return the number of sessions at home on this node."""
         return self._num_homes[node_id]
 
     def num_requests(self, node_id: str | None) -> int:
-        """Sent there that have not ended; None: sent anywhere."""
+        """Return the number of requests sent to this node that have not ended; None: to any node."""
         if node_id is None:
             return len(self._requests)
         node = self._nodes.get(node_id)
         return node.num_requests if node is not None else 0
 
     def facts(self, avoid: Collection[str] = (), *, with_expected: bool = True) -> list[NodeFacts]:
-        """What policies are told, in the order in which the nodes came."""
+        """Return the facts that policies are told, in the order in which the nodes came."""
         nodes = (
             [node for name, node in self._nodes.items() if name not in avoid]
             if avoid
@@ -395,7 +426,11 @@ class Homes:
         return [facts for facts in seen if facts is not None]
 
     def check_invariants(self) -> None:
-        """For tests: every sum is that of its parts."""
+        """Check, for tests, that every sum is the sum of its parts.
+
+        Raises:
+            AssertionError: one is not.
+        """
         assert len(self._sessions) <= self._max_sessions
         homes = Counter(session.home for session in self._sessions.values() if session.home)
         assert homes == self._num_homes
@@ -420,7 +455,7 @@ class Homes:
         return node
 
     def _known(self, key: SessionKey) -> _Session:
-        """An empty one for who is not known; that is not kept."""
+        """Return the session; for an unknown one an empty session, which is not kept."""
         return self._sessions.get(key) or _Session()
 
     def _remember(self, key: SessionKey) -> _Session:
@@ -444,7 +479,7 @@ class Homes:
         session.home = node_id
 
     def _end_announcement(self, session: _Session) -> tuple[str, str] | None:
-        """Returns (node, advisory) of what is expected no longer."""
+        """End the session's advisory, if any, and return its (node, advisory)."""
         announced = session.announced
         if announced is None:
             return None
@@ -461,10 +496,10 @@ class Homes:
         return node.is_open and node.facts.is_open and has_adapter
 
     def _asked(self, ask: Ask, session: _Session) -> Ask:
-        """With what is known of its session: where its KV is, and how long it takes to the device there and elsewhere, as its home has measured."""
+        """Return the ask with its session's facts: where its KV is, and the seconds to the device there and elsewhere, as its home measured."""
         if not session.home:
             return ask
-        # Who announces a session of which no ids are kept says nothing of its length: it goes on from what it was.
+        # An advisory of a session without kept token ids says nothing of its length: take the length that the session had.
         if not ask.num_prompt_tokens:
             ask = structs.replace(ask, num_prompt_tokens=session.num_tokens)
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
@@ -473,23 +508,28 @@ class Homes:
             kv = {session.home: CachedKv(num_cached)} if num_cached else {}
             return structs.replace(ask, home=session.home, kv=kv)
         load_s = perf.kv_load_s(num_cached)
-        # Where it goes it is written to disk again, which holds up what is read there.
+        # On another node it is written to disk again, which delays reads there.
         move_s = num_cached * perf.kv_disk_token_s
         return self._with_kv(ask, session.home, CachedKv(num_cached, load_s), load_s, move_s)
 
     def _announced(self, ask: Ask, session: _Session, place: str) -> Ask:
-        """With its KV where it was announced, on the device by now."""
+        """Return the ask with its KV where it was announced: on the device by now."""
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
         perf = self._perf(place)
         if perf is None:
             return self._with_kv(ask, place, CachedKv(num_cached), 0.0)
-        # A disk that writes KV more slowly than it is computed is what is short: nothing moves for the sake of even numbers.
+        # If the disk writes KV more slowly than it is computed, the disk is the bottleneck: no KV moves for the sake of even numbers.
         is_short = perf.kv_disk_token_s > perf.prompt_token_s
         move_s = math.inf if is_short else 0.0
         return self._with_kv(ask, place, CachedKv(num_cached), perf.kv_load_s(num_cached), move_s)
 
     def _with_kv(self, ask: Ask, place: str, here: CachedKv, load_s: float, move_s: float = 0.0) -> Ask:
-        """With what nodes have of the KV that lies at a place. load_s: from host memory to a device; move_s: what moving costs beside the way."""
+        """Return the ask with the KV that each node can use of the KV at a place.
+
+        Args:
+            load_s: seconds from host memory to a device.
+            move_s: seconds that moving costs beside the transfer.
+        """
         perf, node = self._perf(place), self._nodes[place]
         elsewhere = NO_KV
         if perf is not None and perf.kv_fetch_token_s is not None:
@@ -513,7 +553,7 @@ class Homes:
         return door.route(ask, self.facts(avoid, with_expected=with_expected))
 
     def _begin(self, key: SessionKey, ask: Ask, node_id: str, now: float) -> str:
-        """Returns where else its session has KV."""
+        """Send the request to the node, and return the other node that has KV of its session; "" for none."""
         session = self._remember(key) if key[1] else _Session()
         node = self._nodes[node_id]
         request = self._requests[ask.request_id] = _Request(key, node, ask, now, session.home)
