@@ -1,4 +1,4 @@
-"""Policies to compare with: one order, and whoever does not fit blocks all behind. Pure."""
+"""Policies to compare with: one fixed order, in which the first request that does not fit blocks all behind it. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from engine_bridge.policy.scheduling.queue_policy import (
 
 
 class _OneOrder(QueuePolicy):
-    """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind.
+    """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind it.
 
-    Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` as many look-ups as it starts requests, and one.
+    Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` one look-up more than the requests that it starts.
     """
 
     def __init__(self) -> None:
@@ -32,36 +32,40 @@ class _OneOrder(QueuePolicy):
         self._keys: dict[str, tuple[Any, ...]] = {}
 
     def _key(self, facts: Waiting) -> tuple[float, ...]:
-        """The least starts first; of equal ones who came first."""
+        """Return the sort key: the least starts first; of equal ones, the request that came earlier."""
         return ()
 
     def arrived(self, facts: Waiting, now: float) -> None:
+        """Queue a request. Raises ValueError if it is known."""
         refuse_twice(facts, self._keys)
         key = self._keys[facts.request_id] = (*self._key(facts), facts.arrived_s, facts.request_id)
         insert(self._order, key)
 
     def admitted(self, request_id: str, now: float) -> None:
+        """Take a request that starts out of the queue."""
         remove(self._order, self._keys.pop(request_id))
 
     def ended(self, request_id: str) -> None:
+        """Take a request that ended out of the queue, if it waits."""
         if request_id in self._keys:
             remove(self._order, self._keys.pop(request_id))
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
     ) -> Decision:
+        """Start the first requests of the order, up to the first that does not fit."""
         chosen, deferred = in_order((key[-1] for key in self._order), waiting, Left(room))
         return Decision(tuple(facts.request_id for facts in chosen), deferred)
 
 
 class Fcfs(_OneOrder):
-    """Who came first. vLLM's default, and S-LoRA's."""
+    """First come, first served. vLLM's default, and S-LoRA's."""
 
     name = "fcfs"
 
 
 class Sjf(_OneOrder):
-    """The shortest by prediction. Source: μServe (Qiu et al., 2024), as in Chameleon §5.3. It starves the long, and is here to be compared with."""
+    """The shortest by prediction first. Source: μServe (Qiu et al., 2024), as in Chameleon §5.3. It starves long requests; a baseline."""
 
     name = "sjf"
 
@@ -70,7 +74,7 @@ class Sjf(_OneOrder):
 
 
 class Priority(_OneOrder):
-    """The lowest `priority`, then who came first. vLLM's other policy."""
+    """The lowest `priority` first, then the earliest. vLLM's other policy."""
 
     name = "priority"
     minds_priority = True
@@ -80,9 +84,11 @@ class Priority(_OneOrder):
 
 
 class Fair(QueuePolicy):
-    """The highest waiting time over length first; of those swapped out or of the others, whichever set that fits is the more urgent on average.
+    """The highest waiting time over length first, among swapped-out requests or among the others: the set that is more urgent on average.
 
-    Source: AdaptiveLLM §3.5 and Algorithm 2. "As many as possible" is taken as in order of urgency until one does not fit: by skipping that
+    Each set holds the requests that fit.
+
+    Source: AdaptiveLLM §3.5 and Algorithm 2. Its "as many as possible" is taken as in order of urgency until one does not fit: by skipping that
     one, smaller ones could keep it out for ever. No bound on waiting: under lasting overload short requests always catch up with long ones.
     """
 
@@ -96,21 +102,25 @@ class Fair(QueuePolicy):
         self._facts: dict[str, Waiting] = {}
 
     def arrived(self, facts: Waiting, now: float) -> None:
+        """Queue a request. Raises ValueError if it is known."""
         refuse_twice(facts, self._facts)
         self._facts[facts.request_id] = facts
         self._sets[facts.is_swapped].add(facts.request_id, facts.arrived_s, facts.size_tokens)
 
     def admitted(self, request_id: str, now: float) -> None:
+        """Take a request that starts out of its set."""
         facts = self._facts.pop(request_id)
         self._sets[facts.is_swapped].remove(request_id, facts.arrived_s, facts.size_tokens)
 
     def ended(self, request_id: str) -> None:
+        """Take a request that ended out of its set, if it waits."""
         if request_id in self._facts:
             self.admitted(request_id, 0.0)
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
     ) -> Decision:
+        """Start the requests of the more urgent set."""
         swapped, why_swapped = in_order(self._sets[True].order(now), waiting, Left(room))
         fresh, why_fresh = in_order(self._sets[False].order(now), waiting, Left(room))
         is_swapped = starts_swapped(_urgencies(swapped, now), _urgencies(fresh, now))

@@ -1,4 +1,4 @@
-"""Shortest first, but whoever would wait for as much as the longest wait of late is overtaken no more. The default. Pure."""
+"""Shortest first, but a request is overtaken no more once it would wait for as many tokens as the longest recent wait. The default. Pure."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ from engine_bridge.policy.scheduling.wait_tree import Waits
 
 
 class BoundedSettings(Struct, frozen=True, kw_only=True):
-    """peak_share: a request may be overtaken until the tokens that it waits for reach this share of the most that waited before any request of late.
-    0 is vLLM's own order. Picked by `python -m bench.emulated order --share ...`; docs/decisions/0020 has the figures.
+    """The bounds on overtaking.
 
-    peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
+    Attributes:
+        peak_share: a request may be overtaken until the tokens that it waits for reach this share of the most that waited before any recent
+            request. 0 is vLLM's own order. Picked by `python -m bench.emulated order --share ...`; docs/decisions/0020 has the figures.
+        peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
     """
 
     peak_share: float = 0.9
     peak_fades_over: float = 30.0
 
 
-# Longest queues are kept of this many tenants' priorities; the one that was used longest ago is forgotten first. Chosen: 100 kB.
+# Longest queues are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 100 kB.
 NUM_PEAKS = 1024
-# Of the shortest, and of those that came first, that are looked at for one that may start. Chosen: 50 µs with 10,000 that wait.
+# Number of the shortest requests, and of the earliest, that are tried until one may start. Chosen: 50 µs with 10,000 that wait.
 NUM_TRIED = 16
 
 
 class Peak:
-    """The most tokens that waited before a request when it came, of late. fades_over: as in `BoundedSettings`."""
+    """The most tokens that recently waited before a request when it came. fades_over: as in `BoundedSettings`."""
 
     def __init__(self, fades_over: float) -> None:
         self.tokens = 0.0
         self._fades_over = fades_over
 
     def waited(self, tokens: float) -> None:
-        """A request came behind so many."""
+        """Note that a request came behind this many tokens."""
         self.tokens = max(self.tokens, tokens)
 
     def left(self, tokens: float) -> None:
-        """A request of so many has started."""
+        """Note that a request of this many tokens has started."""
         self.tokens = max(self.tokens - tokens / self._fades_over, 0.0)
 
 
 class _Place(Struct, frozen=True, gc=False):
-    """place: by arrival. length: tokens times the seconds that they are held; the least is the shortest."""
+    """A waiting request. place: by arrival. length: tokens times the seconds that they are held; the least is the shortest."""
 
     place: int
     tokens: int
@@ -72,8 +74,9 @@ class _Place(Struct, frozen=True, gc=False):
 class BoundedFlow:
     """One tenant's requests of one priority.
 
-    Each waits for the tokens that waited before it when it came, and for those that have overtaken it since. In order of arrival the longest wait
-    is the peak itself. Next comes the shortest of those that leave all who came earlier below their share of the peak.
+    A request's wait is the tokens queued ahead of it on arrival plus the tokens that have overtaken it since. In order of arrival the longest wait
+    is the
+    peak itself. The next request is the shortest one whose start keeps the waits of all earlier ones below their share of the peak.
     """
 
     def __init__(self, peak: Peak, peak_share: float) -> None:
@@ -88,9 +91,10 @@ class BoundedFlow:
         return len(self._places)
 
     def add(self, entry: Entry) -> None:
+        """Queue a request."""
         facts = entry.facts
         if facts.is_swapped:
-            # It has had its turn: it goes on before all others, does not count as overtaking them, and nothing overtakes it.
+            # It has had its turn: it continues before all others, does not count as overtaking them, and is never overtaken.
             own = _Place(-1, 0, -math.inf)
         else:
             place = self._waits.append(self._waiting_tokens)
@@ -102,6 +106,7 @@ class BoundedFlow:
         insert(self._short, (own.length, own.place, facts.request_id))
 
     def remove(self, entry: Entry, has_started: bool) -> None:
+        """Take out a request. has_started: whether it overtakes the earlier ones by that."""
         request_id = entry.facts.request_id
         own = self._places.pop(request_id)
         remove(self._first, (own.place, request_id))
@@ -117,13 +122,15 @@ class BoundedFlow:
             self._waits.lower_after(own.place, own.tokens)
 
     def lists(self) -> list[list[Any]]:
+        """Return the sorted lists of the requests."""
         return [self._first, self._short]
 
     def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
-        """As `Ordered.order`. Time plays no part in it. Whoever cannot start keeps nobody else from it.
+        """Yield the ids in the order in which they may start, as `Ordered.order`; the time does not matter.
 
-        While adapters take turns nothing overtakes: short requests of many adapters would take the memory that one of them needs.
-        (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy tail.)
+        A request that cannot start does not keep others from starting. While adapters take turns no request overtakes: short requests of many
+        adapters
+        would take the memory that one of them needs. (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy tail.)
         """
         limit = self._peak_share * self._peak.tokens if deciding.may_overtake else 0.0
         if limit:
@@ -136,7 +143,7 @@ class BoundedFlow:
         )
 
     def _overtaking(self, deciding: Deciding, limit: float) -> Iterator[str]:
-        """As long as that may be."""
+        """Yield the next requests for as long as overtaking is allowed."""
         gone = {request_id for request_id in deciding.deferred if request_id in self._places}
         waits = self._waits.copy()
         for request_id in gone:
@@ -172,34 +179,39 @@ class BoundedFlow:
 
 
 class Bounded(QueuePolicy):
-    """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the one that holds the fewest
-    tokens times seconds, but none that would have to wait for as many tokens as the longest queue of late had is overtaken.
+    """Starts the shortest request, but none that would make another wait for as many tokens as the longest recent queue had.
 
-    Bound: of one tenant and priority, whoever is overtaken waits for no more tokens than `peak_share` times the most that waited before a request
-    of late; whoever came behind more than that is not overtaken. So the longest waits are those of the order of arrival. Whoever finds no room for
-    its KV stops all behind it, as with vLLM; whoever finds none for its adapter is passed over, because `AdapterTurns` sees to its turn.
+    The order is: the lowest `priority`; then the tenant that was given the fewest tokens for its weight; of one tenant the request that holds the
+    fewest
+    tokens times seconds.
 
-    Costs: those of `Waits`; `decide` looks up those it starts, and one. While adapters find no memory, twice `NUM_PASSED_OVER` more at most.
+    Bound: of one tenant and priority, an overtaken request waits for no more tokens than `peak_share` times the most that recently waited before a
+    request; a request that came behind more than that is not overtaken. So the longest waits equal those of the order of arrival. A request without
+    room
+    for its KV stops all behind it, as with vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
 
-    Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival
-    stands where that has the tenants' shares.
+    Costs: those of `Waits`; `decide` looks up one request more than it starts. While adapters find no memory, twice `NUM_PASSED_OVER` more at most.
+
+    Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival takes the
+    place of
+    the tenants' shares there.
     """
 
     name = "bounded"
     minds_priority = True
 
     def __init__(self, num_tokens: int, settings: BoundedSettings | None = None) -> None:
-        """num_tokens: all that requests may hold together; it plays no part."""
+        """Start with an empty queue. num_tokens: tokens that requests may hold together; not used."""
         self.settings = settings or BoundedSettings()
         self._entries: dict[str, Entry] = {}
         self._by_adapter: dict[int, dict[str, None]] = {}
-        """Ids of those that wait, in order of arrival."""
+        """Ids of the waiting requests, in order of arrival."""
         self._peaks: OrderedDict[tuple[int, str], Peak] = OrderedDict()
         self._queue = LaneQueue(self._flow)
         self._service = Service()
 
     def _flow(self, priority: int, tenant: str) -> BoundedFlow:
-        """An empty one, which knows the longest queue of those before it."""
+        """Return an empty flow that knows the longest queue of its tenant and priority."""
         peak = self._peaks.setdefault((priority, tenant), Peak(self.settings.peak_fades_over))
         self._peaks.move_to_end((priority, tenant))
         while len(self._peaks) > NUM_PEAKS:
@@ -207,6 +219,11 @@ class Bounded(QueuePolicy):
         return BoundedFlow(peak, self.settings.peak_share)
 
     def arrived(self, facts: Waiting, now: float) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: its weight is not positive, or it is known already.
+        """
         if facts.weight <= 0:
             raise ValueError("a weight is positive")
         refuse_twice(facts, self._entries)
@@ -217,6 +234,7 @@ class Bounded(QueuePolicy):
             self._by_adapter.setdefault(facts.adapter_id, {})[facts.request_id] = None
 
     def admitted(self, request_id: str, now: float) -> None:
+        """Note that a request starts, and charge its tenant for its tokens."""
         entry = self._entries[request_id]
         facts = entry.facts
         self._leave(entry, has_started=True)
@@ -225,6 +243,7 @@ class Bounded(QueuePolicy):
         self._service.left(facts.tenant)
 
     def ended(self, request_id: str) -> None:
+        """Take a request that ended out of the queue, if it waits."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._leave(entry, has_started=False)
@@ -242,6 +261,7 @@ class Bounded(QueuePolicy):
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
     ) -> Decision:
+        """Start requests in the order of the policy until one finds no room for its KV."""
         if not self._entries:
             return Decision()
         if room.num_slots < 1:
@@ -268,7 +288,7 @@ class Bounded(QueuePolicy):
         return Decision(tuple(plan.chosen), plan.deferred)
 
     def _without_adapter(self, plan: Plan, room: Room) -> dict[str, DeferReason]:
-        """Who waits for an adapter that finds no memory now: NUM_PASSED_OVER of them, who are left out of the order."""
+        """Return the requests whose adapter finds no memory now, of at most NUM_PASSED_OVER adapters. They are left out of the order."""
         if room.adapter_bytes is None:
             return {}
         found: dict[str, DeferReason] = {}

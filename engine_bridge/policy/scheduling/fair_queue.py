@@ -1,4 +1,4 @@
-"""Whose job comes next on a thread that all tenants share. Pure: seconds come in as arguments."""
+"""Which tenant's job comes next on a thread that all tenants share. Pure: seconds come in as arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 Job = TypeVar("Job")
 
 PRIOR_S = 0.002
-"""Seconds that a tenant's jobs are taken to last before one has ended. Measured: a chat message of a few hundred tokens."""
+"""Seconds that a tenant's jobs are assumed to take before one has ended. Measured: a chat message of a few hundred tokens."""
 NEWEST_WEIGHT = 0.2
-"""What the newest job counts for in a tenant's mean. Chosen: five jobs make a new habit."""
+"""The weight of the newest job in a tenant's mean. Chosen: five jobs make a new habit."""
 MAX_FORGIVEN = 10_000
-"""Tenants without jobs whose time is remembered. Chosen: above it all are forgiven, which costs others one job each."""
+"""Tenants without jobs whose time is remembered. Chosen: beyond that all are forgiven, which costs others one job each."""
 
 
 @dataclass(slots=True)
@@ -26,21 +26,22 @@ class _Tenant(Generic[Job]):
 
 
 class FairQueue(Generic[Job]):
-    """Jobs in order of arrival within a tenant, and between tenants the one that has used the least of its share.
+    """Jobs in order of arrival within a tenant; between tenants, the tenant that has used the least of its share is next.
 
     The thread is never taken from a job, so a tenant that comes anew waits for the job that runs, and then for at most one job of each other
-    tenant that waits: whoever was idle starts where the one served last stood (no credit for idleness), and is behind by no more than its own
-    last job. Source: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), by measured time instead of packet lengths.
+    tenant that waits: a tenant that was idle starts from the virtual time of the tenant served last (no credit for idleness), and is behind by no
+    more
+    than its own last job. Source: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), by measured time instead of packet lengths.
     """
 
     def __init__(self) -> None:
         self._busy: dict[str, _Tenant[Job]] = {}  # with jobs that wait or run
         self._idle: dict[str, _Tenant[Job]] = {}
-        self._virtual_s = 0.0  # where the one served last stood when it was served
+        self._virtual_s = 0.0  # virtual time of the tenant served last, when it was served
         self.num_waiting = 0
 
     def num_waiting_of(self, tenant: str) -> int:
-        """Jobs of this tenant that wait."""
+        """Return the number of this tenant's jobs that wait."""
         entry = self._busy.get(tenant)
         return len(entry.jobs) if entry is not None else 0
 
@@ -56,7 +57,7 @@ class FairQueue(Generic[Job]):
         self.num_waiting += 1
 
     def take(self) -> tuple[str, Job] | None:
-        """The job that runs now, to be followed by `done`; None: nobody waits."""
+        """Return the tenant and the job that runs now, to be followed by `done`; None: no job waits."""
         waiting = [(entry.used_s, name) for name, entry in self._busy.items() if entry.jobs]
         if not waiting:
             return None
@@ -68,7 +69,7 @@ class FairQueue(Generic[Job]):
         return name, entry.jobs.popleft()
 
     def done(self, tenant: str, took_s: float | None) -> None:
-        """A job that `take` gave is over. took_s: None if it never ran."""
+        """Note that a job from `take` is over. took_s: its duration; None if it never ran."""
         entry = self._busy[tenant]
         entry.num_running -= 1
         if took_s is not None:
@@ -80,7 +81,7 @@ class FairQueue(Generic[Job]):
             self._idle[tenant] = self._busy.pop(tenant)
 
     def wait_s(self, tenant: str) -> float:
-        """A guess at how long a job of this tenant would wait, if it came now: behind its own, at its share of the thread."""
+        """Return an estimate of the seconds that a job of this tenant would wait, if it came now: behind its own, at its share of the thread."""
         entry = self._busy.get(tenant)
         if entry is None or not entry.jobs:
             return 0.0

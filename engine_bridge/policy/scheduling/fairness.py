@@ -11,16 +11,20 @@ from engine_bridge.policy.scheduling.queue_policy import insert, remove
 
 
 def fair_priority(waited_s: float, num_tokens: int, weight: float = 1.0) -> float:
-    """Seconds per token since the request first came; higher goes first. Short ones rise fast, and everyone rises while waiting.
+    """Return the seconds per token since the request first came; higher starts first.
 
-    Source: AdaptiveLLM §3.5; there the length is that of the sequence so far, for those that wait here with what is predicted. Departs in the
+    Short requests rise fast, and every request rises while it waits.
+
+    Source: AdaptiveLLM §3.5; there the length is that of the sequence so far, here that of waiting requests includes the prediction. Departs in the
     weight, a tenant's; 1 is the paper's.
     """
     return weight * max(waited_s, 0.0) / max(num_tokens, 1)
 
 
 def starts_swapped(swapped: Sequence[float], waiting: Sequence[float]) -> bool:
-    """Whether the swapped set starts rather than the waiting one, by their mean priority; the swapped one at a tie. An empty set never does.
+    """Return whether the swapped set starts rather than the waiting one, by their mean priority; the swapped one at a tie.
+
+    An empty set never starts.
 
     Source: AdaptiveLLM Algorithm 2, line 8.
     """
@@ -32,8 +36,8 @@ def starts_swapped(swapped: Sequence[float], waiting: Sequence[float]) -> bool:
 class ByFairness:
     """Requests by `fair_priority`, the highest first.
 
-    That order changes as time passes, so it is not kept as one: requests are kept by arrival in one list for each power of two of
-    length, and the lists' heads are compared. The order is exact between lists; within one, lengths less than a factor of two apart go by arrival.
+    The order changes as time passes, so it is not stored: requests are kept by arrival in one list for each power of two of
+    length, and the lists' heads are compared. The order is exact between lists; within one, lengths less than a factor of two apart follow arrival.
     At most some 30 lists.
     """
 
@@ -41,19 +45,22 @@ class ByFairness:
         self._lists: dict[int, list[tuple[float, str, int]]] = {}
 
     def add(self, request_id: str, arrived_s: float, size_tokens: int) -> None:
+        """Add a request."""
         insert(self._lists.setdefault(size_tokens.bit_length(), []), (arrived_s, request_id, size_tokens))
 
     def remove(self, request_id: str, arrived_s: float, size_tokens: int) -> None:
+        """Remove a request, given as it was added."""
         bucket = size_tokens.bit_length()
         remove(self._lists[bucket], (arrived_s, request_id, size_tokens))
         if not self._lists[bucket]:
             del self._lists[bucket]
 
     def lists(self) -> list[list[Any]]:
+        """Return the sorted lists."""
         return list(self._lists.values())
 
     def order(self, now: float, min_wait_s: float = -math.inf) -> Iterator[str]:
-        """Those that have waited for as long, the highest first."""
+        """Yield the requests that have waited for at least `min_wait_s`, the highest priority first."""
         heads: list[tuple[float, float, str, int, int]] = []
         for bucket in self._lists:
             self._push(heads, bucket, 0, now, min_wait_s)
