@@ -1,8 +1,8 @@
-"""A policy's calls and decisions as lines of JSON, and the same calls made again on a policy of its own. Pure: bytes out, lines in.
+"""A policy's calls and decisions as lines of JSON, and the same calls made again on a new policy. Pure: bytes out, lines in.
 
-A log begins with a policy's life, so it needs no snapshot: the first line says which policy, the others what it was told and what it decided of
-which facts. Facts are written when they first appear, later only what changed of them. A log with holes cannot be replayed: whoever stops writing
-never goes on.
+A log begins with a policy's life, so it needs no snapshot: the first line names the policy, the others say what it was told and what it decided by
+which facts. Facts are written when they first appear, later only their changes. A log with holes cannot be replayed: a recording that has stopped
+never resumes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine_bridge.policy.scheduling.quotas import Ledger
 
 FORMAT: Literal["overture decisions"] = "overture decisions"
 VERSION = 2
-# A decision that starts nobody, while nothing else happens, is written so often at most: it repeats the one before it in every step. Chosen.
+# A decision that starts no request, while nothing else happens, is written at most this often: it repeats the one before it in every step. Chosen.
 REPEAT_EVERY_S = 1.0
 
 Facts = TypeVar("Facts", bound=Waiting | Running)
 
 
 class BadLog(ValueError):
-    """Not a log, or not one that can be replayed. The message names the line."""
+    """The lines are no log, or a log that cannot be replayed. The message names the line."""
 
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(f"line {line}: {problem}")
@@ -61,7 +61,7 @@ class _Begin(_Record, frozen=True, tag="begin", kw_only=True):
 
 
 class _Arrived(_Record, frozen=True, tag="arrived"):
-    """sizes: that were looked up for a refit under way."""
+    """A request arrived. sizes: looked up for a refit under way."""
 
     now: float
     facts: dict[str, Any]
@@ -98,14 +98,14 @@ class _AdvanceRefit(_Record, frozen=True, tag="advance_refit"):
 
 
 class _Running(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What turns the running requests of the last record into those of this one, in their order: `gone` leave, `changed` change or follow."""
+    """The changes from the running requests of the last record to those of this one, in their order: `gone` leave, `changed` change or follow."""
 
     gone: tuple[str, ...] = ()
     changed: dict[str, dict[str, Any]] = {}
 
 
 class _Decided(_Record, frozen=True, tag="decided", kw_only=True):
-    """waiting: what changed of the facts that were looked up. running: None where none were."""
+    """A decision. waiting: the changes of the facts that were looked up. running: None where none were."""
 
     now: float
     room: Room
@@ -123,7 +123,7 @@ _decode: Callable[[bytes], _Begin | _Call | _Decided] = msgspec.json.Decoder(_Be
 
 
 def _changes(facts: Waiting | Running, before: Waiting | Running | None = None) -> dict[str, Any]:
-    """The fields that differ from what was written before, or from their defaults."""
+    """Return the fields that differ from the ones written before, or from their defaults."""
     if before is None:
         return {
             each.name: value
@@ -135,7 +135,7 @@ def _changes(facts: Waiting | Running, before: Waiting | Running | None = None) 
 
 
 def _changed(kind: type[Facts], changes: Mapping[str, Any], before: Facts | None = None) -> Facts:
-    """The inverse of `_changes`. Raises msgspec.ValidationError."""
+    """Return the facts with these changes: the inverse of `_changes`. Raises msgspec.ValidationError."""
     known = {} if before is None else msgspec.structs.asdict(before)
     return msgspec.convert(known | dict(changes), kind)
 
@@ -144,7 +144,7 @@ def _changed(kind: type[Facts], changes: Mapping[str, Any], before: Facts | None
 
 
 class _Seen(Mapping[str, Facts]):
-    """Facts, and which of them were looked up. Whoever counts or goes through them has looked at all."""
+    """Facts, with a record of which were looked up. Counting or iterating them looks up all."""
 
     def __init__(self, facts: Mapping[str, Facts]) -> None:
         self._facts = facts
@@ -186,18 +186,18 @@ class _SeenSizes(Mapping[str, float]):
         return len(self._sizes)
 
     def take(self) -> dict[str, float]:
-        """Those looked up since the last call."""
+        """Return the sizes looked up since the last call."""
         seen, self._seen = self._seen, {}
         return seen
 
 
 class Recorded:
-    """A policy (`QueuePolicy`) that writes down what it is told and what it decides.
+    """A policy (`QueuePolicy`) that writes down its calls and its decisions.
 
     Args:
-        policy: one that was told nothing yet; afterwards it is told everything through this.
-        num_tokens: what it was made with.
-        write: takes a line; False: no more is wanted. Must not block.
+        policy: has been told nothing yet; afterwards it is told everything through this object.
+        num_tokens: the number with which it was made.
+        write: takes a line; returns False when no more lines are wanted. Must not block.
     """
 
     def __init__(self, policy: QueuePolicy, num_tokens: int, write: Callable[[bytes], bool]) -> None:
@@ -211,7 +211,7 @@ class Recorded:
         self._waiting: dict[str, Waiting] = {}  # as written last
         self._running: dict[str, Running] = {}
         self._sizes: _SeenSizes | None = None  # while lanes are being fitted anew
-        self._repeated: tuple[Decision, float] | None = None  # unless something else was written after it
+        self._repeated: tuple[Decision, float] | None = None  # unless another line was written after it
         settings = getattr(policy, "settings", None)
         self._put(
             _Begin(
@@ -225,38 +225,46 @@ class Recorded:
 
     @property
     def lanes(self) -> Lanes:
+        """The policy's lanes."""
         return self._laned().lanes
 
     @property
     def ledger(self) -> Ledger:
-        """The policy's."""
+        """The policy's ledger."""
         return self._laned().ledger
 
     def num_waiting(self) -> tuple[int, ...]:
+        """Return the policy's number of waiting requests in each lane."""
         return self._laned().num_waiting()
 
     def lane_of(self, request_id: str) -> int | None:
+        """Return the policy's lane of a request."""
         return self._laned().lane_of(request_id)
 
     def arrived(self, facts: Waiting, now: float) -> None:
+        """Tell the policy of a request that arrived, and write it down."""
         self.policy.arrived(facts, now)
         if self._is_on:
             self._waiting[facts.request_id] = facts
             self._put(_Arrived(now, _changes(facts), self._take_sizes()))
 
     def admitted(self, request_id: str, now: float) -> None:
+        """Tell the policy of a request that started, and write it down."""
         self.policy.admitted(request_id, now)
         self._put(_Admitted(now, request_id))
 
     def outgrew(self, request_id: str, size_tokens: int) -> None:
+        """Tell the policy of a request that outgrew its prediction, and write it down."""
         self.policy.outgrew(request_id, size_tokens)
         self._put(_Outgrew(request_id, size_tokens))
 
     def squashed(self, request_id: str) -> None:
+        """Tell the policy of a squashed request, and write it down."""
         self.policy.squashed(request_id)
         self._put(_Squashed(request_id))
 
     def ended(self, request_id: str) -> None:
+        """Tell the policy of a request that ended, and write it down."""
         self.policy.ended(request_id)
         self._waiting.pop(request_id, None)
         self._put(_Ended(request_id))
@@ -264,12 +272,14 @@ class Recorded:
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
+        """Begin the policy's refit, and write it down. Raises TypeError for a policy without lanes."""
         sizes = _SeenSizes({} if weighted_sizes is None else weighted_sizes)
         self._laned().begin_refit(lanes, quotas, sizes)
         self._sizes = sizes
         self._put(_BeginRefit(lanes.centroids, lanes.boundaries, tuple(quotas)))
 
     def advance_refit(self, max_requests: int) -> bool:
+        """Advance the policy's refit, and write it down. Raises TypeError for a policy without lanes."""
         is_done = self._laned().advance_refit(max_requests)
         if self._sizes is not None:
             self._put(_AdvanceRefit(max_requests, self._take_sizes()))
@@ -277,7 +287,7 @@ class Recorded:
         return is_done
 
     def _laned(self) -> LanedPolicy:
-        """Raises TypeError for a policy without lanes."""
+        """Return the policy as one with lanes. Raises TypeError for a policy without lanes."""
         return with_lanes(self.policy)
 
     def _take_sizes(self) -> dict[str, float]:
@@ -286,6 +296,7 @@ class Recorded:
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
     ) -> Decision:
+        """Return the policy's decision, and write it down unless it repeats the last one."""
         if not self._is_on:
             return self.policy.decide(waiting, running, room, now)
         seen, seen_running = _Seen(waiting), _Seen(running)
@@ -332,7 +343,7 @@ class Recorded:
 
 
 def _difference(before: Mapping[str, Running], after: Mapping[str, Running]) -> _Running:
-    """Order matters: policies break ties by it."""
+    """Return the changes between two sets of running requests. Their order matters: policies break ties by it."""
     stay = [request_id for request_id in before if request_id in after]
     if stay != list(after)[: len(stay)]:
         stay = []
@@ -349,7 +360,11 @@ def _difference(before: Mapping[str, Running], after: Mapping[str, Running]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first decides otherwise. replayed: None where the policy asked for facts that it had not asked for; `problem` says which."""
+    """The first decision in which a replay differs.
+
+    Attributes:
+        replayed: None where the policy asked for facts that it had not asked for when it was recorded; `problem` says which.
+    """
 
     line: int
     now: float
@@ -360,7 +375,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Replay:
-    """How a replay went. is_torn: the last line was not whole, as after a crash, and is left out."""
+    """The result of a replay. is_torn: whether the last line was incomplete, as after a crash, and was left out."""
 
     policy: str
     num_lines: int = 0
@@ -371,9 +386,13 @@ class Replay:
 
 
 def replay(lines: Iterable[bytes]) -> Replay:
-    """Makes the policy of a log anew, tells it the same, and compares what it decides.
+    """Make the policy of a log anew, tell it the same, and compare its decisions.
 
-    lines: each with its newline; one without can only be the last, and may be torn. Raises BadLog.
+    Args:
+        lines: each with its newline; only the last may lack it, and may be torn.
+
+    Raises:
+        BadLog: the lines are no log, or do not follow from one another.
     """
     player: _Player | None = None
     number = 0
@@ -419,7 +438,7 @@ class _NotRecorded(LookupError):
 
 
 class _Given(Mapping[str, Facts]):
-    """The facts of a record; None: nobody looked."""
+    """The facts of a record; None: the policy looked up none."""
 
     def __init__(self, facts: Mapping[str, Facts] | None, what: str) -> None:
         self._facts, self._what = facts, what
@@ -451,6 +470,7 @@ class _Player:
     _sizes: dict[str, float] = field(default_factory=dict)
 
     def play(self, number: int, record: _Begin | _Call | _Decided) -> None:
+        """Tell the policy a record, or compare its decision with it. Raises BadLog."""
         try:
             if isinstance(record, _Decided):
                 self._compare(number, record)
