@@ -161,8 +161,8 @@ class Route(Struct, frozen=True, kw_only=True):
 
     Attributes:
         node_id: None if no node can serve it.
-        reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`: no node
-            that is open has its adapter.
+        reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`: no open
+            node has its adapter.
         pauses_others: whether the node may pause requests that are not urgent for it.
         cost: None where the policy does not compute one.
     """
@@ -214,7 +214,7 @@ class Settings:
 
 
 class RoutingPolicy(Protocol):
-    """Chooses a node for a request."""
+    """A policy that chooses a node for each request."""
 
     @property
     def name(self) -> str:

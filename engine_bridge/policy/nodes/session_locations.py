@@ -126,7 +126,7 @@ class _Announced:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What is known of a session. num_tokens: tokens that have KV at its home, as far as is known."""
+    """A session's known location. num_tokens: tokens that have KV at its home, as far as is known."""
 
     home: str = ""
     num_tokens: int = 0
@@ -156,7 +156,7 @@ class _Load:
     ranks: Counter[int] = field(default_factory=Counter)
 
     def count(self, ask: Ask, node_id: str, sign: int) -> None:
-        """Add a request to the sum. sign: 1 adds one that is sent to this node, -1 takes it away."""
+        """Add a request to the sum. sign: 1 adds a request that is sent to this node, -1 takes it away."""
         self.num += sign
         self.num_urgent += sign * ask.is_urgent
         self.num_tokens += sign * ask.num_prompt_tokens
@@ -330,7 +330,7 @@ class Homes:
         return Sent(route.node_id, _elsewhere(session, route.node_id), over, route)
 
     def retracted(self, advisory_id: str) -> None:
-        """End an advisory whose request did not come. One that has ended is ignored."""
+        """End an advisory whose request did not come. An ended advisory is ignored."""
         session = self._by_advisory.get(advisory_id)
         if session is not None:
             self._end_announcement(session)
@@ -370,7 +370,7 @@ class Homes:
         return Sent(route.node_id, self._begin(key, ask, route.node_id, now), route=route)
 
     def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> str:
-        """Note that a request has ended. One that has ended already is ignored.
+        """Note that a request has ended. An ended request is ignored.
 
         Args:
             num_tokens: tokens of which its session has KV now; 0 if that is unknown.
@@ -398,7 +398,7 @@ class Homes:
         if key in self._sessions:
             self._drop(key)
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- knowledge -----------------------------------------------------------------------------------------------------
 
     def home(self, key: SessionKey) -> str:
         """The node that has a session's KV, as far as is known; "" for none."""
