@@ -12,26 +12,29 @@ from itertools import accumulate, pairwise
 
 MAX_LANES = 4  # Source: Chameleon §4.2.
 MIN_SIZES = 16  # Fewer say nothing of clusters: one lane. Chosen.
-# A further lane must take away this share of all squared sizes. Chosen: sizes alike to within 14% stay in one lane, and evenly spread ones get three.
+# A further lane must take away this share of all squared sizes. Chosen: sizes alike to within 14% stay in one lane, and evenly spread sizes get
+# three.
 MIN_GAIN = 0.02
-MAX_SAMPLE = 256  # Quantiles that stand for a longer window in the exact clustering. Chosen: 10 ms for all of K = 1..4 together.
+# Number of quantiles that represent a longer window in the exact clustering. Chosen: 10 ms for all of K = 1..4 together.
+MAX_SAMPLE = 256
 
-# Centroids of at most so many clusters of sizes, in any order. `exact_centroids` is one; a driver may pass one that runs scikit-learn.
+# Returns the centroids of at most this many clusters of sizes, in any order. By default `exact_centroids`; a driver may pass one that runs
+# scikit-learn.
 Clusterer = Callable[[Sequence[float], int], Sequence[float]]
-# Which of the candidates to take: their within-cluster sums of squares for K = 1, 2, …, and the sum of all squared sizes; an index.
+# Chooses one of the candidates, given their within-cluster sums of squares for K = 1, 2, …, and the sum of all squared sizes; returns an index.
 Rule = Callable[[Sequence[float], float], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes in order of size, that of the smallest first: one for each centroid, which rise strictly."""
+    """Lanes in order of size, the smallest requests' lane first: one for each centroid, which rise strictly."""
 
     centroids: tuple[float, ...] = (0.0,)
     boundaries: tuple[float, ...] = ()
 
     @classmethod
     def around(cls, centroids: Sequence[float]) -> Lanes:
-        """Boundaries at the midpoints of neighbours; equal centroids make one lane. Raises ValueError if there are none."""
+        """Return lanes with boundaries at the midpoints of neighbours; equal centroids make one lane. Raises ValueError if there are none."""
         rising = sorted(set(centroids))
         if not rising:
             raise ValueError("lanes need a centroid")
@@ -39,11 +42,11 @@ class Lanes:
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return len(self.centroids)
 
     def lane_of(self, weighted_size: float) -> int:
-        """0 for the lane of the smallest. A size on a boundary belongs to the larger lane; none is too small or too large."""
+        """Return the lane of a size, 0 for the smallest. A size on a boundary belongs to the larger lane; no size is too small or too large."""
         return bisect_right(self.boundaries, weighted_size)
 
 
@@ -54,10 +57,11 @@ ONE_LANE = Lanes()
 
 
 def knee(sums_of_squares: Sequence[float], all_squares: float) -> int:
-    """The smallest K after which no further lane takes away `MIN_GAIN` of all squared sizes. The default.
+    """Return the smallest K after which no further lane takes away `MIN_GAIN` of all squared sizes. The default.
 
-    Why: the wait behind others grows with the squared sizes of those in the same queue (Pollaczek–Khinchine: 1 + CV²), and what a lane
-    removes of it is the spread within lanes, against all squares. The paper's own rule, the least sum of squares, falls with every K and so
+    Why: the wait behind others grows with the squared sizes of the requests in the same queue (Pollaczek–Khinchine: 1 + CV²), and the part of it
+    that
+    lanes remove is the spread within lanes, against all squares. The paper's own rule, the least sum of squares, falls with every K and so
     always takes the largest; and a rule of separation alone (silhouette) would split a narrow hump in halves, since it does not see that the halves
     are alike in size. Further lanes are looked at too: three clusters at equal distances gain little by the second, and much by the third.
     """
@@ -73,7 +77,7 @@ def knee(sums_of_squares: Sequence[float], all_squares: float) -> int:
 
 
 def least_squares(sums_of_squares: Sequence[float], all_squares: float) -> int:
-    """The least sum of squares. Source: Chameleon §4.2; in effect the largest K there are distinct sizes for."""
+    """Return the K with the least sum of squares. Source: Chameleon §4.2; in effect the largest K for which there are distinct sizes."""
     return min(range(len(sums_of_squares)), key=sums_of_squares.__getitem__)
 
 
@@ -86,9 +90,14 @@ def fit(
     cluster: Clusterer | None = None,
     max_lanes: int = MAX_LANES,
 ) -> Lanes:
-    """Lanes for requests like these. One lane where there are fewer than `MIN_SIZES`.
+    """Return lanes for requests like these; one lane where there are fewer than `MIN_SIZES`.
 
-    sizes: WRS of a recent window, all on one `Scale`. cluster: `exact_centroids` unless given.
+    Args:
+        sizes: WRS of a recent window, all on one `Scale`.
+        cluster: `exact_centroids` unless given.
+
+    Raises:
+        ValueError: `max_lanes` is less than 1.
     """
     if max_lanes < 1:
         raise ValueError("there is at least one lane")
@@ -101,7 +110,7 @@ def fit(
 
 
 def _within(ordered: Sequence[float], lanes: Lanes) -> float:
-    """Sum of squared distances to the nearest centroid."""
+    """Return the sum of squared distances to the nearest centroid."""
     edges = [0, *(bisect_left(ordered, boundary) for boundary in lanes.boundaries), len(ordered)]
     return sum(
         (size - centroid) ** 2
@@ -114,9 +123,9 @@ def _within(ordered: Sequence[float], lanes: Lanes) -> float:
 
 
 def exact_centroids(sizes: Sequence[float], num_clusters: int) -> list[float]:
-    """Centroids of the best clustering there is, rising: fewer than asked for where fewer sizes differ.
+    """Return the centroids of the optimal clustering, rising: fewer than asked for where fewer sizes differ.
 
-    Windows longer than `MAX_SAMPLE` are stood for by as many quantiles. Raises ValueError if there are no sizes or no clusters.
+    Windows longer than `MAX_SAMPLE` are represented by that number of quantiles. Raises ValueError if there are no sizes or no clusters.
 
     Source: Wang & Song, Ckmeans.1d.dp, The R Journal 3/2, 2011: clusters of sorted numbers are intervals, so dynamic programming finds the
     optimum, and the same one each time, which Lloyd's K-means with its random start does not. The divide and conquer is theirs of 2016:
@@ -141,15 +150,16 @@ def _quantiles(ordered: Sequence[float], num: int) -> Sequence[float]:
 
 
 class _Spread:
-    """Sum of squared distances from the mean, of any run of sorted points, in constant time."""
+    """The sum of squared distances from the mean, of any run of sorted points, in constant time."""
 
     def __init__(self, points: Sequence[float]) -> None:
-        # Around the middle one, so that squares do not swallow small differences.
+        # Around the middle point, so that squares do not swallow small differences.
         middle = points[len(points) // 2]
         self._sums = [0.0, *accumulate(point - middle for point in points)]
         self._squares = [0.0, *accumulate((point - middle) ** 2 for point in points)]
 
     def cost(self, first: int, end: int) -> float:
+        """Return the sum for the points from `first` up to, but without, `end`."""
         if end - first < 2:
             return 0.0
         total = self._sums[end] - self._sums[first]
@@ -157,7 +167,7 @@ class _Spread:
 
 
 def _one_more(spread: _Spread, best: list[float], clusters: int) -> tuple[list[float], list[int]]:
-    """Costs of the first n points in one cluster more than `best` has them in, and where the last cluster then begins."""
+    """Return the costs of the first n points in one cluster more than `best` has them in, and where the last cluster then begins."""
     size = len(best)
     costs, cuts = [0.0] * size, list(range(size))
     todo = [(clusters, size - 1, clusters - 1, size - 1)]

@@ -1,4 +1,4 @@
-"""Who starts in one step, by `Mlq`. Pure."""
+"""Which requests start in one step, by `Mlq`. Pure."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class MlqSettings(Struct, frozen=True, kw_only=True):
     """Seconds and counts. All chosen, unless they name a source."""
 
     max_wait_s: float = 60.0
-    """Then a request is head of all lanes, and nothing passes it. Under lasting overload this is what turns `Mlq` into `Fcfs`."""
+    """After this wait a request is head of all lanes, and none passes it. Under lasting overload this turns `Mlq` into `Fcfs`."""
     aging_s: float = 0.125
-    """Then a request goes by waiting time over length, ahead of smaller ones that came later. Longer than this only made tails longer."""
+    """After this wait a request is ordered by waiting time over length, ahead of smaller ones that came later. Longer only made tails longer."""
     num_looked_at: int = 16
-    """Requests behind a blocked head that are looked at for one that may pass."""
+    """Number of requests behind a blocked head that are looked at for one that may pass."""
     max_bypassed: int = 16
-    """Times that one head may be passed."""
+    """Number of times that one head may be passed."""
     max_squashed: int = 1
-    """Times that one request may be squashed; after that it passes nobody."""
+    """Number of times that one request may be squashed; after that it passes no other."""
     squash_share: float = 0.05
-    """Of requests admitted, at most. Source: Chameleon §4.2, which sees at most so many in its experiments, without enforcing it."""
+    """The most squashes, as a share of admissions. Source: Chameleon §4.2, whose experiments have at most that share, without enforcing it."""
 
 
 class Deciding:
     """One decision.
 
     Args:
-        plan: with nothing chosen yet.
-        arrivals: (arrived_s, request_id) of all that waits, in that order.
-        num_squashes: that there may be.
+        plan: a plan in which nothing is chosen yet.
+        arrivals: (arrived_s, request_id) of all waiting requests, in that order.
+        num_squashes: the number of squashes allowed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Deciding:
         self._num_passed = 0
 
     def made(self) -> Decision:
-        """Who starts in this step, who is put off, and who has to leave the device."""
+        """Return the requests that start in this step, that are deferred, and that have to leave the device."""
         if self._admit_overdue():
             self._admit_lanes()
         plan = self._plan
@@ -70,7 +70,7 @@ class Deciding:
         )
 
     def _admit_overdue(self) -> bool:
-        """Those that have waited too long, in order of arrival. False if one of them does not fit."""
+        """Start the requests that have waited too long, in order of arrival. Return False if one of them does not fit."""
         for arrived_s, request_id in self._arrivals:
             if self._plan.now - arrived_s < self._settings.max_wait_s:
                 break
@@ -101,7 +101,7 @@ class Deciding:
         self._bypass(walks)
 
     def _phase(self, walks: Mapping[int, Walk], fits: Callable[[int, int], bool]) -> set[int]:
-        """Starts heads as long as any lane's fits; returns the lanes whose head lacks quota."""
+        """Start heads as long as any lane's fits; return the lanes whose head lacks quota."""
         open_lanes = {lane: walk for lane, walk in walks.items() if walk.head is not None}
         lacking = set()
         while open_lanes and not self._plan.is_full:
@@ -126,7 +126,7 @@ class Deciding:
         return lacking
 
     def _is_passed_over(self, facts: Waiting, reason: DeferReason | None) -> bool:
-        """Notes one whose adapter finds no memory: whoever comes behind it may start."""
+        """Note a request whose adapter finds no memory, and return whether requests behind it may start."""
         if reason != "adapter_memory" or not self._plan.left.lacks_adapter_bytes(facts):
             return False
         self._plan.deferred[facts.request_id] = reason
@@ -134,12 +134,12 @@ class Deciding:
         return self._num_passed <= NUM_PASSED_OVER
 
     def _fits_quota(self, lane: int, head: Waiting | None) -> bool:
-        """Whether the lane's head can start within the lane's own quota some day, so that the lane had better not lend what it has of it."""
+        """Return whether the lane's head can start within the lane's own quota some day, so that the lane should not lend the unused part."""
         return head is not None and self._plan.tokens(head) <= self._quotas[lane]
 
     def _defer(self, head: Waiting, reason: DeferReason) -> None:
         self._plan.deferred[head.request_id] = reason
-        # Small ones that come and come would fill every step.
+        # Otherwise small requests that keep coming would fill every step.
         self._plan.is_full |= reason == "step_full" and head.times_deferred > 0
         if reason in ("no_blocks", "adapter_memory"):
             self._plan.blocked.append(head)
@@ -147,12 +147,15 @@ class Deciding:
     # -- bypass
 
     def _bypass(self, walks: Mapping[int, Walk]) -> None:
-        """Lets requests pass their lane's head while it waits for memory. Not when a wrong prediction could no longer be mended by a squash."""
+        """Let requests pass their lane's head while it waits for memory.
+
+        None passes when a squash could no longer correct a wrong prediction.
+        """
         if not self._plan.blocked or self._plan.is_full or self._num_squashes < 1:
             return
         blocked = {facts.request_id for facts in self._plan.blocked}
         for lane, walk in walks.items():
-            # Looking for followers is most of a decision's cost, and seldom is anything left for one.
+            # Looking for followers is most of a decision's cost, and there is seldom room for one.
             is_room = (
                 min(
                     self._plan.left.slots,
@@ -166,12 +169,12 @@ class Deciding:
                 self._pass(lane, walk, walk.head, self._start_s(walk.head))
 
     def _start_s(self, head: Waiting) -> float:
-        """When a blocked head could start, by the predicted ends of what runs."""
+        """Return when a blocked head could start, by the predicted ends of the running requests."""
         missing = self._plan.left.needed(head) - self._plan.left.blocks
         return earliest_start_s(missing, self._plan.ends(), self._plan.now)
 
     def _pass(self, lane: int, walk: Walk, head: Waiting, start_s: float) -> None:
-        """Starts those behind one head that fit and are predicted to be gone before it could start."""
+        """Start the requests behind one head that fit and are predicted to end before it could start."""
         passes_left = self._settings.max_bypassed - head.times_bypassed
         if passes_left < 1 or start_s <= self._plan.now:
             return
@@ -189,7 +192,7 @@ class Deciding:
         return now + facts.duration_s <= start_s and facts.times_squashed < self._settings.max_squashed
 
     def _late_bypassers(self) -> tuple[str, ...]:
-        """The fewest that let a blocked head start, of those that should be gone; the largest first. Nothing if they do not suffice."""
+        """Return the fewest late bypassers, the largest first, whose squash lets a blocked head start; none if all together do not suffice."""
         if not self._plan.blocked or self._num_squashes < 1:
             return ()
         late = [each for each in self._plan.ends() if each.is_bypasser and each.due_s < self._plan.now]
@@ -206,9 +209,10 @@ class Deciding:
 
 
 def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> float:
-    """When so many more blocks are free, if all that runs ends as predicted; those that should have ended count as ending now.
+    """Return when `missing` more blocks are free, if all running requests end as predicted; late ones count as ending now.
 
-    ends: in order of predicted_end_s. If all of them do not suffice, the last end.
+    Args:
+        ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
     """
     at_s = now
     for each in ends:
@@ -220,7 +224,10 @@ def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> flo
 
 
 def _rank(lane: int, head: Waiting | None) -> tuple[int, bool, int]:
-    """Lanes' heads by priority; then those that were passed before, so that nobody takes what was freed for them; then the smallest."""
+    """Return the sort key of a lane's head.
+
+    Heads are ordered by priority; then heads that were passed before, so that no other takes the room that was freed for them; then the smallest.
+    """
     if head is None:
         return (0, True, lane)
     return (head.priority, head.times_bypassed + head.times_deferred == 0, lane)

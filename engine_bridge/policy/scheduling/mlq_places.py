@@ -1,4 +1,4 @@
-"""Where `Mlq` keeps what waits: lanes, in a lane tenants, of a tenant requests. Pure."""
+"""The queue of `Mlq`: lanes, in a lane tenants, of a tenant requests. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_FREED = 16
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """What was fixed at arrival, and where it is kept."""
+    """A waiting request's facts at arrival, and the lane where it is kept."""
 
     facts: Waiting
     weighted_size: float
@@ -26,24 +26,25 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 class Deciding(Protocol):
-    """What is settled of a decision while it is made."""
+    """The settled part of a decision while it is made."""
 
     @property
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """The time of the decision."""
 
     @property
     def chosen(self) -> Collection[str]:
-        """Ids of those that start."""
+        """The ids of the requests that start."""
         ...
 
     @property
     def deferred(self) -> Collection[str]:
-        """Ids of those that were looked at and cannot start."""
+        """The ids of the requests that were looked at and cannot start."""
         ...
 
     @property
     def may_overtake(self) -> bool:
-        """False while adapters take turns at the memory."""
+        """Whether requests may overtake: not while adapters take turns at the memory."""
         ...
 
 
@@ -52,23 +53,29 @@ class Ordered(Protocol):
 
     def __len__(self) -> int: ...
 
-    def add(self, entry: Entry) -> None: ...
+    def add(self, entry: Entry) -> None:
+        """Add a waiting request."""
 
-    def remove(self, entry: Entry, has_started: bool) -> None: ...
+    def remove(self, entry: Entry, has_started: bool) -> None:
+        """Remove a request. has_started: whether it starts, rather than leaves."""
 
     def lists(self) -> list[list[Any]]:
-        """All that holds entries."""
+        """Return all lists that hold entries."""
         ...
 
     def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
-        """Ids of all that wait, who starts first first. Changes nothing. What was deferred before the first is asked for may be left out."""
+        """Yield the ids of all waiting requests, in the order in which they start. Changes nothing.
+
+        Requests that were deferred before the first id is asked for may be left out.
+        """
         ...
 
 
 class Flow:
     """One tenant's requests of one priority in one lane.
 
-    First those that were swapped out (somebody has half an answer), then those that have waited for `aging_s`, by urgency, then smallest first.
+    First the requests that were swapped out (a user has half an answer), then the ones that have waited for `aging_s`, by urgency, then the
+    smallest.
     """
 
     def __init__(self) -> None:
@@ -79,17 +86,19 @@ class Flow:
         return len(self._small)
 
     def add(self, entry: Entry) -> None:
+        """Add a waiting request."""
         facts = entry.facts
         insert(self._small, self._key(entry))
         self._urgency.add(facts.request_id, facts.arrived_s, facts.size_tokens)
 
     def remove(self, entry: Entry, has_started: bool) -> None:
+        """Remove a request. It does not matter whether it starts."""
         facts = entry.facts
         remove(self._small, self._key(entry))
         self._urgency.remove(facts.request_id, facts.arrived_s, facts.size_tokens)
 
     def lists(self) -> list[list[Any]]:
-        """All that holds entries."""
+        """Return all lists that hold entries."""
         return [self._small, *self._urgency.lists()]
 
     def _key(self, entry: Entry) -> tuple[bool, float, float, str]:
@@ -101,6 +110,7 @@ class Flow:
         )
 
     def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+        """Yield the ids of all waiting requests, in the order in which they start."""
         given = set()
         for is_fresh, *_, request_id in self._small:
             if is_fresh:
@@ -117,10 +127,9 @@ class Flow:
 
 
 class Service:
-    """Tokens that each tenant was given, over its weight; the one with the least comes first.
+    """Tokens that each tenant was given, over its weight; the tenant with the least is next.
 
-    A tenant that comes back starts at the level of who was served last, so that idling saves nothing up. Of one that waits nothing is taken:
-    what it has been given only grows.
+    A tenant that comes back starts at the level of the tenant served last, so that idling saves nothing up. A waiting tenant's count never falls.
     Source: start-time fair queueing (Goyal et al., SIGCOMM 1996) with tokens, as VTC (Sheng et al., OSDI 2024).
     """
 
@@ -130,28 +139,33 @@ class Service:
         self._level = 0.0
 
     def waits(self, tenant: str) -> None:
+        """Note that one more request of this tenant waits."""
         self._num_waiting[tenant] += 1
         if self._num_waiting[tenant] == 1:
             self._given[tenant] = max(self._given.get(tenant, 0.0), self._level)
 
     def left(self, tenant: str) -> None:
-        """One that waited waits no more. A tenant that is behind the level then is forgotten: it would start there anyway."""
+        """Note that a request of this tenant no longer waits.
+
+        A tenant that is then behind the level is forgotten: it would start there anyway.
+        """
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             del self._num_waiting[tenant]
             self._forget_idle()
 
     def serve(self, tenant: str, share_tokens: float) -> None:
-        """share_tokens: tokens over the tenant's weight."""
+        """Note that a tenant is given tokens. share_tokens: tokens over the tenant's weight."""
         given = self.of(tenant)
         self._level = max(self._level, given)
         self._given[tenant] = given + share_tokens
 
     def of(self, tenant: str) -> float:
+        """Return the tokens over weight that the tenant was given; the level for an unknown one."""
         return self._given.get(tenant, self._level)
 
     def _forget_idle(self) -> None:
-        """Keeps the table to twice the tenants that wait, and some; those who are furthest ahead stay."""
+        """Keep the table to twice the tenants that wait, and some; the tenants that were given the most stay."""
         if len(self._given) <= 2 * len(self._num_waiting) + 1024:
             return
         idle = [tenant for tenant in self._given if tenant not in self._num_waiting]
@@ -161,9 +175,9 @@ class Service:
 
 
 class LaneQueue:
-    """What waits in a lane, by (priority, tenant), each in a flow that `make_flow` makes of these two.
+    """A lane's waiting requests, by (priority, tenant), each in a flow that `make_flow` makes of these two.
 
-    `order`: the flows' (priority, what the tenant was given, tenant), rising.
+    `order`: the flows' (priority, tokens given to the tenant, tenant), rising.
     """
 
     def __init__(self, make_flow: Callable[[int, str], Ordered] = lambda priority, tenant: Flow()) -> None:
@@ -171,9 +185,11 @@ class LaneQueue:
         self.flows: dict[tuple[int, str], Ordered] = {}
         self.order: list[tuple[int, float, str]] = []
         self.num_waiting = 0
-        self._places: dict[str, dict[int, float]] = {}  # by tenant and priority: what `order` has as given
+        # by tenant and priority: the tokens given, as in `order`
+        self._places: dict[str, dict[int, float]] = {}
 
     def add(self, entry: Entry, given: float) -> None:
+        """Add a waiting request. given: tokens over weight that its tenant was given."""
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows.get((priority, tenant))
         if flow is None:
@@ -184,6 +200,7 @@ class LaneQueue:
         self.num_waiting += 1
 
     def remove(self, entry: Entry, has_started: bool = False) -> None:
+        """Remove a request. has_started: whether it starts, rather than leaves."""
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows[priority, tenant]
         flow.remove(entry, has_started)
@@ -196,7 +213,7 @@ class LaneQueue:
                 del self._places[tenant]
 
     def served(self, tenant: str, given: float) -> None:
-        """So much has the tenant been given by now."""
+        """Note that the tenant has been given this much by now."""
         places = self._places.get(tenant, {})
         for priority, before in places.items():
             remove(self.order, (priority, before, tenant))
@@ -205,7 +222,7 @@ class LaneQueue:
 
 
 class Placing:
-    """All that waits, placed in lanes."""
+    """The waiting requests, placed in lanes."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
@@ -213,35 +230,39 @@ class Placing:
         self.entries: dict[str, Entry] = {}
 
     def add(self, facts: Waiting, weighted_size: float, given: float) -> None:
+        """Place a request. given: tokens over weight that its tenant was given."""
         entry = self.entries[facts.request_id] = Entry(
             facts, weighted_size, self.lanes.lane_of(weighted_size)
         )
         self.queues[entry.lane].add(entry, given)
 
     def remove(self, request_id: str) -> Entry:
+        """Remove a request, and return its entry."""
         entry = self.entries.pop(request_id)
         self.queues[entry.lane].remove(entry)
         return entry
 
     def served(self, tenant: str, given: float) -> None:
+        """Note in all lanes that the tenant has been given this much by now."""
         for queue in self.queues:
             queue.served(tenant, given)
 
 
 class Refit:
-    """A placing in the making. What arrives and leaves meanwhile is told to both."""
+    """A placing in the making. Arrivals and departures meanwhile are told to both placings."""
 
     def __init__(self, lanes: Lanes, quotas: Sequence[int], sizes: Mapping[str, float]) -> None:
         self.placing, self.quotas, self._sizes = Placing(lanes), quotas, sizes
         self.last = (-math.inf, "")
-        """All that came before it, in order of arrival, has been placed."""
+        """Every request up to this one, in order of arrival, has been placed."""
 
     def weighted_size(self, request_id: str, known: float) -> float:
+        """Return the request's size on the new lanes' scale; `known` if there is none."""
         return self._sizes.get(request_id, known)
 
 
 def letting_go(placing: Placing) -> Iterator[None]:
-    """Frees a placing that is not needed any more, some of it with each step: 10,000 requests at once take 4 ms (measured)."""
+    """Free a placing that is not needed any more, some of it with each step: 10,000 requests at once take 4 ms (measured)."""
     while placing.entries:
         for _ in range(min(NUM_FREED, len(placing.entries))):
             placing.entries.popitem()

@@ -1,4 +1,4 @@
-"""A decision of `Mlq` in the making: what is left, what was chosen, and who comes next in each lane. Pure."""
+"""A decision of `Mlq` in the making: the room that is left, the chosen requests, and the next request in each lane. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine_bridge.policy.scheduling.quotas import Spare
 
 
 class Walk:
-    """A lane's requests in the order in which a decision considers them, those left out that it has chosen already.
+    """A lane's requests in the order in which a decision considers them, without the ones that it has chosen already.
 
-    Lowest priority number first; then the tenant who was given least, counting what this decision gives; then the flow's own order.
+    Lowest priority number first; then the tenant that was given least, counting the tokens that this decision gives; then the flow's order.
     """
 
     def __init__(self, lane: LaneQueue, plan: Plan, aging_s: float) -> None:
         self._plan, self._lane, self._aging_s = plan, lane, aging_s
-        # As many as tenants wait, and few of them are ever asked: taken from the lane's order one by one, as their turn comes.
+        # Each waiting tenant has a flow, and few are ever asked: they are taken from the lane's order one by one, as their turn comes.
         self._flows: list[tuple[int, float, str]] = []
         self._num_taken = 0
         self._orders: dict[tuple[int, str], Iterator[str]] = {}
@@ -28,10 +28,11 @@ class Walk:
         self.advance()
 
     def advance(self) -> None:
+        """Move the head to the next request; None after the last one."""
         self.head = next(iter(self.ahead(1)), None)
 
     def ahead(self, num: int) -> list[Waiting]:
-        """The next so many, behind the head. They are not come back to."""
+        """Return the next `num` requests behind the head. The walk does not come back to them."""
         found: list[Waiting] = []
         while self._take():
             priority, given, tenant = self._flows[0]
@@ -48,7 +49,7 @@ class Walk:
         return found
 
     def _take(self) -> bool:
-        """Take flows until the first of those taken comes before all others. False if there are none."""
+        """Take flows until the first of the taken ones precedes all others. Return False if there are none."""
         order, flows = self._lane.order, self._flows
         while self._num_taken < len(order) and (not flows or order[self._num_taken] < flows[0]):
             heapq.heappush(flows, order[self._num_taken])
@@ -63,7 +64,7 @@ class Walk:
 
 
 class Plan:
-    """A decision in the making: what is left, and what was decided."""
+    """A decision in the making: the room that is left, and the decided requests."""
 
     def __init__(
         self,
@@ -83,31 +84,32 @@ class Plan:
         self.bypassed: dict[str, str] = {}
         self.may_overtake = not room.adapters_take_turns
         self.num_overdue = 0
-        """Of the chosen, the first so many."""
+        """The number of overdue requests, which are the first of the chosen."""
         self.blocked: list[Waiting] = []
         """Heads that wait for memory."""
         self.is_full = False
-        """A head whose turn has come for the second time waits for the next step: nobody else starts in this one."""
+        """Whether a head whose turn has come for the second time waits for the next step: no other request starts in this one."""
         self._service = service
         self._gives: dict[str, float] = {}
         self._running = running
         self._ends: list[Running] | None = None
 
     def ends(self) -> list[Running]:
-        """All that runs, who is predicted to end first first."""
+        """Return all running requests, in order of their predicted ends."""
         if self._ends is None:
             self._ends = sorted(self._running.values(), key=attrgetter("predicted_end_s"))
         return self._ends
 
     def given(self, tenant: str) -> float:
-        """Service that the tenant has received, with what this plan would add."""
+        """Return the service that the tenant has received, with the tokens that this plan would add."""
         return self._service.of(tenant) + self._gives.get(tenant, 0.0)
 
     def tokens(self, facts: Waiting) -> int:
-        """That its start takes: what it shares with requests that run is there already."""
+        """Return the tokens that its start takes, without the ones that it shares with running requests."""
         return max(capped_tokens(facts, self._capacity) - facts.shared_tokens, 0)
 
     def choose(self, lane: int, facts: Waiting, tokens: int) -> None:
+        """Start a request in this step, and take its room."""
         self.left.take(facts)
         self.spare.take(lane, tokens)
         self._gives[facts.tenant] = self._gives.get(facts.tenant, 0.0) + share_tokens(
@@ -117,7 +119,10 @@ class Plan:
         self.deferred.pop(facts.request_id, None)
 
     def ids(self) -> tuple[str, ...]:
-        """All chosen in order, but in each lane's places warm ones before others of the same priority; those overdue stay where they are."""
+        """Return the ids of all chosen requests in order.
+
+        In each lane's places, warm requests come before others of the same priority; overdue ones stay where they are.
+        """
         order = list(self.chosen.values())
         places: defaultdict[int, list[int]] = defaultdict(list)
         for at in range(self.num_overdue, len(order)):
@@ -131,10 +136,10 @@ class Plan:
 
 
 def share_tokens(facts: Waiting, tokens: int) -> float:
-    """Tokens over the tenant's weight. What was preempted has been counted when it first started."""
+    """Return tokens over the tenant's weight. A preempted request was counted when it first started, so it counts 0."""
     return 0.0 if facts.is_swapped else tokens / facts.weight
 
 
 def capped_tokens(facts: Waiting, num_tokens: int) -> int:
-    """What a request is charged: no more than there is, so that the largest can run alone."""
+    """Return the tokens that a request is charged: no more than there are, so that the largest can run alone."""
     return max(min(facts.size_tokens, num_tokens), 0)

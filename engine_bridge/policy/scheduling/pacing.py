@@ -1,9 +1,9 @@
-"""How much of waiting prompts a step computes. Pure.
+"""How many tokens of waiting prompts a step computes. Pure.
 
-vLLM takes as many tokens into a step as fit its budget. Where computing is what takes the time (a CPU, a small GPU), a step with five prompts gives
-all of them their first token at its end, and everybody who streams waits for it. Steps that are kept short give the short prompts theirs early; the
-work is the same. Source: chunked prefill is Sarathi's (Agrawal et al., OSDI 2024); by predicted time, and with who goes first left to the policy,
-ours.
+vLLM takes as many tokens into a step as fit its budget. Where computation takes most of the time (a CPU, a small GPU), a step with five prompts
+gives
+all of them their first token at its end, and every user who streams waits for it. Short steps give short prompts their first token early; the
+work is the same. Source: chunked prefill is Sarathi's (Agrawal et al., OSDI 2024); by predicted time, and with the order left to the policy, ours.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from msgspec import Struct
 
 from engine_bridge.policy.costs.costs import StepGrid, StepTable
 
-# Share of a step's prompt tokens that prompts under way keep while others begin. Chosen: they end within twice the time, and nobody starves.
+# Share of a step's prompt tokens that prompts under way keep while others begin. Chosen: they end within twice the time, and none starves.
 UNDER_WAY_SHARE = 0.5
-# Prompts get at least this multiple of what a step's decodes take. Chosen: where those take long, short steps would only repeat them.
+# Prompts get at least this multiple of the time of a step's decodes. Chosen: where decodes take long, short steps would only repeat them.
 MIN_PREFILL_TIMES = 3.0
-# A step computes at least so many, however long it takes: with fewer, a CPU's matrix products get slower per token. Chosen.
+# A step computes at least this many prompt tokens, however long it takes: with fewer, a CPU's matrix products get slower per token. Chosen.
 MIN_PREFILL_TOKENS = 64
-# Grid of a table that was not measured ahead. Chosen: corners of what a step may be; real ones correct it.
+# Grid of a table that was not measured ahead. Chosen: corners of the possible steps; real ones correct it.
 PREFILL_AXIS = (0, 1, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 DECODE_AXIS = (0, 1, 4, 8, 16, 32, 64, 256)
 CONTEXT_AXIS = (0, 1024, 8192, 65536, 1 << 20)
 
 
 class StepPace(Struct, frozen=True, kw_only=True):
-    """What a step takes. prefill_tokens: of prompts in all. starting_tokens: of these, of prompts that begin in it."""
+    """The prompt tokens that a step computes. prefill_tokens: of all prompts. starting_tokens: the part for prompts that begin in it."""
 
     prefill_tokens: int
     starting_tokens: int
     num_prefilling: int
 
     def chunk_tokens(self, num_starting_tokens: int) -> int:
-        """Of each prompt under way at most, when so many tokens of others begin."""
+        """Return the most tokens of each prompt under way, when `num_starting_tokens` of others begin."""
         if not self.num_prefilling:
             return self.prefill_tokens
         left = self.prefill_tokens - min(num_starting_tokens, self.starting_tokens)
@@ -51,13 +51,13 @@ def pace(
     most_tokens: int,
     bound_s: float = math.inf,
 ) -> StepPace:
-    """As many prompt tokens as are predicted to keep the step within `target_s`, or to take MIN_PREFILL_TIMES what its decodes do.
+    """Return the pace with the most prompt tokens that keep the step within `target_s`, or that take MIN_PREFILL_TIMES the time of its decodes.
 
     Args:
         num_decodes, num_context_tokens: of the step without prompts.
-        under_way: tokens that are left of prompts which have begun.
+        under_way: tokens that are left of each prompt which has begun.
         most_tokens: the engine's own bound.
-        bound_s: for which prompts have to wait, whatever its decodes take.
+        bound_s: seconds that the step may take in any case; prompts wait for that, however long its decodes take.
     """
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
     target_s = min(max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s), bound_s)
@@ -69,7 +69,10 @@ def pace(
 def most_prefill_tokens(
     table: StepTable, target_s: float, num_decodes: int, num_context_tokens: int, most_tokens: int
 ) -> int:
-    """The largest prefill whose step is predicted to last no longer, and MIN_PREFILL_TOKENS at least. Halving: 12 looks for 4,096 tokens."""
+    """Return the largest prefill whose step is predicted to take at most `target_s`, and MIN_PREFILL_TOKENS at least.
+
+    Found by halving: 12 look-ups for 4,096 tokens.
+    """
     low, high = min(MIN_PREFILL_TOKENS, most_tokens), most_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -81,9 +84,9 @@ def most_prefill_tokens(
 
 
 def table_from(prefills: Sequence[tuple[int, float]], decode_s: float) -> StepTable:
-    """A first table from a few steps: (tokens, seconds) of prefills without a context, and the time of a decode.
+    """Return a first table from a few steps: (tokens, seconds) of prefills without a context, and the seconds of a decode.
 
-    A straight line between the smallest and the largest prefill; contexts and companions cost nothing until real steps show what they cost.
+    A straight line between the smallest and the largest prefill; contexts and companions cost nothing until real steps show their cost.
     """
     (few, few_s), (many, many_s) = min(prefills), max(prefills)
     per_token_s = max(many_s - few_s, 0.0) / max(many - few, 1)

@@ -1,8 +1,9 @@
-"""Who is paused so that urgent requests decode within their SLO, and who goes on. Pure: facts in, decision out, seconds throughout.
+"""Which requests pause so that urgent ones decode within their SLO, and which resume. Pure: facts in, decision out, seconds throughout.
 
-Others are paused only while a step that decodes for all is predicted to take longer than an urgent request may wait for a token, and no more of them
-than that takes. Source: SYMPHONY §3.5, "selectively pause low-priority requests only when their execution impacts latency"; there nothing is said of
-who, for how long, and how they go on: that is ours.
+Others are paused only while a step that decodes for all is predicted to take longer than an urgent request may wait for a token, and only as many
+as
+that needs. Source: SYMPHONY §3.5, "selectively pause low-priority requests only when their execution impacts latency"; it does not say which
+requests pause, for how long, and how they resume: that is ours.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-# Who goes on must leave so much of the SLO: predictions err by a tenth, and nobody is to be paused again at once. Chosen.
+# Resumed requests must leave this much of the SLO unused: predictions err by a tenth, and none is to be paused again at once. Chosen.
 RESUME_SHARE = 0.9
-# Where the SLO cannot be kept even so, pausing must save this share of a step, or others would stand for nothing. Chosen: as predictions err.
+# Where the SLO cannot be kept even so, pausing must save this share of a step, or others would be paused for nothing. Chosen: as predictions err.
 MIN_GAIN = 0.1
-# A request may be paused for as long as it has run, and so much more: from pauses, an answer takes at most twice its time and these seconds, whatever
-# comes. A share of its time and not an age, so that long answers and short ones lose alike and nobody's pause grows with the queue of urgent ones.
-# Chosen.
+# A request may be paused for as long as it has run, and this many seconds more: so pauses at most double an answer's time and add these seconds,
+# whatever comes. A share of its time and not an age, so that long answers and short ones lose alike and no request's pause grows with the queue of
+# urgent ones. Chosen.
 GRACE_S = 2.0
-# Who could not be paused for so long runs on: coming back costs a restore. Chosen.
+# A request that could not be paused for this many seconds runs on: coming back costs a restore. Chosen.
 MIN_PAUSE_S = 1.0
 
 DecodeSeconds = Callable[[int, int], float]
-"""What a step is predicted to take that decodes for so many requests, over so many tokens of context in all."""
+"""Returns the predicted seconds of a step that decodes for this many requests, over this many tokens of context in total."""
 
 
 class Batch(Struct, frozen=True, gc=False):
@@ -33,12 +34,17 @@ class Batch(Struct, frozen=True, gc=False):
     num_tokens: int = 0
 
     def plus(self, num_tokens: int) -> Batch:
-        """With one more."""
+        """Return the batch with one more request."""
         return Batch(self.num_requests + 1, self.num_tokens + num_tokens)
 
 
 class Other(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that is not urgent. ran_s: in all. paused_s: in all; of one that has not begun, since it was first kept from it."""
+    """A request that is not urgent.
+
+    Attributes:
+        ran_s: its total time running.
+        paused_s: its total time paused; for a request that has not begun, the time since it was first kept from starting.
+    """
 
     request_id: str
     priority: int
@@ -49,12 +55,12 @@ class Other(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def left_s(self) -> float:
-        """For so long it may be paused yet."""
+        """The seconds for which it may be paused yet."""
         return self.ran_s + GRACE_S - self.paused_s
 
 
 class PauseDecision(Struct, frozen=True):
-    """pause: of those that run, in any order. resume: of those paused, in this order."""
+    """The decision for a step. pause: running requests, in any order. resume: paused requests, in this order."""
 
     pause: tuple[str, ...] = ()
     resume: tuple[str, ...] = ()
@@ -63,14 +69,15 @@ class PauseDecision(Struct, frozen=True):
 def decide(
     decode_s: DecodeSeconds, slo_s: float, urgent: Batch, running: Sequence[Other], paused: Sequence[Other]
 ) -> PauseDecision:
-    """Who is paused now, and who goes on.
+    """Return which requests pause now, and which resume.
 
-    The last in order of `priority`, and of these who came last, are paused first, and who came first goes on first: it ends some day, and so does
-    everybody after it. Without urgent requests all go on.
+    The last in order of `priority`, and of equals the last to arrive, are paused first, and the first to arrive resumes first: it ends some day,
+    and so
+    does every request after it. Without urgent requests all resume.
 
     Args:
-        urgent: those that run.
-        running, paused: all others.
+        urgent: the running urgent requests.
+        running, paused: all other requests.
     """
     oldest_first = sorted(paused, key=lambda each: each.arrived_s)
     if not urgent.num_requests:
@@ -93,11 +100,11 @@ def decide(
 def kept_from_starting(
     decode_s: DecodeSeconds, slo_s: float, urgent: Batch, running: Batch, starting: Sequence[Other]
 ) -> frozenset[str]:
-    """Of those that could start now, who waits: it would be paused at once.
+    """Return which of the requests that could start now wait, because they would be paused at once.
 
     Args:
-        urgent: those that run or start now.
-        running: all that run and go on, these among them.
+        urgent: the urgent requests that run or start now.
+        running: all requests that continue to run, with the urgent ones.
     """
     kept = set()
     for each in starting:
@@ -110,7 +117,7 @@ def kept_from_starting(
 
 
 def _is_slow(decode_s: DecodeSeconds, slo_s: float, alone: Batch, together: Batch) -> bool:
-    """Whether it pays to decode for `alone` in place of for all together."""
+    """Return whether it pays to decode for `alone` in place of all together."""
     together_s = decode_s(together.num_requests, together.num_tokens)
     if together_s <= slo_s:
         return False
@@ -119,7 +126,7 @@ def _is_slow(decode_s: DecodeSeconds, slo_s: float, alone: Batch, together: Batc
 
 
 def _most(decode_s: DecodeSeconds, limit_s: float, batch: Batch, others: Sequence[Other]) -> int:
-    """How many of the first others a step may decode for beside the batch. Halving: 8 looks for 256 requests."""
+    """Return how many of the first others a step may decode for beside the batch. Halving: 8 look-ups for 256 requests."""
     sums = [batch]
     for each in others:
         sums.append(sums[-1].plus(each.num_tokens))

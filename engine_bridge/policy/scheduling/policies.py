@@ -10,7 +10,7 @@ from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.queue_policy import QueuePolicy
 
 MakePolicy = Callable[[int], QueuePolicy]
-"""Takes the number of tokens that requests may hold together."""
+"""Makes a policy, given the number of tokens that requests may hold together."""
 
 POLICIES: dict[str, MakePolicy] = {
     "fcfs": lambda num_tokens: Fcfs(),
@@ -22,4 +22,4 @@ POLICIES: dict[str, MakePolicy] = {
 }
 
 DEFAULT_POLICY = "bounded"
-"""What serves, and so what benches measure as ours."""
+"""The policy that serves, and so the one that benches measure as ours."""

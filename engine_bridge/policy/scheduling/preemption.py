@@ -1,6 +1,7 @@
-"""Who gives up device memory when the next step's KV does not fit, and whether the way back chosen for it still is the right one. Pure.
+"""Which request gives up device memory when the next step's KV does not fit, and whether the way back chosen for it is still right. Pure.
 
-The engine preempts one at a time, in a policy's `victim_order`. `restore_method.SwapOrRecompute` chooses how each one gets its KV back, and that
+The engine preempts one request at a time, in a policy's `victim_order`. `restore_method.SwapOrRecompute` chooses how each gets its KV back, and
+that
 choice holds at its restart if `is_still_right`.
 """
 
@@ -12,7 +13,7 @@ from msgspec import Struct
 
 from engine_bridge.policy.kv.restore_method import LossDecision, Way
 
-# A way that was chosen when a request was preempted is left once another is predicted to take so many times less. Chosen: what changes between
+# A way that was chosen when a request was preempted is given up once another is predicted to be this many times faster. Chosen: a change between
 # the two must be more than the noise of predicting, which is a fifth.
 MAX_REGRET = 1.5
 
@@ -20,8 +21,11 @@ MAX_REGRET = 1.5
 class RunningFacts(Struct, frozen=True, kw_only=True):
     """A request on the device.
 
-    urgency: the client's `priority` as vLLM has it: lower is more urgent. fairness: `fairness.fair_priority`. started_s: when it last began to run.
-    num_blocks: that come free if it goes, without those that others share.
+    Attributes:
+        urgency: the client's `priority` as in vLLM: lower is more urgent.
+        fairness: `fairness.fair_priority`.
+        started_s: when it last began to run.
+        num_blocks: blocks that its end would free, without the ones that others share.
     """
 
     request_id: str
@@ -32,15 +36,15 @@ class RunningFacts(Struct, frozen=True, kw_only=True):
 
 
 Order = Callable[[RunningFacts], tuple[float, ...]]
-"""A sort key: the least goes first."""
+"""A sort key: the least is preempted first."""
 
 
 def least_fair_first(request: RunningFacts) -> tuple[float, ...]:
-    """Least urgent, then lowest priority. Source: AdaptiveLLM Algorithm 1, line 1; urgency before it is ours."""
+    """Order requests by least urgent, then lowest priority. Source: AdaptiveLLM Algorithm 1, line 1; urgency before it is ours."""
     return (-request.urgency, request.fairness, -request.started_s)
 
 
 def is_still_right(way: Way, now: LossDecision) -> bool:
-    """Whether a way that was chosen at the preemption is to be gone, by what is predicted at the restart."""
+    """Return whether a way that was chosen at the preemption still holds, by the predictions at the restart."""
     seconds = {Way.RECOMPUTE: now.recompute_s, Way.SWAP: now.swap_s}[way]
     return seconds <= MAX_REGRET * min(now.swap_s, now.recompute_s)

@@ -1,4 +1,4 @@
-"""How many tokens the requests of a lane may hold at a time, and who holds them. Pure.
+"""How many tokens the requests of a lane may hold at a time, and which requests hold them. Pure.
 
 Tokens are input + predicted output + the adapter's memory in token units. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to
 the Batch".
@@ -13,14 +13,14 @@ from msgspec import Struct
 
 from engine_bridge.policy.scheduling.lanes import Lanes, Rule, fit, knee
 
-# What a lane's requests may take, as a multiple of how long one of them runs on average. Source: Chameleon §5.1 (five times the average at low load).
+# The time that a lane's requests may take, as a multiple of their average run. Source: Chameleon §5.1 (five times the average at low load).
 SLO_TIMES = 5.0
-# Shorter runs than this are not told apart, so that an SLO is positive. Chosen.
+# Runs shorter than this count as this long, so that an SLO is positive. Chosen.
 MIN_RUN_S = 0.001
 
 
 class LaneLoad(Struct, frozen=True, kw_only=True):
-    """What a lane has to do. largest_tokens: of one request. duration_s: how long one is expected to run. slo_s: what it may take, with waiting."""
+    """A lane's load. largest_tokens: of one request. duration_s: expected run of one. slo_s: the time that it may take, with waiting."""
 
     largest_tokens: int
     duration_s: float
@@ -29,10 +29,13 @@ class LaneLoad(Struct, frozen=True, kw_only=True):
 
 
 def minimum_tokens(load: LaneLoad) -> float:
-    """Tokens with which a lane meets its SLO: S·D·(λ + 1/SLO), and never fewer than its largest request.
+    """Return the tokens with which a lane meets its SLO: S·D·(λ + 1/SLO), and never fewer than its largest request.
 
     Source: Chameleon §4.2, from μ = Tok/(S·D) and 1/(μ − λ) ≤ SLO (formula reconstructed). Departs in the floor: with few arrivals the formula
     falls below one request, and the lane could never start its largest.
+
+    Raises:
+        ValueError: the SLO is not positive.
     """
     if load.slo_s <= 0:
         raise ValueError("an SLO is positive")
@@ -41,10 +44,14 @@ def minimum_tokens(load: LaneLoad) -> float:
 
 
 def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
-    """A quota for each lane; together exactly `num_tokens`.
+    """Return a quota for each lane; together exactly `num_tokens`.
 
-    Minima, and the left-over in proportion to them. Source: Chameleon §4.2, which takes for granted that the minima fit. Where they do not, they
-    all shrink in proportion: it is the same formula, and no SLO can be kept then.
+    Each lane gets its minimum, and a part of the rest in proportion to it. Source: Chameleon §4.2, which takes for granted that the minima fit.
+    Where they
+    do not, they all shrink in proportion: it is the same formula, and no SLO can be kept then.
+
+    Raises:
+        ValueError: there are no lanes, or fewer than 0 tokens.
     """
     if not loads or num_tokens < 0:
         raise ValueError("quotas are shared among lanes, of tokens that are there")
@@ -61,7 +68,9 @@ def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
 class SeenRequest(Struct, frozen=True):
     """A request that arrived in the recent window.
 
-    weighted_size: on the lanes' scale (Chameleon's WRS). tokens, duration_s: as they really were, or as predicted until it has ended.
+    Attributes:
+        weighted_size: on the lanes' scale (Chameleon's WRS).
+        tokens, duration_s: the real ones, or the predicted ones until it has ended.
     """
 
     weighted_size: float
@@ -70,9 +79,9 @@ class SeenRequest(Struct, frozen=True):
 
 
 def lane_loads(lanes: Lanes, seen: Sequence[SeenRequest], window_s: float) -> tuple[LaneLoad, ...]:
-    """What each lane had to do with requests that came in a window of that length. A lane without any has a load of nothing, hence the least quota.
+    """Return each lane's load by the requests that came in a window of that length. A lane without any has no load, hence the least quota.
 
-    Each lane has an SLO of its own, by how long its requests run. Departs from Chameleon, which has one for all: a lane whose requests run
+    Each lane has a separate SLO, by how long its requests run. Departs from Chameleon, which has one for all: a lane whose requests run
     for longer than that could never meet it, and the formula would give it nearly everything.
     """
     own: list[list[SeenRequest]] = [[] for _ in range(lanes.num_lanes)]
@@ -94,7 +103,7 @@ def _load(requests: Sequence[SeenRequest], window_s: float) -> LaneLoad:
 def fitted(
     seen: Sequence[SeenRequest], window_s: float, num_tokens: int, rule: Rule = knee
 ) -> tuple[Lanes, tuple[int, ...]]:
-    """Lanes for requests that came within `window_s`, and what each lane gets of `num_tokens`. Raises ValueError for none."""
+    """Return lanes for requests that came within `window_s`, and each lane's part of `num_tokens`. Raises ValueError for no requests."""
     if not seen:
         raise ValueError("lanes are fitted to requests")
     lanes = fit([request.weighted_size for request in seen], rule)
@@ -102,61 +111,67 @@ def fitted(
 
 
 def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -> int:
-    """By how much running requests are charged more than there has to be memory for. They are charged what each will hold at its end.
+    """Return how many more tokens running requests are charged, each for its size at its end, than there has to be memory for.
 
-    They do not all end at once: all make a token in a step, so who has the fewest left leaves first, and those that go on grow into its room. Where a
-    preempted request computes its KV again, there is to be memory for the largest sum on the way. Where its KV is copied back, which costs next to
-    nothing, who runs counts with what it holds now: more run at a time, and sometimes one has to pause. Who starts still needs room for all that is
-    predicted of it, so they do not push each other out at once.
+    They do not all end at once: all make a token in a step, so the request with the fewest left leaves first, and the others grow into its room.
+    Where a
+    preempted request computes its KV again, there must be memory for the largest sum on the way. Where its KV is copied back, which costs next to
+    nothing, a running request counts with the tokens that it holds now: more run at a time, and sometimes one has to pause. A request that starts
+    still
+    needs room for its whole prediction, so they do not push each other out at once.
 
     Args:
         held: of each running request, tokens that it is charged, and how many of these it has still to make.
-        are_copied_back: preempted requests find their KV in host memory.
+        are_copied_back: whether preempted requests find their KV in host memory.
 
-    Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py). There it decides who starts, here
-    how much of the quotas can be lent. The other case is ours.
+    Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py). There it decides which requests
+    start,
+    here how much of the quotas can be lent. The other case is ours.
     """
     if are_copied_back:
         return sum(left for _, left in held)
     num_charged = num_held = peak = 0
-    # Those with equally few left may come in any order: the largest sum is that with the last of them.
+    # Requests with equally few left may come in any order: the largest sum is the one with the last of them.
     for num, (charged, left) in enumerate(sorted(held, key=itemgetter(1), reverse=True), 1):
         num_charged += charged
-        num_held += charged - left  # of those that are still there when this one ends, now
+        num_held += charged - left  # held now by the requests that still run when this one ends
         if num_held + num * left > peak:
             peak = num_held + num * left
     return num_charged - peak
 
 
 class Spare:
-    """What is free, as one decision draws it up: a copy, so that planning changes nothing."""
+    """The free tokens as one decision works with them: a copy, so that planning changes nothing."""
 
     def __init__(self, lane_free: list[int], num_free: int) -> None:
         self.lane_free = lane_free
-        """Of each lane's own quota."""
+        """Free tokens of each lane's own quota."""
         self.num_free = num_free
-        """Of all tokens, below zero if requests outgrew them. May be less than the lanes' together, where a lane borrowed."""
+        """Free tokens in total, below zero if requests outgrew them. May be less than the lanes' together, where a lane borrowed."""
 
     def fits(self, lane: int, tokens: int) -> bool:
-        """Phase 1: within the lane's own quota, as far as nobody has borrowed it."""
+        """Return whether the tokens fit the lane's own quota, as far as other lanes have not borrowed it (phase 1)."""
         return tokens <= self.lane_free[lane] and tokens <= self.num_free
 
     def fits_pool(self, lane: int, tokens: int, kept: set[int]) -> bool:
-        """Phase 2: within all that is free, but for what the `kept` lanes still have of their own."""
+        """Return whether the tokens fit all that is free, except the unused quota of the `kept` lanes (phase 2)."""
         reserved = sum(self.lane_free[other] for other in kept if other != lane)
         return tokens <= self.num_free - reserved
 
     def take(self, lane: int, tokens: int) -> None:
-        """Planned for a request of the lane; what its own quota does not cover is borrowed."""
+        """Plan tokens for a request of the lane; tokens beyond its own quota are borrowed."""
         self.lane_free[lane] = max(self.lane_free[lane] - tokens, 0)
         self.num_free -= tokens
 
 
 class Ledger:
-    """Who holds how many tokens. All that is charged comes back, by `refund`.
+    """Tracks how many tokens each request holds. All charged tokens come back, by `refund`.
 
     A lane may hold more than its quota (borrowed in phase 2); all together hold no more than there are, as long as `charge` follows `fits`
-    and nobody outgrows its guess. What has outgrown its guess is charged in full, and nothing starts until it fits again.
+    and no request outgrows its guess. A request that has outgrown its guess is charged in full, and none starts until it fits again.
+
+    Raises:
+        ValueError: there is no lane, or a quota is negative.
     """
 
     def __init__(self, quotas: Sequence[int]) -> None:
@@ -173,16 +188,17 @@ class Ledger:
 
     @property
     def quotas(self) -> tuple[int, ...]:
-        """Each lane's share of the device, in tokens."""
+        """The share of the device of each lane, in tokens."""
         return self._quotas
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Tokens that each lane's requests hold, borrowed ones with them."""
+        """Tokens that each lane's requests hold, borrowed ones included."""
         return tuple(self._used)
 
     @property
     def num_tokens(self) -> int:
+        """The sum of all quotas."""
         return sum(self._quotas)
 
     @property
@@ -191,23 +207,31 @@ class Ledger:
         return sum(self._used)
 
     def charged(self, request_id: str) -> int:
-        """Tokens; 0 for an unknown request."""
+        """Return the tokens that a request is charged; 0 for an unknown one."""
         return self._charges.get(request_id, (0, 0))[1]
 
     def spare(self, num_tokens: int, overcharged_tokens: int = 0) -> Spare:
-        """What is free if only so many tokens are there now, and charges are so much too high together."""
+        """Return the free tokens if only `num_tokens` are there now, and all charges together are too high by `overcharged_tokens`."""
         lane_free = [max(quota - used, 0) for quota, used in zip(self._quotas, self._used, strict=True)]
         return Spare(lane_free, min(num_tokens, self.num_tokens) - self.num_used + overcharged_tokens)
 
     def charge(self, request_id: str, lane: int, tokens: int) -> None:
-        """The request runs. Raises ValueError if it is charged already, if there is no such lane, or if tokens are negative."""
+        """Charge a request that starts to run.
+
+        Raises:
+            ValueError: it is charged already, there is no such lane, or the tokens are negative.
+        """
         if request_id in self._charges or not 0 <= lane < len(self._used) or tokens < 0:
             raise ValueError(f"cannot charge {tokens} tokens of lane {lane}, or charged before")
         self._charges[request_id] = (lane, tokens)
         self._used[lane] += tokens
 
     def correct(self, request_id: str, tokens: int) -> int:
-        """It outgrew its guess and will hold so many tokens. Returns by how many the charge rose; it never falls, and unknown ones have none."""
+        """Raise the charge of a request that outgrew its guess and will hold this many tokens.
+
+        Returns:
+            By how much the charge rose: it never falls, and for an unknown request it is 0.
+        """
         lane, before = self._charges.get(request_id, (0, tokens))
         if tokens <= before:
             return 0
@@ -216,13 +240,20 @@ class Ledger:
         return tokens - before
 
     def refund(self, request_id: str) -> int:
-        """It holds nothing any more. Returns the tokens that came back, 0 for an unknown request."""
+        """Note that a request holds nothing any more. Return the tokens that came back, 0 for an unknown request."""
         lane, tokens = self._charges.pop(request_id, (0, 0))
         self._used[lane] -= tokens
         return tokens
 
     def resize(self, quotas: Sequence[int], lane_of: Mapping[str, int] | None = None) -> None:
-        """New lanes and quotas. lane_of: for requests that hold tokens; others keep theirs, or the last lane if there are fewer now."""
+        """Take new lanes and quotas.
+
+        Args:
+            lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
+
+        Raises:
+            ValueError: there is no lane, or a quota is negative.
+        """
         if not quotas or min(quotas) < 0:
             raise ValueError("there is at least one lane, and no quota is negative")
         self._quotas = tuple(quotas)
@@ -233,7 +264,11 @@ class Ledger:
             self._used[lane] += tokens
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if what lanes hold is not the sum of what their requests were charged."""
+        """Check the books.
+
+        Raises:
+            AssertionError: a lane's tokens are not the sum of the charges of its requests.
+        """
         sums = [0] * len(self._quotas)
         for lane, tokens in self._charges.values():
             assert tokens >= 0, "a negative charge"

@@ -1,4 +1,4 @@
-"""How large a request is, in one number, so that requests can be told apart into lanes. Pure.
+"""The size of a request, in one number, so that requests can be divided into lanes. Pure.
 
 Source: Chameleon §4.2, "Admission to the Queues".
 """
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 # Source: Chameleon §4.2: output decides the time but is only a guess, so it gets no more than half.
 INPUT_WEIGHT, OUTPUT_WEIGHT, RANK_WEIGHT = 0.3, 0.5, 0.2
-# After so many requests a maximum has fallen to half, unless something renewed it. Chosen: a giant is forgotten within minutes at a few per second,
-# while a size that one request in a hundred has keeps its maximum to within a third.
+# After this many requests a maximum has fallen to half, unless a request renewed it. Chosen: a giant is forgotten within minutes at a few per
+# second, while a size that one request in a hundred has keeps its maximum to within a third.
 HALF_LIFE_REQUESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the three parts are measured against, at one time. Tokens, tokens, rank; all at least 1.
+    """The maxima against which the three parts are measured, at one time. Tokens, tokens, rank; all at least 1.
 
-    Lane boundaries mean something only on the scale they were fitted on: keep the fit's `Scale` for placing arrivals until the next fit.
+    Lane boundaries are valid only on the scale they were fitted on: keep the fit's `Scale` for placing arrivals until the next fit.
     """
 
     max_input_tokens: float = 1.0
@@ -29,9 +29,12 @@ class Scale:
     rank_weight: float = RANK_WEIGHT
 
     def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """Weighted request size, from 0 to the sum of the weights (1 by default).
+        """Return the weighted request size, from 0 to the sum of the weights (1 by default).
 
-        output_tokens: predicted. rank: the adapter's, 0 without one. What exceeds its maximum counts as the maximum.
+        Args:
+            output_tokens: predicted tokens of the answer. rank: the adapter's, 0 without one.
+
+        A part above its maximum counts as the maximum.
 
         Source: Chameleon §4.2 (formula reconstructed: A·in/max_in + B·out/max_out + C·rank/max_rank).
         """
@@ -45,8 +48,11 @@ class Scale:
 class WeightedSize:
     """Sizes against running maxima that fade.
 
-    Each request lowers the maxima by a constant factor, to half in `half_life_requests`, and raises those that it exceeds. So one giant flattens
-    the rest for a while only, and a quiet night changes nothing. The paper does not say over what its maxima are taken.
+    Each request lowers the maxima by a constant factor, to half in `half_life_requests`, and raises the ones that it exceeds. So one giant flattens
+    other sizes for a while only, and a quiet night changes nothing. The paper does not say over which requests its maxima are taken.
+
+    Raises:
+        ValueError: a weight is negative, none is positive, or the half-life is less than 1.
     """
 
     def __init__(
@@ -68,11 +74,11 @@ class WeightedSize:
         return Scale(*self._maxima, *self._weights)
 
     def seen(self, input_tokens: float, output_tokens: float, rank: float) -> None:
-        """A request came (or ended: then with the output that it really had). Call it once for each."""
+        """Note a request that came, or that ended, with its real output. Call it once for each."""
         sizes = (input_tokens, output_tokens, rank)
         largest = [max(size, old * self._fade, 1.0) for size, old in zip(sizes, self._maxima, strict=True)]
         self._maxima = (largest[0], largest[1], largest[2])
 
     def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """`Scale.weighted_size` on the maxima of now. Changes no state."""
+        """Return `Scale.weighted_size` on the present maxima. Changes no state."""
         return self.scale.weighted_size(input_tokens, output_tokens, rank)

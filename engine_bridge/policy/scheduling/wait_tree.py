@@ -13,16 +13,16 @@ GONE = -math.inf
 
 
 class Waits:
-    """Requests have places, which count up from 0 as they come; those that have left wait for nothing.
+    """The waits of requests, which have places that count up from 0 as they come; requests that have left wait for nothing.
 
-    What a place waits for is kept in two parts: its own, and what its block has been raised by as a whole.
+    The wait of a place is stored in two parts: its own, and the amount by which its block was raised as a whole.
 
     Costs, with n places between the first and the last that wait: `copy` and changes some n / BLOCK + BLOCK look-ups, 2 to 10 µs with 10,000;
-    `are_within` as many for the first time after a change, then 2 µs at most.
+    `are_within` the same number for the first time after a change, then 2 µs at most.
     """
 
     def __init__(self) -> None:
-        # By the block's number. A list that is in here never changes: copies share it.
+        # By the block's number. A list in here never changes, because copies share it.
         self._ahead: dict[int, list[float]] = {}
         self._most: dict[int, float] = {}
         self._raised: dict[int, float] = {}
@@ -30,10 +30,10 @@ class Waits:
         self._num = 0
         self._most_before: list[float] | None = None
         self._index: dict[int, int] | None = None
-        """How many blocks there are before each; copies share it, too."""
+        """How many blocks precede each block; shared by copies, too."""
 
     def copy(self) -> Waits:
-        """Another one that begins as this one is."""
+        """Return another queue that begins as this one is."""
         found = Waits()
         found._ahead, found._most = self._ahead.copy(), self._most.copy()
         found._raised, found._num_left = self._raised.copy(), self._num_left.copy()
@@ -41,7 +41,7 @@ class Waits:
         return found
 
     def append(self, ahead: float) -> int:
-        """The next request, which waits for so much. Returns its place."""
+        """Add the next request, which waits for `ahead`, and return its place."""
         place, self._num = self._num, self._num + 1
         number = place // BLOCK
         if place % BLOCK == 0:
@@ -56,6 +56,7 @@ class Waits:
         return place
 
     def remove(self, place: int) -> None:
+        """Remove the request at this place: it waits for nothing any more."""
         number, at = divmod(place, BLOCK)
         ahead = self._ahead[number].copy()
         ahead[at] = GONE
@@ -69,7 +70,7 @@ class Waits:
         self._most_before = None
 
     def raise_before(self, place: int, work: float) -> None:
-        """Those before it wait for so much more."""
+        """Add this work to the waits of all requests before the place."""
         own, at = divmod(place, BLOCK)
         for number in self._raised:
             if number >= own:
@@ -80,7 +81,7 @@ class Waits:
         self._most_before = None
 
     def lower_after(self, place: int, work: float) -> None:
-        """Those after it wait for so much less."""
+        """Take this work off the waits of all requests after the place."""
         own, at = divmod(place, BLOCK)
         for number in reversed(self._raised):
             if number <= own:
@@ -91,7 +92,7 @@ class Waits:
         self._most_before = None
 
     def are_within(self, limit: float, before: int) -> bool:
-        """Nobody before this place waits for more than the limit."""
+        """Return whether no request before this place waits for more than the limit."""
         number, at = divmod(before, BLOCK)
         if self._index is None:
             self._index = {each: index for index, each in enumerate(self._ahead)}
@@ -101,7 +102,7 @@ class Waits:
         return max(self._ahead[number][:at], default=GONE) + self._raised[number] <= limit
 
     def _mosts(self) -> Sequence[float]:
-        """The most of all blocks before the first, before the second, and so on, and of all of them."""
+        """Return the longest wait of all blocks before the first, before the second, and so on, and of all of them."""
         if self._most_before is None:
             tops = map(add, self._most.values(), self._raised.values())
             self._most_before = list(accumulate(tops, max, initial=GONE))
