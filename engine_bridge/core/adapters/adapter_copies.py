@@ -164,8 +164,7 @@ class AdapterCopies:
         """Drop the least valuable copy because KV needs the memory.
 
         A copy stays if requests need the adapter and it lies nowhere else: the adapter would have to be read from disk for them, or a step is about
-        to
-        compute with it.
+        to compute with it.
 
         Returns:
             The id of the adapter whose copy was dropped; None if no copy may be dropped.

@@ -1,10 +1,9 @@
 """In which order the device's blocks of expected sessions are evicted: after all others, and the most deserving sessions' blocks last.
 
 The engine evicts first the blocks that were freed first. A request that ends leaves its blocks behind all others, even behind the blocks of
-expected
-sessions, though its own session will not ask again while its user reads the answer. So the blocks of expected sessions are put in order again; but
-moving a block takes the engine's thread some time, and there may be many. Last in the order are the blocks on the device of requests that wait for
-more of their KV: these blocks are not held by a running request either.
+expected sessions, though its own session will not ask again while its user reads the answer. So the blocks of expected sessions are put in order
+again; but moving a block takes the engine's thread some time, and there may be many. Last in the order are the blocks on the device of requests
+that wait for more of their KV: these blocks are not held by a running request either.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class EvictionOrder:
         """Return how many of the next `limit` blocks that the engine would evict may be taken for a guess.
 
         These are the blocks in front of all that were put last. Blocks of requests that have ended since lie behind those; so if there are fewer
-        than
-        `limit`, the order is to be put right.
+        than `limit`, the order is to be put right.
         """
         if not self._first_kept or limit <= 0:
             return limit

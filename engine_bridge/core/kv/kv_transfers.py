@@ -150,10 +150,8 @@ class NewRequest:
     """A request that the engine has taken. keys: of its whole blocks; the list grows as tokens come.
 
     session: the group that its KV is kept with; None: the requests that began with the same block. is_saved: whether its KV goes to the tiers; a
-    draft,
-    which its user has not sent yet, has KV on the device alone. may_load: False if only computing gives its results, such as log probabilities of
-    its
-    prompt. kv_from: the address of a node that may have its KV; "" for none.
+    draft, which its user has not sent yet, has KV on the device alone. may_load: False if only computing gives its results, such as log
+    probabilities of its prompt. kv_from: the address of a node that may have its KV; "" for none.
     """
 
     request_id: str
@@ -182,10 +180,8 @@ class _Known:
     """One request. entered: the group that the store was told of. has_looked: whether `restore` is up to date with the tiers.
 
     num_offered: blocks that were offered to the tiers; None before it ran. way: chosen for its return when it was preempted. waits_for: requests
-    that
-    hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to give memory back.
-    goes_whole:
-    its restore goes in no pieces. turn_bytes: the size of its reads in its turn.
+    that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to give memory back.
+    goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn.
     """
 
     request: NewRequest

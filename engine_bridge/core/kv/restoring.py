@@ -2,8 +2,7 @@
 
 A piece goes to the device between two steps, as ordinary prefix cache, while the next one is read, and makes room for the one after that. So a late
 request takes a quarter of the host tier, however long its conversation is. Other requests' blocks there stay, and even a conversation that is
-larger
-than the host tier is read. The last pieces are loaded by the step in which the request starts.
+larger than the host tier is read. The last pieces are loaded by the step in which the request starts.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Machine(Protocol):
         """Whether a load must not fail, so that a step loads only blocks of which all layers have come.
 
         So it is where the engine schedules a step before it knows what the step before has loaded, and where it gives up blocks that an attention
-        window
-        has left: computing again from a block in the middle would need the blocks before it.
+        window has left: computing again from a block in the middle would need the blocks before it.
         """
 
     def prefill_s_per_token(self) -> float | None:

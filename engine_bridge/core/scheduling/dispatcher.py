@@ -51,9 +51,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
     """A request that came. weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's.
 
     adapter_tokens: the part of the requests' token memory that its adapter takes; 0 where adapters have separate memory. waits_for: requests that
-    wait
-    for the same become ready together and in their order. is_background: it computes KV ahead, and its one token is not read: it says nothing of
-    lengths, lanes or speed.
+    wait for the same become ready together and in their order. is_background: it computes KV ahead, and its one token is not read: it says nothing
+    of lengths, lanes or speed.
     """
 
     request_id: str
@@ -73,8 +72,7 @@ class StepView(Struct, frozen=True, kw_only=True):
     """The engine before a step. running: all requests that hold device memory, in the engine's order. num_slots: how many more may run.
 
     adapter_bytes: free for the adapters of further requests; None: no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the sum
-    of
-    the running requests' tokens is more than they hold together, because some begin alike.
+    of the running requests' tokens is more than they hold together, because some begin alike.
     """
 
     running: Sequence[Progress]
@@ -127,8 +125,7 @@ class Known:
     """One request from its arrival to its end. For reading only. base: its facts as the policy has them.
 
     charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: the number of tokens at which something has changed: it has
-    begun
-    to answer, or has outgrown its guess. first_s, first_tokens: when it first had tokens of its answer after its start, and how many.
+    begun to answer, or has outgrown its guess. first_s, first_tokens: when it first had tokens of its answer after its start, and how many.
     """
 
     arrival: Arrival

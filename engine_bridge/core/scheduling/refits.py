@@ -50,8 +50,7 @@ class Refits:
     """Fits lanes to recent requests, and the predictor to their answers. Neither waits for the other, and if one fails, the other still runs.
 
     Lanes are fitted for the first time as soon as enough requests have come to form clusters, and again whenever their number has doubled, up to a
-    whole
-    window.
+    whole window.
 
     Args:
         run: runs the work.

@@ -25,8 +25,7 @@ def by_worth(running: Sequence[tuple[float, RunningFacts]], order: Order) -> lis
     """Return the ids of running requests, the first victim last. running: (arrived_s, facts), at least one.
 
     The oldest request is never a victim: it ends some day, and so does every request after it. Otherwise two large ones could push each other out
-    for
-    ever.
+    for ever.
     """
     _, oldest = min(running, key=lambda each: each[0])
     ranked = sorted((facts for _, facts in running), key=order, reverse=True)

@@ -1,8 +1,7 @@
 """Which unused adapters leave device memory, and whether an adapter is worth more than prefix KV. Pure: facts in, decisions out.
 
 Every policy answers with an order, the first to leave first; `choose_victims` turns an order into a set. Adapters of running requests are not in
-the
-lists that policies see; adapters that a waiting request needs are, and leave after all others. Source: Chameleon §4.1 (cost-aware eviction).
+the lists that policies see; adapters that a waiting request needs are, and leave after all others. Source: Chameleon §4.1 (cost-aware eviction).
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class ChameleonScore(Stateless):
 
     Source: Chameleon §4.1, its coefficients. It does not say how the three are normalised; here over the adapters in the list: frequency is uses
     over the most uses, size is bytes over the most bytes, recency is 1 for an adapter used right now and falls to 0 for the one unused the longest,
-    in
-    proportion to time. The frame of its "usage frequency" is not given either; here it is the caller's (`UseWindow`). The paper says both that
-    small
-    adapters should leave first, being cheap to bring back, and that large ones should; its formula does the first, and so does this.
+    in proportion to time. The frame of its "usage frequency" is not given either; here it is the caller's (`UseWindow`). The paper says both that
+    small adapters should leave first, being cheap to bring back, and that large ones should; its formula does the first, and so does this.
     """
 
     frequency: float = 0.45
@@ -129,9 +126,8 @@ def choose_victims(
     """Return the ids of adapters that free at least `needed_bytes`, in the policy's order; each of them is needed for that.
 
     The result is empty if `needed_bytes` is 0 or less, and if all adapters together are too small: then no state changes. An adapter that is to
-    come in
-    may be among `cached`, with needed_bytes the bytes by which the cache is over its budget; if it is chosen itself, it is not worth its place.
-    The caller evicts the adapters and tells the policy of each (`evicted`).
+    come in may be among `cached`, with needed_bytes the bytes by which the cache is over its budget; if it is chosen itself, it is not worth its
+    place. The caller evicts the adapters and tells the policy of each (`evicted`).
     """
     if needed_bytes <= 0 or sum(adapter.num_bytes for adapter in cached) < needed_bytes:
         return ()
@@ -176,10 +172,8 @@ def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
     """Return whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
 
     Both are copies of data that can be brought back in some time, so both are worth the seconds they will save: uses per second times the seconds
-    that
-    a use saves, per byte held. Only a higher value displaces the present one; with equal values nothing moves. Do not ask for an adapter that a
-    waiting
-    request needs: seconds per byte do not measure it, as the request cannot run without it.
+    that a use saves, per byte held. Only a higher value displaces the present one; with equal values nothing moves. Do not ask for an adapter that
+    a waiting request needs: seconds per byte do not measure it, as the request cannot run without it.
 
     Args:
         worth: from `EvictionPolicy.worths`.

@@ -1,12 +1,11 @@
 """Eviction that learns its traffic: how far back to look, and whether to trust frequency or recency. Pure: facts in, decisions out.
 
 Two layers. `RequestShares` forecasts each adapter's share of the requests: it counts requests at several half-lives at once and trusts each
-half-life
-by how well it predicted the requests that came (a Bayesian mixture whose weights may shift). The forecast that predicts the next request best is
-not always the best guide to which adapters to keep, since most requests that come soon are hits under any order. So `Adaptive` also runs shadow
-caches, lists of ids without weights in them: one for the mixture and for some single half-lives each, and one that evicts the longest unused (LRU).
-It keeps to LRU's very order until a forecast's shadow has lost less time than LRU's, by more than chance explains, and returns to it when that lead
-is spent.
+half-life by how well it predicted the requests that came (a Bayesian mixture whose weights may shift). The forecast that predicts the next request
+best is not always the best guide to which adapters to keep, since most requests that come soon are hits under any order. So `Adaptive` also runs
+shadow caches, lists of ids without weights in them: one for the mixture and for some single half-lives each, and one that evicts the longest unused
+(LRU). It keeps to LRU's very order until a forecast's shadow has lost less time than LRU's, by more than chance explains, and returns to it when
+that lead is spent.
 
 Time is counted in requests, so that nothing is forgotten over a quiet night, and traffic at ten times the speed is treated alike.
 

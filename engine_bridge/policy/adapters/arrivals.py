@@ -6,8 +6,7 @@ do not, it makes no prediction, and the eviction policy decides which adapters a
 
 Source: Shahrad et al., Serverless in the Wild, ATC 2020, §4.2, named by Chameleon §4.1. Departs in: bins that grow by a constant factor instead of
 one-minute bins up to four hours, since gaps here range from fractions of a second to hours, and since memoryless gaps look alike in such bins at
-any
-rate, so that one threshold tells them from regular ones; a probability instead of a window alone, since loads compete for one link; no
+any rate, so that one threshold tells them from regular ones; a probability instead of a window alone, since loads compete for one link; no
 time-series model for gaps out of range; counts that fade.
 """
 

@@ -52,8 +52,7 @@ class StepGrid(Struct, frozen=True, kw_only=True):
     """A table's content, to be stored as it is.
 
     The axes rise from 0: tokens prefilled in a step, requests that decode a token in it, tokens in KV that all of them attend to. A step without
-    work
-    (0, 0) is never asked for.
+    work (0, 0) is never asked for.
 
     Attributes:
         seconds: by prefill, then decodes, then context.
@@ -74,12 +73,10 @@ class StepTable:
     """Seconds of a step, by linear interpolation between grid points; more work never takes less time.
 
     Beyond the grid the slope of the last cell continues. Each real step corrects its own cell, and the factor by which the machine is slower just
-    now
-    than the whole table says. Memory is that of the grid. Call it from one thread.
+    now than the whole table says. Memory is that of the grid. Call it from one thread.
 
     Source: AdaptiveLLM §3.2 and §4.6 (prediction must cost under 1% of the run); the table, so that any regressor will do, and its online learning
-    are
-    ours.
+    are ours.
 
     Raises:
         ValueError: a grid whose axes do not rise from 0, whose sizes do not fit, or with times that are not finite.
@@ -172,8 +169,7 @@ class StepTable:
         """Move the prediction at a point by a change, each corner of its cell by its weight in it.
 
         Beyond the grid, where the slope of the last cell continues, both of its ends move alike: the slope stays, and the change is not multiplied
-        by how far
-        out the point is.
+        by how far out the point is.
         """
         axes = (self._prefill, self._decodes, self._context)
         places = [_locate(axis, amount) for axis, amount in zip(axes, work, strict=True)]
@@ -345,14 +341,11 @@ class CopyTable:
     """Seconds of a copy one way, by linear interpolation between COPY_SIZES_BYTES; more bytes never take less.
 
     Each real copy corrects the two sizes about it, and all others by less. A time that is slower than was assumed fades back to the assumed one:
-    slow
-    copies are avoided, so they would never be measured again. Below the first size the first one's time holds, beyond the last the slope of its
-    cell
-    continues.
+    slow copies are avoided, so they would never be measured again. Below the first size the first one's time holds, beyond the last the slope of
+    its cell continues.
 
     Source: AdaptiveLLM formula 2, bytes over a bandwidth; departs in setting up, in a table, since the fastest way of copying changes with the
-    size, and
-    in learning from each copy.
+    size, and in learning from each copy.
 
     Args:
         copy_s: returns the seconds that a copy of this many bytes is assumed to take, more for more bytes.

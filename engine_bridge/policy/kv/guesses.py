@@ -103,10 +103,8 @@ def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
     """Return all guesses, the most deserving first: urgent ones before all others.
 
     A tenant's guesses are ranked by merit. Between tenants a guess counts for its probability, divided by its place among its tenant's guesses: a
-    flood
-    from one tenant competes with itself, and a tenant whose guesses seldom come true stands behind others' many good ones. Which of a tenant's
-    guesses
-    can wait, and how long its sessions are, weighs nothing against other tenants.
+    flood from one tenant competes with itself, and a tenant whose guesses seldom come true stands behind others' many good ones. Which of a
+    tenant's guesses can wait, and how long its sessions are, weighs nothing against other tenants.
     """
     by_tenant: dict[str, list[GuessFacts]] = defaultdict(list)
     for guess in guesses:

@@ -1,8 +1,7 @@
 """The cheaper way to have KV back: load it, or compute it again. Pure: facts in, decisions out, seconds throughout.
 
 D3's choice between swapping and recomputing (`SwapOrRecompute`) and `FullCost`, which replaces `kvtiers.policy.restore.FasterWins`, are based on
-the
-times of steps and copies (`costs`). Doing both at once (E2) is not possible on vLLM 0.32: docs/decisions/0011.
+the times of steps and copies (`costs`). Doing both at once (E2) is not possible on vLLM 0.32: docs/decisions/0011.
 """
 
 from __future__ import annotations

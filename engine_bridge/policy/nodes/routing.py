@@ -297,8 +297,7 @@ class Relieve:
     """The session's home, unless it has more than `share` times the requests of the emptiest node, and `more` beyond; then the emptiest node.
 
     For advisories: their KV moves only where that buys balance. SYMPHONY §3.2 balances the load alone; with a slow disk or network that costs many
-    times
-    its saving (`python -m bench.sim symphony --part limits`).
+    times its saving (`python -m bench.sim symphony --part limits`).
 
     Attributes:
         within_s: only nodes to whose device all of its KV comes in this many seconds count.
@@ -378,8 +377,8 @@ class RankAware:
     """The node where the request costs all requests the least, by ranks. Source: CaraServe §5, Algorithm 1.
 
     The cost is the time that a request adds to a step of prompts, divided by the usual answer, and to a step of decoding; a penalty if decoding
-    would be
-    slower than the SLO; times the number of requests that are there. Departs for equal costs (all are, without adapters): then the fewest requests.
+    would be slower than the SLO; times the number of requests that are there. Departs for equal costs (all are, without adapters): then the fewest
+    requests.
     """
 
     settings: Settings
@@ -438,16 +437,12 @@ class Overture:
     The sum holds its own answer and the ones that are under way. It stays at home where that costs at most `inertia` times as much more.
 
     The cost takes into account where the request's KV is and how long moving it takes, where its adapter is, the ranks in each batch, the tokens
-    that
-    they hold, and how fast each node is. Requests that come later are left out: they go where they cost least then. A sum of seconds alone would
-    put long
-    conversations on one node and short ones on another; `share` and `more` bound by how many requests nodes may differ, and a slow node gets fewer
-    in
-    proportion to its speed.
+    that they hold, and how fast each node is. Requests that come later are left out: they go where they cost least then. A sum of seconds alone
+    would put long conversations on one node and short ones on another; `share` and `more` bound by how many requests nodes may differ, and a slow
+    node gets fewer in proportion to its speed.
 
     Source: CaraServe's Algorithm 1; departs in counting its own and others' seconds apart in place of multiplying by the requests, in KV, adapters
-    and
-    tokens, in a penalty that grows, in bounds and in staying at home.
+    and tokens, in a penalty that grows, in bounds and in staying at home.
     """
 
     settings: Settings

@@ -1,13 +1,10 @@
 """Where each session's KV is, what is on its way to the nodes, and so where the next request goes. Pure: events and `now` in, decisions out.
 
 Requests come in two ways. An advisory is routed at once, and counts among its node's requests from then on; the request that it announced goes to
-the
-same node, where its KV is by then. A request without an advisory goes to its session's home, unless that node has far too much to do; a new
-session's
-request goes where the policy says. The locations of sessions are advice: if they are lost or wrong, that costs a fetch from another node or
-computing
-anew, never an answer. Source: SYMPHONY §3.2; departs in keeping apart where KV is and where its request is expected, so that an advisory whose
-request never comes moves no session.
+the same node, where its KV is by then. A request without an advisory goes to its session's home, unless that node has far too much to do; a new
+session's request goes where the policy says. The locations of sessions are advice: if they are lost or wrong, that costs a fetch from another node
+or computing anew, never an answer. Source: SYMPHONY §3.2; departs in keeping apart where KV is and where its request is expected, so that an
+advisory whose request never comes moves no session.
 
 The live router and the simulators use the same object; they differ in how fresh the reports are. A node's last report cannot include the requests
 sent to it since: until a report can, `Homes` counts them itself.
@@ -78,8 +75,7 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
 
     `auto`: `overture` once a node reports its speed; before that by numbers of requests, moving a session only where that relieves its node.
     `overture`: an announced request goes to another node after all where fewer requests are and its KV is near; one without an advisory does where
-    its
-    node has far too much to do. All other policies leave both where they are.
+    its node has far too much to do. All other policies leave both where they are.
 
     Raises:
         KeyError: there is no policy of this name.

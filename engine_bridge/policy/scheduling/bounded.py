@@ -75,8 +75,7 @@ class BoundedFlow:
     """One tenant's requests of one priority.
 
     A request's wait is the tokens queued ahead of it on arrival plus the tokens that have overtaken it since. In order of arrival the longest wait
-    is the
-    peak itself. The next request is the shortest one whose start keeps the waits of all earlier ones below their share of the peak.
+    is the peak itself. The next request is the shortest one whose start keeps the waits of all earlier ones below their share of the peak.
     """
 
     def __init__(self, peak: Peak, peak_share: float) -> None:
@@ -129,8 +128,8 @@ class BoundedFlow:
         """Yield the ids in the order in which they may start, as `Ordered.order`; the time does not matter.
 
         A request that cannot start does not keep others from starting. While adapters take turns no request overtakes: short requests of many
-        adapters
-        would take the memory that one of them needs. (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy tail.)
+        adapters would take the memory that one of them needs. (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy
+        tail.)
         """
         limit = self._peak_share * self._peak.tokens if deciding.may_overtake else 0.0
         if limit:
@@ -182,19 +181,16 @@ class Bounded(QueuePolicy):
     """Starts the shortest request, but none that would make another wait for as many tokens as the longest recent queue had.
 
     The order is: the lowest `priority`; then the tenant that was given the fewest tokens for its weight; of one tenant the request that holds the
-    fewest
-    tokens times seconds.
+    fewest tokens times seconds.
 
     Bound: of one tenant and priority, an overtaken request waits for no more tokens than `peak_share` times the most that recently waited before a
     request; a request that came behind more than that is not overtaken. So the longest waits equal those of the order of arrival. A request without
-    room
-    for its KV stops all behind it, as with vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
+    room for its KV stops all behind it, as with vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
 
     Costs: those of `Waits`; `decide` looks up one request more than it starts. While adapters find no memory, twice `NUM_PASSED_OVER` more at most.
 
     Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival takes the
-    place of
-    the tenants' shares there.
+    place of the tenants' shares there.
     """
 
     name = "bounded"

@@ -28,9 +28,8 @@ class _Tenant(Generic[Job]):
 class FairQueue(Generic[Job]):
     """Jobs in order of arrival within a tenant; between tenants, the tenant that has used the least of its share is next.
 
-    The thread is never taken from a job, so a tenant that comes anew waits for the job that runs, and then for at most one job of each other
-    tenant that waits: a tenant that was idle starts from the virtual time of the tenant served last (no credit for idleness), and is behind by no
-    more
+    The thread is never taken from a job, so a tenant that comes anew waits for the job that runs, and then for at most one job of each other tenant
+    that waits: a tenant that was idle starts from the virtual time of the tenant served last (no credit for idleness), and is behind by no more
     than its own last job. Source: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), by measured time instead of packet lengths.
     """
 

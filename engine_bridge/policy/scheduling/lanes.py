@@ -60,8 +60,7 @@ def knee(sums_of_squares: Sequence[float], all_squares: float) -> int:
     """Return the smallest K after which no further lane takes away `MIN_GAIN` of all squared sizes. The default.
 
     Why: the wait behind others grows with the squared sizes of the requests in the same queue (Pollaczek–Khinchine: 1 + CV²), and the part of it
-    that
-    lanes remove is the spread within lanes, against all squares. The paper's own rule, the least sum of squares, falls with every K and so
+    that lanes remove is the spread within lanes, against all squares. The paper's own rule, the least sum of squares, falls with every K and so
     always takes the largest; and a rule of separation alone (silhouette) would split a narrow hump in halves, since it does not see that the halves
     are alike in size. Further lanes are looked at too: three clusters at equal distances gain little by the second, and much by the third.
     """

@@ -33,38 +33,29 @@ class Mlq(LanedPolicy):
        its unused part: otherwise smaller requests could borrow it again and again. (The paper pools it all.)
 
     In a lane: lower `priority` first, then the tenant that was given the fewest tokens for its weight, then, of one tenant, requests that waited
-    for
-    `aging_s` by waiting time over length (AdaptiveLLM), then the smallest. A request that lacks memory for its adapter alone is passed over,
-    because
-    `AdapterTurns` gives it its turn. Another head that does not fit stops its lane. If it lacks blocks (not quota), a request behind it may pass if
-    it is
-    predicted to end before the head could start; requests with a warm prefix are asked first. A bypasser that runs on past its prediction is
-    squashed
-    if that lets a blocked head start. Of the requests that start in one step, warm ones are first in their lane: all start, so it delays none, and
-    their
-    cached blocks are held before another could take them.
+    for `aging_s` by waiting time over length (AdaptiveLLM), then the smallest. A request that lacks memory for its adapter alone is passed over,
+    because `AdapterTurns` gives it its turn. Another head that does not fit stops its lane. If it lacks blocks (not quota), a request behind it may
+    pass if it is predicted to end before the head could start; requests with a warm prefix are asked first. A bypasser that runs on past its
+    prediction is squashed if that lets a blocked head start. Of the requests that start in one step, warm ones are first in their lane: all start,
+    so it delays none, and their cached blocks are held before another could take them.
 
     Bound: let a request have waited for max_wait_s, and let D be the longest that a started request really runs. Take the requests that came before
-    it
-    and still wait, and itself, and fill the room with them in order of arrival; g is the number of groups that they make (g <= their number + 1).
-    It
-    starts within max_wait_s + g · D, and a step's length for each group: no request passes it, so after D all that ran has ended, and with each
-    further D another group has. Room means blocks, slots, and tokens by the larger of guess and truth. If the engine preempts for lack of blocks,
-    or a bypasser is squashed, running requests come back into the queue: then it is max_wait_s + (n + m) · D, with n requests before it and m that
-    ran,
-    as long as one of the running requests is never a victim until it ends: with vLLM's victims the request that started first, with ours
-    the request that arrived first. So two never throw each other out in turns. A request that becomes ready late (its adapter
-    was loading) counts among the earlier ones by its arrival. Predictions do not appear in the bound.
-    The bound does not hold for a request that lacks memory for its adapter; `AdapterTurns` bounds that wait.
+    it and still wait, and itself, and fill the room with them in order of arrival; g is the number of groups that they make (g <= their number +
+    1). It starts within max_wait_s + g · D, and a step's length for each group: no request passes it, so after D all that ran has ended, and with
+    each further D another group has. Room means blocks, slots, and tokens by the larger of guess and truth. If the engine preempts for lack of
+    blocks, or a bypasser is squashed, running requests come back into the queue: then it is max_wait_s + (n + m) · D, with n requests before it and
+    m that ran, as long as one of the running requests is never a victim until it ends: with vLLM's victims the request that started first, with
+    ours the request that arrived first. So two never throw each other out in turns. A request that becomes ready late (its adapter was loading)
+    counts among the earlier ones by its arrival. Predictions do not appear in the bound. The bound does not hold for a request that lacks memory
+    for its adapter; `AdapterTurns` bounds that wait.
 
     Costs: `arrived`, `admitted`, `ended` a few binary searches. `decide` looks up the requests that it starts, a head for each lane,
-    `num_looked_at`
-    behind a head without memory. The cost depends neither on how many wait, nor on how many tenants they are of (`python -m bench.emulated exact`).
+    `num_looked_at` behind a head without memory. The cost depends neither on how many wait, nor on how many tenants they are of (`python -m
+    bench.emulated exact`).
 
     Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes
     keep quota that a waiting head can use, in that heads that were passed come before other lanes' heads, in that a head that lacks blocks is
-    bypassed,
-    not a head that lacks adapter memory, and in that a late bypasser is squashed only when it helps a head, within a budget.
+    bypassed, not a head that lacks adapter memory, and in that a late bypasser is squashed only when it helps a head, within a budget.
     """
 
     name = "mlq"

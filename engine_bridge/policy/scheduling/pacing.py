@@ -1,8 +1,7 @@
 """How many tokens of waiting prompts a step computes. Pure.
 
 vLLM takes as many tokens into a step as fit its budget. Where computation takes most of the time (a CPU, a small GPU), a step with five prompts
-gives
-all of them their first token at its end, and every user who streams waits for it. Short steps give short prompts their first token early; the
+gives all of them their first token at its end, and every user who streams waits for it. Short steps give short prompts their first token early; the
 work is the same. Source: chunked prefill is Sarathi's (Agrawal et al., OSDI 2024); by predicted time, and with the order left to the policy, ours.
 """
 

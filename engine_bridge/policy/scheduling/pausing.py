@@ -1,8 +1,7 @@
 """Which requests pause so that urgent ones decode within their SLO, and which resume. Pure: facts in, decision out, seconds throughout.
 
 Others are paused only while a step that decodes for all is predicted to take longer than an urgent request may wait for a token, and only as many
-as
-that needs. Source: SYMPHONY §3.5, "selectively pause low-priority requests only when their execution impacts latency"; it does not say which
+as that needs. Source: SYMPHONY §3.5, "selectively pause low-priority requests only when their execution impacts latency"; it does not say which
 requests pause, for how long, and how they resume: that is ours.
 """
 
@@ -72,8 +71,7 @@ def decide(
     """Return which requests pause now, and which resume.
 
     The last in order of `priority`, and of equals the last to arrive, are paused first, and the first to arrive resumes first: it ends some day,
-    and so
-    does every request after it. Without urgent requests all resume.
+    and so does every request after it. Without urgent requests all resume.
 
     Args:
         urgent: the running urgent requests.

@@ -1,8 +1,7 @@
 """Which request gives up device memory when the next step's KV does not fit, and whether the way back chosen for it is still right. Pure.
 
 The engine preempts one request at a time, in a policy's `victim_order`. `restore_method.SwapOrRecompute` chooses how each gets its KV back, and
-that
-choice holds at its restart if `is_still_right`.
+that choice holds at its restart if `is_still_right`.
 """
 
 from __future__ import annotations

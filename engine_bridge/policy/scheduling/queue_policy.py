@@ -168,9 +168,8 @@ class QueuePolicy(Protocol):
         """Return which requests start now. Changes no state.
 
         Args:
-            waiting: facts as of now for all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work
-                them out on demand. Facts fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given
-                to
+            waiting: facts as of now for all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them
+                out on demand. Facts fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to
                 `arrived`.
         """
         ...

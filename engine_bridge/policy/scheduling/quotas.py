@@ -47,8 +47,7 @@ def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
     """Return a quota for each lane; together exactly `num_tokens`.
 
     Each lane gets its minimum, and a part of the rest in proportion to it. Source: Chameleon §4.2, which takes for granted that the minima fit.
-    Where they
-    do not, they all shrink in proportion: it is the same formula, and no SLO can be kept then.
+    Where they do not, they all shrink in proportion: it is the same formula, and no SLO can be kept then.
 
     Raises:
         ValueError: there are no lanes, or fewer than 0 tokens.
@@ -114,19 +113,16 @@ def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -
     """Return how many more tokens running requests are charged, each for its size at its end, than there has to be memory for.
 
     They do not all end at once: all make a token in a step, so the request with the fewest left leaves first, and the others grow into its room.
-    Where a
-    preempted request computes its KV again, there must be memory for the largest sum on the way. Where its KV is copied back, which costs next to
-    nothing, a running request counts with the tokens that it holds now: more run at a time, and sometimes one has to pause. A request that starts
-    still
-    needs room for its whole prediction, so they do not push each other out at once.
+    Where a preempted request computes its KV again, there must be memory for the largest sum on the way. Where its KV is copied back, which costs
+    next to nothing, a running request counts with the tokens that it holds now: more run at a time, and sometimes one has to pause. A request that
+    starts still needs room for its whole prediction, so they do not push each other out at once.
 
     Args:
         held: of each running request, tokens that it is charged, and how many of these it has still to make.
         are_copied_back: whether preempted requests find their KV in host memory.
 
     Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py). There it decides which requests
-    start,
-    here how much of the quotas can be lent. The other case is ours.
+    start, here how much of the quotas can be lent. The other case is ours.
     """
     if are_copied_back:
         return sum(left for _, left in held)
