@@ -102,6 +102,7 @@ class AdapterCopies:
         """Note that the adapter has blocks and that its copy is being written into them.
 
         Args:
+            adapter_id: the adapter that is copied.
             is_ahead: whether it is copied before any request asked for it.
         """
         version = self._table[adapter_id]

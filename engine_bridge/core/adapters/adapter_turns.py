@@ -37,7 +37,9 @@ class AdapterTurns:
         """Return whether this adapter starts no further request, as of a look that is at most `LOOK_EVERY_S` old.
 
         Args:
+            adapter_id: the adapter of the request that could start.
             running: returns the adapters that requests run with, as for `held_back`.
+            now: the time in seconds, on the caller's clock.
         """
         if now >= self._look_s:
             self._look_s = now + LOOK_EVERY_S

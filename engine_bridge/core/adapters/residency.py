@@ -157,6 +157,7 @@ class AdapterPlaces:
         """Return whether a step could compute with this adapter as far as its weights are concerned.
 
         Args:
+            adapter_id: an adapter of this engine.
             may_assist: whether an adapter on its way into a slot counts too.
         """
         version = self.table[adapter_id]

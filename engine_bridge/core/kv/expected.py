@@ -21,7 +21,7 @@ OnChange = Callable[[AdvisoryReport], None]
 Hashes = Sequence[bytes]
 """Hashes of a conversation's whole blocks, as the engine makes them."""
 Whose = tuple[str, str | None]
-"""A session, and the salt that keeps its tenant's and adapter's KV apart, so that no tenant can learn or change anything of another's."""
+"""A session, and the salt that keeps its tenant's and adapter's KV apart, so that no advisory concerns another tenant's KV."""
 
 
 class Guess:
@@ -108,7 +108,9 @@ class Guess:
         An error of the follower is only logged, so that the memory held for this and other guesses is still given back.
 
         Args:
-            lead_s: seconds from the advisory to its end. late_s: seconds by which the KV came too late.
+            state: the state to report; the guess has it from now on.
+            lead_s: seconds from the advisory to its end.
+            late_s: seconds by which the KV came too late.
         """
         self.state = state
         block_size = self._block_size

@@ -24,6 +24,7 @@ def peer_to_ask(address: str, store: Peers, block_size_tokens: int, prefill_s_pe
 
     Args:
         address: where KV may be; "" for no peer.
+        store: knows the size of a block and the speed of each peer.
         block_size_tokens: tokens in one of the store's blocks.
         prefill_s_per_token: None where that was not measured.
     """

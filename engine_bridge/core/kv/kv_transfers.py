@@ -239,6 +239,7 @@ class Restores:
         Asked in every step while the request waits, so all but the first call only look at how far its stage is.
 
         Args:
+            request_id: a request that waits.
             num_computed_tokens: whole blocks of which the device holds the KV, in tokens.
             num_tokens: tokens of the prompt, and of the output that was generated before it was preempted.
             is_resumed: whether it has run before.
@@ -563,7 +564,7 @@ def _begin_save(
 
 
 def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, block_s: float) -> bool:
-    """Return whether host memory, once others' reads end, could hold a stage that it cut short sooner than computing it takes."""
+    """Return whether a stage that host memory cut short would be whole, once others' reads end, before its missing blocks could be computed."""
     num_cut = store.num_held(keys) - len(stage.blocks)
     if num_cut <= 0 or block_s == math.inf:
         return False

@@ -9,8 +9,8 @@ import statistics
 
 from engine_bridge.policy.costs.costs import Link
 
-# Seconds without any request before a copy is made. Chosen: users of a server that is in use leave shorter gaps than this, and a server that has
-# just started is idle for longer.
+# Seconds without any request before a copy is made. Chosen: a user pauses for longer than this between two messages, and sends the first one sooner
+# than this after starting the server.
 IDLE_S = 2.0
 # One copy there and back takes at most about this many seconds; a request that comes meanwhile waits for no more than it. Chosen, as for
 # promotions.

@@ -26,8 +26,8 @@ from kvtiers.blocks import Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
 # Seconds that copying to the device between two steps may take: with no request waiting, and while requests run. Chosen. Where copies take the
-# engine thread's own time (on a CPU), they get a share of the time of the requests that run (`policy/kv/copy_share.py`). Urgent sessions are
-# excepted: people wait for them.
+# engine thread's own time (on a CPU), they get a share of the time of the requests that run (`policy/kv/copy_share.py`). That share does not bound
+# copies for urgent sessions: other requests wait for those.
 IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
 # Seconds between two looks at promoted blocks: blocks used meanwhile may have pushed them out.
 LOOK_EVERY_S = 0.5
@@ -138,7 +138,11 @@ class Promotions:
         """Expect a request of a session. A new advisory for the same session and salt replaces the old one.
 
         Args:
+            advisory: names the session, and when its request is expected.
             hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left.
+            salt: keeps its tenant's and adapter's KV apart.
+            on_change: called with a report at each change of its state.
+            now: the time in seconds, on the caller's clock.
         """
         whose = (advisory.session_id, salt)
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):
@@ -455,6 +459,7 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
     """Return the facts that rank a guess.
 
     Args:
+        guess: the guess to rank.
         copy_s: seconds to copy it to the device.
         read_s: seconds to read it from where it lay at first: a guess that is half done is worth no less.
     """

@@ -151,7 +151,10 @@ class Restore:
         """Return the facts by which a policy chooses to load, to wait or to compute.
 
         Args:
+            store: holds the stages.
+            machine: the machine's measured speeds.
             num_tokens: tokens of the prompt, and of the output that was generated before a preemption.
+            block_size: tokens in a block.
         """
         progress = self.progress(store)
         return RestoreFacts(
@@ -181,6 +184,7 @@ class Restore:
         """Release the pieces that the device has by now, and have more read. Return False if host memory has room for no piece.
 
         Args:
+            store: holds the stages.
             stage_piece: given the first of the request's blocks and their number, stages these, and returns the stage and the blocks behind it.
         """
         while self.stages and self.num_skipped >= len(self.stages[0].blocks):

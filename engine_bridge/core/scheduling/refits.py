@@ -98,8 +98,10 @@ class Refits:
         """Begin to fit lanes and predictor, if it is time, on the requests seen so far.
 
         Args:
+            now: the time in seconds, on the caller's clock.
             scale: the maxima of the weighted size.
             num_tokens: the device's room for KV, in tokens.
+            has_lanes: whether the policy has lanes to fit.
         """
         is_due = now >= self.due_s
         if not self._seen or not (is_due or (has_lanes and self._num_seen >= self._next_num)):

@@ -177,5 +177,6 @@ def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
 
     Args:
         worth: from `EvictionPolicy.worths`.
+        prefix: the oldest cached prefix blocks.
     """
     return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)

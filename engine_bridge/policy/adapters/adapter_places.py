@@ -67,6 +67,8 @@ def loads(
     An ask for an adapter has `usual_load_s=None`: other nodes cannot serve it.
 
     Args:
+        name: the name of the adapter.
+        version: its version; a node that serves another one is left out.
         nodes: of each node its name, the adapters that it serves, and its speeds.
     """
     found = ((node_id, served.get(name), rates) for node_id, served, rates in nodes)
@@ -171,6 +173,7 @@ def merged_stats(
     """Return all nodes' figures together; None where no node has any.
 
     Args:
+        stats: the figures of each node.
         adapters: from `merged`, each counted once by its nearest place.
         failed: for adapters that the gateway found and no node serves, the reason.
     """

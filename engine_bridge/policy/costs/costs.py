@@ -104,6 +104,9 @@ class StepTable:
 
         Args:
             predict: given all grid points as (prefill tokens, decodes, context tokens), returns the seconds of each.
+            num_prefill_tokens: the axis of tokens prefilled in a step.
+            num_decodes: the axis of requests that decode in it.
+            num_context_tokens: the axis of tokens in KV that they attend to.
         """
         axes = (tuple(num_prefill_tokens), tuple(num_decodes), tuple(num_context_tokens))
         points = [(p, d, c) for p in axes[0] for d in axes[1] for c in axes[2]]

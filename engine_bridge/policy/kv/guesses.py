@@ -67,8 +67,11 @@ def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, n
     """Return targets for all guesses, the most deserving first.
 
     Args:
-        num_free_blocks: blocks of the device's `num_blocks` that no running request holds; blocks that guesses already have there are among
-            them, because no request holds them either.
+        guesses: all expected requests.
+        num_free_blocks: blocks of the device's `num_blocks` that no running request holds; blocks that guesses already have there are among them,
+            because no request holds them either.
+        num_blocks: blocks of the whole device.
+        now: the time in seconds, on the caller's clock.
     """
     budget = max(num_free_blocks - int(num_blocks * MARGIN_SHARE), 0)
     targets = []

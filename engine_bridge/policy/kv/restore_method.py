@@ -50,6 +50,7 @@ class SwapOrRecompute:
         """Decide for the first `num_tokens` of a request that loses its device blocks, or would.
 
         Args:
+            num_tokens: leading tokens of the request that have KV.
             num_kept_tokens: leading tokens that are expected to be still on the device when the request comes back.
             read_s: seconds until all is in host memory, where part of it lies on disk.
         """

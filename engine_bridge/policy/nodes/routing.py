@@ -64,6 +64,8 @@ def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = Fa
     """Return the model with the least squared error over these steps.
 
     Args:
+        kernel: the kernel that computes adapters, which decides how ranks count.
+        steps: the timed steps.
         with_tokens: whether it counts tokens of KV, too; else ranks alone, as the paper's models do.
 
     Raises:
@@ -161,8 +163,8 @@ class Route(Struct, frozen=True, kw_only=True):
 
     Attributes:
         node_id: None if no node can serve it.
-        reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`: no open
-            node has its adapter.
+        reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`:
+            its adapter is on no open node.
         pauses_others: whether the node may pause requests that are not urgent for it.
         cost: None where the policy does not compute one.
     """
@@ -521,6 +523,7 @@ def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Setti
     """Return the settings for nodes that report their speed: the median node's hold for nodes that do not report theirs yet.
 
     Args:
+        facts: the facts of all nodes.
         slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
     """
     perfs = [node.perf for node in facts if node.perf is not None] or [UNKNOWN]

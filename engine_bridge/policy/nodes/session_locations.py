@@ -335,6 +335,9 @@ class Homes:
         """Route a request; its session is at home on the returned node from now on. `ended` must follow, with the ask's id, which is used once.
 
         Args:
+            key: the session.
+            ask: the request.
+            now: the time in seconds, on the caller's clock.
             avoid: nodes that have just failed this request.
         """
         session = self._known(key)
@@ -369,6 +372,7 @@ class Homes:
         """Note that a request has ended. An ended request is ignored.
 
         Args:
+            request_id: the ask's id.
             num_tokens: tokens of which its session has KV now; 0 if that is unknown.
             is_cut: whether its node failed, so that the KV that the node had made is out of reach.
 
@@ -523,6 +527,9 @@ class Homes:
         """Return the ask with the KV that each node can use of the KV at a place.
 
         Args:
+            ask: the request.
+            place: the node that has the KV.
+            here: the KV there.
             load_s: seconds from host memory to a device.
             move_s: seconds that moving costs beside the transfer.
         """

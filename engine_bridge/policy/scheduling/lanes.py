@@ -18,8 +18,8 @@ MIN_GAIN = 0.02
 # Number of quantiles that represent a longer window in the exact clustering. Chosen: 10 ms for all of K = 1..4 together.
 MAX_SAMPLE = 256
 
-# Returns the centroids of at most this many clusters of sizes, in any order. By default `exact_centroids`; a driver may pass one that runs
-# scikit-learn.
+# Returns the centroids of at most this many clusters of sizes, in any order. `exact_centroids` is the default; a driver may pass a function that
+# runs scikit-learn.
 Clusterer = Callable[[Sequence[float], int], Sequence[float]]
 # Chooses one of the candidates, given their within-cluster sums of squares for K = 1, 2, …, and the sum of all squared sizes; returns an index.
 Rule = Callable[[Sequence[float], float], int]
@@ -93,7 +93,9 @@ def fit(
 
     Args:
         sizes: WRS of a recent window, all on one `Scale`.
+        rule: chooses the number of lanes.
         cluster: `exact_centroids` unless given.
+        max_lanes: the largest number of lanes.
 
     Raises:
         ValueError: `max_lanes` is less than 1.

@@ -212,7 +212,9 @@ def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> flo
     """Return when `missing` more blocks are free, if all running requests end as predicted; late ones count as ending now.
 
     Args:
+        missing: blocks that are not free yet.
         ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
+        now: the time in seconds, on the caller's clock.
     """
     at_s = now
     for each in ends:

@@ -53,7 +53,10 @@ def pace(
     """Return the pace with the most prompt tokens that keep the step within `target_s`, or that take MIN_PREFILL_TIMES the time of its decodes.
 
     Args:
-        num_decodes, num_context_tokens: of the step without prompts.
+        table: predicts the seconds of a step.
+        target_s: seconds that a step should take at most.
+        num_decodes: requests that decode a token in the step.
+        num_context_tokens: tokens in KV that they attend to.
         under_way: tokens that are left of each prompt which has begun.
         most_tokens: the engine's own bound.
         bound_s: seconds that the step may take in any case; prompts wait for that, however long its decodes take.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-# Resumed requests must leave this much of the SLO unused: predictions err by a tenth, and none is to be paused again at once. Chosen.
+# Resumed requests must keep a step within this share of the SLO: predictions err by a tenth, and none is to be paused again at once. Chosen.
 RESUME_SHARE = 0.9
 # Where the SLO cannot be kept even so, pausing must save this share of a step, or others would be paused for nothing. Chosen: as predictions err.
 MIN_GAIN = 0.1
@@ -74,8 +74,11 @@ def decide(
     and so does every request after it. Without urgent requests all resume.
 
     Args:
+        decode_s: predicts the seconds of a step.
+        slo_s: seconds that a step may take while an urgent request decodes.
         urgent: the running urgent requests.
-        running, paused: all other requests.
+        running: the other running requests.
+        paused: the paused requests.
     """
     oldest_first = sorted(paused, key=lambda each: each.arrived_s)
     if not urgent.num_requests:
@@ -101,8 +104,11 @@ def kept_from_starting(
     """Return which of the requests that could start now wait, because they would be paused at once.
 
     Args:
+        decode_s: predicts the seconds of a step.
+        slo_s: seconds that a step may take while an urgent request decodes.
         urgent: the urgent requests that run or start now.
         running: all requests that continue to run, with the urgent ones.
+        starting: the requests that are not urgent and could start now.
     """
     kept = set()
     for each in starting:

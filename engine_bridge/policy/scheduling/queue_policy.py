@@ -171,6 +171,9 @@ class QueuePolicy(Protocol):
             waiting: facts as of now for all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them
                 out on demand. Facts fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to
                 `arrived`.
+            running: facts as of now for all that hold device memory.
+            room: the room in this step.
+            now: the time in seconds, on the caller's clock.
         """
         ...
 
@@ -226,6 +229,8 @@ class LanedPolicy(QueuePolicy, Protocol):
         A refit that was not done yet is given up.
 
         Args:
+            lanes: the new lanes.
+            quotas: the quota of each lane, in tokens.
             weighted_sizes: sizes of known requests on the new lanes' scale, by request id, also of requests that arrive before the refit is done;
                 others keep theirs. They are looked up one by one, so a mapping may compute them on demand.
 

@@ -245,6 +245,7 @@ class Ledger:
         """Take new lanes and quotas.
 
         Args:
+            quotas: the quota of each lane, in tokens.
             lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
 
         Raises:

@@ -32,7 +32,9 @@ class Scale:
         """Return the weighted request size, from 0 to the sum of the weights (1 by default).
 
         Args:
-            output_tokens: predicted tokens of the answer. rank: the adapter's, 0 without one.
+            input_tokens: tokens of the prompt.
+            output_tokens: predicted tokens of the answer.
+            rank: the adapter's, 0 without one.
 
         A part above its maximum counts as the maximum.
 
