@@ -98,7 +98,7 @@ class Tiers(Machine, Protocol):
         """The store; None while no KV is to be loaded or saved."""
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
-        """Return the costs of both ways as they are now; None where `policy` alone is to decide."""
+        """Return the policy that chooses a way by the costs as they are now; None where `policy` alone is to decide."""
 
     def num_free_device_blocks(self) -> int:
         """Return the number of device blocks that no running request holds; 0 where no copy can be made between two steps."""

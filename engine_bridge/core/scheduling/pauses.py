@@ -33,7 +33,12 @@ Stints = Callable[[str], Stint | None]
 
 @dataclass(slots=True)
 class _Account:
-    """One request's time. ran_s, paused_s: before now. since_s: when the pause under way began; None: none is. num_tokens: held then."""
+    """How long one request ran and was paused, in seconds, before now.
+
+    Attributes:
+        since_s: when the pause under way began; None while the request is not paused.
+        num_tokens: tokens that it held when that pause began.
+    """
 
     ran_s: float = 0.0
     paused_s: float = 0.0

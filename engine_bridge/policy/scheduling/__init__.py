@@ -1,1 +1,1 @@
-"""The order in which requests start, who is preempted, and how steps are paced."""
+"""The order in which requests start, which of them are preempted, and how steps are paced."""
