@@ -63,7 +63,7 @@ from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.engine.node_load import NodeLoad
+    from engine_bridge.driver.engine.node_load import LoadReader
     from engine_bridge.driver.serving.engine_client import BridgeEngineClient
     from engine_bridge.driver.serving.serving import Serving, ServingOptions
     from engine_bridge.driver.vllm_api.start import Off
@@ -266,7 +266,7 @@ class LocalNode:
 
     def facts(self) -> NodeFacts | None:
         # One that is being closed stands for nothing any more.
-        load: NodeLoad | None = getattr(self._thread.driver, "node_load", None)
+        load: LoadReader | None = getattr(self._thread.driver, "node_load", None)
         if load is None:
             return None
         return msgspec.structs.replace(load.facts(), is_open=self.state == "ready")

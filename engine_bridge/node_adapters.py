@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
-from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower, Server
+from engine_bridge.adapters.follower import WATCH_EVERY_S, AdapterServer, FolderFollower
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
 
@@ -35,21 +35,21 @@ class AdapterWatch:
 
     def __init__(self, folder: Path | None, given: Iterable[tuple[str, str]]) -> None:
         self._folder, self._given = folder, given
-        self._follower: Follower | None = None
+        self._follower: FolderFollower | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(
-        self, server: Server, catalog: Catalog | NoCatalog, report: Callable[[str], None]
+        self, server: AdapterServer, catalog: Catalog | NoCatalog, report: Callable[[str], None]
     ) -> None:
         """Returns when all is served that can be."""
-        follower = Follower(server, self._folder, self._given)
+        follower = FolderFollower(server, self._folder, self._given)
         await follower.start(report)
         if isinstance(catalog, Catalog):
             self._follower = follower
             self._task = asyncio.create_task(self._look_after(follower, catalog))
 
     @staticmethod
-    async def _look_after(follower: Follower, catalog: Catalog) -> None:
+    async def _look_after(follower: FolderFollower, catalog: Catalog) -> None:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             try:

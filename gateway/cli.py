@@ -17,7 +17,7 @@ from gateway.errors import StartupError
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import Setting
 from gateway.settings.sources import load_config
-from gateway.settings.vllm_flags import Refusal, translate
+from gateway.settings.vllm_flags import FlagRefusal, translate
 from overture_client import __version__
 from overture_client.chat_command import chat
 from overture_client.completion_command import completion
@@ -73,7 +73,7 @@ class SettingsCommand(click.Command):
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             return super().parse_args(ctx, translate(args, own))
-        except Refusal as error:
+        except FlagRefusal as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:
             hint = "If it is an engine argument of vLLM's, give it as --engine-arg NAME=VALUE."

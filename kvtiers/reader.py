@@ -313,7 +313,7 @@ class Readers:
             if job.num_users == 0 and job in job.supply.jobs:
                 self._around.io.loop.call_soon_threadsafe(job.stop_if_unwanted)
 
-    def outlook(self, stage: Stage, num_blocks: int) -> Outlook:
+    def outlook(self, stage: Stage, num_blocks: int) -> DiskOutlook:
         """How the reading of a stage's first blocks stands."""
         shape, now = self._host.shape, self._around.clock()
         left: dict[Reader, int] = {}
@@ -328,7 +328,7 @@ class Readers:
         rates = {each: each.rate.at(now) for each in readers}
         seconds = sum((left.get(each, 0) + ahead[each]) / rates[each] for each in readers)
         num_bytes = sum(left.values()) + sum(ahead.values())
-        return Outlook(
+        return DiskOutlook(
             bytes_done=sum(
                 each.bytes_done - stage.bytes_before.get(each, each.bytes_done) for each in readers
             ),
@@ -348,7 +348,7 @@ class Readers:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class DiskOutlook:
     """See the `disk_…` fields of `StageProgress`."""
 
     bytes_done: int

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine_bridge.driver.adapters.lent_blocks import LentBlocks, Loan
+from engine_bridge.driver.adapters.lent_blocks import BlockLoan, LentBlocks
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Copy(Loan):
+class Copy(BlockLoan):
     """left_bytes: still to be written."""
 
     left_bytes: int

@@ -16,7 +16,7 @@ from bench.emulated.assist import ColdStart
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.links import SharedLink
-from engine_bridge.core.adapters.adapter_moves import DropCopy, Fill, Load, Move, WriteCopy
+from engine_bridge.core.adapters.adapter_moves import DropCopy, Fill, LoadToHost, Move, WriteCopy
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import HistoryPrefetch, NoPrefetch
@@ -195,7 +195,7 @@ class EmulatedAdapters:
 
     def _do(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            if isinstance(move, Load):
+            if isinstance(move, LoadToHost):
                 self._load(move.adapter_id)
             elif isinstance(move, Fill):
                 self._fill(move)

@@ -19,7 +19,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import AssistingHost, Gpu
 from bench.sim.core.models import Model
 from bench.sim.core.steps import StepCost
-from engine_bridge.driver.assist.shares import Shape, rows_per_core
+from engine_bridge.driver.assist.shares import ModuleShape, rows_per_core
 
 ColdStart = Literal["step waits", "request waits", "host helps", "device takes over"]
 
@@ -30,11 +30,11 @@ def as_quick_as(gpu: Gpu, host: AssistingHost, model: Model, rank: int, prompt_t
     num_modules = (4 if model.adapts_output else 3) * model.num_layers
     module_s = base_s * model.adapted_share / num_modules
 
-    def measure(shape: Shape, rows: int) -> float:
+    def measure(shape: ModuleShape, rows: int) -> float:
         flops = 2 * rows * shape.rank * (shape.num_in + shape.num_out)
         return flops / host.achieved_core_flops
 
-    module = Shape(model.hidden, rank, model.hidden)
+    module = ModuleShape(model.hidden, rank, model.hidden)
     return replace(host, tokens_per_core=rows_per_core(measure, [module], module_s, max_rows=256))
 
 

@@ -25,7 +25,7 @@ from bench.sim.core.links import SharedLink
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.kv.kv_transfers import StepMoves
-from engine_bridge.core.kv.restoring import Load
+from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter
@@ -277,7 +277,7 @@ class _Step:
             self._patience = self._clock.at(self._clock.now + LAYER_TIMEOUT_S, self._give_up)
         return self._patience.action is not None
 
-    def _lacks(self, load: Load) -> bool:
+    def _lacks(self, load: LoadBlocks) -> bool:
         blocks = [load.stage.blocks[position] for position in load.positions]
         return not load.is_whole and any(
             block.ready <= self._num_came and not block.is_bad for block in blocks

@@ -15,7 +15,7 @@ from typing import Any
 from bench.measures import quantile
 from engine_bridge.adapters.registry import Registry
 from engine_bridge.policy.adapters.adapter_places import LoadRates, loads
-from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.policy.nodes.session_locations import Homes, doors_of
 from engine_bridge.protocol.node import AdapterInfo
 from engine_bridge.protocol.node_facts import UNKNOWN, NodeFacts, Ranks
@@ -84,11 +84,13 @@ def cores() -> dict[str, Any]:
 
     from engine_bridge.driver.adapters.host_workers import BUDGET_S
     from engine_bridge.driver.assist.profile import one_worker
-    from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core
+    from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core
 
     with workers(NUM_WORKERS) as pool:
         with one_worker(pool) as measure:
-            per_core = rows_per_core(measure, [Shape(WIDTH, RANK, WIDTH)], BUDGET_S, max_rows=MAX_ROWS // 2)
+            per_core = rows_per_core(
+                measure, [ModuleShape(WIDTH, RANK, WIDTH)], BUDGET_S, max_rows=MAX_ROWS // 2
+            )
         num_rows = NUM_WORKERS * per_core
         x, y = rows_of(num_rows, WIDTH), rows_of(num_rows, WIDTH)
         a, b = torch.full((WIDTH, RANK), 0.01), torch.full((RANK, WIDTH), 0.01)
@@ -199,7 +201,7 @@ def decide(served: Mapping[str, AdapterInfo], asked: Sequence[str]) -> list[floa
     for number, name in enumerate(asked):
         started_s = time.perf_counter()
         info = served[name]
-        ask = Ask(
+        ask = RequestEstimate(
             request_id=f"r{number}",
             num_prompt_tokens=100,
             num_answer_tokens=100,

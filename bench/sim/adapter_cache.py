@@ -66,8 +66,8 @@ from engine_bridge.policy.adapters.adapter_cache import POLICIES, choose_victims
 from engine_bridge.policy.adapters.arrivals import Arrivals
 from engine_bridge.policy.adapters.cached_adapter import (
     USE_HALF_LIFE_S,
+    AdapterEvictionPolicy,
     CachedAdapter,
-    EvictionPolicy,
     UseWindow,
 )
 
@@ -225,7 +225,7 @@ class Device:
     def __init__(
         self,
         workload: Workload,
-        policy: EvictionPolicy,
+        policy: AdapterEvictionPolicy,
         link: Link,
         window: UseWindow,
         forecast: Forecast | None = None,
@@ -360,7 +360,7 @@ class Device:
 class Arm:
     """One policy, and what goes with it."""
 
-    policy: Callable[[Sequence[Use]], EvictionPolicy]
+    policy: Callable[[Sequence[Use]], AdapterEvictionPolicy]
     forecast: Callable[[], Forecast] | None = None
     half_life_s: float = USE_HALF_LIFE_S
 

@@ -33,12 +33,12 @@ from typing import Any
 from bench.data import FOLDER
 from bench.live.report import machine, report
 from bench.sim.agent_runs import MADE, Run, read
-from gateway.advisories.followers import MAX_GAP_S, Arrival, Followers
+from gateway.advisories.followers import MAX_GAP_S, AgentCall, Followers
 
 AGENT_RUNS = FOLDER / "agent_runs/taubench.csv"
 NUM_BINS = 10
 START_GAP_S = 5.0
-Event = tuple[float, int, str, Arrival]  # when, its number, what, whose
+Event = tuple[float, int, str, AgentCall]  # when, its number, what, whose
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def events(runs: Sequence[Run], rng: random.Random, together: float) -> list[Eve
     for number, run in enumerate(runs):
         now += rng.expovariate(1.0) * (mean_s + START_GAP_S) / together
         for call in run:
-            arrival = Arrival("owner", f"run{number}", call.agent, f"run{number}:{call.agent}")
+            arrival = AgentCall("owner", f"run{number}", call.agent, f"run{number}:{call.agent}")
             found += [(now + call.at_s, "note", arrival), (now + call.end_s, "ended", arrival)]
     found.sort(key=lambda event: event[0])
     return [(at_s, number, what, arrival) for number, (at_s, what, arrival) in enumerate(found)]
@@ -171,7 +171,9 @@ def replay(timeline: Sequence[Event]) -> Tally:
     return tally
 
 
-def promise(promises: Promises, followers: Followers, arrival: Arrival, now: float, *, is_over: bool) -> None:
+def promise(
+    promises: Promises, followers: Followers, arrival: AgentCall, now: float, *, is_over: bool
+) -> None:
     """As `gateway.advisories.learned` does: others as soon as a request comes, the agent itself when its answer is whole."""
     for guess in followers.expected(arrival, now):
         if is_over or guess.agent != arrival.agent:

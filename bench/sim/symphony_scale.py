@@ -26,7 +26,7 @@ from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.kv.restore_method import FullCost
-from engine_bridge.policy.nodes.routing import Ask, RoutingPolicy
+from engine_bridge.policy.nodes.routing import RequestEstimate, RoutingPolicy
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 from kvtiers.policy.restore import Action, RestoreFacts
 
@@ -176,7 +176,7 @@ class Cell:
         if session.home >= 0:
             places.append(session.home)
         facts = [_facts_of(str(at), self.nodes[at]) for at in places]
-        ask = Ask(request_id="", num_prompt_tokens=0, num_answer_tokens=0, home=str(session.home))
+        ask = RequestEstimate(request_id="", num_prompt_tokens=0, num_answer_tokens=0, home=str(session.home))
         route = self._routing.route(ask, facts)
         assert route.node_id is not None, "all nodes are open"
         return int(route.node_id)

@@ -152,7 +152,7 @@ def unsupported_options(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(phrases)
 
 
-class Ranks:
+class ModuleRanks:
     """The rank that a configuration gives to each module.
 
     Source: PEFT `get_pattern_key`, `re.match(rf"(.*\\.)?({key})$", module)`, the first key that matches wins. Departs in that the dots of

@@ -32,7 +32,7 @@ MAX_HEADER_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class AdapterContents:
     """An adapter whose files are sound in themselves; whether it fits a model is that model's to say.
 
     content_hash: as `files.content_hash`. checksum, num_bytes: of the weights. sizes: of its files, by name. signature: as `files.signature_of`.
@@ -53,7 +53,7 @@ class Contents:
 Known = Callable[[str, str], tuple[str, int] | None]
 
 
-def contents_of(folder: Path, known: Known = lambda path, signature: None) -> Contents:
+def contents_of(folder: Path, known: Known = lambda path, signature: None) -> AdapterContents:
     """Read all of an adapter, or its headers alone where the rest is known. For a worker thread: it waits for the disk. Raises AdapterRejected."""
     check_folder(folder)
     raw, config_stat = read_config(folder)
@@ -70,7 +70,7 @@ def contents_of(folder: Path, known: Known = lambda path, signature: None) -> Co
             raise AdapterRejected(
                 "The adapter's files changed while they were read. Load it again.", code="changed"
             )
-    return Contents(
+    return AdapterContents(
         path=folder,
         content_hash=hashes[0],
         checksum=hashes[1],

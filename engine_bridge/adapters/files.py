@@ -27,14 +27,14 @@ from engine_bridge.adapters.checksum import Checksum
 from engine_bridge.adapters.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
-    Ranks,
+    ModuleRanks,
     bad_config,
     check_config,
     parse_config,
     plain_scales,
 )
 from engine_bridge.adapters.errors import AdapterRejected, quoted
-from engine_bridge.adapters.header import ITEM_BYTES, WEIGHTS_FILE, Entry, Header, corrupt, read_header
+from engine_bridge.adapters.header import ITEM_BYTES, WEIGHTS_FILE, Header, TensorSpan, corrupt, read_header
 
 PICKLE_FILES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 CHUNK_BYTES: Final = (
@@ -280,7 +280,7 @@ def _system_error(name: str, error: OSError) -> AdapterRejected:
 # --- the tensors against the model -----------------------------------------------------------------------------------------------------
 
 
-def _tensor(entry: Entry, header: Header, contract: ModelContract) -> TensorInfo:
+def _tensor(entry: TensorSpan, header: Header, contract: ModelContract) -> TensorInfo:
     """An entry of the header as half of a module's adapter. Raises AdapterRejected (`unexpected_tensor`, `unknown_module`, `wrong_shape`)."""
     try:
         module, is_a = contract.module_of(entry.name)
@@ -316,7 +316,7 @@ def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], cont
     """The largest rank, if every module has both halves in the shapes that model and configuration ask for. Raises AdapterRejected."""
     if not tensors:
         raise AdapterRejected(f"The adapter's {WEIGHTS_FILE} holds no tensors.", code="no_weights")
-    ranks = Ranks(config["r"], config.get("rank_pattern"))
+    ranks = ModuleRanks(config["r"], config.get("rank_pattern"))
     largest = 0
     for module, (a, b) in _halves(tensors).items():
         rank = ranks.of(_checkpoint_module(a.name))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from engine_bridge.adapters.errors import quoted
-from engine_bridge.adapters.retries import Refusal, Retries
-from engine_bridge.adapters.watch import Changes, Folder
+from engine_bridge.adapters.retries import AdapterRefusal, Retries
+from engine_bridge.adapters.watch import Folder, FolderChanges
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 WATCH_EVERY_S = 2.0
 
 
-class Server(Protocol):
+class AdapterServer(Protocol):
     """What serves adapters."""
 
     def served_paths(self) -> Mapping[str, str]:
@@ -34,7 +34,7 @@ class Server(Protocol):
         """By name, where each lay that was unloaded on purpose and that nothing has taken the place of."""
         ...
 
-    async def serve_found(self, name: str, path: str) -> Refusal | None:
+    async def serve_found(self, name: str, path: str) -> AdapterRefusal | None:
         """Check an adapter and serve it, in place of an earlier one from the same path. None: it is served."""
         ...
 
@@ -43,7 +43,7 @@ class Server(Protocol):
         ...
 
 
-class Follower:
+class FolderFollower:
     """Of one folder. Every method but `problems` is called from the event loop.
 
     Args:
@@ -52,7 +52,7 @@ class Follower:
 
     def __init__(
         self,
-        server: Server,
+        server: AdapterServer,
         folder: Path | None,
         given: Iterable[tuple[str, str]] = (),
         clock: Callable[[], float] = time.time,
@@ -89,10 +89,10 @@ class Follower:
         """By name, why it is not served as its files are. From any thread."""
         return self._retries.texts() | self._given_retries.texts()
 
-    async def _changes(self, *, is_settled: bool = False) -> Changes:
+    async def _changes(self, *, is_settled: bool = False) -> FolderChanges:
         folder = self._folder
         if folder is None:
-            return Changes()
+            return FolderChanges()
         served, unloaded = self._server.served_paths(), self._server.unloaded_paths()
         elsewhere = {name for name, path in served.items() if path != str(folder.path / name)}
         own = {name for name, path in unloaded.items() if path == str(folder.path / name)}
@@ -110,10 +110,10 @@ class Follower:
             log.error("adapter %s is left as it was: %s", quoted(name), retries.texts()[name])
 
     @staticmethod
-    async def _contained(name: str, doing: Awaitable[Refusal | None]) -> Refusal | None:
+    async def _contained(name: str, doing: Awaitable[AdapterRefusal | None]) -> AdapterRefusal | None:
         """One adapter's trouble is not the others'."""
         try:
             return await doing
         except Exception as error:
             log.exception("adapter %s could not be looked after", quoted(name))
-            return Refusal(f"The server failed on it ({type(error).__name__}).")
+            return AdapterRefusal(f"The server failed on it ({type(error).__name__}).")

@@ -22,7 +22,7 @@ _MAX_DIMENSIONS = 8  # Chosen: keeps a hostile shape from being multiplied out; 
 _MAX_SIZE = 2**63
 
 
-class Entry(NamedTuple):
+class TensorSpan(NamedTuple):
     """One tensor: its bytes are those from `begin` to before `end`, counted from the start of the data."""
 
     name: str
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 
     raw: bytes
     data_offset: int
-    entries: list[Entry]
+    entries: list[TensorSpan]
 
 
 def read_header(file: RawIOBase, file_bytes: int, max_bytes: int) -> Header:
@@ -87,7 +87,7 @@ def _check_metadata(metadata: Any) -> None:
         raise corrupt(f"'{_METADATA}' must map names to texts.")
 
 
-def _entry(name: str, fields: Any) -> Entry:
+def _entry(name: str, fields: Any) -> TensorSpan:
     if not isinstance(fields, dict):
         raise corrupt(f"the entry of {quoted(name)} is no object.")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -101,7 +101,7 @@ def _entry(name: str, fields: Any) -> Entry:
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise corrupt(f"the length of {quoted(name)} does not fit its shape and type.")
-    return Entry(name, dtype, tuple(shape), begin, end)
+    return TensorSpan(name, dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
@@ -112,7 +112,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _check_coverage(entries: list[Entry], data_bytes: int) -> None:
+def _check_coverage(entries: list[TensorSpan], data_bytes: int) -> None:
     """The tensors must fill the data exactly: no overlap, no hole, nothing after them."""
     position = 0
     for entry in entries:

@@ -13,7 +13,7 @@ LONGEST_WAIT_S: Final = 10.0
 MAX_DOUBLED: Final = math.ceil(math.log2(LONGEST_WAIT_S / FIRST_WAIT_S))
 
 
-class Refusal(NamedTuple):
+class AdapterRefusal(NamedTuple):
     """Why an adapter is not served as its files are. code: as of `AdapterRejected` or `RegistryFailed`; "" where nothing is known."""
 
     reason: str
@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    refusal: Refusal
+    refusal: AdapterRefusal
     num_tries: int
     at_s: float
 
@@ -40,7 +40,7 @@ class Retries:
     def __init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
 
-    def failed(self, name: str, refusal: Refusal, now: float) -> bool:
+    def failed(self, name: str, refusal: AdapterRefusal, now: float) -> bool:
         """A try has failed. Whether that is news: another reason than the last time."""
         before = self._failed.get(name)
         num_tries = before.num_tries + 1 if before is not None else 1

@@ -14,7 +14,7 @@ from typing import Final
 from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.files import signature_of
 from engine_bridge.adapters.names import problem_of
-from engine_bridge.adapters.retries import Refusal, Retries
+from engine_bridge.adapters.retries import AdapterRefusal, Retries
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,14 @@ SETTLE_S: Final = 2.0  # Chosen: longer than a copy pauses between two writes.
 PATIENCE: Final = 4
 SHORT_REST: Final = 0.25
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_TAKEN: Final = Refusal(
+_TAKEN: Final = AdapterRefusal(
     "An adapter of this name was loaded from elsewhere. The one in the folder is served once that one is unloaded.",
     "name_taken",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class FolderChanges:
     """What is to be done since the last scan, each in the order of names.
 
     Attributes:
@@ -84,7 +84,9 @@ class Folder:
         for name in names:
             del self._told[name]
 
-    def changes(self, now: float, elsewhere: Collection[str] = (), *, is_settled: bool = False) -> Changes:
+    def changes(
+        self, now: float, elsewhere: Collection[str] = (), *, is_settled: bool = False
+    ) -> FolderChanges:
         """Scan the folder one level deep. now: Unix seconds, by the clock that stamps the files.
 
         A folder that is missing is empty. One that cannot be read for another reason (a disk that is away for a moment) has no changes.
@@ -99,7 +101,7 @@ class Folder:
             if self._is_readable:
                 logger.warning("the folder of adapters %s cannot be read: %s", self.path, error.strerror)
             self._is_readable = False
-            return Changes()
+            return FolderChanges()
         self._is_readable = True
         return self._compare(self._named_well(seen), elsewhere, now, 0.0 if is_settled else self._settle_s)
 
@@ -116,7 +118,7 @@ class Folder:
 
     def _compare(
         self, seen: dict[str, _Seen | None], elsewhere: Collection[str], now: float, settle_s: float
-    ) -> Changes:
+    ) -> FolderChanges:
         added: list[tuple[str, Path]] = []
         changed: list[tuple[str, Path]] = []
         for name, entry in seen.items():
@@ -135,7 +137,7 @@ class Folder:
             self._restless_since.pop(name, None)
             self._stands_back.discard(name)
             self._retries.forget(name)
-        return Changes(tuple(added), tuple(changed), removed)
+        return FolderChanges(tuple(added), tuple(changed), removed)
 
     def _gone(self, names: Collection[str], now: float) -> list[str]:
         """Those of `names` whose folder is still missing at a second look: while one folder is moved into the place of another, both are away."""

@@ -25,7 +25,7 @@ MAX_TOKENS_PER_CHARACTER = 4
 STEPS_TOKENS = (256, 16, 1)
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """The two methods of vLLM's tokenizers that are used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
@@ -42,7 +42,7 @@ class Continued(Struct, frozen=True):
 
 
 def continue_prompt(
-    history: Sequence[int], text: str, rendered: list[int], tokenizer: Tokenizer
+    history: Sequence[int], text: str, rendered: list[int], tokenizer: TextTokenizer
 ) -> Continued:
     """The prompt for `text` that begins with as many ids of `history` as fit.
 
@@ -60,7 +60,7 @@ def continue_prompt(
 
 
 def continue_between_tokens(
-    history: Sequence[int], text: str, rendered: list[int], tokenizer: Tokenizer, known: Collection[int]
+    history: Sequence[int], text: str, rendered: list[int], tokenizer: TextTokenizer, known: Collection[int]
 ) -> Continued:
     """`continue_prompt` where a text may spell a special token that is none, so that its encoding cannot be made from the text alone.
 
@@ -96,18 +96,18 @@ def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence
     yield ids[start:], None
 
 
-def _num_same(own: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> int:
+def _num_same(own: Sequence[int], new: Sequence[int], tokenizer: TextTokenizer) -> int:
     """How many ids of `new` spell what all of `own` spell; 0 where none do."""
     text = _text(own, tokenizer)
     num = bisect_left(range(len(new) + 1), len(text), key=lambda num: len(_text(new[:num], tokenizer)))
     return num if _text(new[:num], tokenizer) == text else 0
 
 
-def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def _text(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _longest_match(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, int]:
+def _longest_match(ids: Sequence[int], text: str, tokenizer: TextTokenizer) -> tuple[int, int]:
     """How many of `ids` spell a beginning of `text`, and how many characters that is. Never ends inside a character.
 
     May stop early, never late: at U+FFFD that was really written, and at the first slice where a decoder drops the first space of
@@ -126,7 +126,7 @@ def _longest_match(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple
     return num_ids, num_chars
 
 
-def _whole_characters(ids: Sequence[int], step: int, tokenizer: Tokenizer) -> tuple[int, str]:
+def _whole_characters(ids: Sequence[int], step: int, tokenizer: TextTokenizer) -> tuple[int, str]:
     """The text of the first `step` ids, or of a few more where a character is not over there; and how many ids that took."""
     for num_taken in range(min(step, len(ids)), len(ids) + 1):
         piece = tokenizer.decode(ids[:num_taken], skip_special_tokens=False)

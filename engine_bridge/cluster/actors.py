@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from engine_bridge.cluster import orders
 from engine_bridge.cluster.guard import descendants, die_with_parent
-from engine_bridge.cluster.host import CLOSE_S, NodeHost, Place
+from engine_bridge.cluster.host import CLOSE_S, NodeAddress, NodeHost
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.ray_settings import environment_of
 from engine_bridge.cluster.trust import Trust
@@ -102,7 +102,7 @@ class NodeActor:
         self._place = self._host.start()
 
     def where(self) -> bytes:
-        """Its `Place` as JSON."""
+        """Its `NodeAddress` as JSON."""
         return msgspec.json.encode(self._place)
 
     def leave(self) -> None:
@@ -165,7 +165,7 @@ def drive(control: socket.socket, log_to: int) -> None:
     except Exception as error:
         if not isinstance(error, ClusterError):
             log.exception("Ray could not be driven")
-        tell(orders.Failed(str(error) if isinstance(error, ClusterError) else _told(error)))
+        tell(orders.ClusterFailed(str(error) if isinstance(error, ClusterError) else _told(error)))
     # Ray's own way out takes seconds, and may hang.
     os._exit(0)
 
@@ -209,7 +209,7 @@ class _Driver:
         self._raylet = self._connect()
         giving_up.cancel()
         self._handles: dict[str, Any] = {}
-        self._places: dict[str, Place | None] = {}
+        self._places: dict[str, NodeAddress | None] = {}
         self._ours = {node.node_id for node in settings.nodes}
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
@@ -227,7 +227,7 @@ class _Driver:
             "_temp_dir": _folder_of_rays(settings),
         }
         if not settings.address:
-            self._tell(orders.Stage("starting Ray"))
+            self._tell(orders.StartStage("starting Ray"))
             self._ray.init(
                 address="local",
                 num_cpus=0,
@@ -236,7 +236,7 @@ class _Driver:
                 **options,
             )
             return str(self._ray.get_runtime_context().get_node_id())
-        self._tell(orders.Stage(f"joining the Ray cluster at {settings.address}"))
+        self._tell(orders.StartStage(f"joining the Ray cluster at {settings.address}"))
         _check_reachable(settings.address)
         mark = f"{PREFIX}{secrets.token_hex(8)}"
         self._joining = _join(settings, mark)
@@ -244,7 +244,7 @@ class _Driver:
         return str(next(node["NodeID"] for node in self._ray.nodes() if mark in node["Resources"]))
 
     def _give_up(self) -> None:
-        self._tell(orders.Failed(f"Ray has not started within {START_S:.0f} s"))
+        self._tell(orders.ClusterFailed(f"Ray has not started within {START_S:.0f} s"))
         os._exit(1)
 
     def _start(self, node: NodeToStart) -> Any:
@@ -309,7 +309,7 @@ class _Driver:
                     loop.add_reader(os.pidfd_open(pid), self._core_ended, name)
 
     def _core_ended(self, name: str) -> None:
-        self._tell(orders.Failed(f"Ray's {name} has ended"))
+        self._tell(orders.ClusterFailed(f"Ray's {name} has ended"))
         os._exit(1)
 
     def _do(self, node_id: str, work: Coroutine[Any, Any, None]) -> None:
@@ -331,7 +331,7 @@ class _Driver:
                 break
             self._tell(orders.Placed(node.node_id, None, problem))
             await asyncio.sleep(PAUSE_S)
-        self._tell(orders.Left(node.node_id))
+        self._tell(orders.NodeLeft(node.node_id))
 
     async def _live(self, node: NodeToStart) -> str:
         """One actor's life; returns what ended it."""
@@ -361,7 +361,7 @@ class _Driver:
         self._place(node_id, None)
         while True:
             try:
-                place = msgspec.json.decode(await handle.where.remote(), type=Place)
+                place = msgspec.json.decode(await handle.where.remote(), type=NodeAddress)
                 self._place(node_id, place)
                 if place.is_leaving and node_id in self._ours:
                     self._do(node_id, self._end(node_id))
@@ -372,7 +372,7 @@ class _Driver:
                 return _told(error)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _place(self, node_id: str, place: Place | None) -> None:
+    def _place(self, node_id: str, place: NodeAddress | None) -> None:
         if node_id not in self._places or self._places[node_id] != place:
             self._places[node_id] = place
             self._tell(orders.Placed(node_id, place))
@@ -408,7 +408,7 @@ class _Driver:
                 self._tell(orders.Placed(node_id, None, problem))
                 await asyncio.sleep(PAUSE_S)
         del self._places[node_id]
-        self._tell(orders.Left(node_id))
+        self._tell(orders.NodeLeft(node_id))
 
     # -- orders --------------------------------------------------------------------------------------------------------
 

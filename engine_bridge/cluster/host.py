@@ -28,7 +28,7 @@ LOCK = "lock"
 CLOSE_S = 20.0
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class NodeAddress(Struct, frozen=True, kw_only=True):
     """Where a node can be reached. incarnation: another one after each start of its process. is_leaving: whoever started it is asked to end it."""
 
     host: str
@@ -63,10 +63,10 @@ class NodeHost:
         self._load = load
         self._make_node, self._node_id, self._folder = make_node, node_id, folder
         self._listen_on, self._trust, self._turns = listen_on, trust, turns
-        self._place: Future[Place] = Future()
+        self._place: Future[NodeAddress] = Future()
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
 
-    def start(self) -> Place:
+    def start(self) -> NodeAddress:
         """Returns when it can be connected to; the engine is brought up meanwhile. Raises what stopped it."""
         self._thread.start()
         return self._place.result()
@@ -106,7 +106,9 @@ class NodeHost:
         )
         starting = asyncio.create_task(self._bring_up(node))
         host, port = listener.sockets[0].getsockname()[:2]
-        self._place.set_result(Place(host=host, port=port, incarnation=server.incarnation, pid=os.getpid()))
+        self._place.set_result(
+            NodeAddress(host=host, port=port, incarnation=server.incarnation, pid=os.getpid())
+        )
         await self._over.wait()
         listener.close()
         starting.cancel()

@@ -15,7 +15,7 @@ from engine_bridge.protocol.node import ADVISORY_ENDS, AdvisoryReport
 log = logging.getLogger(__name__)
 
 
-class Stream:
+class AnswerBuffer:
     """Pieces of one answer that nobody has taken yet. There are no more of them than the answer has: the request's bounds are theirs, too."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Stream:
         return piece
 
 
-class Link(asyncio.Protocol):
+class NodeLink(asyncio.Protocol):
     """Made by `loop.create_connection(lambda: Link(…), …)`; then `await greeted`.
 
     Args:
@@ -62,7 +62,7 @@ class Link(asyncio.Protocol):
         self._frames = wire.Frames(wire.ToGateway)
         self._nonce = secrets.token_bytes(wire.CHALLENGE_BYTES)
         self._numbers = itertools.count(1)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, AnswerBuffer] = {}
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._advisories: dict[str, Callable[[AdvisoryReport], None]] = {}
         self._can_write = asyncio.Event()
@@ -207,9 +207,9 @@ class Link(asyncio.Protocol):
         await self._can_write.wait()
         self._send(message, number)
 
-    def open(self) -> tuple[int, Stream]:
+    def open(self) -> tuple[int, AnswerBuffer]:
         """A number of its own, and where its pieces come; to be closed by `close`."""
-        number, stream = next(self._numbers), Stream()
+        number, stream = next(self._numbers), AnswerBuffer()
         self._streams[number] = stream
         return number, stream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.cluster.host import Place
+from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.trust import Trust
 
 
@@ -77,7 +77,7 @@ class News(Struct, frozen=True, tag_field="type", tag=str.lower):
     """To the gateway."""
 
 
-class Stage(News, frozen=True):
+class StartStage(News, frozen=True):
     """text: a phrase for people."""
 
     text: str
@@ -87,24 +87,24 @@ class Placed(News, frozen=True):
     """A node is there, or again. place: None while its process starts. problem: why the last attempt to start it failed, if it did."""
 
     node_id: str
-    place: Place | None
+    place: NodeAddress | None
     problem: str = ""
 
 
-class Left(News, frozen=True):
+class NodeLeft(News, frozen=True):
     """A node is gone for good."""
 
     node_id: str
 
 
-class Failed(News, frozen=True):
+class ClusterFailed(News, frozen=True):
     """The cluster cannot be used, or no longer: the process ends."""
 
     problem: str
 
 
 FromGateway = Begin | Kill | Restart | Remove | Close
-FromDriver = Stage | Placed | Left | Failed
+FromDriver = StartStage | Placed | NodeLeft | ClusterFailed
 _orders: msgspec.json.Decoder[FromGateway] = msgspec.json.Decoder(FromGateway)
 _news: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(FromDriver)
 

@@ -55,7 +55,7 @@ class PeerWelcome(Message, frozen=True):
     layer_bytes: int
 
 
-class Ask(Message, frozen=True):
+class BlocksWanted(Message, frozen=True):
     """keys: back to back."""
 
     fingerprint: str
@@ -93,7 +93,7 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-ToLender = Hello | Ask
+ToLender = Hello | BlocksWanted
 ToAsker = Challenge | PeerWelcome | Queued | Offer | Parts | Cut | Done | Refused
 _encoder = msgspec.msgpack.Encoder()
 
@@ -121,7 +121,7 @@ def keys_of(packed: bytes) -> list[BlockKey]:
     return [BlockKey(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
 
 
-class Frames:
+class PeerFrames:
     """Bytes as they come, in one buffer of a bounded size. For `asyncio.BufferedProtocol`: `space` is what to read into.
 
     Args:
@@ -177,7 +177,7 @@ class Frames:
         return message, self._memory[raw : self._start]
 
 
-class Question:
+class BorrowerSide:
     """An asker's side of one connection. Frames come in by `take`.
 
     Args:
@@ -235,7 +235,7 @@ class Question:
         """Blocks of which all layers came. Who waited for them may be gone before the other end has said that it is done."""
         return (self.num_blocks or 0) - self.num_damaged if self._layer == self._shape.num_layers else 0
 
-    def take(self, message: Any, raw: memoryview, frames: Frames) -> bytes:
+    def take(self, message: Any, raw: memoryview, frames: PeerFrames) -> bytes:
         """Returns what is to be sent. Raises PeerFault, WireError."""
         match message:
             case Refused():
@@ -266,7 +266,7 @@ class Question:
         self._turn = PeerWelcome
         return encode(Hello(proof_of(self._token, ASKER, message.nonce), self._nonce))
 
-    def _ask(self, message: PeerWelcome, frames: Frames) -> bytes:
+    def _ask(self, message: PeerWelcome, frames: PeerFrames) -> bytes:
         if not is_proof(message.proof, self._token, LENDER, self._nonce):
             raise PeerFault("token", "it does not know the token")
         shape = BlockShape(message.num_layers, message.layer_bytes)
@@ -277,7 +277,7 @@ class Question:
             )
         frames.allow(max_frame_bytes(self._shape, len(self.keys)))
         self._turn = Offer
-        return encode(Ask(self._fingerprint, self._first_layer, self._asked))
+        return encode(BlocksWanted(self._fingerprint, self._first_layer, self._asked))
 
     def _offered(self, message: Offer) -> None:
         num_blocks = len(message.keys) // KEY_BYTES

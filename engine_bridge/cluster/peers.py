@@ -20,7 +20,7 @@ from typing import Any, cast
 from msgspec import Struct
 
 from engine_bridge.cluster import peer_wire as wire
-from engine_bridge.cluster.peer_wire import MissReason, PeerFault, Question
+from engine_bridge.cluster.peer_wire import BorrowerSide, MissReason, PeerFault
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.cluster.wire import (
     CHALLENGE_BYTES,
@@ -217,7 +217,7 @@ class Peer:
         stats = self._peering.stats
         async with self._turns:
             nonce = secrets.token_bytes(CHALLENGE_BYTES)
-            question = Question(
+            question = BorrowerSide(
                 self._peering.token,
                 nonce,
                 self._fingerprint,
@@ -252,7 +252,7 @@ class Peer:
     def _who(self) -> str:
         return f"{self._place[0]}:{self._place[1]}"
 
-    async def _put(self, question: Question) -> None:
+    async def _put(self, question: BorrowerSide) -> None:
         """Raises PeerFault."""
         host, port = self._place
         loop = asyncio.get_running_loop()
@@ -280,9 +280,9 @@ class Peer:
 class _Asking(asyncio.BufferedProtocol):
     """One question over one connection."""
 
-    def __init__(self, question: Question) -> None:
-        self._question: Question | None = question
-        self._frames = wire.Frames(wire.ToAsker)
+    def __init__(self, question: BorrowerSide) -> None:
+        self._question: BorrowerSide | None = question
+        self._frames = wire.PeerFrames(wire.ToAsker)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_received = 0
 
@@ -371,7 +371,7 @@ class _Lending(asyncio.BufferedProtocol):
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
-        self._frames = wire.Frames(wire.ToLender)
+        self._frames = wire.PeerFrames(wire.ToLender)
         self._nonce = secrets.token_bytes(CHALLENGE_BYTES)
         self._is_known = False
         self._answering: asyncio.Task[None] | None = None
@@ -432,7 +432,7 @@ class _Lending(asyncio.BufferedProtocol):
     def _take(self, message: Any) -> None:
         if not self._is_known:
             self._greet(message)
-        elif isinstance(message, wire.Ask) and self._answering is None:
+        elif isinstance(message, wire.BlocksWanted) and self._answering is None:
             self._greeting.cancel()
             self._answering = asyncio.get_running_loop().create_task(self._answer(message))
         else:
@@ -450,7 +450,7 @@ class _Lending(asyncio.BufferedProtocol):
         proof = proof_of(token, wire.LENDER, message.nonce)
         self._send(wire.PeerWelcome(proof, lender.fingerprint, shape.num_layers, shape.layer_bytes))
 
-    async def _answer(self, ask: wire.Ask) -> None:
+    async def _answer(self, ask: wire.BlocksWanted) -> None:
         peering = self._lender.peering
         try:
             keys = wire.keys_of(ask.keys)
@@ -490,14 +490,14 @@ class _Lending(asyncio.BufferedProtocol):
             waiting.cancel()
         return has_turn
 
-    async def _lend_in_turn(self, ask: wire.Ask, keys: list[BlockKey]) -> None:
+    async def _lend_in_turn(self, ask: wire.BlocksWanted, keys: list[BlockKey]) -> None:
         try:
             async with asyncio.timeout(_patience_s(len(keys) * self._lender.store.shape.block_bytes)):
                 await self._lend(ask, keys)
         finally:
             self._lender.turns.release()
 
-    async def _lend(self, ask: wire.Ask, keys: list[BlockKey]) -> None:
+    async def _lend(self, ask: wire.BlocksWanted, keys: list[BlockKey]) -> None:
         lender = self._lender
         shape = lender.store.shape
         if ask.fingerprint != lender.fingerprint:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from engine_bridge.cluster.host import Place
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.host import NodeAddress
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S, STARTING_SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.wire import NodeReport
@@ -46,7 +46,7 @@ class PlacedNode(RemoteNode):
         self.problem = ""
         self._expected_model, self._token = served_model_name, token
         self._on_change, self._on_silent = on_change, on_silent
-        self._place: Place | None = None
+        self._place: NodeAddress | None = None
         self._is_placed = asyncio.Event()
         self._was_ready, self._is_closed = False, False
 
@@ -78,7 +78,7 @@ class PlacedNode(RemoteNode):
 
     # -- where it is ---------------------------------------------------------------------------------------------------
 
-    def move_to(self, place: Place | None, stage: str, problem: str = "") -> None:
+    def move_to(self, place: NodeAddress | None, stage: str, problem: str = "") -> None:
         """place: None: nowhere now. stage: what it is doing meanwhile, in a phrase. problem: why it is nowhere."""
         self._place, self.stage, self.problem = place, stage, problem
         if place is not None:
@@ -109,12 +109,12 @@ class PlacedNode(RemoteNode):
                 log.exception("the connection to %s failed; it is tried again", self.node_id)
             await asyncio.sleep(RETRY_S)
 
-    async def _live(self, place: Place, tls: ssl.SSLContext | None) -> None:
+    async def _live(self, place: NodeAddress, tls: ssl.SSLContext | None) -> None:
         """One connection's life. Raises OSError, TimeoutError for one that does not come about."""
         loop, lost = asyncio.get_running_loop(), asyncio.Event()
         async with asyncio.timeout(CONNECT_S):
             transport, link = await loop.create_connection(
-                lambda: Link(self._token, self.take_report, lost.set), place.host, place.port, ssl=tls
+                lambda: NodeLink(self._token, self.take_report, lost.set), place.host, place.port, ssl=tls
             )
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -128,7 +128,7 @@ class PlacedNode(RemoteNode):
             transport.abort()
             self._on_change()
 
-    def _is_fit(self, link: Link) -> bool:
+    def _is_fit(self, link: NodeLink) -> bool:
         """Clients ask for one model: a node that serves another is none of ours."""
         if self.model_name == self._expected_model:
             return True
@@ -140,7 +140,7 @@ class PlacedNode(RemoteNode):
         self._on_change()
         return False
 
-    async def _serve(self, link: Link, lost: asyncio.Event) -> None:
+    async def _serve(self, link: NodeLink, lost: asyncio.Event) -> None:
         if self.last_incarnation not in ("", link.incarnation):
             self._num_deaths += 1
         self.last_incarnation, self.problem = link.incarnation, ""

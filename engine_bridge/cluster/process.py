@@ -15,7 +15,7 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
 from engine_bridge.protocol.errors import EngineUnavailable
@@ -155,7 +155,7 @@ class ProcessNode(RemoteNode):
             lost = asyncio.Event()
             loop = asyncio.get_running_loop()
             _, link = await loop.create_connection(
-                lambda: Link(on_report=self.take_report, on_lost=lost.set), sock=ours
+                lambda: NodeLink(on_report=self.take_report, on_lost=lost.set), sock=ours
             )
             assert process.stdin is not None
             process.stdin.write(self._settings)
@@ -173,7 +173,7 @@ class ProcessNode(RemoteNode):
                 await asyncio.wait_for(process.wait(), LOOK_EVERY_S)
             return _way_out(process.returncode)
 
-    async def _look_after(self, link: Link) -> None:
+    async def _look_after(self, link: NodeLink) -> None:
         loop = asyncio.get_running_loop()
         silence = Silence(LOOK_EVERY_S / 4)
         while True:
@@ -186,7 +186,7 @@ class ProcessNode(RemoteNode):
                 self._kill()
                 return
 
-    def _note_start(self, link: Link) -> None:
+    def _note_start(self, link: NodeLink) -> None:
         """The first start ends when the engine is ready, or has failed for good."""
         if self._first_start is None or self._first_start.done() or not link.is_up:
             return

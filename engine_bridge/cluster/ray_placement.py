@@ -249,7 +249,7 @@ class RayPlacement:
     def _hear(self, news: orders.News) -> str:
         """Returns what ends it, if that is the news."""
         match news:
-            case orders.Stage(text=text):
+            case orders.StartStage(text=text):
                 for node in self._nodes.values():
                     node.stage = text
                 self._say("", text)
@@ -259,12 +259,12 @@ class RayPlacement:
                     self._nodes[node_id] = self._make_node(node_id)
                     self._look_after(self._nodes[node_id])
                 self._nodes[node_id].move_to(place, "starting its process", problem)
-            case orders.Left(node_id=node_id):
+            case orders.NodeLeft(node_id=node_id):
                 if node_id in self._nodes:
                     log.info("%s has left", node_id)
                     self._drop(node_id)
                 self._changed.set()
-            case orders.Failed(problem=problem):
+            case orders.ClusterFailed(problem=problem):
                 return problem
         return ""
 

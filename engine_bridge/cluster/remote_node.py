@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 from engine_bridge.cluster import wire
-from engine_bridge.cluster.link import Link, Stream
+from engine_bridge.cluster.link import AnswerBuffer, NodeLink
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import (
     AdapterInfo,
@@ -51,7 +51,7 @@ class RemoteNode:
 
     def __init__(self, served_model_name: str = "") -> None:
         self._model_name = served_model_name
-        self._link: Link | None = None
+        self._link: NodeLink | None = None
         self._report: wire.NodeReport | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self.num_adapter_reports = 0
@@ -59,7 +59,7 @@ class RemoteNode:
         self._num_deaths = 0
         self._since_s = time.monotonic()
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: NodeLink) -> None:
         """Send work over this link from now on."""
         self._link = link
 
@@ -165,7 +165,7 @@ class RemoteNode:
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
-    def _up(self) -> Link:
+    def _up(self) -> NodeLink:
         """Raises EngineUnavailable."""
         if self._link is None or not self._link.is_up:
             progress = self.progress
@@ -274,7 +274,7 @@ class RemoteNode:
 class _Events:
     """Server-sent events of one call. Closing them before the first is read stops the call, too, which no generator would do."""
 
-    def __init__(self, link: Link, number: int, stream: Stream) -> None:
+    def __init__(self, link: NodeLink, number: int, stream: AnswerBuffer) -> None:
         self._link, self._number, self._stream = link, number, stream
 
     def __aiter__(self) -> _Events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from engine_bridge.adapters.contents import Contents, read_piece
+from engine_bridge.adapters.contents import AdapterContents, read_piece
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import MAX_PIECE_BYTES
 from engine_bridge.cluster.remote_node import RemoteNode
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 TRIES = 2
 
 
-async def bring(node: RemoteNode, contents: Contents) -> str:
+async def bring(node: RemoteNode, contents: AdapterContents) -> str:
     """See that an adapter's files are on a node's machine, and say where. Answers go on meanwhile: one piece is under way at a time.
 
     Raises AdapterRejected for files that are no longer what they were, InvalidRequest where there is no room, EngineUnavailable.
@@ -39,7 +39,7 @@ async def bring(node: RemoteNode, contents: Contents) -> str:
     raise AdapterRejected("The adapter's files changed while they were sent. Load it again.", code="changed")
 
 
-async def _send(node: RemoteNode, contents: Contents, name: str, size: int) -> None:
+async def _send(node: RemoteNode, contents: AdapterContents, name: str, size: int) -> None:
     for offset in range(0, size, MAX_PIECE_BYTES):
         num_bytes = min(MAX_PIECE_BYTES, size - offset)
         piece = await asyncio.to_thread(read_piece, contents.path, name, offset, num_bytes)

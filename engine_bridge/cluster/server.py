@@ -41,11 +41,11 @@ class NodeServer:
         self.incarnation = secrets.token_hex(8)
         self.on_close = on_close
         self.peer_address = ""
-        self.connections: set[Connection] = set()
+        self.connections: set[GatewayConnection] = set()
 
-    def connection(self) -> Connection:
+    def connection(self) -> GatewayConnection:
         """The protocol object for one more connection of a gateway."""
-        return Connection(self)
+        return GatewayConnection(self)
 
     def report(self, adapters: list[AdapterInfo] | None) -> wire.NodeReport:
         node = self.node
@@ -66,7 +66,7 @@ class NodeServer:
         )
 
 
-class Connection(asyncio.Protocol):
+class GatewayConnection(asyncio.Protocol):
     """One gateway. When it has gone, nobody reads its answers: they are stopped."""
 
     def __init__(self, server: NodeServer) -> None:

@@ -40,7 +40,7 @@ UNSURE_S = 60.0
 MIB = 1 << 20
 
 
-class Tokenizer(Struct, frozen=True):
+class GrammarTokenizer(Struct, frozen=True):
     """What helper processes need of the model's tokenizer. See `engine_bridge.grammars.worker.Setup`."""
 
     definition: str
@@ -221,7 +221,7 @@ class GrammarChecker:
         seconds: that helper processes worked.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, timeout_s: float, memory_mib: int) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, *, timeout_s: float, memory_mib: int) -> None:
         self._timeout_s = timeout_s
         setup = Setup(
             tokenizer.definition,

@@ -25,7 +25,7 @@ KEYLESS_SHARE = 10
 WRONG_KEYS, WRONG_KEYS_PER_S = 20, 0.5
 
 
-class Place:
+class Admitted:
     """A request's place among those of its owner, until `leave` or the end of its `with` block."""
 
     def __init__(self, budgets: RequestBudgets, owner: str) -> None:
@@ -39,7 +39,7 @@ class Place:
             self._budgets.left(self._owner, self._budgets.clock() - self._since_s)
             self._budgets = None
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Admitted:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -90,7 +90,7 @@ class RequestBudgets:
                 retry_after_s=wait_s,
             )
 
-    def enter(self, owner: str) -> Place:
+    def enter(self, owner: str) -> Admitted:
         """A place for a request, to be left when it is over. Raises GatewayError `rate_limited`."""
         wait_s = self._concurrency.enter(owner)
         if wait_s:
@@ -101,7 +101,7 @@ class RequestBudgets:
                 "(the operator's limit is --max-concurrent-requests).",
                 retry_after_s=wait_s,
             )
-        return Place(self, owner)
+        return Admitted(self, owner)
 
     def left(self, owner: str, lasted_s: float) -> None:
         """Called by a Place, once."""

@@ -29,7 +29,7 @@ from gateway.advisories.trails import Trail, Trails
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
-from gateway.sessions import Outlook, SessionStore
+from gateway.sessions import NextPrompt, SessionStore
 from gateway.settings.priorities import checked_priority
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ SAME_ARRIVAL_S = 0.5
 HINT_ACTION = "session.advise"
 
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
-OnChange = Callable[["Record"], None]
+OnChange = Callable[["AdvisoryRecord"], None]
 
 
 class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,7 +76,7 @@ class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return DEFAULT_TTL_S if self.expected_arrival_s is None else self.expected_arrival_s + GRACE_S
 
 
-class Record:
+class AdvisoryRecord:
     """One advisory and how it stands.
 
     Attributes:
@@ -198,8 +198,8 @@ class Advisories:
         self._num_ended: Counter[str] = Counter()
         self.trails = Trails()
         """The states that each owner's last ones went through."""
-        self._records: dict[str, Record] = {}
-        self._live: dict[tuple[str, str], Record] = {}
+        self._records: dict[str, AdvisoryRecord] = {}
+        self._live: dict[tuple[str, str], AdvisoryRecord] = {}
         self._shares: Shares[str] = Shares(MAX_LIVE, MAX_LIVE_OF_ALL)  # ids of those that are not taken back
         self._ended: deque[str] = deque()  # ids in `_records` that are over, the oldest first
         self._scored: OrderedDict[tuple[str, str], AdvisoryReport] = OrderedDict()
@@ -217,7 +217,7 @@ class Advisories:
         *,
         client: str | None = None,
         probability: float | None = None,
-    ) -> Record:
+    ) -> AdvisoryRecord:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
         source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. client: of
@@ -239,7 +239,9 @@ class Advisories:
             self._check_rate(client or owner, now)
             if live is not None:
                 self._retract(live, is_expired=False)
-            record = self._begin(Record(owner, wanted, adapter, source, now, probability, client=client))
+            record = self._begin(
+                AdvisoryRecord(owner, wanted, adapter, source, now, probability, client=client)
+            )
         if follower is not None:
             record.followers.add(follower)
             if record.report is not None:
@@ -253,7 +255,7 @@ class Advisories:
         live = self._live.get((owner, session_id))
         return live is not None and live.retracted is None
 
-    def hint(self, owner: str, envelope: Any, *, client: str | None = None) -> list[Record]:
+    def hint(self, owner: str, envelope: Any, *, client: str | None = None) -> list[AdvisoryRecord]:
         """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
         try:
             actions = msgspec.convert(envelope, Envelope).actions
@@ -266,7 +268,7 @@ class Advisories:
             ) from error
         return [self.submit(owner, item, "hint", client=client) for item in wanted]
 
-    def find(self, owner: str, advisory_id: str) -> Record:
+    def find(self, owner: str, advisory_id: str) -> AdvisoryRecord:
         """Raises `not_found`, also for another owner's."""
         record = self._records.get(advisory_id)
         if record is None or record.owner != owner:
@@ -298,7 +300,7 @@ class Advisories:
 
     # -- the life of one ---------------------------------------------------------------------------------------------
 
-    def _begin(self, record: Record) -> Record:
+    def _begin(self, record: AdvisoryRecord) -> AdvisoryRecord:
         if (loser := self._shares.put(record.id, record.client)) is not None:
             self._retract(self._records[loser], is_expired=False)
         self._live[record.key] = self._records[record.id] = record
@@ -310,7 +312,7 @@ class Advisories:
         task.add_done_callback(self._tasks.discard)
         return record
 
-    async def _start(self, record: Record) -> None:
+    async def _start(self, record: AdvisoryRecord) -> None:
         try:
             outlook = await self._outlook(record)
             if record.is_over:
@@ -329,13 +331,13 @@ class Advisories:
             log.exception("an advisory failed")
             self._end(record, "unknown")
 
-    async def _outlook(self, record: Record) -> Outlook | None:
+    async def _outlook(self, record: AdvisoryRecord) -> NextPrompt | None:
         """None for a session that is not stored: an agent's first, or one of a client that keeps its history itself."""
         with contextlib.suppress(GatewayError):
             return await self._store.outlook(*record.key)
         return None
 
-    def _advisory(self, record: Record, outlook: Outlook | None) -> Advisory:
+    def _advisory(self, record: AdvisoryRecord, outlook: NextPrompt | None) -> Advisory:
         wanted, likely = record.wanted, record.probability
         return Advisory(
             advisory_id=record.id,
@@ -351,24 +353,24 @@ class Advisories:
             tenant=tenant_of(record.owner),
         )
 
-    def _renew(self, record: Record, expires_s: float) -> None:
+    def _renew(self, record: AdvisoryRecord, expires_s: float) -> None:
         record.expires_s = expires_s
         if record.expiry is not None:
             record.expiry.cancel()
         loop = asyncio.get_running_loop()
         record.expiry = loop.call_later(max(expires_s - self._clock(), 0.0), self._expire, record)
 
-    def _expire(self, record: Record) -> None:
+    def _expire(self, record: AdvisoryRecord) -> None:
         self._retract(record, is_expired=True)
         self._drafts.stop(*record.key)
 
-    def _retract(self, record: Record, *, is_expired: bool) -> None:
+    def _retract(self, record: AdvisoryRecord, *, is_expired: bool) -> None:
         record.retracted = is_expired
         # At once, whenever the node hears of it: it counts no more, and another makes room the next time.
         self._shares.drop(record.id)
         self._node.retract(record.id, is_expired=is_expired)
 
-    def _changed(self, record: Record, report: AdvisoryReport) -> None:
+    def _changed(self, record: AdvisoryRecord, report: AdvisoryReport) -> None:
         record.report = report
         self.trails.passed(record.owner, record.id, report.state, outcome_of(report), self._clock())
         followers = list(record.followers)
@@ -381,7 +383,7 @@ class Advisories:
         if record.is_over:
             record.followers.clear()
 
-    def _settle(self, record: Record, report: AdvisoryReport) -> None:
+    def _settle(self, record: AdvisoryRecord, report: AdvisoryReport) -> None:
         record.is_over = True
         if record.expiry is not None:
             record.expiry.cancel()
@@ -402,13 +404,13 @@ class Advisories:
             if len(self._scored) > MAX_ENDED:
                 self._scored.popitem(last=False)
 
-    def _complete(self, record: Record, report: AdvisoryReport, followers: list[OnChange]) -> None:
+    def _complete(self, record: AdvisoryRecord, report: AdvisoryReport, followers: list[OnChange]) -> None:
         """What no tier holds of a session's history, as after another adapter was picked, is computed while nothing else runs."""
 
         def tell() -> None:
             if record.is_over and record.key not in self._live:
                 now = self._clock()
-                again = Record(
+                again = AdvisoryRecord(
                     record.owner,
                     record.wanted,
                     record.adapter,
@@ -425,7 +427,7 @@ class Advisories:
                 record.owner, record.wanted.session_id, record.adapter, tell, client=record.client
             )
 
-    def _end(self, record: Record, state: Any) -> None:
+    def _end(self, record: AdvisoryRecord, state: Any) -> None:
         report = AdvisoryReport(advisory_id=record.id, session_id=record.wanted.session_id, state=state)
         self._changed(record, report)
 
@@ -464,7 +466,7 @@ class Envelope(Struct, frozen=True):
     actions: Annotated[list[HintAction], Meta(max_length=64)]
 
 
-def _tell(follower: OnChange, record: Record) -> None:
+def _tell(follower: OnChange, record: AdvisoryRecord) -> None:
     """A follower that raises is its own affair: others are told, and the advisory ends as it should."""
     try:
         follower(record)

@@ -21,7 +21,7 @@ from gateway.access.auth import tenant_of
 from gateway.access.shares import Shares
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
-from gateway.sessions import Outlook, SessionStore, messages_of
+from gateway.sessions import NextPrompt, SessionStore, messages_of
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Drafts:
             except TimeoutError:
                 return
 
-    async def _prefill(self, key: Key, work: _Work, outlook: Outlook | None) -> None:
+    async def _prefill(self, key: Key, work: _Work, outlook: NextPrompt | None) -> None:
         owner, session_id = key
         history = messages_of(outlook.history, outlook.settings) if outlook is not None else []
         if work.text is None and not history:
@@ -197,7 +197,7 @@ class Drafts:
         num_tokens = await self._node.prefill(request)
         self._metrics.computed_ahead.labels("draft" if work.text is not None else "history").inc(num_tokens)
 
-    async def _outlook(self, key: Key) -> Outlook | None:
+    async def _outlook(self, key: Key) -> NextPrompt | None:
         with contextlib.suppress(GatewayError):
             return await self._store.outlook(*key)
         return None

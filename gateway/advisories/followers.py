@@ -67,7 +67,7 @@ RunKey = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class AgentCall:
     """A request, as far as the chain goes.
 
     `workflow`: one run of a graph of agents, where the client names it, else "". `agent`: its name, else "". `adapter`: the LoRA adapter or None.
@@ -81,7 +81,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class LikelyCall:
     """A request that is likely to come.
 
     `probability`: that it comes, in this run and within `MAX_GAP_S`. `earliest_s`, `latest_s`: from now; if it comes, then in four of five
@@ -123,7 +123,7 @@ class Odds(msgspec.Struct):
         return (self.came + prior * prior_weight) / (self.weight + prior_weight)
 
 
-class Link(msgspec.Struct):
+class Succession(msgspec.Struct):
     """What is known of one agent's next request after another's: the gaps, by what they are counted from.
 
     is_named_alike: its last session id was the other's, with its own name in place of the other's.
@@ -162,7 +162,7 @@ class SavedOwner(msgspec.Struct):
     name: str
     agents: list[tuple[str, Agent]]
     odds: list[tuple[Context, Odds]]
-    links: list[tuple[Context, Link]]
+    links: list[tuple[Context, Succession]]
     gaps_s: list[float]
 
 
@@ -170,7 +170,7 @@ class SavedOwner(msgspec.Struct):
 class _Visit:
     """An agent's request in a run. `place`: its number in the run; `number`: among the agent's own; `before`: who asked before it."""
 
-    arrival: Arrival
+    arrival: AgentCall
     arrived_s: float
     place: int
     number: int
@@ -233,7 +233,7 @@ class _Owner:
     runs: OrderedDict[RunKey, _Run] = field(default_factory=OrderedDict)
     open: OrderedDict[RunKey, _Run] = field(default_factory=OrderedDict)
     odds: OrderedDict[Context, Odds] = field(default_factory=OrderedDict)
-    links: OrderedDict[Context, Link] = field(default_factory=OrderedDict)
+    links: OrderedDict[Context, Succession] = field(default_factory=OrderedDict)
     gaps_s: list[float] = field(default_factory=list)
     num_sessions: int = 0
 
@@ -275,7 +275,7 @@ class _Owner:
             else:
                 odds.add(has_come, HALF_LIFE_OF_ALL if len(context) == 1 else HALF_LIFE)
 
-    def has_come(self, run: _Run, arrival: Arrival, now: float) -> None:
+    def has_come(self, run: _Run, arrival: AgentCall, now: float) -> None:
         """Count the promises that this request makes true, or too late."""
         agent = arrival.agent
         for visit, share in run.pending.pop(agent, ()):
@@ -290,8 +290,8 @@ class _Owner:
                 link.is_named_alike = _renamed(visit.arrival, agent) == arrival.session_id
                 self._link(kind).add(visit, now)
 
-    def _link(self, *key: str) -> Link:
-        link = self.links.setdefault(key, Link())
+    def _link(self, *key: str) -> Succession:
+        link = self.links.setdefault(key, Succession())
         self.links.move_to_end(key)
         return link
 
@@ -327,7 +327,7 @@ class _Owner:
         run.last_s = max(run.last_s, now)
         return run
 
-    def visit(self, run: _Run, arrival: Arrival, now: float) -> None:
+    def visit(self, run: _Run, arrival: AgentCall, now: float) -> None:
         """Put a request in its run, in place of the agent's former one."""
         name, former = arrival.agent, run.visits.get(arrival.agent)
         self.has_come(run, arrival, now)
@@ -414,14 +414,14 @@ class Followers:
         known = self._owners.get(owner)
         return 0 if known is None else known.num_sessions
 
-    def note(self, arrival: Arrival, now: float) -> None:
+    def note(self, arrival: AgentCall, now: float) -> None:
         """A request has come. `expected` then says what follows it."""
         owner = self._put(arrival.owner, self._owners.get(arrival.owner) or _Owner())
         owner.close_silent(now)
         owner.visit(owner.run(_run_key(arrival), now), arrival, now)
         owner.shrink(self._max_agents, self._max_sessions)
 
-    def ended(self, arrival: Arrival, now: float) -> None:
+    def ended(self, arrival: AgentCall, now: float) -> None:
         """A request that was noted has finished. Optional; with it, gaps do not vary with the time that answers take.
 
         Of several requests that an agent has running in one run, only the latest one's end counts.
@@ -434,7 +434,7 @@ class Followers:
             visit.ended_s = max(now, visit.arrived_s)
             run.last_s = max(run.last_s, now)
 
-    def expected(self, arrival: Arrival, now: float) -> list[Guess]:
+    def expected(self, arrival: AgentCall, now: float) -> list[LikelyCall]:
         """What is likely to follow a request that was noted: the agent itself, then others, the soonest first.
 
         Ask when it has come, or for better times when it has ended. Left out: what has followed already, what is overdue, and others than the
@@ -445,8 +445,8 @@ class Followers:
             return []
         owner = self._owners[arrival.owner]
         bar = max(self._min_probability, owner.trivial_precision())
-        own: list[Guess] = []
-        others: list[Guess] = []
+        own: list[LikelyCall] = []
+        others: list[LikelyCall] = []
         for guess, deviation in _guesses(owner, *found, now):
             if guess.agent == arrival.agent:
                 own += [guess] * (guess.probability + 2 * deviation >= MIN_OWN)
@@ -487,14 +487,14 @@ class Followers:
             self._owners.popitem(last=False)
         return owner
 
-    def _find(self, arrival: Arrival) -> tuple[_Run, _Visit] | None:
+    def _find(self, arrival: AgentCall) -> tuple[_Run, _Visit] | None:
         owner = self._owners.get(arrival.owner)
         run = None if owner is None else owner.runs.get(_run_key(arrival))
         visit = None if run is None else run.visits.get(arrival.agent)
         return None if run is None or visit is None else (run, visit)
 
 
-def _guesses(owner: _Owner, run: _Run, visit: _Visit, now: float) -> Iterator[tuple[Guess, float]]:
+def _guesses(owner: _Owner, run: _Run, visit: _Visit, now: float) -> Iterator[tuple[LikelyCall, float]]:
     for agent in owner.candidates(run):
         latest = run.visits.get(agent)
         if latest is not None and latest.place > visit.place:
@@ -505,10 +505,10 @@ def _guesses(owner: _Owner, run: _Run, visit: _Visit, now: float) -> Iterator[tu
         window = _window(visit, link, owner.links.get((kind,)), now)
         if window is not None and session is not None:
             share, deviation = owner.probability(kind, agent, visit)
-            yield Guess(agent, *session, share, *window), deviation
+            yield LikelyCall(agent, *session, share, *window), deviation
 
 
-def _run_key(arrival: Arrival) -> RunKey:
+def _run_key(arrival: AgentCall) -> RunKey:
     """See the module's docstring."""
     if arrival.workflow:
         return arrival.workflow, "", ""
@@ -529,14 +529,14 @@ def _around(session_id: str, agent: str) -> tuple[str, str] | None:
     return None
 
 
-def _renamed(arrival: Arrival, agent: str) -> str | None:
+def _renamed(arrival: AgentCall, agent: str) -> str | None:
     """The arrival's session id with another agent's name in place of its own."""
     around = _around(arrival.session_id, arrival.agent)
     return None if around is None else agent.join(around)
 
 
 def _session(
-    owner: _Owner, run: _Run, arrival: Arrival, agent: str, link: Link | None
+    owner: _Owner, run: _Run, arrival: AgentCall, agent: str, link: Succession | None
 ) -> tuple[str, str | None] | None:
     """The session and adapter that an agent is likely to use: what it used in this run, else what names or its last runs suggest."""
     visit = run.visits.get(agent)
@@ -553,7 +553,9 @@ def _session(
     return None
 
 
-def _window(visit: _Visit, link: Link | None, alike: Link | None, now: float) -> tuple[float, float] | None:
+def _window(
+    visit: _Visit, link: Succession | None, alike: Succession | None, now: float
+) -> tuple[float, float] | None:
     """When it comes, from now: quantiles of the gap, of others of its kind where it has too few. None when it should have come already."""
     known = next(
         (one for one in (link, alike) if one is not None and len(one.since_arrival_s) >= MIN_COUNT), None

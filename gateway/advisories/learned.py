@@ -14,8 +14,8 @@ from pathlib import Path
 
 from engine_bridge.protocol.node import Node
 from gateway.advisories import learned_file
-from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest, Record
-from gateway.advisories.followers import Arrival, Followers, Guess
+from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRecord, AdvisoryRequest
+from gateway.advisories.followers import AgentCall, Followers, LikelyCall
 from gateway.advisories.waste import WasteBudget, worth
 from gateway.errors import GatewayError
 
@@ -54,7 +54,7 @@ class Learned:
         self._mean_bytes = PRIOR_BYTES
         self._has_news = False
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: AgentCall) -> None:
         """A request of an agent came: those of other agents may follow. Never raises: what is learned is nobody's business but ours."""
         if not self._is_on or not arrival.agent:
             return
@@ -66,7 +66,7 @@ class Learned:
         except Exception:
             log.exception("learning from a request failed")
 
-    def ended(self, arrival: Arrival) -> None:
+    def ended(self, arrival: AgentCall) -> None:
         """It was answered: now the agent itself may ask again, too. Never raises."""
         if not self._is_on or not arrival.agent:
             return
@@ -108,7 +108,7 @@ class Learned:
 
     # -- advising ----------------------------------------------------------------------------------------------------
 
-    def _advise(self, arrival: Arrival, now: float, *, is_over: bool) -> None:
+    def _advise(self, arrival: AgentCall, now: float, *, is_over: bool) -> None:
         for guess in self._followers.expected(arrival, now):
             # What is on its way needs no second word, and before the answer is whole the agent's next request is this one.
             if (is_over or guess.agent != arrival.agent) and not self._advisories.expects(
@@ -116,7 +116,7 @@ class Learned:
             ):
                 self._act_on(arrival.owner, guess, now)
 
-    def _act_on(self, owner: str, guess: Guess, now: float) -> None:
+    def _act_on(self, owner: str, guess: LikelyCall, now: float) -> None:
         if not worth(guess.probability, self._saved_s(), self._mean_bytes / COPY_BYTES_PER_S):
             return
         num_bytes = int(self._mean_bytes)
@@ -150,7 +150,7 @@ class _Account:
         self._num_bytes = num_bytes
         self._is_open = True
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: AdvisoryRecord) -> None:
         if not record.is_over or record.report is None:
             return
         # What is read is copied as well, unless the device had no room: the larger is what there was to move.

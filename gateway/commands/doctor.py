@@ -20,7 +20,7 @@ from engine_bridge.settings.engine_config import kv_cache_bytes
 from engine_bridge.settings.machine import Machine, look
 from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
-from gateway.commands.remedies import Finding, ModelFacts
+from gateway.commands.remedies import DoctorFinding, ModelFacts
 from gateway.settings.config import PROJECT_ROOT, Config
 from kvtiers.weights import folder_revision
 from overture_client import __version__
@@ -91,8 +91,8 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     profiles: list[FoundProfile]
     off: list[Off]
     folders: list[FolderHealth]
-    problems: list[Finding]
-    advice: list[Finding]
+    problems: list[DoctorFinding]
+    advice: list[DoctorFinding]
 
     @property
     def can_serve(self) -> bool:
@@ -253,7 +253,7 @@ def _keeps_kv_on_disk(config: Config) -> bool:
     return bool(config.kv_disk_gib and config.kv_host_gib)
 
 
-def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[Finding]:
+def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[DoctorFinding]:
     """KV lies in the last of the folders: in its own, or in the data folder."""
     if _keeps_kv_on_disk(config) and not folders[-1].problem:
         yield from remedies.about_disk(folders[-1].path, folders[-1].free_bytes, config.kv_disk_gib)

@@ -12,7 +12,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from gateway.commands.doctor import Diagnosis
-    from gateway.commands.remedies import Finding
+    from gateway.commands.remedies import DoctorFinding
     from gateway.settings.config import Config
 
 EXIT_CANNOT_SERVE = 1
@@ -55,7 +55,7 @@ def lines(found: Diagnosis, *, is_long: bool) -> Iterator[str]:
     yield from _findings(found.problems)
 
 
-def _findings(findings: list[Finding]) -> Iterator[str]:
+def _findings(findings: list[DoctorFinding]) -> Iterator[str]:
     for each in findings:
         yield f"  {each.problem}"
         yield f"    what to do: {each.remedy}"

@@ -48,7 +48,7 @@ def profile(config: Config, seconds: float, as_json: bool) -> int:
     configure_environment(wanted)
     from engine_bridge.driver.profiling.machine import measure, profiling_config
 
-    with _terminable(), Progress(sys.stderr) as progress:
+    with _terminable(), ProgressBar(sys.stderr) as progress:
         try:
             progress.stage("starting the engine")
             wanted = profiling_config(wanted)
@@ -91,7 +91,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal; lines elsewhere. What is measured, how much of it is done, and the time that is left."""
 
     def __init__(self, out: TextIO) -> None:
@@ -100,7 +100,7 @@ class Progress:
         self._part = ""
         self._said_s = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

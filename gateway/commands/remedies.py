@@ -23,7 +23,7 @@ CPU_STEPS = (
 )
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class DoctorFinding(Struct, frozen=True, kw_only=True):
     """problem: what is wrong or missing, in a sentence. remedy: a command to run or a setting to change."""
 
     problem: str
@@ -50,7 +50,7 @@ def install_command(device: str, *, is_checkout: bool) -> str:
 
 def about_vllm(
     failure: str, features: Sequence[dict[str, Any]], device: str, *, is_checkout: bool
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     """Why the engine could not start.
 
     Args:
@@ -60,11 +60,11 @@ def about_vllm(
     """
     command = install_command(device, is_checkout=is_checkout)
     if failure:
-        yield Finding(problem=failure, remedy=f"install the pinned packages: {command}")
+        yield DoctorFinding(problem=failure, remedy=f"install the pinned packages: {command}")
     for each in features:
         if each["is_vital"]:
             yield from (
-                Finding(
+                DoctorFinding(
                     problem=f"vLLM has moved: {moved['name']}: {moved['problem']}",
                     remedy=f"install the vLLM that this release was made for: {command}",
                 )
@@ -72,42 +72,42 @@ def about_vllm(
             )
 
 
-def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[Finding]:
+def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[DoctorFinding]:
     """Of a folder that the server writes to; nothing if `problem` is empty. flag: the setting that names the folder."""
     if problem:
         remedy = (
             f"make {path} writable for the user who runs the server, or choose another folder: {flag} FOLDER"
         )
-        yield Finding(problem=f"{what} {path}: {problem}", remedy=remedy)
+        yield DoctorFinding(problem=f"{what} {path}: {problem}", remedy=remedy)
 
 
-def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool) -> Iterator[Finding]:
+def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool) -> Iterator[DoctorFinding]:
     """Why the chosen device cannot be used. build: the package that vLLM came in, "" if none is installed. is_checkout: as for `about_vllm`."""
     if device != "cuda":
         return
     if not machine.gpus:
-        yield Finding(
+        yield DoctorFinding(
             problem="there is no NVIDIA GPU, or its driver does not answer",
             remedy="see what nvidia-smi says (in a container: docker run --gpus all), or serve on the CPU: --device cpu",
         )
     if build == CPU_BUILD:
-        yield Finding(
+        yield DoctorFinding(
             problem="the installed vLLM is the CPU build, which cannot use a GPU",
             remedy=f"install the CUDA build: {install_command('cuda', is_checkout=is_checkout)}",
         )
 
 
-def about_model(model: ModelFacts) -> Iterator[Finding]:
+def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
     """Why the model cannot be loaded, where the disk tells."""
     if not model.is_path:
         return
     if not model.is_folder:
-        yield Finding(
+        yield DoctorFinding(
             problem=f"there is no folder {model.name}",
             remedy="give the model's folder, or its name on the model hub: --model FOLDER_OR_NAME",
         )
     elif not model.has_config:
-        yield Finding(
+        yield DoctorFinding(
             problem=f"{model.name} has no config.json, so it is not a model in Hugging Face's format",
             remedy="give the folder that holds config.json and the weights: --model FOLDER",
         )
@@ -122,7 +122,7 @@ def advice(
     kv_host_gib: float,
     *,
     is_checkout: bool,
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     """What does not stop the server from starting but should be known first.
 
     Args:
@@ -134,12 +134,12 @@ def advice(
         build_first = (
             f"{install_command('cuda', is_checkout=is_checkout)}; then " if build == CPU_BUILD else ""
         )
-        yield Finding(
+        yield DoctorFinding(
             problem=f"there is a GPU ({machine.gpus[0]}), and the server would use the CPU",
             remedy=f"{build_first}--device cuda",
         )
     if not model.is_path:
-        yield Finding(
+        yield DoctorFinding(
             problem=f"{model.name} is fetched from the model hub at the first start, unless it is in the hub's cache",
             remedy="where the hub cannot be reached, give a folder: --model FOLDER; a private model needs HF_TOKEN",
         )
@@ -147,16 +147,16 @@ def advice(
     needed_bytes = PROCESS_BYTES + on_cpu + kv_host_gib * GIB
     if 0 < machine.available_bytes < needed_bytes:
         flags = "--kv-host-gib and --kv-cache-gib" if device == "cpu" else "--kv-host-gib"
-        yield Finding(
+        yield DoctorFinding(
             problem=f"the server may need {needed_bytes / GIB:.1f} GiB of memory, and {machine.available_bytes / GIB:.1f} GiB is available",
             remedy=f"lower {flags}, serve a smaller model, or free memory",
         )
 
 
-def about_disk(path: str, free_bytes: int, kv_disk_gib: float) -> Iterator[Finding]:
+def about_disk(path: str, free_bytes: int, kv_disk_gib: float) -> Iterator[DoctorFinding]:
     """Whether the KV tier on disk would have the room that it was promised."""
     if free_bytes < kv_disk_gib * GIB:
-        yield Finding(
+        yield DoctorFinding(
             problem=f"the disk of {path} has {free_bytes / GIB:.1f} GiB free, less than the {kv_disk_gib:g} GiB that KV may take",
             remedy="the server will keep less KV there; free some space, name another disk (--kv-dir FOLDER) or lower --kv-disk-gib",
         )

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
-from engine_bridge.adapters.retries import Refusal
+from engine_bridge.adapters.retries import AdapterRefusal
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.sending import bring
-from engine_bridge.policy.adapters.adapter_places import Load, Pin, Served, Step, Unload, steps
+from engine_bridge.policy.adapters.adapter_places import LoadAdapter, Pin, Served, Step, Unload, steps
 from engine_bridge.protocol.api_errors import error_body
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import JsonReply
@@ -27,7 +27,7 @@ RETRY_S = 10.0
 KEEP_EVERY_S = 60.0
 
 
-class Failed(Struct, frozen=True):
+class FailedStep(Struct, frozen=True):
     """A step that did not work. version: "" where the adapter should not be there. at_s: on the loop's clock."""
 
     version: str
@@ -55,7 +55,7 @@ class Keeper:
         self._has_caught_up = False
         self._kept_s = float("-inf")
         self._compared = (-1, -1)
-        self.failures: dict[str, Failed] = {}
+        self.failures: dict[str, FailedStep] = {}
 
     @property
     def is_open(self) -> bool:
@@ -130,7 +130,7 @@ class Keeper:
     async def _take(self, step: Step) -> None:
         """Raises EngineUnavailable."""
         wanted = self._wanted().get(step.name)
-        if isinstance(step, Load):
+        if isinstance(step, LoadAdapter):
             if wanted is not None:
                 await self._load(step.name)
             return
@@ -176,7 +176,7 @@ class Keeper:
 
     def _failed(self, name: str, version: str, reason: str) -> None:
         log.error("%s cannot do what it should with the adapter %r: %s", self.node_id, name, reason)
-        self.failures[name] = Failed(version, reason, _now())
+        self.failures[name] = FailedStep(version, reason, _now())
 
     async def _keep_files(self) -> None:
         if _now() - self._kept_s > KEEP_EVERY_S:
@@ -204,10 +204,10 @@ def refused(error: BridgeError) -> JsonReply:
     return JsonReply(status, msgspec.json.encode(error_body(status, str(error), code=code)))
 
 
-def refusal_of(reply: JsonReply) -> Refusal:
+def refusal_of(reply: JsonReply) -> AdapterRefusal:
     """What a reply that is an error says."""
     try:
         error = msgspec.json.decode(reply.body)["error"]
-        return Refusal(str(error["message"]), str(error.get("code") or ""))
+        return AdapterRefusal(str(error["message"]), str(error.get("code") or ""))
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-        return Refusal(f"status {reply.status}")
+        return AdapterRefusal(f"status {reply.status}")

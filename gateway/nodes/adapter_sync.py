@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
-from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower
-from engine_bridge.adapters.retries import Refusal
+from engine_bridge.adapters.follower import WATCH_EVERY_S, FolderFollower
+from engine_bridge.adapters.retries import AdapterRefusal
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.policy.adapters import adapter_places
 from engine_bridge.policy.adapters.adapter_places import AdapterAt
@@ -53,7 +53,7 @@ class AdapterSync:
     ) -> None:
         self._nodes = nodes
         self._list = WantedAdapters(state_dir)
-        self._follower = Follower(self, folder, given)
+        self._follower = FolderFollower(self, folder, given)
         self._is_started = False
         self._keepers: dict[str, Keeper] = {}
         self._pending: dict[str, WantedAdapter] = {}
@@ -229,14 +229,14 @@ class AdapterSync:
         """See `adapters.follower.Server`."""
         return self._list.unloaded
 
-    async def serve_found(self, name: str, path: str) -> Refusal | None:
+    async def serve_found(self, name: str, path: str) -> AdapterRefusal | None:
         """See `adapters.follower.Server`."""
         async with self._changing:
             if self.served_paths().get(name, path) != path:
-                return Refusal("An adapter of this name was loaded from elsewhere.", "name_taken")
+                return AdapterRefusal("An adapter of this name was loaded from elsewhere.", "name_taken")
             reply = await self._serve(name, path, {})
         if reply is None:
-            return Refusal("No node is there.", "no_node")
+            return AdapterRefusal("No node is there.", "no_node")
         return refusal_of(reply) if reply.status >= 400 else None
 
     async def drop_found(self, name: str, path: str) -> None:

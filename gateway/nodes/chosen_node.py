@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from msgspec import structs
 
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.policy.nodes.session_locations import Homes, Sent, SessionKey
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import GenerateRequest
@@ -24,18 +24,20 @@ log = logging.getLogger(__name__)
 # To the node where it was announced; where its session was; elsewhere, though its session has a home; without a home.
 HOW = ("announced", "home", "moved", "new")
 
-MakeAsk = Callable[[str], Ask]
+MakeAsk = Callable[[str], RequestEstimate]
 """Takes the name that the request gets."""
 
 
-class Place:
+class ChosenNode:
     """A node that works on a request.
 
     Attributes:
         num_prompt_tokens: as estimated. is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
     """
 
-    def __init__(self, key: SessionKey, node_id: str, node: RemoteNode, ask: Ask, kv_from: str) -> None:
+    def __init__(
+        self, key: SessionKey, node_id: str, node: RemoteNode, ask: RequestEstimate, kv_from: str
+    ) -> None:
         self.key, self.node_id, self.node, self.kv_from = key, node_id, node, kv_from
         self.name, self.num_prompt_tokens = ask.request_id, ask.num_prompt_tokens
         self.is_cut = False
@@ -66,7 +68,7 @@ class Places:
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def enter(self, key: SessionKey, make_ask: MakeAsk, failed: Mapping[str, BridgeError]) -> Place:
+    def enter(self, key: SessionKey, make_ask: MakeAsk, failed: Mapping[str, BridgeError]) -> ChosenNode:
         """For a request; `leave` must follow.
 
         failed: what the nodes raised that have failed it. Raises the first of these, or EngineUnavailable, where no other node takes it.
@@ -79,7 +81,7 @@ class Places:
         return place
 
     @contextmanager
-    def ahead(self, key: SessionKey, make_ask: MakeAsk) -> Iterator[Place]:
+    def ahead(self, key: SessionKey, make_ask: MakeAsk) -> Iterator[ChosenNode]:
         """For what is computed ahead of a request. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         sent = self._homes.prepared(key, ask, asyncio.get_running_loop().time())
@@ -92,13 +94,13 @@ class Places:
         finally:
             self.leave(place)
 
-    def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> Place:
+    def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> ChosenNode:
         """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         return self._place(key, self._homes.advised(key, advisory_id, ask), ask)
 
     def fail(
-        self, place: Place, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
+        self, place: ChosenNode, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
     ) -> None:
         """A node failed a request, which another one may take: once, and as long as nothing was passed on. Else raises the error.
 
@@ -111,7 +113,7 @@ class Places:
         failed[place.node_id] = error
         log.warning("node %s failed before an answer began: it is tried elsewhere", place.node_id)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ChosenNode) -> None:
         moved_from = self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
         if moved_from:
             self._let_leave(place.key, moved_from)
@@ -128,13 +130,15 @@ class Places:
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, make_ask: MakeAsk) -> Ask:
+    def _ask(self, make_ask: MakeAsk) -> RequestEstimate:
         if self.is_closed:
             raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
         self._members.look()
         return make_ask(next(self._names))
 
-    def _place(self, key: SessionKey, sent: Sent, ask: Ask, instead: BridgeError | None = None) -> Place:
+    def _place(
+        self, key: SessionKey, sent: Sent, ask: RequestEstimate, instead: BridgeError | None = None
+    ) -> ChosenNode:
         if sent.over is not None:
             self._take_back(*sent.over)
             # Where its KV is fetched from, it stays until its answer has ended.
@@ -143,7 +147,7 @@ class Places:
         node = self._members.node(sent.node_id) if sent.node_id is not None else None
         if sent.node_id is None or node is None:
             raise instead or self.nobody()
-        return Place(key, sent.node_id, node, ask, self._members.address(sent.kv_at))
+        return ChosenNode(key, sent.node_id, node, ask, self._members.address(sent.kv_at))
 
     def _let_leave(self, key: SessionKey, node_id: str) -> None:
         """A node's KV of a session is a second copy, which makes room for others first."""

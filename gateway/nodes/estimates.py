@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_bridge.policy.adapters.adapter_places import AdapterAt
-from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
 from engine_bridge.protocol.request_context import RequestContext
 from engine_bridge.protocol.urgency import is_urgent
@@ -37,7 +37,7 @@ class Asks:
         """An answer had so many."""
         self._answer_tokens += SMOOTHING * (num_tokens - self._answer_tokens)
 
-    def of_request(self, name: str, request: GenerateRequest) -> Ask:
+    def of_request(self, name: str, request: GenerateRequest) -> RequestEstimate:
         """What routing looks at for a chat turn. With its history as token ids, only the question is estimated."""
         num_tokens = len(request.prompt_token_ids or ())
         if request.messages:
@@ -47,14 +47,14 @@ class Asks:
             num_tokens = history + sum(len(message.content) for message in texts) // CHARS_PER_TOKEN
         return self._ask(name, num_tokens, request.context, request.sampling.max_tokens)
 
-    def of_body(self, name: str, body: object, context: RequestContext) -> Ask:
+    def of_body(self, name: str, body: object, context: RequestContext) -> RequestEstimate:
         """What routing looks at for an API call, with the length estimated from the body's texts."""
         fields: dict[str, Any] = body if isinstance(body, dict) else {}
         num_tokens = int(sum(_tokens(fields.get(field)) for field in _TEXTS))
         bounds = [fields[name] for name in _BOUNDS if isinstance(fields.get(name), int)]
         return self._ask(name, num_tokens, context, min(bounds, default=None))
 
-    def of_advisory(self, advisory: Advisory) -> Ask:
+    def of_advisory(self, advisory: Advisory) -> RequestEstimate:
         """What routing looks at for an advisory request, which asks for no tokens."""
         context = RequestContext(adapter=advisory.adapter or "", priority=advisory.priority or 0)
         num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
@@ -66,10 +66,10 @@ class Asks:
         num_tokens: int,
         context: RequestContext,
         max_tokens: int | None,
-    ) -> Ask:
+    ) -> RequestEstimate:
         num_answer = int(self._answer_tokens)
         found = self._find_adapter(context.adapter)
-        return Ask(
+        return RequestEstimate(
             request_id=name,
             num_prompt_tokens=num_tokens,
             num_answer_tokens=num_answer if max_tokens is None else max(min(num_answer, max_tokens), 1),

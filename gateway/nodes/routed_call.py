@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply
 from engine_bridge.protocol.request_context import RequestContext
-from gateway.nodes.chosen_node import Place, Places
+from gateway.nodes.chosen_node import ChosenNode, Places
 from gateway.nodes.estimates import CHARS_PER_TOKEN, Asks
 
 
@@ -25,7 +25,7 @@ class RoutedCall:
     ) -> None:
         self._places, self._asks = places, asks
         self._api, self._body, self._headers, self._context = api, body, headers, context
-        self._place: Place | None = None
+        self._place: ChosenNode | None = None
         self._events: AsyncIterator[bytes] | None = None
         self._failed: dict[str, BridgeError] = {}
         self._num_events = 0
@@ -87,7 +87,7 @@ class RoutedCall:
         finally:
             self._leave()
 
-    def _enter(self) -> Place:
+    def _enter(self) -> ChosenNode:
         context, body = self._context, self._body
         # Counting belongs to no conversation, and must not move one.
         session_id = context.session_id if self._api not in COUNTING_APIS else ""

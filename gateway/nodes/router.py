@@ -44,7 +44,7 @@ from engine_bridge.protocol.node import (
 from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.nodes import router_figures
 from gateway.nodes.adapter_sync import AdapterSync
-from gateway.nodes.chosen_node import Place, Places
+from gateway.nodes.chosen_node import ChosenNode, Places
 from gateway.nodes.estimates import Asks
 from gateway.nodes.members import Members, MemberStanding
 from gateway.nodes.routed_call import RoutedCall
@@ -60,7 +60,7 @@ class _Answer:
     """A `generate` under way. is_stopped: by `cancel`."""
 
     def __init__(self) -> None:
-        self.place: Place | None = None
+        self.place: ChosenNode | None = None
         self.is_stopped = False
 
 
@@ -210,7 +210,7 @@ class Router:
             if self._answers.get(request.request_id) is answer:
                 del self._answers[request.request_id]
 
-    def _enter(self, request: GenerateRequest, failed: Mapping[str, BridgeError]) -> Place:
+    def _enter(self, request: GenerateRequest, failed: Mapping[str, BridgeError]) -> ChosenNode:
         context = request.context
         return self._places.enter(
             (context.tenant, context.session_id),
@@ -218,7 +218,7 @@ class Router:
             failed,
         )
 
-    def _note_end(self, place: Place, usage: Usage | None) -> None:
+    def _note_end(self, place: ChosenNode, usage: Usage | None) -> None:
         if usage is not None:
             place.num_tokens = usage.prompt_tokens + usage.completion_tokens
             self._asks.answered(usage.completion_tokens)

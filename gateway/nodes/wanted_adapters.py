@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_bridge.adapters.catalog import open_registry
-from engine_bridge.adapters.contents import Contents, contents_of
+from engine_bridge.adapters.contents import AdapterContents, contents_of
 from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.adapters.names import check_name
@@ -29,9 +29,9 @@ class WantedAdapter:
     """
 
     name: str
-    contents: Contents
+    contents: AdapterContents
     options: Mapping[str, Any]
-    sent: Contents
+    sent: AdapterContents
     record: AdapterRecord | None = None
 
     @property

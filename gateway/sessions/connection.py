@@ -27,7 +27,7 @@ class Database(sqlite3.Connection):
     max_owner_bytes = 0
 
 
-class Connection(aiosqlite.Connection):
+class SqliteConnection(aiosqlite.Connection):
     """One SQLite connection with its thread, on which each call of ``transact`` is one transaction.
 
     on_failure: told, on the event loop, of each error that says that the file itself has failed.
@@ -46,7 +46,7 @@ class Connection(aiosqlite.Connection):
         # A process that dies without `close` must not hang on this thread; SQLite survives being cut off at any point.
         self._thread.daemon = True
 
-    async def start(self) -> Connection:
+    async def start(self) -> SqliteConnection:
         """Start the thread and connect; raises what the connector raises."""
         await self
         return self

@@ -205,7 +205,7 @@ def _settle(conn: Database) -> None:
     ).fetchall()
     conn.execute("UPDATE turns SET status = 'failed' WHERE status = 'running'")
     for seq, owner, is_indexed in running:
-        search.add_turns(conn, search.Owner(owner, bool(is_indexed)), "seq = ?", (seq,))
+        search.add_turns(conn, search.SearchOwner(owner, bool(is_indexed)), "seq = ?", (seq,))
 
 
 def _index(conn: Database, file: Path) -> None:

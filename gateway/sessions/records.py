@@ -155,7 +155,7 @@ class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bytes
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+class NextPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """What a session's next prompt begins with: its system prompt, the turns that are shown, and the token ids of all that the engine has seen of
     them (packed). is_answering: one of its turns is being answered, so the next prompt begins with more than that."""
 
@@ -165,7 +165,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     settings: SessionSettings = SessionSettings()
 
 
-class Message(NamedTuple):
+class NewMessage(NamedTuple):
     """A message that is to be stored; `adapter` and `after` as for ``SessionStore.begin_turn``."""
 
     id: str

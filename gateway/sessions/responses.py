@@ -6,17 +6,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gateway.sessions import transactions
-from gateway.sessions.connection import Connection
+from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import ResponseHistory, SessionId, StoredResponse, Turn, TurnId
 
 
-class Responses:
+class StoredResponses:
     """What was recorded with a `response_id`. `SessionStore.record_turn` records it.
 
     write: runs a transaction that changes an owner's texts.
     """
 
-    def __init__(self, reader: Connection, write: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, reader: SqliteConnection, write: Callable[..., Awaitable[Any]]) -> None:
         self._reader = reader
         self._write = write
 

@@ -10,17 +10,19 @@ from typing import Any, TypeVar
 
 from gateway.errors import GatewayError
 from gateway.sessions import search, transactions
-from gateway.sessions.connection import Connection, is_full, is_index_damaged
+from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import compact, fold_log, growth_bytes, num_free_pages
 from gateway.sessions.reserve import Reserve
 
 _T = TypeVar("_T")
 
 
-class Room:
+class FileRoom:
     """Frees room in the store's file, and does what frees some even where the disk is full."""
 
-    def __init__(self, writer: Connection, reader: Connection, reserve: Reserve, file: Path) -> None:
+    def __init__(
+        self, writer: SqliteConnection, reader: SqliteConnection, reserve: Reserve, file: Path
+    ) -> None:
         self._writer, self._reader, self._reserve, self._file = writer, reader, reserve, file
         self._was_full = False  # and what was freed since is not yet given back
         self._num_left_free = -1

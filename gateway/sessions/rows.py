@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gateway.sessions import listing
-from gateway.sessions.connection import Connection
+from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import SessionSummary
 
 
 class Rows:
     """Of one database. `SessionStore.list_sessions` reads the list's pages."""
 
-    def __init__(self, reader: Connection) -> None:
+    def __init__(self, reader: SqliteConnection) -> None:
         self._reader = reader
 
     async def one(self, owner: str, session_id: str) -> SessionSummary | None:

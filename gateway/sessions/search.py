@@ -49,7 +49,7 @@ _BY_READING = rf""" AND (s.title LIKE ? ESCAPE '\' OR EXISTS (SELECT 1 FROM turn
     AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')))"""
 
 
-class Owner(NamedTuple):
+class SearchOwner(NamedTuple):
     """Whose sessions they are. is_indexed: whether its search table holds all its texts."""
 
     row: int
@@ -115,13 +115,13 @@ def table_of(owner: int) -> str:
     return f"search_{owner:d}"
 
 
-def find_owner(conn: sqlite3.Connection, name: str) -> Owner | None:
+def find_owner(conn: sqlite3.Connection, name: str) -> SearchOwner | None:
     """The owner of this name, None if nothing of it was ever stored."""
     found = conn.execute("SELECT row, is_indexed FROM owners WHERE name = ?", (name,)).fetchone()
-    return None if found is None else Owner(found[0], bool(found[1]))
+    return None if found is None else SearchOwner(found[0], bool(found[1]))
 
 
-def make_owner(conn: Database, name: str) -> Owner:
+def make_owner(conn: Database, name: str) -> SearchOwner:
     """The owner of this name, made if it is new, with a search table where there is an index."""
     owner = find_owner(conn, name)
     if owner is not None:
@@ -131,10 +131,10 @@ def make_owner(conn: Database, name: str) -> Owner:
     if conn.is_indexing:
         _make_table(conn, row)
         conn.execute("UPDATE owners SET is_indexed = 1 WHERE row = ?", (row,))
-    return Owner(row, conn.is_indexing)
+    return SearchOwner(row, conn.is_indexing)
 
 
-def condition(owner: Owner, q: str) -> tuple[str, list[str]]:
+def condition(owner: SearchOwner, q: str) -> tuple[str, list[str]]:
     """The SQL condition on a session `s` that finds `q`, and its arguments. The text is quoted for both query languages, so none of it is an
     operator."""
     if _uses_index(owner, q):
@@ -149,7 +149,9 @@ class Found(NamedTuple):
     excerpt: Excerpt | None
 
 
-def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[int]) -> dict[int, Found]:
+def found_in(
+    conn: sqlite3.Connection, owner: SearchOwner, q: str, sessions: Iterable[int]
+) -> dict[int, Found]:
     """In which turn of each of these sessions `q` stands: the newest one that is shown, else the newest one of other versions."""
     rows = ",".join(map(str, sessions))
     if _uses_index(owner, q):
@@ -170,7 +172,7 @@ def _excerpt(conn: sqlite3.Connection, q: str, seq: int) -> Excerpt | None:
     return excerpt(q, *conn.execute(f"SELECT {columns} FROM turns WHERE seq = ?2", (q, seq)).fetchone())
 
 
-def _uses_index(owner: Owner, q: str) -> bool:
+def _uses_index(owner: SearchOwner, q: str) -> bool:
     return len(q) >= TRIGRAM_CHARS and owner.is_indexed
 
 
@@ -184,7 +186,7 @@ def _pattern(q: str) -> str:
     return "%" + re.sub(r"([\\%_])", r"\\\1", q) + "%"
 
 
-def add_turns(conn: sqlite3.Connection, owner: Owner, where: str, args: tuple[object, ...]) -> None:
+def add_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: tuple[object, ...]) -> None:
     """Index the turns that `where` (of the table `turns`) finds, as far as they are over."""
     if owner.is_indexed:
         conn.execute(
@@ -194,7 +196,7 @@ def add_turns(conn: sqlite3.Connection, owner: Owner, where: str, args: tuple[ob
         )
 
 
-def drop_turns(conn: sqlite3.Connection, owner: Owner, where: str, args: tuple[object, ...]) -> None:
+def drop_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: tuple[object, ...]) -> None:
     """Take the turns that `where` finds out of the index. To be called while they are as they were when they entered it."""
     if owner.is_indexed:
         table = table_of(owner.row)
@@ -205,7 +207,7 @@ def drop_turns(conn: sqlite3.Connection, owner: Owner, where: str, args: tuple[o
         )
 
 
-def add_title(conn: sqlite3.Connection, owner: Owner, session: int, title: str | None) -> None:
+def add_title(conn: sqlite3.Connection, owner: SearchOwner, session: int, title: str | None) -> None:
     """Index the title that a session now has."""
     if owner.is_indexed and title is not None:
         conn.execute(
@@ -213,7 +215,7 @@ def add_title(conn: sqlite3.Connection, owner: Owner, session: int, title: str |
         )
 
 
-def drop_title(conn: sqlite3.Connection, owner: Owner, session: int, title: str | None) -> None:
+def drop_title(conn: sqlite3.Connection, owner: SearchOwner, session: int, title: str | None) -> None:
     """Take the title that a session had out of the index."""
     if owner.is_indexed and title is not None:
         table = table_of(owner.row)
@@ -314,7 +316,7 @@ def _make_table(conn: sqlite3.Connection, owner: int) -> None:
 def _build(conn: sqlite3.Connection, row: int, progress: _Progress) -> None:
     _make_table(conn, row)
     conn.execute("UPDATE owners SET is_indexed = 1 WHERE row = ?", (row,))
-    owner = Owner(row, True)
+    owner = SearchOwner(row, True)
     sql = "SELECT s.row, s.title FROM sessions s JOIN owners o ON o.name = s.owner WHERE o.row = ? AND s.title IS NOT NULL"
     for session, title in conn.execute(sql, (row,)).fetchall():
         add_title(conn, owner, session, title)

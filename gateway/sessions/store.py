@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from gateway.errors import GatewayError
 from gateway.sessions import listing, search, transactions, transfers
 from gateway.sessions.archive import Archive
-from gateway.sessions.connection import Connection, is_full, is_index_damaged
+from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import lock, open_reader, open_writer, rewrite_version, unusable
 from gateway.sessions.health import Health
 from gateway.sessions.records import (
@@ -24,9 +24,9 @@ from gateway.sessions.records import (
     BeginResult,
     End,
     FinishResult,
-    Message,
+    NewMessage,
+    NextPrompt,
     Origin,
-    Outlook,
     Session,
     SessionId,
     SessionSummary,
@@ -36,8 +36,8 @@ from gateway.sessions.records import (
     TurnStatus,
 )
 from gateway.sessions.reserve import Reserve
-from gateway.sessions.responses import Responses
-from gateway.sessions.room import Room
+from gateway.sessions.responses import StoredResponses
+from gateway.sessions.room import FileRoom
 from gateway.sessions.rows import Rows
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
 from gateway.sessions.wal import check_log
@@ -54,8 +54,8 @@ class SessionStore:
 
     def __init__(
         self,
-        writer: Connection,
-        readers: tuple[Connection, Connection],
+        writer: SqliteConnection,
+        readers: tuple[SqliteConnection, SqliteConnection],
         health: Health,
         reserve: Reserve,
         file: Path,
@@ -68,9 +68,9 @@ class SessionStore:
         self._reader, self._searcher = readers
         self._health = health
         health.write = partial(writer.transact, rewrite_version)
-        self._room = Room(writer, self._reader, reserve, file)
+        self._room = FileRoom(writer, self._reader, reserve, file)
         self._searches = search.Searches()
-        self.responses = Responses(self._reader, self._write)
+        self.responses = StoredResponses(self._reader, self._write)
         self.rows = Rows(self._reader)
         self._lock_fd: int | None = lock_fd
 
@@ -93,7 +93,7 @@ class SessionStore:
             wal_lost_frames = await asyncio.to_thread(check_log, file)
             open_file = partial(open_writer, file, full_text, max_owner_bytes)
             writer = await _opened(open_file, "BEGIN IMMEDIATE", health, reserve)
-            readers: list[Connection] = []
+            readers: list[SqliteConnection] = []
             try:
                 for _ in range(2):
                     readers.append(await _opened(partial(open_reader, file), "BEGIN", health, reserve))
@@ -284,7 +284,7 @@ class SessionStore:
         Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content or another `after`), ``busy`` (another turn runs),
         ``bad_request``, ``quota_exceeded``.
         """
-        message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
+        message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._write(owner, transactions.begin, owner, session_id, message)
 
     async def retitle(self, owner: str, session_id: str, was: str, title: str) -> bool:
@@ -369,7 +369,7 @@ class SessionStore:
         if makes_session:
             checked_id(session_id, "session_id")
         end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
-        message = Message(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
+        message = NewMessage(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
         return await self._write(
             owner,
             transactions.record,
@@ -392,18 +392,18 @@ class SessionStore:
         """The ids of all that the engine has seen of what is shown of a session, packed; b"" for one that does not exist."""
         return await self._reader.transact(transactions.token_ids, owner, session_id)
 
-    async def outlook(self, owner: str, session_id: str) -> Outlook:
+    async def outlook(self, owner: str, session_id: str) -> NextPrompt:
         """What the next prompt of a session begins with. Raises ``not_found``."""
         return await self._reader.transact(transactions.outlook, owner, session_id)
 
 
 async def _opened(
     connector: Callable[[], sqlite3.Connection], begin: str, health: Health, reserve: Reserve
-) -> Connection:
+) -> SqliteConnection:
     """A connection that is started; on a full disk it has the reserve, for reading the log back takes room, too."""
     while True:
         try:
-            return await Connection(connector, begin, health.note).start()
+            return await SqliteConnection(connector, begin, health.note).start()
         except sqlite3.Error as error:
             if not is_full(error) or not await asyncio.to_thread(reserve.give_some):
                 raise

@@ -19,9 +19,9 @@ from gateway.sessions.records import (
     BeginResult,
     End,
     FinishResult,
-    Message,
+    NewMessage,
+    NextPrompt,
     Origin,
-    Outlook,
     ResponseHistory,
     Session,
     SessionId,
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     adapter: str | None
     created_at: float
     updated_at: float
-    owner: search.Owner
+    owner: search.SearchOwner
 
 
 # Ids have no spaces (`text.is_id`). The inner SELECT is there for its order, which group_concat keeps.
@@ -114,7 +114,7 @@ def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
     if columns is None:
         return None
     *own, keeper, is_indexed = columns
-    return Row._make((*own, search.Owner(keeper, bool(is_indexed))))
+    return Row._make((*own, search.SearchOwner(keeper, bool(is_indexed))))
 
 
 def live(conn: sqlite3.Connection, owner: str, session_id: str) -> Row:
@@ -247,7 +247,7 @@ def purge_some(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
     num_gone, left_bytes = 0, PURGE_BYTES
     found = conn.execute(_GONE, (now - RESTORE_WINDOW_S,)).fetchall()
     for row, title, num_bytes, owner, is_indexed in found:
-        keeper = search.Owner(owner, bool(is_indexed))
+        keeper = search.SearchOwner(owner, bool(is_indexed))
         if num_bytes > left_bytes and (num_gone or _erase_turns(conn, keeper, row, left_bytes)):
             return num_gone, True
         _erase(conn, keeper, row, title)
@@ -269,7 +269,7 @@ def purge_barely(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
         return purge_some(conn, now)
 
 
-def _erase_turns(conn: sqlite3.Connection, owner: search.Owner, row: int, max_bytes: int) -> bool:
+def _erase_turns(conn: sqlite3.Connection, owner: search.SearchOwner, row: int, max_bytes: int) -> bool:
     """Remove the first turns of a session, one at least; whether there are more. What is left of it cannot be restored."""
     conn.execute("UPDATE sessions SET deleted_at = 0 WHERE row = ?", (row,))
     sql = "SELECT seq, length(content) + length(answer) FROM turns WHERE session = ? ORDER BY seq LIMIT 1001"
@@ -284,7 +284,7 @@ def _erase_turns(conn: sqlite3.Connection, owner: search.Owner, row: int, max_by
     return conn.execute("SELECT 1 FROM turns WHERE session = ?", (row,)).fetchone() is not None
 
 
-def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str | None) -> None:
+def _erase(conn: sqlite3.Connection, owner: search.SearchOwner, row: int, title: str | None) -> None:
     """Remove a session. Its turns go first, for what follows them (names, index) is found through it."""
     search.drop_turns(conn, owner, "session = ?", (row,))
     search.drop_title(conn, owner, row, title)
@@ -292,7 +292,7 @@ def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str |
     conn.execute("DELETE FROM sessions WHERE row = ?", (row,))
 
 
-def begin(conn: Database, owner: str, session_id: str, message: Message) -> BeginResult:
+def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> BeginResult:
     row = live(conn, owner, session_id)
     content = clean_text(message.content)
     known = _known(conn, row.row, message.id, content)
@@ -335,7 +335,7 @@ def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
         )
 
 
-def _parent(conn: sqlite3.Connection, row: int, message: Message, *, is_known: bool) -> int:
+def _parent(conn: sqlite3.Connection, row: int, message: NewMessage, *, is_known: bool) -> int:
     """The turn that a message follows. is_known: it failed before, so it has its place. Raises ``bad_request``, ``not_found``, ``conflict``."""
     parent = tree.parent_of(conn, _place(conn, row, message.id, "id")) if is_known else None
     if isinstance(message.after, UnsetType):
@@ -355,7 +355,7 @@ def _cleaned(end: End) -> End:
 
 
 def _set_running(
-    conn: sqlite3.Connection, row: Row, message: Message, content: str, adapter: str | None
+    conn: sqlite3.Connection, row: Row, message: NewMessage, content: str, adapter: str | None
 ) -> int:
     """Add the turn, or wipe the failed one that stands there; returns its `seq`."""
     search.drop_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
@@ -392,7 +392,7 @@ def finish(
         conn.execute(sql, (*_cleaned(end), seq))
         if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
             store_token_ids(conn, row, seq, token_ids)
-        search.add_turns(conn, search.Owner(keeper, bool(is_indexed)), "seq = ?", (seq,))
+        search.add_turns(conn, search.SearchOwner(keeper, bool(is_indexed)), "seq = ?", (seq,))
         sql = "UPDATE sessions SET updated_at = max(updated_at, ?), home = ifnull(?, home) WHERE row = ?"
         conn.execute(sql, (now, home or None, row))
     if is_deleted:
@@ -405,7 +405,7 @@ def record(
     conn: Database,
     owner: str,
     session_id: str,
-    message: Message,
+    message: NewMessage,
     end: End,
     token_ids: bytes,
     response_id: str | None,
@@ -571,11 +571,11 @@ def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
     return token_ids_up_to(conn, tree.tip(conn, row.row)) if row is not None else b""
 
 
-def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
+def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> NextPrompt:
     row = live(conn, owner, session_id)
     last = tree.tip(conn, row.row)
     history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]
-    return Outlook(
+    return NextPrompt(
         history=history,
         token_ids=token_ids_up_to(conn, last),
         is_answering=_is_answering(conn, row.row),

@@ -97,7 +97,7 @@ _HARMLESS: Mapping[str, tuple[str, ...]] = {
 } | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
 
 
-class Refusal(ValueError):
+class FlagRefusal(ValueError):
     """A flag of vLLM's that has no place here. The text names the flag and the reason."""
 
 
@@ -146,12 +146,12 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
         name = RENAMED[name]
     elif name not in own:
         if name in REFUSED:
-            raise Refusal(f"{name}: {REFUSED[name]}")
+            raise FlagRefusal(f"{name}: {REFUSED[name]}")
         argument = name.lstrip("-").replace("-", "_").removeprefix("no_")
         if argument in RULED_OUT:
             given = value if value is not None else next(iter(left), "")
             if given not in _HARMLESS.get(argument, ()):
-                raise Refusal(f"{name}: {RULED_OUT[argument]}")
+                raise FlagRefusal(f"{name}: {RULED_OUT[argument]}")
             if value is None:
                 left.pop(0)
             return []

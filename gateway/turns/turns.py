@@ -61,14 +61,14 @@ class Follower(Protocol):
     def wake(self, turn: LiveTurn) -> None: ...
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What the engine gave at once: more of the answer, of the reasoning before it, or the end of one and the beginning of the other."""
 
     text: str
     reasoning: str = ""
 
     @classmethod
-    def joined(cls, pieces: Iterable[Piece]) -> Piece:
+    def joined(cls, pieces: Iterable[AnswerPiece]) -> AnswerPiece:
         """All of them as one."""
         pieces = list(pieces)
         return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
@@ -111,7 +111,7 @@ class LiveTurn:
         self.title = title
         self.versions = turn.versions
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
-        self.pieces: list[Piece] = []
+        self.pieces: list[AnswerPiece] = []
         self.generated: list[int] = []
         self.base_seq = 0
         self.done: dict[str, Any] | None = None
@@ -132,14 +132,14 @@ class LiveTurn:
         """Whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
         return seq == 0 or self.base_seq < seq <= self.seq
 
-    def after(self, seq: int) -> Piece:
+    def after(self, seq: int) -> AnswerPiece:
         """What one who has seen up to `seq` (see `can_resume`) has not seen yet."""
-        return Piece.joined(self.pieces[max(seq - self.base_seq, 0) :])
+        return AnswerPiece.joined(self.pieces[max(seq - self.base_seq, 0) :])
 
     @property
-    def whole(self) -> Piece:
+    def whole(self) -> AnswerPiece:
         """All that there is so far."""
-        return Piece.joined(self.pieces)
+        return AnswerPiece.joined(self.pieces)
 
     def wake_followers(self) -> None:
         """Tells all who follow the answer that there is more of it."""
@@ -316,7 +316,7 @@ class Turns:
             )
             self._watch_unfollowed(live)
         else:
-            known = Piece(begun.turn.answer, begun.turn.reasoning)
+            known = AnswerPiece(begun.turn.answer, begun.turn.reasoning)
             live.pieces = [known] if any(known) else []
             live.done = _done_fields(live, begun.turn)
             self._forget_later(live)
@@ -383,7 +383,7 @@ class Turns:
                         final = delta
                         live.generated.extend(delta.token_ids)
                         if delta.text or delta.reasoning:
-                            live.pieces.append(Piece(delta.text, delta.reasoning))
+                            live.pieces.append(AnswerPiece(delta.text, delta.reasoning))
                             live.wake_followers()
             except BridgeError as failure:
                 error = from_bridge(failure)

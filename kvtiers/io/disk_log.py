@@ -35,8 +35,8 @@ from typing import Final
 from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_room import DiskRoom
-from kvtiers.io.files import Claim, Files, Room, is_full, is_same_file, prepare
-from kvtiers.io.log_contents import NEVER, Contents, DiskStats, Entry
+from kvtiers.io.files import Claim, Files, FileSystemRoom, is_full, is_same_file, prepare
+from kvtiers.io.log_contents import NEVER, BlockLocation, DiskStats, LogIndex
 from kvtiers.io.log_evictor import Evictor, reordered
 from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT, READS_IN_FLIGHT, LogReader, ReadResult, ignore
 from kvtiers.io.log_writer import WRITE_BUFFER_BYTES, LogWriter
@@ -44,7 +44,7 @@ from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Part, Record
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_paths
 from kvtiers.io.segment import Segment
-from kvtiers.io.workers import Workers, to_the_end
+from kvtiers.io.workers import FileWorkers, to_the_end
 from kvtiers.keys import BlockKey, BlockShape
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class DiskLog:
         """Touches no file; `open` does."""
         self._directory, self._fingerprint, self._shape = directory, fingerprint, shape
         self._describe, self._files, self._now = describe, files, now
-        self._workers = Workers(NUM_THREADS)
-        self._contents = Contents(shape, on_dropped, now)
+        self._workers = FileWorkers(NUM_THREADS)
+        self._contents = LogIndex(shape, on_dropped, now)
         self._room = DiskRoom(directory, capacity_bytes, segment_bytes, now)
         self._reader = LogReader(self._contents, self._workers, files, now)
         self._writer = LogWriter(
@@ -345,7 +345,7 @@ class DiskLog:
             room = await self._workers.run(self._look_for_room)
         self._room.fit(room, self._contents.num_bytes)
 
-    def _look_around(self) -> tuple[bool, bool, Room | None]:
+    def _look_around(self) -> tuple[bool, bool, FileSystemRoom | None]:
         """Whether the newest segment is still the file that we write to, and the folder the one that we claimed; the disk's room."""
         is_newest_there = self._writer.active is None or is_same_file(
             self._writer.active[0].path, self._writer.active[1].fileno()
@@ -353,7 +353,7 @@ class DiskLog:
         is_folder_ours = self._claim is not None and self._claim.is_valid()
         return is_newest_there, is_folder_ours, self._look_for_room()
 
-    def _look_for_room(self) -> Room | None:
+    def _look_for_room(self) -> FileSystemRoom | None:
         try:
             return self._files.room(self._directory)
         except OSError:
@@ -383,9 +383,9 @@ def _segment_of(scan: SegmentScan) -> Segment:
     return segment
 
 
-def _index_of(scans: Iterable[SegmentScan]) -> tuple[dict[BlockKey, Entry], dict[int, Counter[int]]]:
+def _index_of(scans: Iterable[SegmentScan]) -> tuple[dict[BlockKey, BlockLocation], dict[int, Counter[int]]]:
     """Every block's place; and how many blocks are alive in each segment, by owner."""
-    index = {key: Entry(record, position) for key, record, position in live_blocks(scans)}
+    index = {key: BlockLocation(record, position) for key, record, position in live_blocks(scans)}
     alive: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for entry in index.values():
         alive[entry.record.segment][entry.record.owner] += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvtiers.io.files import Room
+from kvtiers.io.files import FileSystemRoom
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DiskRoom:
         """A write did, with so much of the disk taken: be content with that for a while."""
         self._full_at = held_bytes, self._now()
 
-    def fit(self, room: Room | None, num_bytes: int) -> None:
+    def fit(self, room: FileSystemRoom | None, num_bytes: int) -> None:
         """Take no more of the disk than it has room for beside what others need of it. num_bytes: that are taken now."""
         capacity = self.wanted_bytes
         if room is not None:

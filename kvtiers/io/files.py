@@ -33,7 +33,7 @@ class AppendFile(Protocol):
     async def close(self) -> None: ...
 
 
-class Room(NamedTuple):
+class FileSystemRoom(NamedTuple):
     """Of a file system, in bytes. free: what this process may still write there."""
 
     total_bytes: int
@@ -72,12 +72,12 @@ class Files:
         """Deletes a file. Raises `OSError`."""
         os.unlink(path)
 
-    def room(self, directory: Path) -> Room | None:
+    def room(self, directory: Path) -> FileSystemRoom | None:
         """What a folder's file system holds and has left; None where it does not tell."""
         found = os.statvfs(directory)
         if not found.f_blocks:
             return None
-        return Room(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+        return FileSystemRoom(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     async def create(self, path: Path, pool: Executor) -> AppendFile:
         """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one.

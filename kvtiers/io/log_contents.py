@@ -53,7 +53,7 @@ class DiskStats(Counts, kw_only=True):
     capacity_bytes: int
 
 
-class Entry(Struct, gc=False):
+class BlockLocation(Struct, gc=False):
     """Where a block is. last_read_s: since it was written or carried forward, else NEVER."""
 
     record: RecordPlace
@@ -61,14 +61,14 @@ class Entry(Struct, gc=False):
     last_read_s: float = NEVER
 
 
-class Contents:
+class LogIndex:
     """All changes of the index are `put` and `take_out`, so that what each owner holds is known. on_dropped: called with keys that are lost."""
 
     def __init__(
         self, shape: BlockShape, on_dropped: Callable[[list[BlockKey]], None], now: Callable[[], float]
     ) -> None:
         self.shape = shape
-        self.index: dict[BlockKey, Entry] = {}
+        self.index: dict[BlockKey, BlockLocation] = {}
         self.held: Counter[int] = Counter()
         """Blocks of the index by owner."""
         self.used_s: dict[int, float] = {}
@@ -110,9 +110,9 @@ class Contents:
         """Makes blocks that were written found: the record's blocks are these keys, in this order."""
         self.used_s[record.owner] = self._now()
         for position, key in enumerate(keys):
-            self.put(key, Entry(record, position))
+            self.put(key, BlockLocation(record, position))
 
-    def put(self, key: BlockKey, entry: Entry) -> None:
+    def put(self, key: BlockKey, entry: BlockLocation) -> None:
         old = self.index.get(key)
         self.index[key] = entry
         self._count(entry.record, 1)

@@ -9,12 +9,12 @@ from typing import Final
 
 from kvtiers.io.disk_room import DiskRoom
 from kvtiers.io.files import Files
-from kvtiers.io.log_contents import NEVER, Contents, Entry
+from kvtiers.io.log_contents import NEVER, BlockLocation, LogIndex
 from kvtiers.io.log_reader import LogReader
 from kvtiers.io.log_writer import LogWriter
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Part, Record, RecordHead
 from kvtiers.io.segment import Segment
-from kvtiers.io.workers import Workers
+from kvtiers.io.workers import FileWorkers
 from kvtiers.keys import BlockKey
 from kvtiers.policy.fairness import choose_victim, floors
 
@@ -34,11 +34,11 @@ class Evictor:
     def __init__(
         self,
         directory: Path,
-        contents: Contents,
+        contents: LogIndex,
         room: DiskRoom,
         reader: LogReader,
         writer: LogWriter,
-        workers: Workers,
+        workers: FileWorkers,
         files: Files,
         now: Callable[[], float],
     ) -> None:
@@ -182,7 +182,7 @@ class Evictor:
         for position, i in enumerate(good):
             # Unless somebody forgot it meanwhile.
             if self._contents.index.get(keys[i]) is entries[i]:
-                self._contents.put(keys[i], Entry(record, position))
+                self._contents.put(keys[i], BlockLocation(record, position))
                 self._contents.counts.num_carried += 1
 
 

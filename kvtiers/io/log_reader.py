@@ -12,11 +12,11 @@ from msgspec import Struct
 
 from kvtiers.io.block_reader import BatchResult, BlockReader, Fault
 from kvtiers.io.files import Files
-from kvtiers.io.log_contents import Contents, Entry
+from kvtiers.io.log_contents import BlockLocation, LogIndex
 from kvtiers.io.read_plan import BlockPlace, ReadOp, plan_reads
 from kvtiers.io.records import Part
 from kvtiers.io.segment import Segment
-from kvtiers.io.workers import Workers
+from kvtiers.io.workers import FileWorkers
 from kvtiers.keys import BlockKey, BlockShape
 
 READS_IN_FLIGHT: Final = 4  # Chosen: enough to keep an NVMe disk busy with reads of this size.
@@ -83,7 +83,9 @@ def ignore(_: Any) -> None:
 class LogReader:
     """Its reads pin segments; `close` waits for them."""
 
-    def __init__(self, contents: Contents, workers: Workers, files: Files, now: Callable[[], float]) -> None:
+    def __init__(
+        self, contents: LogIndex, workers: FileWorkers, files: Files, now: Callable[[], float]
+    ) -> None:
         self._contents, self._workers, self._files, self._now = contents, workers, files, now
         self._shape: BlockShape = contents.shape
         self._read_slots = asyncio.Semaphore(READS_IN_FLIGHT)
@@ -97,7 +99,7 @@ class LogReader:
     async def read(
         self,
         keys: Sequence[BlockKey],
-        entries: Sequence[Entry | None],
+        entries: Sequence[BlockLocation | None],
         part: Part,
         first_layer: int = 0,
         end_layer: int | None = None,
@@ -123,7 +125,7 @@ class LogReader:
         return ReadResult(tuple(sorted(reader.bad)), reading.bytes_read, self._now() - started_s)
 
     async def _run(
-        self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[Entry | None]
+        self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[BlockLocation | None]
     ) -> None:
         async def lane() -> None:
             for ops in reading.batches:
@@ -147,7 +149,7 @@ class LogReader:
         reading: _Reading,
         result: BatchResult,
         keys: Sequence[BlockKey],
-        entries: Sequence[Entry | None],
+        entries: Sequence[BlockLocation | None],
     ) -> None:
         """Count what a batch brought, and forget the blocks that it found bad."""
         reading.bytes_read += result.num_bytes

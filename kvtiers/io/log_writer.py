@@ -9,12 +9,12 @@ from typing import Final
 
 from kvtiers.io.disk_room import DiskRoom
 from kvtiers.io.files import AppendFile, Files
-from kvtiers.io.log_contents import Contents
+from kvtiers.io.log_contents import LogIndex
 from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordStream, encode_segment_header
 from kvtiers.io.scan import segment_path
 from kvtiers.io.segment import Segment
-from kvtiers.io.workers import Workers
+from kvtiers.io.workers import FileWorkers
 from kvtiers.keys import BlockShape
 
 WRITE_BUFFER_BYTES: Final = 8 << 20  # Chosen: few writes, and little memory.
@@ -27,9 +27,9 @@ class LogWriter:
         self,
         directory: Path,
         fingerprint: str,
-        contents: Contents,
+        contents: LogIndex,
         room: DiskRoom,
-        workers: Workers,
+        workers: FileWorkers,
         files: Files,
         now: Callable[[], float],
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class Workers:
+class FileWorkers:
     def __init__(self, num_threads: int) -> None:
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-disk")
 

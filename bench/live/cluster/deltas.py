@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from bench.live.peers.client import ROOT
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.protocol.node import Delta, GenerateRequest, Progress, RequestId
@@ -83,7 +83,7 @@ async def measure(num_tokens: int) -> dict[str, Any]:
         port = int(await process.stdout.readline())
         node = RemoteNode("ticker")
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(lambda: Link(TOKEN, node.take_report), HOST, port)
+        _, link = await loop.create_connection(lambda: NodeLink(TOKEN, node.take_report), HOST, port)
         await link.greeted
         node.attach(link)
         there = [0], list[float]()

@@ -157,13 +157,13 @@ class NodeAdapters(OwnNode):
 
     def _generate(self, ask: Ask) -> tuple[str, Any]:
         """Below `LocalNode.generate` only in that each token is an output, so that steps can be told apart."""
-        from engine_bridge.driver.serving.call import CALL, Call
+        from engine_bridge.driver.serving.call import CALL, ServingCall
         from engine_bridge.protocol.request_context import RequestContext
 
         self._num_asked += 1
         request_id = f"a{self._num_asked}"
         # Nobody finds the prefixes of another play.
-        CALL.set(Call(RequestContext(tenant=f"play {self._num_plays}")))
+        CALL.set(ServingCall(RequestContext(tenant=f"play {self._num_plays}")))
         adapter = self._node._serving.lora_request(ask.adapter or "")
         prompt = {"prompt_token_ids": ask.prompt}
         return request_id, self._node._client.generate(

@@ -19,7 +19,7 @@ from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import tenant_of
-from gateway.advisories.advisories import AdvisoryRequest, Record
+from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest
 
 OWNER = "local"
 WAIT_S = 30.0
@@ -72,10 +72,10 @@ class MechanismNode(TieredNode):
 
     def advise(
         self, session: str, adapter: str | None = None, follower: Any = None, ttl_s: float = 60.0
-    ) -> Record:
+    ) -> AdvisoryRecord:
         """Word that a request of this session will come, as the chat page gives it."""
 
-        async def submit() -> Record:
+        async def submit() -> AdvisoryRecord:
             wanted = AdvisoryRequest(session_id=session, model=adapter, ttl_s=ttl_s)
             return self._advisories.submit(OWNER, wanted, "typing", follower)
 
@@ -85,13 +85,13 @@ class MechanismNode(TieredNode):
         """Another adapter is picked on the chat page, and all that comes of it ahead of a question has come."""
         states: list[tuple[str, str]] = []
 
-        def note(record: Record) -> None:
+        def note(record: AdvisoryRecord) -> None:
             states.append((record.source, record.report.state if record.report is not None else ""))
 
         self.advise(session, adapter, note)
         self.wait_until(lambda: any(source == "computed" for source, _ in states))
 
-    def wait_warm(self, record: Record, adapter: str) -> None:
+    def wait_warm(self, record: AdvisoryRecord, adapter: str) -> None:
         """Until all that the advisory announced is as near as it comes."""
 
         def is_warm() -> bool:
@@ -99,10 +99,10 @@ class MechanismNode(TieredNode):
 
         self.wait_until(is_warm)
 
-    def wait_over(self, records: Sequence[Record]) -> None:
+    def wait_over(self, records: Sequence[AdvisoryRecord]) -> None:
         self.wait_until(lambda: all(record.is_over for record in records))
 
-    def take_back(self, record: Record) -> None:
+    def take_back(self, record: AdvisoryRecord) -> None:
         async def cancel() -> None:
             self._advisories.cancel(OWNER, record.id)
 

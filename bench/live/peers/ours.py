@@ -23,7 +23,7 @@ from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.protocol.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import tenant_of
-from gateway.advisories.advisories import Advisories, AdvisoryRequest, Record, outcome_of
+from gateway.advisories.advisories import Advisories, AdvisoryRecord, AdvisoryRequest, outcome_of
 from gateway.advisories.drafts import Drafts
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
@@ -100,7 +100,7 @@ class TieredNode(OwnNode, Engine):
     async def _begin(self, histories: dict[str, int]) -> None:
         self.talk = Conversations()
         self._advisories, self._store = await make_advisories(self._node, Path(self.settings.folder))
-        self._records: list[Record] = []
+        self._records: list[AdvisoryRecord] = []
         for session, num_tokens in histories.items():
             asked = await self._ask(session, self.talk.begin(session, num_tokens), 2)
             self.talk.answered(session, asked.answer)

@@ -10,7 +10,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.lean_node import Node
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
-from engine_bridge.policy.nodes.routing import Ask, RoutingPolicy
+from engine_bridge.policy.nodes.routing import RequestEstimate, RoutingPolicy
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
 
@@ -53,8 +53,8 @@ class Cluster:
                 self._reported[node_id] = (node.num_changes, facts_of(node_id, node))
         return [facts for _, facts in self._reported.values()]
 
-    def _ask(self, arrival: Arrival) -> Ask:
-        return Ask(
+    def _ask(self, arrival: Arrival) -> RequestEstimate:
+        return RequestEstimate(
             request_id=arrival.request_id,
             num_prompt_tokens=arrival.num_prompt_tokens,
             num_answer_tokens=self._answer_tokens,

@@ -13,7 +13,7 @@ from bench.sim.core.conversations import Chats, Session
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
-from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.policy.nodes.session_locations import Doors, Homes, Sent, SessionKey
 from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, Ranks
 from engine_bridge.protocol.urgency import is_urgent
@@ -100,8 +100,8 @@ class SessionCluster:
             self.nodes[int(sent.over[0])].retract(turn.kv)
         self.nodes[_place(sent)].arrive(turn)
 
-    def _ask(self, name: str, num_tokens: int, adapter_id: int | None, priority: int) -> Ask:
-        return Ask(
+    def _ask(self, name: str, num_tokens: int, adapter_id: int | None, priority: int) -> RequestEstimate:
+        return RequestEstimate(
             request_id=name,
             num_prompt_tokens=num_tokens,
             num_answer_tokens=self._answer_tokens,

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadToHost:
     """Begin to bring an adapter to host memory, from KV blocks if it is still there by then. Answer: `loaded` or `load_failed`."""
 
     adapter_id: int
@@ -78,4 +78,4 @@ class Forget:
     adapter_id: int
 
 
-Move = Load | Fill | LeaveSlot | DropHost | WriteCopy | DropCopy | Refuse | Forget
+Move = LoadToHost | Fill | LeaveSlot | DropHost | WriteCopy | DropCopy | Refuse | Forget

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine_bridge.core.adapters.adapter_table import Version
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, PrefixFacts, choose_victims, may_take_prefix
-from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
 from kvtiers.policy.rates import Rate
 
 Tier = Literal["slot", "cached", "host"]
@@ -43,8 +43,8 @@ class Worth:
             KeyError: there is no policy of this name.
         """
         self._uses = UseWindow()
-        self._host: EvictionPolicy = POLICIES[policy]()
-        self._device: EvictionPolicy = POLICIES[policy]()
+        self._host: AdapterEvictionPolicy = POLICIES[policy]()
+        self._device: AdapterEvictionPolicy = POLICIES[policy]()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Worth:
         worth, at = min(unused)
         return None if may_take_prefix(worth, prefix) else facts[at].adapter_id
 
-    def _of(self, tier: Tier) -> EvictionPolicy:
+    def _of(self, tier: Tier) -> AdapterEvictionPolicy:
         return self._host if tier == "host" else self._device
 
     def _facts(self, version: Version, tier: Tier, now: float) -> CachedAdapter:

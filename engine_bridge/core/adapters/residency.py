@@ -21,7 +21,7 @@ from engine_bridge.core.adapters.adapter_moves import (
     Fill,
     Forget,
     LeaveSlot,
-    Load,
+    LoadToHost,
     Move,
     Refuse,
     WriteCopy,
@@ -341,7 +341,7 @@ class AdapterPlaces:
         self.table.begin_load(version)
         if is_guess:
             self.announced.moved(version.id, version.num_bytes)
-        return [*moves, Load(version.id, "cached" if version.copy == "whole" else "disk")]
+        return [*moves, LoadToHost(version.id, "cached" if version.copy == "whole" else "disk")]
 
     def _make_host_room(
         self, version: Version, is_guess: bool, running: Collection[int], now: float

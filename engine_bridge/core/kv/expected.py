@@ -24,7 +24,7 @@ Whose = tuple[str, str | None]
 """A session, and the salt that keeps its tenant's and adapter's KV apart, so that no advisory concerns another tenant's KV."""
 
 
-class Guess:
+class ExpectedSession:
     """One advisory under way.
 
     Attributes:
@@ -137,9 +137,9 @@ class OpenAccounts:
     """Ended advisories whose reads are still in flight: each is reported when its reads have ended, with all of its bytes."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Guess, AdvisoryState, float | None]] = []
+        self._open: list[tuple[ExpectedSession, AdvisoryState, float | None]] = []
 
-    def close(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None) -> None:
+    def close(self, guess: ExpectedSession, outcome: AdvisoryState, lead_s: float | None) -> None:
         """End an advisory's account with this outcome, and report it once its reads have ended.
 
         An `expired` one is reported as `wasted` if anything was moved for it; otherwise it is reported without `lead_s`.

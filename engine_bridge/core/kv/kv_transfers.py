@@ -1,7 +1,7 @@
 """The KV that the tiers hold for requests: staged for a request that waits, loaded when it starts, and saved after each step.
 
 A pure state machine: the driver tells what became of requests, and carries out the moves that `next_step` returns. Each stage is released exactly
-once: here, or by the code that carries out the `Load` that has it.
+once: here, or by the code that carries out the `LoadBlocks` that has it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from typing import Protocol
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
 from engine_bridge.core.kv.fetching import peer_to_ask
-from engine_bridge.core.kv.restoring import PIECES_AT_ONCE, Behind, Load, Machine, Restore, Turn, piece_blocks
+from engine_bridge.core.kv.restoring import (
+    PIECES_AT_ONCE,
+    Behind,
+    LoadBlocks,
+    Restore,
+    RestoreCosts,
+    RestoreTurn,
+    piece_blocks,
+)
+from engine_bridge.core.kv.transfer_store import TransferStore
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
-from kvtiers.blocks import Save, Stage, StageProgress
-from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.blocks import Save, Stage
+from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 
 # A step with fewer tokens says little about the speed of prefill.
@@ -32,53 +41,7 @@ STOPPED_READS, TURN = "", " "
 MAX_WAITS = 8
 
 
-class KvBlocks(Protocol):
-    """The part of `kvtiers.store.KvStore` that restores call; the store says what each method does."""
-
-    @property
-    def shape(self) -> BlockShape:
-        """The size of a block and the number of layers in which it is copied."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """The number of blocks that host memory has room for."""
-
-    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
-        """Note that a request of this group is in the engine."""
-
-    def leave(self, group: str, *, tenant: str = "") -> None:
-        """Note that a request of this group has ended."""
-
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
-        """Have the leading blocks that the tiers hold brought to host memory."""
-
-    def peer_bytes_per_s(self, address: str) -> float | None:
-        """Return the speed of reads from a peer; None if it cannot be asked."""
-
-    def progress(self, stage: Stage) -> StageProgress:
-        """Return how far a stage has come."""
-
-    def release(self, stage: Stage) -> None:
-        """Give up a stage."""
-
-    def num_held(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks the tiers hold."""
-
-    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
-        """Return the size of the blocks that are not in host memory."""
-
-    @property
-    def is_stopping_reads(self) -> bool:
-        """Whether reads that no request wants any more are still under way."""
-
-    def disk_bytes_per_s(self) -> float:
-        """Return the measured speed of the disk."""
-
-    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
-        """Reserve slots for the blocks that no tier holds yet."""
-
-
-class Tiers(Machine, Protocol):
+class Tiers(RestoreCosts, Protocol):
     """The part of a node's tiers that restores ask."""
 
     @property
@@ -94,7 +57,7 @@ class Tiers(Machine, Protocol):
         """How often preempted requests continued, by the way their KV came back."""
 
     @property
-    def usable_store(self) -> KvBlocks | None:
+    def usable_store(self) -> TransferStore | None:
         """The store; None while no KV is to be loaded or saved."""
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
@@ -116,7 +79,7 @@ class SaveJob:
 class StepMoves:
     """The loads and saves of one step."""
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadBlocks] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
 
 
@@ -209,9 +172,9 @@ class Restores:
         self._block_size = block_size
         self._known: dict[str, _Known] = {}
         self._sources: dict[str, Sources] = {}
-        self._loads: list[Load] = []
+        self._loads: list[LoadBlocks] = []
         self._starting: set[str] = set()  # the requests of these loads
-        self._turn = Turn()
+        self._turn = RestoreTurn()
         self._in_pieces: set[str] = set()  # requests whose restore goes in pieces, or has
         self._copies: dict[str, Copy] = {}
 
@@ -305,7 +268,7 @@ class Restores:
         return known.restore
 
     def _stage(
-        self, known: _Known, first: int, num_tokens: int, store: KvBlocks, giving_back: set[str]
+        self, known: _Known, first: int, num_tokens: int, store: TransferStore, giving_back: set[str]
     ) -> None:
         """Stage a request's blocks from `first` on that the tiers hold. giving_back: the requests that will have released some host memory."""
         # The last token is always computed, as its logits are needed.
@@ -329,7 +292,7 @@ class Restores:
             known.restore = Restore([stage], first)
 
     def _begins_pieces(
-        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: KvBlocks
+        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TransferStore
     ) -> bool:
         """Return whether a restore goes in pieces. Only one does at a time, as the disk is one; others await their turn if that pays."""
         num_held = store.num_held(keys)
@@ -354,7 +317,7 @@ class Restores:
         known.restore = restore
         return True
 
-    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: KvBlocks) -> bool:
+    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: TransferStore) -> bool:
         """Have a restore in pieces progress. Return False if it cannot: host memory or the device has no room, or copying fails."""
         self._copies.pop(known.request.request_id, None)
         if not restore.is_in_pieces:
@@ -393,7 +356,7 @@ class Restores:
         if known is not None:
             known.goes_whole = True
 
-    def _holds_memory(self, name: str, store: KvBlocks) -> bool:
+    def _holds_memory(self, name: str, store: TransferStore) -> bool:
         """Return whether a request, or a read that no request wants, holds host memory that it gives back soon."""
         if name == STOPPED_READS:
             return store.is_stopping_reads
@@ -409,7 +372,7 @@ class Restores:
         """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
 
-    def _peer_of(self, known: _Known, store: KvBlocks) -> str:
+    def _peer_of(self, known: _Known, store: TransferStore) -> str:
         """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
         if known.num_offered is not None:
             return ""
@@ -545,14 +508,14 @@ class Restores:
         return spoiled - {NULL_BLOCK_ID}
 
     @property
-    def _store(self) -> KvBlocks:
+    def _store(self) -> TransferStore:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
 
 
 def _begin_save(
-    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: KvBlocks
+    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: TransferStore
 ) -> SaveJob | None:
     """Save a request's blocks from `first` up to, but without, `last`, if the tiers lack them and the device has them."""
     keys = request.block_keys(first, last)
@@ -563,7 +526,7 @@ def _begin_save(
     return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
 
-def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, block_s: float) -> bool:
+def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TransferStore, block_s: float) -> bool:
     """Return whether a stage that host memory cut short would be whole, once others' reads end, before its missing blocks could be computed."""
     num_cut = store.num_held(keys) - len(stage.blocks)
     if num_cut <= 0 or block_s == math.inf:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Device, EvictionOrder
-from engine_bridge.core.kv.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
+from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.kv.fetching import peer_to_ask
 from engine_bridge.policy.kv.copy_share import WorkShare
 from engine_bridge.policy.kv.guesses import GuessFacts, Target, due_s, plan
@@ -38,7 +38,7 @@ STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
 HOSTED_SHARE = 0.5
 
 
-class KvBlocks(Protocol):
+class PromotionStore(Protocol):
     """The part of `kvtiers.store.KvStore` that promotions call; the store says what each method does."""
 
     @property
@@ -105,7 +105,7 @@ class Promotions:
     def __init__(
         self,
         device: Device,
-        store: KvBlocks,
+        store: PromotionStore,
         block_size: int,
         host_bytes_per_s: Callable[[], float],
         prefill_s_per_token: Callable[[], float | None] = lambda: None,
@@ -116,8 +116,8 @@ class Promotions:
         self._block_bytes = store.shape.block_bytes
         self._host_bytes_per_s = host_bytes_per_s
         self._prefill_s_per_token = prefill_s_per_token
-        self._guesses: dict[str, Guess] = {}  # by advisory id
-        self._expected: dict[Whose, Guess] = {}  # the same guesses, by session and salt
+        self._guesses: dict[str, ExpectedSession] = {}  # by advisory id
+        self._expected: dict[Whose, ExpectedSession] = {}  # the same guesses, by session and salt
         self._accounts = OpenAccounts()
         self.memory = Memory()
         self._has_news = False
@@ -149,7 +149,7 @@ class Promotions:
             if replaced is not None and replaced.advisory.advisory_id in self._guesses:
                 self._end(replaced, "cancelled")
         block = self._store.shape, self._block_size
-        guess = Guess(advisory, salt, hashes or self.memory.of(whose), block, now, on_change)
+        guess = ExpectedSession(advisory, salt, hashes or self.memory.of(whose), block, now, on_change)
         if not guess.hashes:
             guess.report("unknown")
             return
@@ -309,7 +309,7 @@ class Promotions:
                 guess.looked_s = now
                 self._restage(guess, self._device.resident(guess.hashes, guess.limit).num_blocks)
 
-    def _facts(self, guess: Guess) -> GuessFacts:
+    def _facts(self, guess: ExpectedSession) -> GuessFacts:
         return _facts_of(guess, *self._seconds_of(guess.limit))
 
     def _seconds_of(self, num_blocks: int) -> tuple[float, float]:
@@ -328,7 +328,7 @@ class Promotions:
                 times.append(due)
         return min(times, default=None)
 
-    def _move(self, guess: Guess, target: Target, room: int, now: float) -> Iterator[Copy]:
+    def _move(self, guess: ExpectedSession, target: Target, room: int, now: float) -> Iterator[Copy]:
         """Bring one guess further, with at most `room` blocks."""
         was_looked_at = guess.looked_s >= self._look_from_s and now - guess.looked_s < LOOK_EVERY_S
         if was_looked_at and guess.state == "warm" and guess.num_on_device >= guess.limit:
@@ -375,7 +375,7 @@ class Promotions:
             self._num_turn_blocks += num_copied
         self._settle(guess, progress, target)
 
-    def _settle(self, guess: Guess, progress: StageProgress, target: Target) -> None:
+    def _settle(self, guess: ExpectedSession, progress: StageProgress, target: Target) -> None:
         """Decide what follows for a guess after a move: it has arrived, its piece has, or it needs the next piece."""
         staged_end = guess.first + progress.num_blocks
         if guess.num_on_device >= guess.limit:
@@ -392,7 +392,7 @@ class Promotions:
         elif guess.num_on_device < staged_end or self._restage(guess, guess.num_on_device):
             self._has_news = True  # the slice cut it short, or the next piece may be there
 
-    def _restage(self, guess: Guess, first: int) -> bool:
+    def _restage(self, guess: ExpectedSession, first: int) -> bool:
         """Hold the guess's next piece in host memory, from the block `first` on. Return False where there is no room for it now."""
         self._release(guess)
         is_full = not guess.is_urgent and _is_full(self._guesses.values(), self._store)
@@ -421,7 +421,7 @@ class Promotions:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, guess: Guess, state: AdvisoryState) -> None:
+    def _finish(self, guess: ExpectedSession, state: AdvisoryState) -> None:
         """Give up the host memory held for a guess that has come as far up as it may.
 
         KV that is whole on the device leaves host memory before KV that other requests still need.
@@ -436,16 +436,16 @@ class Promotions:
         if guess.state != state:
             guess.report(state)
 
-    def _end(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
+    def _end(self, guess: ExpectedSession, outcome: AdvisoryState, lead_s: float | None = None) -> None:
         del self._guesses[guess.advisory.advisory_id], self._expected[guess.whose]
         self._drop(guess, outcome, lead_s)
 
-    def _drop(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
+    def _drop(self, guess: ExpectedSession, outcome: AdvisoryState, lead_s: float | None = None) -> None:
         self._release(guess)
         self._store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
         self._accounts.close(guess, outcome, lead_s)
 
-    def _release(self, guess: Guess) -> None:
+    def _release(self, guess: ExpectedSession) -> None:
         for stage in guess.let_go():
             self._store.release(stage)
 
@@ -455,7 +455,7 @@ class Promotions:
             self._store.release(stage)
 
 
-def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
+def _facts_of(guess: ExpectedSession, copy_s: float, read_s: float) -> GuessFacts:
     """Return the facts that rank a guess.
 
     Args:
@@ -478,17 +478,17 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
     )
 
 
-def _num_staged(guesses: Iterable[Guess]) -> int:
+def _num_staged(guesses: Iterable[ExpectedSession]) -> int:
     """Return the number of blocks that guesses hold in host memory."""
     return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
 
 
-def _is_full(guesses: Iterable[Guess], store: KvBlocks) -> bool:
+def _is_full(guesses: Iterable[ExpectedSession], store: PromotionStore) -> bool:
     """Return whether guesses hold their whole share of the host tier, which only urgent ones may exceed."""
     return _num_staged(guesses) >= store.num_host_blocks * STAGED_SHARE
 
 
-def _has_host_room(guesses: Iterable[Guess], store: KvBlocks) -> bool:
+def _has_host_room(guesses: Iterable[ExpectedSession], store: PromotionStore) -> bool:
     """Return whether more may be read as far as host memory for guesses that have no room on the device.
 
     KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).

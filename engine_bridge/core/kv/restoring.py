@@ -41,7 +41,7 @@ class Store(Protocol):
         """Give up a stage."""
 
 
-class Machine(Protocol):
+class RestoreCosts(Protocol):
     """The facts beside its own by which a restore is decided."""
 
     @property
@@ -60,7 +60,7 @@ class Machine(Protocol):
 
 
 @dataclass(slots=True)
-class Load:
+class LoadBlocks:
     """The blocks at `positions` of a stage go to the device's `block_ids` in the next step. The code that copies them releases the stage.
 
     Attributes:
@@ -147,7 +147,7 @@ class Restore:
             disk_bytes_ahead=max(parts[0].disk_bytes_ahead - behind, 0),
         )
 
-    def facts(self, store: Store, machine: Machine, num_tokens: int, block_size: int) -> RestoreFacts:
+    def facts(self, store: Store, machine: RestoreCosts, num_tokens: int, block_size: int) -> RestoreFacts:
         """Return the facts by which a policy chooses to load, to wait or to compute.
 
         Args:
@@ -176,7 +176,7 @@ class Restore:
             is_from_peer=progress.is_from_peer,
         )
 
-    def most_to_load(self, facts: RestoreFacts, machine: Machine) -> int:
+    def most_to_load(self, facts: RestoreFacts, machine: RestoreCosts) -> int:
         """Return the number of blocks that a step can load now, whatever a policy decides. Blocks of further pieces have no memory yet."""
         return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
 
@@ -237,7 +237,7 @@ class Restore:
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
         return Copy(keys, start, sources)
 
-    def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[Load]:
+    def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[LoadBlocks]:
         """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, except where it has no block there.
 
         Stages that are not needed are released.
@@ -249,7 +249,7 @@ class Restore:
                 is_whole = store.progress(stage).num_ready_blocks >= skipped + num
                 positions = [skipped + i for i in range(num) if block_ids[at + i] != NULL_BLOCK_ID]
                 own_ids = [block_ids[at + position - skipped] for position in positions]
-                loads.append(Load(stage, positions, own_ids, is_whole))
+                loads.append(LoadBlocks(stage, positions, own_ids, is_whole))
             else:
                 store.release(stage)
             at, num_blocks = at + max(num, 0), num_blocks - max(num, 0)
@@ -264,7 +264,7 @@ class Restore:
         self.stages = []
 
 
-class Turn:
+class RestoreTurn:
     """The request whose restore goes in pieces, or did last. It keeps its turn while the engine asks for it, in every step or every other."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.core.scheduling.guess_errors import Guess, GuessErrors
-from engine_bridge.core.scheduling.load import Counted, Load
+from engine_bridge.core.scheduling.guess_errors import GuessErrors, PredictedTokens
+from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.pacer import Pacer, Progress, StepBounds
 from engine_bridge.core.scheduling.pauses import Pauses, Stint
 from engine_bridge.core.scheduling.refits import Refits, Sizes
@@ -26,8 +26,8 @@ from engine_bridge.policy.scheduling.queue_policy import (
     DeferReason,
     LanedPolicy,
     QueuePolicy,
-    Room,
     Running,
+    StepRoom,
     Waiting,
     with_lanes,
 )
@@ -57,7 +57,7 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
 
     request_id: str
     num_prompt_tokens: int
-    guess: Guess
+    guess: PredictedTokens
     priority: int = 0
     tenant: str = ""
     weight: float = 1.0
@@ -71,8 +71,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
 class StepView(Struct, frozen=True, kw_only=True):
     """The engine before a step. running: all requests that hold device memory, in the engine's order. num_slots: how many more may run.
 
-    adapter_bytes: free for the adapters of further requests; None: no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the sum
-    of the running requests' tokens is more than they hold together, because some begin alike.
+    adapter_bytes: free for the adapters of further requests; None: no bound. adapters_take_turns: as in `StepRoom`. shared_tokens: by how much the
+    sum of the running requests' tokens is more than they hold together, because some begin alike.
     """
 
     running: Sequence[Progress]
@@ -95,7 +95,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     bounds: StepBounds | None = None
 
 
-class Engine(Protocol):
+class RequestCosts(Protocol):
     """The facts that only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
 
     def is_ready(self, request_id: str) -> bool:
@@ -219,7 +219,7 @@ class Dispatcher:
     def __init__(
         self,
         policy: QueuePolicy,
-        engine: Engine,
+        engine: RequestCosts,
         refits: Refits,
         *,
         num_tokens: int,
@@ -237,7 +237,7 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.decide_s = 0.0
         self.guess_errors = GuessErrors()
-        self.load = Load()
+        self.load = LoadTracker()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
         self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
@@ -397,7 +397,7 @@ class Dispatcher:
             self.policy.arrived(self._facts_of_waiting(known), now)
 
     def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
-        room = Room(
+        room = StepRoom(
             free_blocks=view.free_blocks,
             num_slots=view.num_slots,
             num_tokens=self._num_tokens,

@@ -10,7 +10,7 @@ from typing import Protocol
 ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
-class Guess(Protocol):
+class PredictedTokens(Protocol):
     """The predicted tokens of an answer (`predict.length.LengthGuess`)."""
 
     @property
@@ -34,7 +34,7 @@ class GuessErrors:
         self.sum_tokens = 0
         self.num_within_p90 = 0
 
-    def saw(self, guess: Guess, num_tokens: int) -> None:
+    def saw(self, guess: PredictedTokens, num_tokens: int) -> None:
         """Count one answer of `num_tokens` against its prediction."""
         error = abs(guess.p50 - num_tokens)
         self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1

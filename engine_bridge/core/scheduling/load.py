@@ -60,7 +60,7 @@ class _Part:
         )
 
 
-class Load:
+class LoadTracker:
     """The load of one node. Changed on one thread.
 
     Attributes:

@@ -3,7 +3,7 @@
 A block that vLLM takes back is zeroed before any request sees it, because weights read as KV may be NaN, which poisons the request that uses the
 block next (docs/decisions/0008). Layer l's weights lie in layer l's rows.
 
-Everything here runs on the engine thread, except `Entry.read`.
+Everything here runs on the engine thread, except `AdapterInBlocks.read`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine_bridge.driver.adapters.lent_blocks import LentBlocks, Loan
+from engine_bridge.driver.adapters.lent_blocks import BlockLoan, LentBlocks
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.memory.block_copy import kv_rows
 
@@ -24,7 +24,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One tensor among the bytes that an adapter has in one KV layer. `place`: module, "a" or "b", slice."""
 
     place: tuple[str, str, int]
@@ -35,13 +35,13 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry(Loan):
+class AdapterInBlocks(BlockLoan):
     """One adapter in blocks.
 
     `layers[l]`: the pieces in KV layer l. `modules`: by module, the number of slices and whether the layer takes lists.
     """
 
-    layers: list[list[Piece]]
+    layers: list[list[TensorPiece]]
     modules: dict[str, tuple[int, bool]]
     num_bytes: int
     num_written: int = 0
@@ -108,7 +108,7 @@ class NoBlocks:
         """Return False: no adapter is here."""
         return False
 
-    def entry(self, adapter_id: int) -> Entry:
+    def entry(self, adapter_id: int) -> AdapterInBlocks:
         """Raise KeyError: no adapter is here."""
         raise KeyError(adapter_id)
 
@@ -138,7 +138,7 @@ class NoBlocks:
         """Do nothing: there is nothing to give back."""
 
 
-class AdapterBlocks(LentBlocks[Entry]):
+class AdapterBlocks(LentBlocks[AdapterInBlocks]):
     """Adapters in the free blocks of one engine.
 
     Args:
@@ -179,7 +179,7 @@ class AdapterBlocks(LentBlocks[Entry]):
         return self.lend(
             adapter_id,
             num_blocks,
-            lambda blocks: Entry(
+            lambda blocks: AdapterInBlocks(
                 adapter_id=adapter_id,
                 blocks=blocks,
                 layers=layers,
@@ -213,8 +213,8 @@ class AdapterBlocks(LentBlocks[Entry]):
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, weights: AdapterWeights) -> list[list[Piece]]:
-        layers: list[list[Piece]] = [[] for _ in self._rows]
+    def _lay_out(self, weights: AdapterWeights) -> list[list[TensorPiece]]:
+        layers: list[list[TensorPiece]] = [[] for _ in self._rows]
         for name, module in weights.modules.items():
             found = _LAYER.search(f".{name}")
             number = int(found[1]) if found else 0
@@ -225,11 +225,11 @@ class AdapterBlocks(LentBlocks[Entry]):
                         start = -(-_end(pieces) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
                         num_bytes = tensor.numel() * tensor.element_size()
                         pieces.append(
-                            Piece((name, kind, index), start, num_bytes, tensor.shape, tensor.dtype)
+                            TensorPiece((name, kind, index), start, num_bytes, tensor.shape, tensor.dtype)
                         )
         return layers
 
-    def _write_layer(self, entry: Entry, layer: int, weights: AdapterWeights) -> int:
+    def _write_layer(self, entry: AdapterInBlocks, layer: int, weights: AdapterWeights) -> int:
         """Write an adapter's pieces of one layer; returns the bytes written."""
         rows, ids = self._rows[layer], [block.block_id for block in entry.blocks]
         for piece in entry.layers[layer]:
@@ -241,7 +241,7 @@ class AdapterBlocks(LentBlocks[Entry]):
         return _end(entry.layers[layer])
 
 
-def _end(pieces: Sequence[Piece]) -> int:
+def _end(pieces: Sequence[TensorPiece]) -> int:
     return pieces[-1].start + pieces[-1].num_bytes if pieces else 0
 
 

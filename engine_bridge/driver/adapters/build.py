@@ -16,7 +16,7 @@ from engine_bridge.driver.adapters import slots as slot_kinds
 from engine_bridge.driver.adapters.blocks import AdapterBlocks, NoBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
-from engine_bridge.driver.adapters.host_workers import HostWorkers, Workers
+from engine_bridge.driver.adapters.host_workers import AssistWorkers, HostWorkers
 from engine_bridge.driver.adapters.layouts import LayoutsAhead
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency, lora_ids
@@ -58,7 +58,7 @@ def make_residency(
     contract = contract_of(manager, (config.model, config.served_model_name))
     manager.remove_all_adapters()  # those of vLLM's warm-up
     may_assist = _may_assist(engine, config)
-    workers = _make_workers(config, manager, host_bytes) if may_assist else Workers()
+    workers = _make_workers(config, manager, host_bytes) if may_assist else AssistWorkers()
     slots = slot_kinds.make_slots(manager)
     read_ahead = ReadAhead(AHEAD_SHARE * host_bytes)
     core = _make_core(config, manager, slots, host_bytes, profile, may_assist=may_assist)
@@ -144,9 +144,9 @@ def _may_assist(engine: Any, config: EngineConfig) -> bool:
     return False
 
 
-def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> Workers:
+def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> AssistWorkers:
     if not config.cpu_assist_workers:
-        return Workers()
+        return AssistWorkers()
     workers = HostWorkers(
         config.cpu_assist_workers, slot_kinds.plain_layers(manager), host_bytes, config.cpu_threads
     )

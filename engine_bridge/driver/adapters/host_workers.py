@@ -19,7 +19,7 @@ from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.profile import one_worker
-from engine_bridge.driver.assist.shares import Shape, rows_per_core
+from engine_bridge.driver.assist.shares import ModuleShape, rows_per_core
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ BUDGET_S = 0.001
 PROFILE_RANK = 64
 
 
-class Workers:
+class AssistWorkers:
     """Worker processes that compute with adapters on their way into a slot, besides the engine's own threads; this base class has none."""
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> None:
@@ -52,7 +52,7 @@ class Workers:
         """Stop the workers."""
 
 
-class HostWorkers(Workers):
+class HostWorkers(AssistWorkers):
     """Worker processes and the adapters that they hold.
 
     Args:
@@ -75,7 +75,7 @@ class HostWorkers(Workers):
             weight_bytes=weight_bytes,
             cpus=_free_cores(engine_cores),
         )
-        self._shapes = [Shape(num_in, PROFILE_RANK, num_out) for num_in, num_out in set(widths)]
+        self._shapes = [ModuleShape(num_in, PROFILE_RANK, num_out) for num_in, num_out in set(widths)]
         self.num_deltas = 0
 
     def calibrate(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Loan(ABC):
+class BlockLoan(ABC):
     """One adapter's blocks. is_lost: vLLM has them again, or will before anything else."""
 
     adapter_id: int
@@ -37,7 +37,7 @@ class Loan(ABC):
         self.is_lost = True
 
 
-AnyLoan = TypeVar("AnyLoan", bound=Loan)
+AnyLoan = TypeVar("AnyLoan", bound=BlockLoan)
 
 
 class LentBlocks(Generic[AnyLoan]):

@@ -16,8 +16,8 @@ import torch
 
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.staging import ReadAhead
-from engine_bridge.driver.adapters.blocks import Entry
-from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.blocks import AdapterInBlocks
+from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.layouts import Layout, LayoutsAhead
 from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
 
@@ -49,7 +49,7 @@ class LoaderThread:
     def __init__(
         self,
         loader: Loader,
-        workers: Workers,
+        workers: AssistWorkers,
         read_ahead: ReadAhead,
         layouts: LayoutsAhead,
         wake: Callable[[], None],
@@ -66,7 +66,9 @@ class LoaderThread:
         self._ahead: dict[int, Future[Loaded]] = {}
         self._ahead_lock = threading.Lock()
 
-    def load(self, record: AdapterRecord, entry: Entry | None, then: Callable[[Loaded], None]) -> None:
+    def load(
+        self, record: AdapterRecord, entry: AdapterInBlocks | None, then: Callable[[Loaded], None]
+    ) -> None:
         """Read an adapter, from KV blocks while they hold it, else from disk. `then` is called by `take_done`."""
         with self._ahead_lock:
             self._read_ahead.take(record.version_id)
@@ -161,7 +163,9 @@ class LoaderThread:
 
     # -- on the thread -----------------------------------------------------------------------------------------------
 
-    def _load(self, record: AdapterRecord, entry: Entry | None, then: Callable[[Loaded], None]) -> None:
+    def _load(
+        self, record: AdapterRecord, entry: AdapterInBlocks | None, then: Callable[[Loaded], None]
+    ) -> None:
         try:
             loaded = self._copied(entry) or self._read(record)
             if loaded.weights is not None:
@@ -199,7 +203,7 @@ class LoaderThread:
             log.exception("an adapter could not be laid out ahead; its step will")
         self.early_layout_s += time.perf_counter() - started_s
 
-    def _copied(self, entry: Entry | None) -> Loaded | None:
+    def _copied(self, entry: AdapterInBlocks | None) -> Loaded | None:
         """Copy an adapter from its blocks. None if there are no blocks to copy from, or they were taken meanwhile."""
         if entry is None:
             return None

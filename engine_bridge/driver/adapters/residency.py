@@ -22,7 +22,7 @@ from engine_bridge.core.adapters.adapter_moves import (
     Fill,
     Forget,
     LeaveSlot,
-    Load,
+    LoadToHost,
     Move,
     Refuse,
     WriteCopy,
@@ -33,7 +33,7 @@ from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.failures import Failures
 from engine_bridge.driver.adapters.filling import Filling
 from engine_bridge.driver.adapters.host_path import ColdAdapter, HostPath, NoHostPath
-from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
@@ -77,7 +77,7 @@ class Residency:
         is_busy: Callable[[], bool],
         on_failed: Callable[[list[str], Exception], None],
         copies: DeviceCopies,
-        workers: Workers,
+        workers: AssistWorkers,
         host_path: HostPath | NoHostPath,
         step_layouts: StepLayouts,
         on_spoiled: Callable[[int], None] = lambda adapter_id: None,
@@ -112,7 +112,7 @@ class Residency:
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._doers: dict[type, Callable[[Any], None]] = {
-            Load: self._load,
+            LoadToHost: self._load,
             Fill: self._filling.fill,
             LeaveSlot: self._filling.leave,
             DropHost: self._drop_host,
@@ -337,7 +337,7 @@ class Residency:
             with self._failures.contained(move.adapter_id):
                 self._doers[type(move)](move)
 
-    def _load(self, move: Load) -> None:
+    def _load(self, move: LoadToHost) -> None:
         entry = self.copies.blocks.entry(move.adapter_id) if move.source == "cached" else None
 
         def loaded(result: Loaded) -> None:

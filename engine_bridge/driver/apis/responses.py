@@ -18,7 +18,7 @@ class IncompleteEvent(ResponseCompletedEvent):
     type: Literal["response.incomplete"]
 
 
-class Responses(OpenAIServingResponses):
+class ResponsesServing(OpenAIServingResponses):
     """vLLM's class for the Responses API, used in the same way."""
 
     async def responses_stream_generator(

@@ -13,7 +13,7 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class FirstFit:
+class FirstFitAllocator:
     """Hands out stretches of `0:capacity_bytes`, each aligned to a cache line.
 
     First fit, because there are few blocks: one per adapter. Compacting would need the workers to stand still.

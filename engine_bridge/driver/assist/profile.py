@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from engine_bridge.driver.assist.pool import AssistPool
-from engine_bridge.driver.assist.shares import Shape
+from engine_bridge.driver.assist.shares import ModuleShape
 from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 
 # A measurement is the best of this many runs: other jobs share the machine's cores, and only ever add to the time (chosen).
@@ -21,7 +21,7 @@ PROFILE_ID: Final = -1
 
 
 @contextmanager
-def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[Shape, int], float]]:
+def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[ModuleShape, int], float]]:
     """Give `rows_per_core` its `measure`: the best of `repeats` round trips through one worker of an idle pool, start to finish.
 
     Needs room for one module's weights; raises MemoryError without it.
@@ -29,7 +29,7 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[S
     usual = pool.rows_per_core
     pool.rows_per_core = pool.max_rows
 
-    def measure(shape: Shape, rows: int) -> float:
+    def measure(shape: ModuleShape, rows: int) -> float:
         """Return the best time in seconds for `rows` rows of a module of this shape."""
         _hold(pool, shape)
         return _best_time(pool, shape, rows, repeats)
@@ -41,7 +41,7 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[S
         pool.drop(PROFILE_ID)
 
 
-def _hold(pool: AssistPool, shape: Shape) -> None:
+def _hold(pool: AssistPool, shape: ModuleShape) -> None:
     """Put weights of this shape into the pool, in place of the last ones."""
     module = _module(shape)
     if pool.has_module(PROFILE_ID, module):
@@ -54,7 +54,7 @@ def _hold(pool: AssistPool, shape: Shape) -> None:
         raise MemoryError("no room in the assist pool for a profile's weights")
 
 
-def _best_time(pool: AssistPool, shape: Shape, rows: int, repeats: int) -> float:
+def _best_time(pool: AssistPool, shape: ModuleShape, rows: int, repeats: int) -> float:
     x, y = torch.ones(rows, shape.num_in), torch.zeros(rows, shape.num_out)
     best = float("inf")
     for _ in range(repeats + 1):  # the first is the warm-up: it can only be slower
@@ -64,5 +64,5 @@ def _best_time(pool: AssistPool, shape: Shape, rows: int, repeats: int) -> float
     return best
 
 
-def _module(shape: Shape) -> str:
+def _module(shape: ModuleShape) -> str:
     return f"profile-{shape.num_in}-{shape.rank}-{shape.num_out}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from engine_bridge.driver.lora.gemm import MIN_ROWS
 
 
-class Shape(NamedTuple):
+class ModuleShape(NamedTuple):
     """A module's width in and out, and the adapter's rank in it."""
 
     num_in: int
@@ -35,7 +35,11 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def rows_per_core(
-    measure: Callable[[Shape, int], float], shapes: Sequence[Shape], budget_s: float, *, max_rows: int
+    measure: Callable[[ModuleShape, int], float],
+    shapes: Sequence[ModuleShape],
+    budget_s: float,
+    *,
+    max_rows: int,
 ) -> int:
     """Find c: the most rows that one worker computes within `budget_s` in each of the shapes.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_bridge.driver.assist.allocator import FirstFit, align
+from engine_bridge.driver.assist.allocator import FirstFitAllocator, align
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes
 from engine_bridge.driver.lora.lora_weights import SlotWeights
 
@@ -50,7 +50,7 @@ class WeightStore:
     def __init__(self, region: mmap.mmap, num_bytes: int, max_in: int, max_out: int) -> None:
         self._words = memoryview(region).cast("q")
         self._floats = torch.frombuffer(region, dtype=torch.float32)
-        self._room = FirstFit(num_bytes)
+        self._room = FirstFitAllocator(num_bytes)
         self._max_in, self._max_out = max_in, max_out
         self._adapters: dict[int, Adapter] = {}
         self._lock = threading.Lock()

@@ -35,12 +35,12 @@ from kvtiers.closing import going_on
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.corrections.compute_threads import ComputeThreads
-    from engine_bridge.driver.engine.node_load import NodeLoad, Speeds
+    from engine_bridge.driver.engine.node_load import LoadReader, Speeds
     from engine_bridge.driver.kv.kv_tiers import KvTiers
     from engine_bridge.driver.kv.link_measuring import LinkMeasuring
     from engine_bridge.driver.kv.promoter import Promoter
     from engine_bridge.driver.scheduling.record import LogWriter
-    from engine_bridge.driver.scheduling.report import Report
+    from engine_bridge.driver.scheduling.report import SchedulingReport
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.predict.length import LengthPredictor
@@ -370,24 +370,26 @@ class VllmDriver:
         self._scheduler.use(scheduling)
         return scheduling
 
-    def _make_report(self) -> Report:
-        from engine_bridge.driver.scheduling.report import Report
+    def _make_report(self) -> SchedulingReport:
+        from engine_bridge.driver.scheduling.report import SchedulingReport
 
         knows_why = REPORT not in self._off
         outputs = self.engine.output_processor if knows_why else None
         blocks = self._block_pool, self._block_size
-        return Report(self._scheduler, self.scheduling, outputs, self.adapters.places, *blocks, knows_why)
+        return SchedulingReport(
+            self._scheduler, self.scheduling, outputs, self.adapters.places, *blocks, knows_why
+        )
 
     def _make_speeds(self) -> Speeds:
         from engine_bridge.driver.engine.node_load import Speeds
 
         return Speeds(self.steps, self.profile, self._tiers)
 
-    def _make_node_load(self) -> NodeLoad:
-        from engine_bridge.driver.engine.node_load import NodeLoad
+    def _make_node_load(self) -> LoadReader:
+        from engine_bridge.driver.engine.node_load import LoadReader
 
         load = self.scheduling.dispatcher.load if self.scheduling is not None else None
-        return NodeLoad(self._scheduler, load, self._block_size, self.speeds)
+        return LoadReader(self._scheduler, load, self._block_size, self.speeds)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters.build import make_residency

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine_bridge.core.scheduling.load import Counted, Load
+from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.report import copy_of
@@ -53,7 +53,7 @@ class Speeds:
         )
 
 
-class NodeLoad:
+class LoadReader:
     """A view of one engine's load that changes nothing and waits for no step.
 
     Args:
@@ -63,7 +63,7 @@ class NodeLoad:
         speeds: the speeds of this engine.
     """
 
-    def __init__(self, scheduler: Any, load: Load | None, block_size: int, speeds: Speeds) -> None:
+    def __init__(self, scheduler: Any, load: LoadTracker | None, block_size: int, speeds: Speeds) -> None:
         self._scheduler, self._load = scheduler, load
         self._pool, self._block_size = scheduler.kv_cache_manager.block_pool, block_size
         self._speeds = speeds
@@ -77,9 +77,9 @@ class NodeLoad:
         perf = self._speeds.perf(load.prompt_tokens, load.answer_tokens)
         return load.facts(sum(each.num_tokens for each in running), num_free, perf)
 
-    def _counted(self, running: list[Any]) -> Load:
+    def _counted(self, running: list[Any]) -> LoadTracker:
         """Count the requests of vLLM's own queue; answers are not predicted here."""
-        load = Load()
+        load = LoadTracker()
         for each in copy_of(self._scheduler.waiting):
             load.waits(_counted(each))
         for each in running:

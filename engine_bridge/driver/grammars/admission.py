@@ -20,7 +20,7 @@ from engine_bridge.driver.vllm_api import (
     get_structured_output_key,
     serialize_guidance_grammar,
 )
-from engine_bridge.grammars.checker import GrammarChecker, Tokenizer
+from engine_bridge.grammars.checker import GrammarChecker, GrammarTokenizer
 from engine_bridge.grammars.messages import readable
 
 
@@ -81,14 +81,14 @@ def grammar_of(params: SamplingParams, config: Any) -> str | None:
     return text
 
 
-def tokenizer_of(tokenizer: Any, vocab_size: int) -> Tokenizer:
+def tokenizer_of(tokenizer: Any, vocab_size: int) -> GrammarTokenizer:
     """Return the tokenizer that a helper process needs. A tokenizer that is not of Hugging Face's fast kind is replaced by one of bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return Tokenizer("byte")
+        return GrammarTokenizer("byte")
     definition = json.loads(backend.to_str())
     definition["padding"] = definition["truncation"] = None
-    return Tokenizer(json.dumps(definition), max(vocab_size, len(tokenizer)), tokenizer.eos_token_id)
+    return GrammarTokenizer(json.dumps(definition), max(vocab_size, len(tokenizer)), tokenizer.eos_token_id)
 
 
 def _checked_elsewhere(sampling_params: SamplingParams, tokenizer: Any = None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, StepMoves
-from engine_bridge.core.kv.restoring import Load
+from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.in_process import reuses_kv
@@ -223,7 +223,7 @@ class _Step:
 
     def __init__(self, tiers: KvTiers) -> None:
         self._tiers = tiers
-        self._loads: list[Load] = []
+        self._loads: list[LoadBlocks] = []
         self._saves: list[Save] = []
         self._save_blocks: list[int] = []
         self._save_slots: list[list[int]] = []

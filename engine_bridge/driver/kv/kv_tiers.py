@@ -81,7 +81,7 @@ class RequestListener(Protocol):
         """Give up everything that is expected: the engine closes."""
 
 
-class Peering(Protocol):
+class PeerStores(Protocol):
     """Other nodes, as far as the tiers know them: see `engine_bridge.cluster.peers.Peering`."""
 
     def open(self) -> str:
@@ -116,7 +116,7 @@ class KvTiers:
         eviction: EvictionPolicy | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
-        peering: Peering | None = None,
+        peering: PeerStores | None = None,
     ) -> None:
         self.config = config
         self.clock = clock

@@ -24,7 +24,7 @@ MIXED_ROWS: Final = 12
 SHORT_SUM: Final = 768
 
 
-class Cut(NamedTuple):
+class ProductParts(NamedTuple):
     """A way to make one product of several: of at least `rows` rows each, or of at most `terms` terms of the sums each. 0: it is not cut."""
 
     rows: int = 0
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
 
 # The cheapest first. An Intel Xeon sums 192 rows and more of over 128 columns in two parts, another processor already 33 rows of 16 columns.
-CUTS: Final = (Cut(), Cut(rows=96), Cut(terms=512), Cut(terms=256))
+CUTS: Final = (ProductParts(), ProductParts(rows=96), ProductParts(terms=512), ProductParts(terms=256))
 # Numbers of rows at which those processors changed their order, and others near and between them: where they change depends on the shape.
 PROBED_ROWS: Final = (12, 33, 48, 100, 144, 191, 192, 193, 257, 383, 384, 511, 577, 768, 1024)
 
@@ -70,7 +70,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def cut_for(num_terms: int, num_columns: int, product: Product | None = None) -> Cut:
+def cut_for(num_terms: int, num_columns: int, product: Product | None = None) -> ProductParts:
     """Return the cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where no cut has that.
 
     It takes the time of computing some 6,000 rows, once for each shape. Call it on one thread.
@@ -86,7 +86,7 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
     x = torch.randn(max(PROBED_ROWS), num_terms, generator=generator)
     a = torch.randn(num_terms, num_columns, generator=generator)
 
-    def has_equal_bits(cut: Cut) -> bool:
+    def has_equal_bits(cut: ProductParts) -> bool:
         """Return whether every probed number of rows gives each row the same bits."""
         few = torch.cat([cut_product(rows, a, cut, product) for rows in x.split(MIN_ROWS)])
         return all(
@@ -97,7 +97,9 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
     return next(filter(has_equal_bits, CUTS), CUTS[0])
 
 
-def cut_product(x: torch.Tensor, a: torch.Tensor, cut: Cut, product: Product | None = None) -> torch.Tensor:
+def cut_product(
+    x: torch.Tensor, a: torch.Tensor, cut: ProductParts, product: Product | None = None
+) -> torch.Tensor:
     """Compute `x @ a`, made of several products as `cut` says."""
     import torch
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Report(Protocol):
+class ProgressReport(Protocol):
     """A function that is told how far a profile is."""
 
     def __call__(self, what: str, share_done: float, left_s: float) -> None:
@@ -27,7 +27,7 @@ class Budget:
     _started_s: float
     _end_s: float
     _whole_end_s: float
-    _report: Report
+    _report: ProgressReport
     _clock: Callable[[], float] = time.monotonic
 
     def left_s(self) -> float:
@@ -51,7 +51,7 @@ class Budget:
         return Budget(self._started_s, end_s, self._whole_end_s, self._report, self._clock)
 
 
-def start(seconds: float, report: Report) -> Budget:
+def start(seconds: float, report: ProgressReport) -> Budget:
     """Begin a budget of this many seconds."""
     now = time.monotonic()
     return Budget(now, now + seconds, now + seconds, report)

@@ -13,7 +13,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.engine.subject import subject_of
 from engine_bridge.driver.in_process import kv_caches_of
-from engine_bridge.driver.profiling.budget import Budget, Report, start
+from engine_bridge.driver.profiling.budget import Budget, ProgressReport, start
 from engine_bridge.driver.profiling.copies import measure_copies
 from engine_bridge.driver.profiling.disk import DiskUnmeasured, measure_disk
 from engine_bridge.driver.profiling.requests import CraftedRequests, fill_kv
@@ -49,7 +49,7 @@ def profiling_config(config: EngineConfig) -> EngineConfig:
 
 
 def measure(
-    driver: VllmDriver, config: EngineConfig, folder: Path, seconds: float, report: Report
+    driver: VllmDriver, config: EngineConfig, folder: Path, seconds: float, report: ProgressReport
 ) -> MachineProfile:
     """Measure an idle engine in about `seconds` seconds. On the thread that built it; afterwards it can only be closed.
 

@@ -20,7 +20,7 @@ Places = Mapping[int, str]
 
 
 @dataclass(eq=False, slots=True)
-class Report:
+class SchedulingReport:
     """A view of the scheduler that changes nothing.
 
     `stats` reads the engine thread's plain objects as they are, so a scrape waits for no step; its figures may be a step apart.

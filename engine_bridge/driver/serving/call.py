@@ -12,7 +12,7 @@ from engine_bridge.driver.serving.continuing import CallIds
 from engine_bridge.protocol.request_context import NOBODY, RequestContext
 
 
-class Call(NamedTuple):
+class ServingCall(NamedTuple):
     """An API call, or a turn of the gateway's own.
 
     Attributes:
@@ -26,14 +26,14 @@ class Call(NamedTuple):
     ids: CallIds | None = None
 
 
-NO_CALL = Call()
-CALL: ContextVar[Call] = ContextVar("call", default=NO_CALL)
+NO_CALL = ServingCall()
+CALL: ContextVar[ServingCall] = ContextVar("call", default=NO_CALL)
 
 
 @contextmanager
 def called_by(context: RequestContext) -> Iterator[None]:
     """Set CALL to a call of this context inside `with`. Not for the whole body of a generator, whose reader it would leak to."""
-    token = CALL.set(Call(context))
+    token = CALL.set(ServingCall(context))
     try:
         yield
     finally:

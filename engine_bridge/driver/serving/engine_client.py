@@ -20,7 +20,7 @@ from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.grammars.admission import check_grammar
 from engine_bridge.driver.serving.adapter_versions import AdapterVersions
 from engine_bridge.driver.serving.adapter_waits import AdapterWaits
-from engine_bridge.driver.serving.call import CALL, Call
+from engine_bridge.driver.serving.call import CALL, ServingCall
 from engine_bridge.driver.serving.call_start import CallStart
 from engine_bridge.driver.serving.continuing import CallIds, Continuing
 from engine_bridge.driver.serving.stream_failures import engine_failed
@@ -275,7 +275,7 @@ class BridgeEngineClient(EngineClient):
         request: EngineCoreRequest,
         collector: RequestOutputCollector,
         text: str | None,
-        call: Call,
+        call: ServingCall,
     ) -> AsyncGenerator[RequestOutput, None]:
         finished, sampling = False, request.sampling_params
         ids = call.ids if call.ids is not None and call.ids.take() else None
@@ -295,7 +295,7 @@ class BridgeEngineClient(EngineClient):
         finally:  # no await here: this also runs on cancellation and on garbage collection
             self.forget(unique_id, abort=not finished)
 
-    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: Call) -> None:
+    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: ServingCall) -> None:
         """Refuse more log probabilities than a whole answer may have. Raises VLLMValidationError.
 
         vLLM formats them all at once, and all other requests wait for that.
@@ -317,7 +317,7 @@ class BridgeEngineClient(EngineClient):
         request: EngineCoreRequest,
         collector: RequestOutputCollector,
         text: str | None,
-        call: Call,
+        call: ServingCall,
         ids: CallIds | None,
     ) -> None:
         """Queue a request, once its grammar is known to be harmless and its prompt begins with its session's ids."""

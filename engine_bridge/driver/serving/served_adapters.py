@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
 from engine_bridge.adapters.names import check_name, problem_of
-from engine_bridge.adapters.retries import Refusal
+from engine_bridge.adapters.retries import AdapterRefusal
 from engine_bridge.driver.apis.bodies import Rejected, as_error_response, openai_error, parse
 from engine_bridge.driver.serving.adapter_versions import AdapterVersions
 from engine_bridge.driver.serving.engine_client import ADAPTER_FAILURES
@@ -106,19 +106,19 @@ class ServedAdapters:
         """Return the folder of each adapter that a client has unloaded, by name."""
         return self._catalog.unloaded
 
-    async def serve_found(self, name: str, path: str) -> Refusal | None:
+    async def serve_found(self, name: str, path: str) -> AdapterRefusal | None:
         """Serve an adapter found in a folder, or its new version. Returns why it cannot be served; None if it is."""
         async with self._changing:
             served = self._catalog.current(name)
             if served is not None and served.path != path:
-                return Refusal("An adapter of this name was loaded from elsewhere.", "name_taken")
+                return AdapterRefusal("An adapter of this name was loaded from elsewhere.", "name_taken")
             request = LoadLoRAAdapterRequest(
                 lora_name=name, lora_path=path, load_inplace=name in self._models.lora_requests
             )
             result, failure = await self._told(self._load, request)
         if not isinstance(result, ErrorResponse):
             return None
-        return Refusal(result.error.message, getattr(failure, "code", ""))
+        return AdapterRefusal(result.error.message, getattr(failure, "code", ""))
 
     async def drop_found(self, name: str, path: str) -> None:
         """Stop serving an adapter whose folder was removed; adapters of this name from elsewhere stay."""

@@ -37,10 +37,10 @@ from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.failures import as_bridge_error, too_long_or_invalid
 from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
-from engine_bridge.driver.apis.responses import Responses
+from engine_bridge.driver.apis.responses import ResponsesServing
 from engine_bridge.driver.apis.tokenize_request import NoBody, TokenizeBody, tokenizer_facts
 from engine_bridge.driver.apis.tool_calls import NO_FORM
-from engine_bridge.driver.serving.call import CALL, Call
+from engine_bridge.driver.serving.call import CALL, ServingCall
 from engine_bridge.driver.serving.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.serving.continuing import CallIds
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
@@ -167,7 +167,7 @@ class Serving:
             request_logger=None,
             enable_prompt_tokens_details=True,
         )
-        responses = Responses(client, self.models, self._renderer, **parsers)
+        responses = ResponsesServing(client, self.models, self._renderer, **parsers)
         messages = Messages(
             client,
             self.models,
@@ -235,7 +235,7 @@ class Serving:
         start = CallStart(when_known=leave)
         goes_on = self._options.keeps_token_ids and bool(context.session_id)
         ids = CallIds(context.history_token_ids) if goes_on else None
-        call = Call(msgspec.structs.replace(context, history_token_ids=b""), start, ids)
+        call = ServingCall(msgspec.structs.replace(context, history_token_ids=b""), start, ids)
         token = CALL.set(call)
         try:
             return await self._serve(api, body, headers, call, start)
@@ -245,7 +245,7 @@ class Serving:
             leave()
 
     async def _serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], call: Call, start: CallStart
+        self, api: Api, body: Any, headers: Mapping[str, str], call: ServingCall, start: CallStart
     ) -> JsonReply | SseReply:
         endpoint = self._endpoints[api]
         raw_request = SimpleNamespace(headers=passed_on(headers), state=SimpleNamespace())
@@ -461,7 +461,7 @@ async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> Async
         await events.aclose()
 
 
-async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _in_call(call: ServingCall, events: AsyncIterator[str]) -> AsyncIterator[str]:
     """Yield `events`, each made while CALL is `call`.
 
     Some of vLLM's generators first ask the engine when they are read, which may be in another task than the call's.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
-from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, by_value
+from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, by_value
 
 
 class Stateless:
@@ -40,7 +40,7 @@ def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: 
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-class Lru(Stateless):
+class AdapterLru(Stateless):
     """The adapter unused for the longest time leaves first. The baseline."""
 
     name = "lru"
@@ -109,8 +109,8 @@ class EqualWeights(ChameleonScore):
         return "equal_weights"
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": Lru,
+POLICIES: dict[str, Callable[[], AdapterEvictionPolicy]] = {
+    "lru": AdapterLru,
     "equal_weights": EqualWeights,
     "chameleon": ChameleonScore,
     "adaptive": Adaptive,
@@ -121,7 +121,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 
 
 def choose_victims(
-    cached: Sequence[CachedAdapter], needed_bytes: int, policy: EvictionPolicy, now: float
+    cached: Sequence[CachedAdapter], needed_bytes: int, policy: AdapterEvictionPolicy, now: float
 ) -> tuple[int, ...]:
     """Return the ids of adapters that free at least `needed_bytes`, in the policy's order; each of them is needed for that.
 
@@ -176,7 +176,7 @@ def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
     a waiting request needs: seconds per byte do not measure it, as the request cannot run without it.
 
     Args:
-        worth: from `EvictionPolicy.worths`.
+        worth: from `AdapterEvictionPolicy.worths`.
         prefix: the oldest cached prefix blocks.
     """
     return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)

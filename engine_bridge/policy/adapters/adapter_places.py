@@ -89,7 +89,7 @@ class Served(Struct, frozen=True):
     is_pinned: bool = False
 
 
-class Load(Struct, frozen=True):
+class LoadAdapter(Struct, frozen=True):
     """Load this adapter. If the node serves another version of it, that one is replaced."""
 
     name: str
@@ -108,7 +108,7 @@ class Pin(Struct, frozen=True):
     is_pinned: bool
 
 
-Step = Load | Unload | Pin
+Step = LoadAdapter | Unload | Pin
 
 
 def steps(wanted: Mapping[str, Served], there: Mapping[str, Served]) -> list[Step]:
@@ -126,7 +126,7 @@ def steps(wanted: Mapping[str, Served], there: Mapping[str, Served]) -> list[Ste
         elif old.is_pinned != served.is_pinned:
             pins.append(Pin(name, served.is_pinned))
     missing.sort(key=lambda name: not wanted[name].is_pinned)
-    more = [step for name in missing for step in (Load(name), *_pin(name, wanted[name]))]
+    more = [step for name in missing for step in (LoadAdapter(name), *_pin(name, wanted[name]))]
     return [*unloads, *pins, *more]
 
 

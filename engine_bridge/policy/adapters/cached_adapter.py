@@ -33,7 +33,7 @@ class CachedAdapter(Struct, frozen=True, kw_only=True):
     num_requests: int = 0
 
 
-class EvictionPolicy(Protocol):
+class AdapterEvictionPolicy(Protocol):
     """Decides which adapter leaves first.
 
     A policy may keep state; it learns of events by the three hooks, from one caller and in order of time.

@@ -1,8 +1,8 @@
 """Which node serves a request. Pure: facts in, decision out; a decision looks at each node once.
 
 A node reports a few numbers of itself (`NodeFacts`), as often as it likes; facts that depend on the request (where its KV and its adapter are) come
-with it (`Ask`) and name only the nodes that have some of either. `POLICIES` lists the policies by name: `overture` is ours, `rank_aware` is
-CaraServe's, `load_balance` and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
+with it (`RequestEstimate`) and name only the nodes that have some of either. `POLICIES` lists the policies by name: `overture` is ours, `rank_aware`
+is CaraServe's, `load_balance` and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
 
 A `PerfModel` predicts how long a batch takes; `fit` makes it of measured steps.
 """
@@ -113,7 +113,7 @@ class CachedKv(Struct, frozen=True, gc=False):
 NO_KV = CachedKv(0)
 
 
-class Ask(Struct, frozen=True, kw_only=True, gc=False):
+class RequestEstimate(Struct, frozen=True, kw_only=True, gc=False):
     """A request, or an advisory of one.
 
     Attributes:
@@ -223,12 +223,12 @@ class RoutingPolicy(Protocol):
         """The policy's name in `POLICIES`."""
         ...
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return where the request goes; of equally good nodes, the first. Changes no state. Costs in proportion to the number of nodes."""
         ...
 
 
-def candidates(ask: Ask, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts], RouteReason]:
+def candidates(ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts], RouteReason]:
     """Return the nodes that are open, can have the adapter, and have memory for the prompt and its predicted answer.
 
     If no node has the memory, the nodes that lack it are returned.
@@ -246,7 +246,7 @@ def candidates(ask: Ask, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts
     return able, "no_memory" if able else "nobody"
 
 
-def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], Any]) -> Route:
+def _least(ask: RequestEstimate, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], Any]) -> Route:
     found, reason = candidates(ask, nodes)
     if not found:
         return Route(node_id=None, reason=reason)
@@ -264,7 +264,7 @@ class LoadBalance:
 
     name = "load_balance"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node with the fewest requests."""
         return _least(ask, nodes, lambda node: (node.num_requests, node.node_id != ask.home))
 
@@ -275,7 +275,7 @@ class MostIdle:
 
     name = "most_idle"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node with the fewest tokens."""
         return _least(ask, nodes, lambda node: node.num_tokens)
 
@@ -286,7 +286,7 @@ class Sticky:
 
     name = "sticky"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the session's home if it is open and can have the adapter."""
         can_load = ask.usual_load_s is not None or ask.home in ask.adapter_load_s
         if can_load and any(node.node_id == ask.home and node.is_open for node in nodes):
@@ -312,7 +312,7 @@ class Relieve:
     usual_s: float = 0.0
     name = "relieve"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the session's home or the emptiest near node."""
         found, reason = candidates(ask, nodes)
         if not found:
@@ -327,7 +327,7 @@ class Relieve:
         return Route(node_id=(at_home or [emptiest])[0].node_id, reason=reason)
 
     @staticmethod
-    def _wait_s(ask: Ask, node_id: str) -> float:
+    def _wait_s(ask: RequestEstimate, node_id: str) -> float:
         """Return the seconds until the node's device has all the KV that the session's home has; infinite where some must be computed."""
         there = ask.kv.get(node_id, ask.kv_elsewhere)
         return there.load_s if there.num_tokens >= ask.kv.get(ask.home, NO_KV).num_tokens else math.inf
@@ -348,7 +348,7 @@ class FirstFit:
     max_batch: int = MAX_BATCH
     name = "first_fit"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the first node with room."""
         found, reason = candidates(ask, nodes)
         if reason == "policy":
@@ -365,7 +365,7 @@ class Random:
     salt: str = ""
     name = "random"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node that the hash picks."""
         found, reason = candidates(ask, nodes)
         if not found:
@@ -386,7 +386,7 @@ class RankAware:
     settings: Settings
     name = "rank_aware"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node with the least cost."""
 
         def cost(node: NodeFacts) -> tuple[float, int]:
@@ -408,7 +408,7 @@ class RankAware:
 
 
 @dataclass(frozen=True, slots=True)
-class Priority:
+class PriorityRouting:
     """Urgent requests are spread over the nodes first; others go to the node with the fewest requests, of equals the one with the fewest urgent.
 
     The node may pause others for an urgent request if decoding would otherwise be slower than the SLO. Source: SYMPHONY §3.5.
@@ -417,7 +417,7 @@ class Priority:
     settings: Settings
     name = "priority"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node with the fewest urgent requests for an urgent one, else with the fewest requests."""
         found, reason = candidates(ask, nodes)
         if not found:
@@ -453,7 +453,7 @@ class Overture:
     inertia: float = INERTIA
     name = "overture"
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the cheapest node within the bounds, or the session's home if that costs little more."""
         found, reason = candidates(ask, nodes)
         if not found:
@@ -482,7 +482,7 @@ class Overture:
         return [node for node, load in zip(nodes, loads, strict=True) if load <= limit]
 
     @staticmethod
-    def _prefill(ask: Ask, node_id: str, model: NodePerf | Settings) -> tuple[float, float]:
+    def _prefill(ask: RequestEstimate, node_id: str, model: NodePerf | Settings) -> tuple[float, float]:
         """Return the seconds of computing the uncached part of the prompt on a node, and of bringing the cached part to its device."""
         token_s = model.prompt_token_s
         here = ask.kv.get(node_id, ask.kv_elsewhere)
@@ -491,7 +491,7 @@ class Overture:
             return ask.num_prompt_tokens * token_s, 0.0
         return compute_s, here.load_s
 
-    def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float]) -> Cost:
+    def cost(self, ask: RequestEstimate, node: NodeFacts, prefill: tuple[float, float]) -> Cost:
         """Return the cost of the request on a node. prefill: from `_prefill`."""
         settings, model = self.settings, node.perf or self.settings
         compute_s, bring_s = prefill
@@ -552,6 +552,6 @@ POLICIES: dict[str, Callable[[Settings], RoutingPolicy]] = {
     "relieve": lambda settings: Relieve(),
     "first_fit": lambda settings: FirstFit(settings.max_batch),
     "random": lambda settings: Random(),
-    "priority": Priority,
+    "priority": PriorityRouting,
 }
 """Routing policies by name; each is made with the settings that the nodes have in common."""

@@ -22,11 +22,11 @@ from msgspec import structs
 from engine_bridge.policy.nodes.routing import (
     NO_KV,
     POLICIES,
-    Ask,
     CachedKv,
     LoadBalance,
     Overture,
     Relieve,
+    RequestEstimate,
     Route,
     RoutingPolicy,
     Settings,
@@ -117,7 +117,7 @@ class Sent:
 class _Announced:
     advisory_id: str
     node_id: str
-    ask: Ask
+    ask: RequestEstimate
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class _Request:
 
     key: SessionKey
     node: _Node
-    ask: Ask
+    ask: RequestEstimate
     since_s: float
     home_before: str
 
@@ -151,7 +151,7 @@ class _Load:
     answer_tokens: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
 
-    def count(self, ask: Ask, node_id: str, sign: int) -> None:
+    def count(self, ask: RequestEstimate, node_id: str, sign: int) -> None:
         """Add a request to the sum. sign: 1 adds a request that is sent to this node, -1 takes it away."""
         self.num += sign
         self.num_urgent += sign * ask.is_urgent
@@ -307,7 +307,7 @@ class Homes:
             self._move(session, node_id)
             session.num_tokens = num_tokens
 
-    def advised(self, key: SessionKey, advisory_id: str, ask: Ask) -> Sent:
+    def advised(self, key: SessionKey, advisory_id: str, ask: RequestEstimate) -> Sent:
         """Route the announcement of a session's request, and expect the request on the returned node.
 
         It is no longer expected where an earlier advisory of the session was sent.
@@ -331,7 +331,9 @@ class Homes:
         if session is not None:
             self._end_announcement(session)
 
-    def requested(self, key: SessionKey, ask: Ask, now: float, avoid: Collection[str] = ()) -> Sent:
+    def requested(
+        self, key: SessionKey, ask: RequestEstimate, now: float, avoid: Collection[str] = ()
+    ) -> Sent:
         """Route a request; its session is at home on the returned node from now on. `ended` must follow, with the ask's id, which is used once.
 
         Args:
@@ -356,7 +358,7 @@ class Homes:
             return Sent(None, over=over, route=route)
         return Sent(node_id, self._begin(key, asked, node_id, now), over, route)
 
-    def prepared(self, key: SessionKey, ask: Ask, now: float) -> Sent:
+    def prepared(self, key: SessionKey, ask: RequestEstimate, now: float) -> Sent:
         """Choose the node that computes a session's KV ahead: where its request is expected, else its home. `ended` must follow as for a request."""
         session = self._known(key)
         announced = session.announced.node_id if session.announced is not None else ""
@@ -488,14 +490,14 @@ class Homes:
         self._nodes[announced.node_id].expected.count(announced.ask, announced.node_id, -1)
         return announced.node_id, announced.advisory_id
 
-    def _can_serve(self, node_id: str, ask: Ask, avoid: Collection[str] = ()) -> bool:
+    def _can_serve(self, node_id: str, ask: RequestEstimate, avoid: Collection[str] = ()) -> bool:
         node = self._nodes.get(node_id)
         if node is None or node.facts is None or node_id in avoid:
             return False
         has_adapter = ask.usual_load_s is not None or node_id in ask.adapter_load_s
         return node.is_open and node.facts.is_open and has_adapter
 
-    def _asked(self, ask: Ask, session: _Session) -> Ask:
+    def _asked(self, ask: RequestEstimate, session: _Session) -> RequestEstimate:
         """Return the ask with its session's facts: where its KV is, and the seconds to the device there and elsewhere, as its home measured."""
         if not session.home:
             return ask
@@ -512,7 +514,7 @@ class Homes:
         move_s = num_cached * perf.kv_disk_token_s
         return self._with_kv(ask, session.home, CachedKv(num_cached, load_s), load_s, move_s)
 
-    def _announced(self, ask: Ask, session: _Session, place: str) -> Ask:
+    def _announced(self, ask: RequestEstimate, session: _Session, place: str) -> RequestEstimate:
         """Return the ask with its KV where it was announced: on the device by now."""
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
         perf = self._perf(place)
@@ -523,7 +525,9 @@ class Homes:
         move_s = math.inf if is_short else 0.0
         return self._with_kv(ask, place, CachedKv(num_cached), perf.kv_load_s(num_cached), move_s)
 
-    def _with_kv(self, ask: Ask, place: str, here: CachedKv, load_s: float, move_s: float = 0.0) -> Ask:
+    def _with_kv(
+        self, ask: RequestEstimate, place: str, here: CachedKv, load_s: float, move_s: float = 0.0
+    ) -> RequestEstimate:
         """Return the ask with the KV that each node can use of the KV at a place.
 
         Args:
@@ -551,11 +555,16 @@ class Homes:
         return node.facts.perf if node is not None and node.facts is not None else None
 
     def _choose(
-        self, door: RoutingPolicy, ask: Ask, avoid: Collection[str] = (), *, with_expected: bool = True
+        self,
+        door: RoutingPolicy,
+        ask: RequestEstimate,
+        avoid: Collection[str] = (),
+        *,
+        with_expected: bool = True,
     ) -> Route:
         return door.route(ask, self.facts(avoid, with_expected=with_expected))
 
-    def _begin(self, key: SessionKey, ask: Ask, node_id: str, now: float) -> str:
+    def _begin(self, key: SessionKey, ask: RequestEstimate, node_id: str, now: float) -> str:
         """Send the request to the node, and return the other node that has KV of its session; "" for none."""
         session = self._remember(key) if key[1] else _Session()
         node = self._nodes[node_id]
@@ -570,7 +579,7 @@ def _elsewhere(session: _Session, node_id: str) -> str:
     return session.home if session.home != node_id else ""
 
 
-def _sum(node_id: str, asks: Iterable[Ask]) -> _Load:
+def _sum(node_id: str, asks: Iterable[RequestEstimate]) -> _Load:
     load = _Load()
     for ask in asks:
         load.count(ask, node_id, 1)

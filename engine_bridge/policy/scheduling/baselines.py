@@ -9,10 +9,10 @@ from engine_bridge.policy.scheduling.fairness import ByFairness, fair_priority, 
 from engine_bridge.policy.scheduling.preemption import least_fair_first
 from engine_bridge.policy.scheduling.queue_policy import (
     Decision,
-    Left,
     QueuePolicy,
-    Room,
+    RoomLeft,
     Running,
+    StepRoom,
     Waiting,
     in_order,
     insert,
@@ -51,10 +51,10 @@ class _OneOrder(QueuePolicy):
             remove(self._order, self._keys.pop(request_id))
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Start the first requests of the order, up to the first that does not fit."""
-        chosen, deferred = in_order((key[-1] for key in self._order), waiting, Left(room))
+        chosen, deferred = in_order((key[-1] for key in self._order), waiting, RoomLeft(room))
         return Decision(tuple(facts.request_id for facts in chosen), deferred)
 
 
@@ -73,7 +73,7 @@ class Sjf(_OneOrder):
         return (facts.duration_s,)
 
 
-class Priority(_OneOrder):
+class PriorityOrder(_OneOrder):
     """The lowest `priority` first, then the earliest. vLLM's other policy."""
 
     name = "priority"
@@ -119,11 +119,11 @@ class Fair(QueuePolicy):
             self.admitted(request_id, 0.0)
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Start the requests of the more urgent set."""
-        swapped, why_swapped = in_order(self._sets[True].order(now), waiting, Left(room))
-        fresh, why_fresh = in_order(self._sets[False].order(now), waiting, Left(room))
+        swapped, why_swapped = in_order(self._sets[True].order(now), waiting, RoomLeft(room))
+        fresh, why_fresh = in_order(self._sets[False].order(now), waiting, RoomLeft(room))
         is_swapped = starts_swapped(_urgencies(swapped, now), _urgencies(fresh, now))
         chosen = swapped if is_swapped else fresh
         return Decision(tuple(facts.request_id for facts in chosen), why_swapped | why_fresh)

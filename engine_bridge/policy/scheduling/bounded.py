@@ -10,15 +10,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.policy.scheduling.mlq_places import Deciding, Entry, LaneQueue, Service
+from engine_bridge.policy.scheduling.mlq_places import LaneQueue, QueuedRequest, Service, Settled
 from engine_bridge.policy.scheduling.mlq_plan import Plan, Walk, share_tokens
 from engine_bridge.policy.scheduling.queue_policy import (
     NUM_PASSED_OVER,
     Decision,
     DeferReason,
     QueuePolicy,
-    Room,
     Running,
+    StepRoom,
     Waiting,
     insert,
     refuse_twice,
@@ -89,7 +89,7 @@ class BoundedFlow:
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueuedRequest) -> None:
         """Queue a request."""
         facts = entry.facts
         if facts.is_swapped:
@@ -104,7 +104,7 @@ class BoundedFlow:
         insert(self._first, (own.place, facts.request_id))
         insert(self._short, (own.length, own.place, facts.request_id))
 
-    def remove(self, entry: Entry, has_started: bool) -> None:
+    def remove(self, entry: QueuedRequest, has_started: bool) -> None:
         """Take out a request. has_started: whether it overtakes the earlier ones by that."""
         request_id = entry.facts.request_id
         own = self._places.pop(request_id)
@@ -124,7 +124,7 @@ class BoundedFlow:
         """Return the sorted lists of the requests."""
         return [self._first, self._short]
 
-    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+    def order(self, deciding: Settled, aging_s: float) -> Iterator[str]:
         """Yield the ids in the order in which they may start, as `Ordered.order`; the time does not matter.
 
         A request that cannot start does not keep others from starting. While adapters take turns no request overtakes: short requests of many
@@ -141,7 +141,7 @@ class BoundedFlow:
             if request_id not in started and request_id not in deciding.deferred
         )
 
-    def _overtaking(self, deciding: Deciding, limit: float) -> Iterator[str]:
+    def _overtaking(self, deciding: Settled, limit: float) -> Iterator[str]:
         """Yield the next requests for as long as overtaking is allowed."""
         gone = {request_id for request_id in deciding.deferred if request_id in self._places}
         waits = self._waits.copy()
@@ -199,7 +199,7 @@ class Bounded(QueuePolicy):
     def __init__(self, num_tokens: int, settings: BoundedSettings | None = None) -> None:
         """Start with an empty queue. num_tokens: tokens that requests may hold together; not used."""
         self.settings = settings or BoundedSettings()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, QueuedRequest] = {}
         self._by_adapter: dict[int, dict[str, None]] = {}
         """Ids of the waiting requests, in order of arrival."""
         self._peaks: OrderedDict[tuple[int, str], Peak] = OrderedDict()
@@ -224,7 +224,7 @@ class Bounded(QueuePolicy):
             raise ValueError("a weight is positive")
         refuse_twice(facts, self._entries)
         self._service.waits(facts.tenant)
-        entry = self._entries[facts.request_id] = Entry(facts, facts.weighted_size, 0)
+        entry = self._entries[facts.request_id] = QueuedRequest(facts, facts.weighted_size, 0)
         self._queue.add(entry, self._service.of(facts.tenant))
         if facts.adapter_id is not None:
             self._by_adapter.setdefault(facts.adapter_id, {})[facts.request_id] = None
@@ -245,7 +245,7 @@ class Bounded(QueuePolicy):
             self._leave(entry, has_started=False)
             self._service.left(entry.facts.tenant)
 
-    def _leave(self, entry: Entry, has_started: bool) -> None:
+    def _leave(self, entry: QueuedRequest, has_started: bool) -> None:
         facts = entry.facts
         del self._entries[facts.request_id]
         self._queue.remove(entry, has_started)
@@ -255,7 +255,7 @@ class Bounded(QueuePolicy):
                 del self._by_adapter[facts.adapter_id]
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Start requests in the order of the policy until one finds no room for its KV."""
         if not self._entries:
@@ -283,7 +283,7 @@ class Bounded(QueuePolicy):
             walk.advance()
         return Decision(tuple(plan.chosen), plan.deferred)
 
-    def _without_adapter(self, plan: Plan, room: Room) -> dict[str, DeferReason]:
+    def _without_adapter(self, plan: Plan, room: StepRoom) -> dict[str, DeferReason]:
         """Return the requests whose adapter finds no memory now, of at most NUM_PASSED_OVER adapters. They are left out of the order."""
         if room.adapter_bytes is None:
             return {}

@@ -21,8 +21,8 @@ from engine_bridge.policy.scheduling.queue_policy import (
     DeferReason,
     LanedPolicy,
     QueuePolicy,
-    Room,
     Running,
+    StepRoom,
     Waiting,
     with_lanes,
 )
@@ -108,7 +108,7 @@ class _Decided(_Record, frozen=True, tag="decided", kw_only=True):
     """A decision. waiting: the changes of the facts that were looked up. running: None where none were."""
 
     now: float
-    room: Room
+    room: StepRoom
     waiting: dict[str, dict[str, Any]] = {}
     running: _Running | None = None
     starts: tuple[str, ...] = ()
@@ -294,7 +294,7 @@ class Recorded:
         return self._sizes.take() if self._sizes is not None else {}
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Return the policy's decision, and write it down unless it repeats the last one."""
         if not self._is_on:
@@ -316,7 +316,7 @@ class Recorded:
         decision: Decision,
         waiting: dict[str, Waiting],
         running: dict[str, Running] | None,
-        room: Room,
+        room: StepRoom,
         now: float,
     ) -> None:
         record = _Decided(

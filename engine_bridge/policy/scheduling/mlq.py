@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from engine_bridge.policy.scheduling.lanes import ONE_LANE, Lanes
 from engine_bridge.policy.scheduling.mlq_decision import Deciding, MlqSettings
-from engine_bridge.policy.scheduling.mlq_places import Entry, Placing, Refit, Service, letting_go
+from engine_bridge.policy.scheduling.mlq_places import Placing, QueuedRequest, Refit, Service, letting_go
 from engine_bridge.policy.scheduling.mlq_plan import Plan, capped_tokens, share_tokens
 from engine_bridge.policy.scheduling.preemption import least_fair_first
 from engine_bridge.policy.scheduling.queue_policy import (
     Decision,
     LanedPolicy,
-    Room,
     Running,
+    StepRoom,
     Waiting,
     insert,
     refuse_twice,
@@ -72,7 +72,7 @@ class Mlq(LanedPolicy):
         self._placing = Placing(ONE_LANE)
         self._refit: Refit | None = None
         self._leftovers: Iterator[None] = iter(())
-        self._running: dict[str, Entry] = {}
+        self._running: dict[str, QueuedRequest] = {}
         self._arrivals: list[tuple[float, str]] = []
         self._service = Service()
         self._squashes = _SquashBudget(self.settings.squash_share)
@@ -170,7 +170,9 @@ class Mlq(LanedPolicy):
         self._refit, self._placing = None, refit.placing
         for request_id, entry in self._running.items():
             weighted_size = refit.weighted_size(request_id, entry.weighted_size)
-            self._running[request_id] = Entry(entry.facts, weighted_size, self.lanes.lane_of(weighted_size))
+            self._running[request_id] = QueuedRequest(
+                entry.facts, weighted_size, self.lanes.lane_of(weighted_size)
+            )
         self.ledger.resize(
             refit.quotas, {request_id: entry.lane for request_id, entry in self._running.items()}
         )
@@ -202,7 +204,7 @@ class Mlq(LanedPolicy):
                 flows = [(priority, self._service.of(tenant), tenant) for priority, tenant in queue.flows]
                 assert queue.order == sorted(flows), "tenants out of order"
 
-    def _dequeue(self, request_id: str) -> Entry:
+    def _dequeue(self, request_id: str) -> QueuedRequest:
         """Take a waiting request out of all places where it is kept."""
         next(self._leftovers, None)
         entry = self._placing.remove(request_id)
@@ -221,7 +223,7 @@ class Mlq(LanedPolicy):
     # -- the decision
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Return the requests that start, the ones that wait and why, and the ones to squash."""
         if not self._placing.entries:

@@ -17,7 +17,7 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting, insert, remove
 NUM_FREED = 16
 
 
-class Entry(Struct, frozen=True, gc=False):
+class QueuedRequest(Struct, frozen=True, gc=False):
     """A waiting request's facts at arrival, and the lane where it is kept."""
 
     facts: Waiting
@@ -25,7 +25,7 @@ class Entry(Struct, frozen=True, gc=False):
     lane: int
 
 
-class Deciding(Protocol):
+class Settled(Protocol):
     """The settled part of a decision while it is made."""
 
     @property
@@ -53,17 +53,17 @@ class Ordered(Protocol):
 
     def __len__(self) -> int: ...
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueuedRequest) -> None:
         """Add a waiting request."""
 
-    def remove(self, entry: Entry, has_started: bool) -> None:
+    def remove(self, entry: QueuedRequest, has_started: bool) -> None:
         """Remove a request. has_started: whether it starts, rather than leaves."""
 
     def lists(self) -> list[list[Any]]:
         """Return all lists that hold entries."""
         ...
 
-    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+    def order(self, deciding: Settled, aging_s: float) -> Iterator[str]:
         """Yield the ids of all waiting requests, in the order in which they start. Changes nothing.
 
         Requests that were deferred before the first id is asked for may be left out.
@@ -85,13 +85,13 @@ class Flow:
     def __len__(self) -> int:
         return len(self._small)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueuedRequest) -> None:
         """Add a waiting request."""
         facts = entry.facts
         insert(self._small, self._key(entry))
         self._urgency.add(facts.request_id, facts.arrived_s, facts.size_tokens)
 
-    def remove(self, entry: Entry, has_started: bool) -> None:
+    def remove(self, entry: QueuedRequest, has_started: bool) -> None:
         """Remove a request. It does not matter whether it starts."""
         facts = entry.facts
         remove(self._small, self._key(entry))
@@ -101,7 +101,7 @@ class Flow:
         """Return all lists that hold entries."""
         return [self._small, *self._urgency.lists()]
 
-    def _key(self, entry: Entry) -> tuple[bool, float, float, str]:
+    def _key(self, entry: QueuedRequest) -> tuple[bool, float, float, str]:
         return (
             not entry.facts.is_swapped,
             entry.weighted_size,
@@ -109,7 +109,7 @@ class Flow:
             entry.facts.request_id,
         )
 
-    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+    def order(self, deciding: Settled, aging_s: float) -> Iterator[str]:
         """Yield the ids of all waiting requests, in the order in which they start."""
         given = set()
         for is_fresh, *_, request_id in self._small:
@@ -188,7 +188,7 @@ class LaneQueue:
         # by tenant and priority: the tokens given, as in `order`
         self._places: dict[str, dict[int, float]] = {}
 
-    def add(self, entry: Entry, given: float) -> None:
+    def add(self, entry: QueuedRequest, given: float) -> None:
         """Add a waiting request. given: tokens over weight that its tenant was given."""
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows.get((priority, tenant))
@@ -199,7 +199,7 @@ class LaneQueue:
         flow.add(entry)
         self.num_waiting += 1
 
-    def remove(self, entry: Entry, has_started: bool = False) -> None:
+    def remove(self, entry: QueuedRequest, has_started: bool = False) -> None:
         """Remove a request. has_started: whether it starts, rather than leaves."""
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows[priority, tenant]
@@ -227,16 +227,16 @@ class Placing:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.queues = [LaneQueue() for _ in range(lanes.num_lanes)]
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, QueuedRequest] = {}
 
     def add(self, facts: Waiting, weighted_size: float, given: float) -> None:
         """Place a request. given: tokens over weight that its tenant was given."""
-        entry = self.entries[facts.request_id] = Entry(
+        entry = self.entries[facts.request_id] = QueuedRequest(
             facts, weighted_size, self.lanes.lane_of(weighted_size)
         )
         self.queues[entry.lane].add(entry, given)
 
-    def remove(self, request_id: str) -> Entry:
+    def remove(self, request_id: str) -> QueuedRequest:
         """Remove a request, and return its entry."""
         entry = self.entries.pop(request_id)
         self.queues[entry.lane].remove(entry)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from engine_bridge.policy.scheduling.mlq_places import LaneQueue, Service
-from engine_bridge.policy.scheduling.queue_policy import DeferReason, Left, Room, Running, Waiting
+from engine_bridge.policy.scheduling.queue_policy import DeferReason, RoomLeft, Running, StepRoom, Waiting
 from engine_bridge.policy.scheduling.quotas import Spare
 
 
@@ -70,7 +70,7 @@ class Plan:
         self,
         waiting: Mapping[str, Waiting],
         running: Mapping[str, Running],
-        room: Room,
+        room: StepRoom,
         spare: Spare,
         service: Service,
         capacity: int,
@@ -78,7 +78,7 @@ class Plan:
     ) -> None:
         self.waiting, self.spare, self.now = waiting, spare, now
         self._capacity = capacity
-        self.left = Left(room)
+        self.left = RoomLeft(room)
         self.chosen: dict[str, tuple[int, Waiting]] = {}
         self.deferred: dict[str, DeferReason] = {}
         self.bypassed: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, Priority, Sjf
+from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, PriorityOrder, Sjf
 from engine_bridge.policy.scheduling.bounded import Bounded
 from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.queue_policy import QueuePolicy
@@ -15,7 +15,7 @@ MakePolicy = Callable[[int], QueuePolicy]
 POLICIES: dict[str, MakePolicy] = {
     "fcfs": lambda num_tokens: Fcfs(),
     "sjf": lambda num_tokens: Sjf(),
-    "priority": lambda num_tokens: Priority(),
+    "priority": lambda num_tokens: PriorityOrder(),
     "fair": lambda num_tokens: Fair(),
     "mlq": Mlq,
     "bounded": Bounded,

@@ -31,7 +31,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         arrived_s: when it first came, even if it was preempted or squashed since.
         weighted_size: on the lanes' scale (Chameleon's WRS).
         size_tokens: input + predicted output + adapter in token units; shared_tokens: the part of these that running requests hold already.
-        num_blocks: blocks that starting takes from `Room.free_blocks`: new ones, and its cached ones that no request holds. Together with
+        num_blocks: blocks that starting takes from `StepRoom.free_blocks`: new ones, and its cached ones that no request holds. Together with
             adapter_blocks they must fit an empty device: the caller refuses a request that never can.
         duration_s: predicted seconds from start to end.
         priority: lower first, as in vLLM.
@@ -89,7 +89,7 @@ class Running(Struct, frozen=True, kw_only=True, gc=False):
         return self.predicted_end_s if self.promised_end_s is None else self.promised_end_s
 
 
-class Room(Struct, frozen=True, kw_only=True, gc=False):
+class StepRoom(Struct, frozen=True, kw_only=True, gc=False):
     """The room in this step.
 
     Attributes:
@@ -154,7 +154,7 @@ class QueuePolicy(Protocol):
     victim_order: Order | None = None
     """The order in which requests lose their device memory when a step's KV does not fit; None: vLLM's own, the last started first."""
     charges_tokens: bool = False
-    """Whether it needs `Room.overcharged_tokens`, which costs something to work out."""
+    """Whether it needs `StepRoom.overcharged_tokens`, which costs something to work out."""
     has_lanes: bool = False
     """Whether it is a `LanedPolicy`."""
     minds_priority: bool = False
@@ -163,7 +163,7 @@ class QueuePolicy(Protocol):
     """Whether it decides the same for the same facts at any time, so that it need not be asked while nothing has changed."""
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         """Return which requests start now. Changes no state.
 
@@ -256,10 +256,10 @@ def with_lanes(policy: QueuePolicy) -> LanedPolicy:
 NUM_PASSED_OVER = 256
 
 
-class Left:
+class RoomLeft:
     """The part of the room that is left while a decision takes from it."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: StepRoom) -> None:
         self.blocks, self.slots = room.free_blocks, room.num_slots
         self.adapter_bytes = math.inf if room.adapter_bytes is None else room.adapter_bytes
         self._prefill_tokens = math.inf if room.prefill_tokens is None else room.prefill_tokens
@@ -314,7 +314,7 @@ class Left:
 
 
 def in_order(
-    order: Iterator[str], waiting: Mapping[str, Waiting], left: Left
+    order: Iterator[str], waiting: Mapping[str, Waiting], left: RoomLeft
 ) -> tuple[list[Waiting], dict[str, DeferReason]]:
     """Return the requests of the order that fit until one does not, and why that one does not.
 

@@ -19,7 +19,7 @@ from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Api, JsonReply, SseReply, token_ids_of
 from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import Principal, tenant_of
-from gateway.advisories.followers import Arrival
+from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
 from gateway.doors.api.call_size import check_call
 from gateway.doors.api.recording import Recording, adapter_named, record, recording_of
@@ -101,11 +101,11 @@ async def _handle(
         services.learned.ended(arrival)
 
 
-def _arrival(request: web.Request, owner: str, recording: Recording | None) -> Arrival:
+def _arrival(request: web.Request, owner: str, recording: Recording | None) -> AgentCall:
     """Whose request this is, as far as it says."""
     session_id, adapter = (recording.session_id, recording.adapter) if recording else ("", None)
     agent = request.headers.get(AGENT_HEADER, "") if recording else ""
-    return Arrival(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
+    return AgentCall(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
 
 
 async def _answer_in_background(

@@ -14,7 +14,7 @@ from msgspec import to_builtins
 
 from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import Principal, extract_key, withdrawn
-from gateway.advisories.advisories import AdvisoryRequest, Record, outcome_of
+from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest, outcome_of
 from gateway.doors.chat.websocket import MessageTooLarge, StrictWebSocket
 from gateway.doors.http import connections as gate
 from gateway.doors.http.admission import RareLine
@@ -324,7 +324,7 @@ class ChatConnection:
         """What a draft is kept under while its conversation has no id."""
         return f"new chat of socket {id(self)}"
 
-    def _on_advisory(self, record: Record) -> None:
+    def _on_advisory(self, record: AdvisoryRecord) -> None:
         """Whether the session that is typed in is warm."""
         if self._is_gone or record.report is None:
             return

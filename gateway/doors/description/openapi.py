@@ -20,7 +20,7 @@ from aiohttp import web
 from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
-from gateway.doors.description.operation import TAGS, Body, Engine, Operation, Reply, Shape
+from gateway.doors.description.operation import TAGS, Body, EngineBody, Operation, ReplyShape, Shape
 from gateway.doors.description.operations import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
 from gateway.doors.rest.pages import PAGE_HEADERS
 from gateway.services import SERVICES, Services
@@ -152,7 +152,7 @@ class _Shapes:
 
     def of(self, shape: Shape) -> dict[str, Any]:
         """A schema that stands for this body."""
-        if isinstance(shape, Engine):
+        if isinstance(shape, EngineBody):
             names = self._engine.requests if shape.side == "request" else self._engine.replies
             return {"$ref": SCHEMA_REFERENCE.format(name=names[shape.name])}
         if isinstance(shape, tuple):
@@ -164,7 +164,7 @@ def _own_types() -> Iterator[type[Any]]:
     for operation in OPERATIONS:
         shapes = [operation.body.shape] if operation.body is not None else []
         for shape in [*shapes, *(reply.shape for reply in operation.replies.values())]:
-            if shape is None or isinstance(shape, Engine):
+            if shape is None or isinstance(shape, EngineBody):
                 continue
             if isinstance(shape, tuple):
                 yield from shape
@@ -211,7 +211,7 @@ def _body(body: Body, shapes: _Shapes, model: str) -> dict[str, Any]:
     }
 
 
-def _reply(reply: Reply, shapes: _Shapes) -> dict[str, Any]:
+def _reply(reply: ReplyShape, shapes: _Shapes) -> dict[str, Any]:
     # No schema for a stream: OpenAPI 3.1 cannot say that it is of the parts and not of the whole.
     text = {"schema": {"type": "string"}}
     content: dict[str, Any] = {media: {} if media == EVENT_STREAM else text for media in reply.media}

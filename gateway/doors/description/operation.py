@@ -7,14 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineBody:
     """A body that vLLM's classes read (`request`) or write (`reply`), by the name in `engine_bridge.protocol.node.ApiSchemas`."""
 
     side: Literal["request", "reply"]
     name: str
 
 
-Shape = type[Any] | Engine | tuple[type[Any], ...]
+Shape = type[Any] | EngineBody | tuple[type[Any], ...]
 
 
 class Parameter(NamedTuple):
@@ -36,7 +36,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ReplyShape:
     """A response. shape: of a JSON body, None for none. media: other types that a body may have."""
 
     description: str
@@ -57,7 +57,7 @@ class Operation:
     description: str = ""
     parameters: tuple[Parameter, ...] = ()
     body: Body | None = None
-    replies: dict[int, Reply] = field(default_factory=dict)
+    replies: dict[int, ReplyShape] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     is_public: bool = False
 
@@ -69,7 +69,9 @@ class Operation:
     @property
     def is_model_call(self) -> bool:
         """Whether the gateway takes its own fields out of the body before vLLM reads it."""
-        return isinstance(self.body, Body) and isinstance(self.body.shape, Engine) and self.tag == GENERATE
+        return (
+            isinstance(self.body, Body) and isinstance(self.body.shape, EngineBody) and self.tag == GENERATE
+        )
 
 
 GENERATE, SESSIONS, ADVISORIES = "Generate", "Sessions", "Advisories"

@@ -1,6 +1,6 @@
 """What the HTTP routes take and give, as data: `openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
 
-Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`Engine`). The words about
+Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`EngineBody`). The words about
 them are those of docs/protocol.md, in short.
 """
 
@@ -32,10 +32,10 @@ from gateway.doors.description.operation import (
     OPERATE,
     PAGE,
     Body,
-    Engine,
+    EngineBody,
     Operation,
     Parameter,
-    Reply,
+    ReplyShape,
 )
 from gateway.doors.description.session_operations import SESSION_OPERATIONS
 from gateway.doors.rest.engine import DEFAULT_LIMIT, MAX_LIMIT
@@ -77,11 +77,11 @@ _PROBES: tuple[tuple[Literal["get", "post"], str, str], ...] = (
 def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
     """A call that a model answers."""
     is_streamed = name != "count_tokens"
-    reply = Reply(
+    reply = ReplyShape(
         description="The whole answer, or with `stream` its parts as server-sent events."
         if is_streamed
         else "The count.",
-        shape=Engine("reply", name),
+        shape=EngineBody("reply", name),
         media=(EVENT_STREAM,) if is_streamed else (),
         headers=("X-Session-Id",) if is_streamed else (),
     )
@@ -93,7 +93,7 @@ def _call(name: str, path: str, summary: str, example: dict[str, Any], descripti
         summary,
         description,
         parameters=_CALL_HEADERS if is_streamed else _CALL_HEADERS[1:2],
-        body=Body(shape=Engine("request", name), example={"model": MODEL} | example),
+        body=Body(shape=EngineBody("request", name), example={"model": MODEL} | example),
         replies={200: reply},
         errors=(404, 422),
     )
@@ -146,7 +146,9 @@ OPERATIONS: tuple[Operation, ...] = (
             ),
         ),
         replies={
-            200: Reply(description="The response.", shape=Engine("reply", "responses"), media=(EVENT_STREAM,))
+            200: ReplyShape(
+                description="The response.", shape=EngineBody("reply", "responses"), media=(EVENT_STREAM,)
+            )
         },
         errors=(400, 404, 503),
     ),
@@ -158,7 +160,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Delete a stored response (OpenAI)",
         "Its turn goes with it, and its session if that holds nothing else. One that still runs is ended.",
         parameters=(_RESPONSE,),
-        replies={200: Reply(description="It is deleted.", shape=ResponseDeleted)},
+        replies={200: ReplyShape(description="It is deleted.", shape=ResponseDeleted)},
         errors=(404, 503),
     ),
     Operation(
@@ -168,7 +170,7 @@ OPERATIONS: tuple[Operation, ...] = (
         GENERATE,
         "Cancel a response in the background (OpenAI)",
         parameters=(_RESPONSE,),
-        replies={200: Reply(description="The response as it is now.", shape=dict[str, Any])},
+        replies={200: ReplyShape(description="The response as it is now.", shape=dict[str, Any])},
         errors=(400, 404, 503),
     ),
     Operation(
@@ -190,7 +192,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ),
             Parameter("after", "query", _TEXT, "The `last_id` of the page before."),
         ),
-        replies={200: Reply(description="The items.", shape=InputItems)},
+        replies={200: ReplyShape(description="The items.", shape=InputItems)},
         errors=(400, 404, 503),
     ),
     *SESSION_OPERATIONS,
@@ -204,7 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=Body(
             shape=(AdvisoryRequest, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}
         ),
-        replies={202: Reply(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
+        replies={202: ReplyShape(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
         errors=(404,),
     ),
     Operation(
@@ -214,7 +216,7 @@ OPERATIONS: tuple[Operation, ...] = (
         ADVISORIES,
         "See what became of an advisory",
         parameters=(_ADVISORY,),
-        replies={200: Reply(description="The advisory.", shape=AdvisoryStanding)},
+        replies={200: ReplyShape(description="The advisory.", shape=AdvisoryStanding)},
         errors=(404,),
     ),
     Operation(
@@ -224,7 +226,7 @@ OPERATIONS: tuple[Operation, ...] = (
         ADVISORIES,
         "Take an advisory back",
         parameters=(_ADVISORY,),
-        replies={204: Reply(description="It is taken back, or was over.")},
+        replies={204: ReplyShape(description="It is taken back, or was over.")},
         errors=(404,),
     ),
     Operation(
@@ -233,7 +235,11 @@ OPERATIONS: tuple[Operation, ...] = (
         "models",
         MODELS,
         "List what `model` may name (OpenAI)",
-        replies={200: Reply(description="The base model and the adapters.", shape=Engine("reply", "models"))},
+        replies={
+            200: ReplyShape(
+                description="The base model and the adapters.", shape=EngineBody("reply", "models")
+            )
+        },
         errors=(503,),
     ),
     Operation(
@@ -243,7 +249,7 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "Describe one model (OpenAI)",
         parameters=(Parameter("name", "path", _TEXT, "The model's or adapter's name."),),
-        replies={200: Reply(description="Its card.", shape=Engine("reply", "model"))},
+        replies={200: ReplyShape(description="Its card.", shape=EngineBody("reply", "model"))},
         errors=(404, 503),
     ),
     Operation(
@@ -252,7 +258,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "chat_models",
         MODELS,
         "List the models of the chat page",
-        replies={200: Reply(description="The base model, then the adapters.", shape=ChatModels)},
+        replies={200: ReplyShape(description="The base model, then the adapters.", shape=ChatModels)},
     ),
     Operation(
         "get",
@@ -260,7 +266,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "list_adapters",
         MODELS,
         "List adapters and where each one is",
-        replies={200: Reply(description="The adapters.", shape=AdapterList)},
+        replies={200: ReplyShape(description="The adapters.", shape=AdapterList)},
     ),
     Operation(
         "post",
@@ -269,7 +275,7 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "Keep an adapter in memory",
         parameters=(_ADAPTER,),
-        replies={200: Reply(description="The adapter as it is now.", shape=AdapterInfo)},
+        replies={200: ReplyShape(description="The adapter as it is now.", shape=AdapterInfo)},
         errors=(400, 404, 503),
     ),
     Operation(
@@ -279,7 +285,7 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "Let an adapter leave memory again",
         parameters=(_ADAPTER,),
-        replies={200: Reply(description="The adapter as it is now.", shape=AdapterInfo)},
+        replies={200: ReplyShape(description="The adapter as it is now.", shape=AdapterInfo)},
         errors=(400, 404, 503),
     ),
     Operation(
@@ -289,10 +295,10 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "Serve an adapter",
         body=Body(
-            shape=Engine("request", "load_adapter"),
+            shape=EngineBody("request", "load_adapter"),
             example={"lora_name": "pirate", "lora_path": "/models/adapters/pirate"},
         ),
-        replies={200: Reply(description="It is served.", shape=AdapterChanged)},
+        replies={200: ReplyShape(description="It is served.", shape=AdapterChanged)},
         errors=(404, 503),
     ),
     Operation(
@@ -302,8 +308,8 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "Serve an adapter no longer",
         "Running requests finish on it.",
-        body=Body(shape=Engine("request", "unload_adapter"), example={"lora_name": "pirate"}),
-        replies={200: Reply(description="No new request can name it.", shape=AdapterChanged)},
+        body=Body(shape=EngineBody("request", "unload_adapter"), example={"lora_name": "pirate"}),
+        replies={200: ReplyShape(description="No new request can name it.", shape=AdapterChanged)},
         errors=(404, 503),
     ),
     Operation(
@@ -320,7 +326,7 @@ OPERATIONS: tuple[Operation, ...] = (
                 f"Most requests of each kind; no more than {MAX_LIMIT} are given.",
             ),
         ),
-        replies={200: Reply(description="One moment between two steps.", shape=EngineStanding)},
+        replies={200: ReplyShape(description="One moment between two steps.", shape=EngineStanding)},
         errors=(400, 503),
     ),
     Operation(
@@ -330,7 +336,9 @@ OPERATIONS: tuple[Operation, ...] = (
         OPERATE,
         "List nodes and what each one does",
         "Of everybody's KV and of failures only operators are told: for others these are null.",
-        replies={200: Reply(description="The nodes, in the order in which they joined.", shape=NodeList)},
+        replies={
+            200: ReplyShape(description="The nodes, in the order in which they joined.", shape=NodeList)
+        },
     ),
     Operation(
         "post",
@@ -341,7 +349,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Running answers end there. It goes on after the reply: the list of nodes tells how far it is.",
         parameters=(_NODE,),
         body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: Reply(description="It has begun.", shape=NodeStanding)},
+        replies={202: ReplyShape(description="It has begun.", shape=NodeStanding)},
         errors=(404, 409, 503),
     ),
     Operation(
@@ -353,7 +361,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "It goes on after the reply. The node is back when it is `ready` with another `incarnation`.",
         parameters=(_NODE,),
         body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: Reply(description="It has begun.", shape=NodeStanding)},
+        replies={202: ReplyShape(description="It has begun.", shape=NodeStanding)},
         errors=(404, 409, 503),
     ),
     Operation(
@@ -363,7 +371,7 @@ OPERATIONS: tuple[Operation, ...] = (
         OPERATE,
         "Give a drained node work again",
         parameters=(_NODE,),
-        replies={200: Reply(description="The node as it is now.", shape=NodeStanding)},
+        replies={200: ReplyShape(description="The node as it is now.", shape=NodeStanding)},
         errors=(404, 409),
     ),
     Operation(
@@ -372,7 +380,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "metrics",
         OPERATE,
         "Figures for Prometheus",
-        replies={200: Reply(description="Its text format.", media=("text/plain",))},
+        replies={200: ReplyShape(description="Its text format.", media=("text/plain",))},
     ),
     Operation(
         "get",
@@ -380,7 +388,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "healthz",
         OPERATE,
         "Whether the process answers",
-        replies={200: Reply(description="It does.", shape=Alive)},
+        replies={200: ReplyShape(description="It does.", shape=Alive)},
         is_public=True,
     ),
     Operation(
@@ -390,8 +398,8 @@ OPERATIONS: tuple[Operation, ...] = (
         OPERATE,
         "Whether requests are taken now",
         replies={
-            200: Reply(description="They are.", shape=Ready),
-            503: Reply(description="Not now, and how far the engine has come.", shape=NotReady),
+            200: ReplyShape(description="They are.", shape=Ready),
+            503: ReplyShape(description="Not now, and how far the engine has come.", shape=NotReady),
         },
         is_public=True,
     ),
@@ -404,8 +412,8 @@ OPERATIONS: tuple[Operation, ...] = (
             "Whether requests are taken now (as vLLM's server has it)",
             "As `/readyz`, for probes that are set up for `vllm serve` or for SageMaker.",
             replies={
-                200: Reply(description="They are.", shape=Ready),
-                503: Reply(description="Not now, and how far the engine has come.", shape=NotReady),
+                200: ReplyShape(description="They are.", shape=Ready),
+                503: ReplyShape(description="Not now, and how far the engine has come.", shape=NotReady),
             },
             is_public=True,
         )
@@ -417,7 +425,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "version",
         OPERATE,
         "The release of vLLM, and of this server",
-        replies={200: Reply(description="Both.", shape=Versions)},
+        replies={200: ReplyShape(description="Both.", shape=Versions)},
         is_public=True,
     ),
     Operation(
@@ -426,7 +434,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "load",
         OPERATE,
         "How many requests run or wait",
-        replies={200: Reply(description="Their number.", shape=ServerLoad)},
+        replies={200: ReplyShape(description="Their number.", shape=ServerLoad)},
     ),
     Operation(
         "post",
@@ -434,8 +442,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "tokenize",
         MODELS,
         "Split a text or a conversation into tokens",
-        body=Body(shape=Engine("request", "tokenize"), example={"model": MODEL, "prompt": "Lisbon is"}),
-        replies={200: Reply(description="Their ids.", shape=Engine("reply", "tokenize"))},
+        body=Body(shape=EngineBody("request", "tokenize"), example={"model": MODEL, "prompt": "Lisbon is"}),
+        replies={200: ReplyShape(description="Their ids.", shape=EngineBody("reply", "tokenize"))},
         errors=(404, 503),
     ),
     Operation(
@@ -444,8 +452,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "detokenize",
         MODELS,
         "Turn tokens back into text",
-        body=Body(shape=Engine("request", "detokenize"), example={"model": MODEL, "tokens": [5, 6, 7]}),
-        replies={200: Reply(description="The text.", shape=Engine("reply", "detokenize"))},
+        body=Body(shape=EngineBody("request", "detokenize"), example={"model": MODEL, "tokens": [5, 6, 7]}),
+        replies={200: ReplyShape(description="The text.", shape=EngineBody("reply", "detokenize"))},
         errors=(404, 503),
     ),
     Operation(
@@ -455,7 +463,7 @@ OPERATIONS: tuple[Operation, ...] = (
         MODELS,
         "The tokenizer's settings",
         "Its special tokens and the chat template among them.",
-        replies={200: Reply(description="The settings.", shape=Engine("reply", "tokenizer_info"))},
+        replies={200: ReplyShape(description="The settings.", shape=EngineBody("reply", "tokenizer_info"))},
         errors=(503,),
     ),
     Operation(
@@ -464,7 +472,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "page",
         PAGE,
         "The chat page",
-        replies={200: Reply(description="HTML.", media=("text/html",))},
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
         is_public=True,
     ),
     Operation(
@@ -473,7 +481,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "engine_page",
         PAGE,
         "The engine room: what the nodes do, live",
-        replies={200: Reply(description="HTML.", media=("text/html",))},
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
         is_public=True,
     ),
     Operation(
@@ -482,7 +490,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "docs",
         PAGE,
         "This document as a page",
-        replies={200: Reply(description="HTML.", media=("text/html",))},
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
         is_public=True,
     ),
     Operation(
@@ -491,7 +499,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "openapi",
         PAGE,
         "This document",
-        replies={200: Reply(description="OpenAPI 3.1.", shape=dict[str, Any])},
+        replies={200: ReplyShape(description="OpenAPI 3.1.", shape=dict[str, Any])},
         errors=(503,),
         is_public=True,
     ),
@@ -503,7 +511,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "A file of the pages",
         parameters=(Parameter("path", "path", _TEXT, "Its path under `static`."),),
         replies={
-            200: Reply(
+            200: ReplyShape(
                 description="The file.",
                 media=("text/html", "text/css", "text/javascript", "text/markdown", "image/svg+xml", "*/*"),
             )
@@ -518,7 +526,7 @@ OPERATIONS: tuple[Operation, ...] = (
         PAGE,
         "The chat socket",
         "A websocket of JSON frames: docs/protocol.md. Its key comes with the upgrade or in the first frame.",
-        replies={101: Reply(description="The connection is a websocket now.")},
+        replies={101: ReplyShape(description="The connection is a websocket now.")},
         errors=(400,),
         is_public=True,
     ),
@@ -529,7 +537,7 @@ OPERATIONS: tuple[Operation, ...] = (
         PAGE,
         "The chat socket's frames as server-sent events",
         "For networks that let no websocket through. The first event, `stream`, has the `id` to which the page posts its own frames.",
-        replies={200: Reply(description="Events, one for each frame.", media=("text/event-stream",))},
+        replies={200: ReplyShape(description="Events, one for each frame.", media=("text/event-stream",))},
         is_public=True,
     ),
     Operation(
@@ -541,7 +549,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(
             Parameter("id", "path", {"type": "string"}, "The id that the stream's first event has."),
         ),
-        replies={204: Reply(description="It was taken. What comes of it comes as events.")},
+        replies={204: ReplyShape(description="It was taken. What comes of it comes as events.")},
         errors=(400, 404),
         is_public=True,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.doors.description.bodies import SessionPage
-from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, Reply
+from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
 from gateway.doors.rest.sessions import ChooseVersion, CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary
 from gateway.sessions.archive import FORMAT, VERSION, Archive
@@ -40,7 +40,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
                 "Only conversations that people had, or only those that calls of the APIs made.",
             ),
         ),
-        replies={200: Reply(description="A page of the list.", shape=SessionPage)},
+        replies={200: ReplyShape(description="A page of the list.", shape=SessionPage)},
         errors=(400, 503),
     ),
     Operation(
@@ -51,7 +51,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         "Store a conversation that was exported as a new one",
         "Under new ids, whole or not at all. Also takes messages in OpenAI's chat format. An adapter that is not here is left out.",
         body=Body(shape=Archive, example=_ARCHIVE),
-        replies={201: Reply(description="The new session.", shape=Session)},
+        replies={201: ReplyShape(description="The new session.", shape=Session)},
         errors=(400, 503),
     ),
     Operation(
@@ -70,7 +70,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
                 "The form of the file.",
             ),
         ),
-        replies={200: Reply(description="The file.", shape=Archive, media=("text/markdown",))},
+        replies={200: ReplyShape(description="The file.", shape=Archive, media=("text/markdown",))},
         errors=(400, 404, 503),
     ),
     Operation(
@@ -80,7 +80,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         SESSIONS,
         "Make a conversation",
         body=Body(shape=CreateSession, example={"title": "Lisbon"}, is_required=False),
-        replies={201: Reply(description="The new session.", shape=Session)},
+        replies={201: ReplyShape(description="The new session.", shape=Session)},
         errors=(404, 503),
     ),
     Operation(
@@ -90,7 +90,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         SESSIONS,
         "Read a conversation with its turns",
         parameters=(_SESSION,),
-        replies={200: Reply(description="The session.", shape=Session)},
+        replies={200: ReplyShape(description="The session.", shape=Session)},
         errors=(404, 503),
     ),
     Operation(
@@ -102,7 +102,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         parameters=(_SESSION,),
         body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
         replies={
-            200: Reply(description="The session as it is now, without its turns.", shape=SessionSummary)
+            200: ReplyShape(description="The session as it is now, without its turns.", shape=SessionSummary)
         },
         errors=(404, 503),
     ),
@@ -114,7 +114,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         "Delete a conversation",
         "For 30 s it can be brought back.",
         parameters=(_SESSION,),
-        replies={204: Reply(description="It is deleted.")},
+        replies={204: ReplyShape(description="It is deleted.")},
         errors=(404, 503),
     ),
     Operation(
@@ -124,7 +124,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         SESSIONS,
         "Bring a deleted conversation back",
         parameters=(_SESSION,),
-        replies={200: Reply(description="The session.", shape=Session)},
+        replies={200: ReplyShape(description="The session.", shape=Session)},
         errors=(404, 503),
     ),
     Operation(
@@ -136,7 +136,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         "With what it follows, and with what followed it last. 409 while an answer of the session is written.",
         parameters=(_SESSION,),
         body=Body(shape=ChooseVersion, example={"turn_id": "3b2e"}),
-        replies={200: Reply(description="The session as it is shown now.", shape=Session)},
+        replies={200: ReplyShape(description="The session as it is shown now.", shape=Session)},
         errors=(404, 409, 503),
     ),
 )

@@ -59,7 +59,7 @@ def limits_for(max_files: int, max_sockets: int, total: int | None, per_address:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class NewConnection:
     """What is known when a connection comes. The numbers are of those already there.
 
     num_of_address: of its address without a key; None for an address that many share. has_unfinished_of_address, has_unfinished: one that has not
@@ -88,7 +88,7 @@ class Admission:
     reason: Reason | None = None
 
 
-def admit(arrival: Arrival, limits: Limits) -> Admission:
+def admit(arrival: NewConnection, limits: Limits) -> Admission:
     """Decide about a connection that has just come.
 
     Whoever holds a connection without using it goes before anybody who uses one: first the oldest that never completed a request, then

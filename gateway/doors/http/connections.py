@@ -27,9 +27,9 @@ from gateway.access.auth import MIN_KEY_CHARS, KeyRing, extract_key
 from gateway.doors.http.admission import (
     FILES_KEPT_BACK,
     Admission,
-    Arrival,
     BodyFacts,
     Limits,
+    NewConnection,
     RareLine,
     Reason,
     Watermark,
@@ -253,7 +253,7 @@ class Connections:
     def _admission(self, address: str, transport: asyncio.BaseTransport) -> Admission:
         ours = transport.get_extra_info("socket")
         return admit(
-            Arrival(
+            NewConnection(
                 num_all=len(self),
                 num_of_address=None
                 if is_shared(address, self._proxies)

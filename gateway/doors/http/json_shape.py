@@ -15,14 +15,14 @@ _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPEN, _CLOSE = tuple(b"[{"), tuple(b"]}")
 
 
-class Shape(NamedTuple):
+class JsonShape(NamedTuple):
     """num_values: at least as many as the text has. depth: of arrays and objects within each other."""
 
     num_values: int
     depth: int
 
 
-def shape_of(text: bytes) -> Shape:
+def shape_of(text: bytes) -> JsonShape:
     """The shape of a JSON text, in about 5 ns a byte. Of what is no JSON it says something, never raises."""
     num_values, depth, deepest = 1, 0, 0
     is_inside, is_escaped = False, False
@@ -39,7 +39,7 @@ def shape_of(text: bytes) -> Shape:
         if opens.any() or closes.any():
             levels = depth + np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32)
             depth, deepest = int(levels[-1]), max(deepest, int(levels.max()))
-    return Shape(num_values, deepest)
+    return JsonShape(num_values, deepest)
 
 
 def _real_quotes(chunk: np.ndarray, is_escaped: bool) -> tuple[np.ndarray, bool]:

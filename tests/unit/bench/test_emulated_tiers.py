@@ -17,7 +17,7 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.traffic import play
 from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
-from engine_bridge.core.kv.restoring import Load
+from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 
@@ -125,7 +125,11 @@ class Steps:
 
     def load(self, is_whole: bool = True) -> StepMoves:
         return StepMoves(
-            [Load(self.store.stage("one", KEYS), list(range(len(KEYS))), list(range(len(KEYS))), is_whole)]
+            [
+                LoadBlocks(
+                    self.store.stage("one", KEYS), list(range(len(KEYS))), list(range(len(KEYS))), is_whole
+                )
+            ]
         )
 
 

@@ -29,7 +29,7 @@ from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, Sjf
 from engine_bridge.policy.scheduling.decision_log import Recorded, replay
 from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.mlq_decision import MlqSettings
-from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Running, StepRoom, Waiting
 from engine_bridge.predict.length import LengthGuess
 
 TINY = Model("tiny", 1, 16, 16, 1, 1, 16, 10_000)
@@ -254,7 +254,7 @@ class NotBefore(Asked):
         self._at_s = at_s
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         return Decision() if 0 < now < self._at_s else self._policy.decide(waiting, running, room, now)
 

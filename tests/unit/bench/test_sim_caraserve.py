@@ -16,7 +16,14 @@ from bench.sim.core.cluster import Cluster, facts_of
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.nodes.routing import POLICIES, Ask, LoadBalance, Overture, RankAware, Route
+from engine_bridge.policy.nodes.routing import (
+    POLICIES,
+    LoadBalance,
+    Overture,
+    RankAware,
+    RequestEstimate,
+    Route,
+)
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
 SMALL = Site(num_nodes=4, num_adapters=200, per_s=24.0, span_s=8.0, warm_up_s=2.0)
@@ -48,9 +55,9 @@ class Recorder:
     name = "recorder"
 
     def __init__(self) -> None:
-        self.told: list[tuple[Ask, list[NodeFacts]]] = []
+        self.told: list[tuple[RequestEstimate, list[NodeFacts]]] = []
 
-    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         self.told.append((ask, list(nodes)))
         return LoadBalance().route(ask, nodes)
 

@@ -18,7 +18,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import Registry
 from engine_bridge.adapters.store import AdapterStore
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.node_adapters import info_of
@@ -115,7 +115,7 @@ async def connected(
     remote: RemoteNode | None = None,
     *,
     through: Callable[[bytes], bytes | None] | None = None,
-) -> AsyncIterator[tuple[RemoteNode, Link]]:
+) -> AsyncIterator[tuple[RemoteNode, NodeLink]]:
     """A gateway's end of a node. through: what becomes of the bytes on their way to the node; None: the line is cut there."""
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
@@ -130,7 +130,9 @@ async def connected(
         theirs = far
     await loop.connect_accepted_socket(server.connection, theirs)
     remote = remote or RemoteNode("fake-model")
-    _, link = await loop.create_connection(lambda: Link(b"", remote.take_report, remote.detach), sock=ours)
+    _, link = await loop.create_connection(
+        lambda: NodeLink(b"", remote.take_report, remote.detach), sock=ours
+    )
     try:
         async with asyncio.timeout(PATIENCE_S):
             await link.greeted

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from engine_bridge.cluster import orders
-from engine_bridge.cluster.host import NodeHost, Place
+from engine_bridge.cluster.host import NodeAddress, NodeHost
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.placed_node import RETRY_S
 from engine_bridge.cluster.wire import REPORT_EVERY_S
@@ -26,7 +26,7 @@ def main() -> None:
     begin = orders.order_of(lines.readline())
     assert isinstance(begin, orders.Begin)
     settings = begin.settings
-    tell(orders.Stage("starting the stand-in"))
+    tell(orders.StartStage("starting the stand-in"))
     nodes = {node.node_id: node for node in settings.nodes}
     for node in nodes.values():
         place(node, settings, tell)
@@ -48,7 +48,7 @@ def main() -> None:
                 hosts[node_id].close()
                 place(nodes[node_id], settings, tell)
             case orders.Remove(node_id=node_id):
-                tell(orders.Left(node_id))
+                tell(orders.NodeLeft(node_id))
             case orders.Close():
                 break
 
@@ -59,7 +59,7 @@ fakes: dict[str, FakeNode] = {}
 
 def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: ignore[no-untyped-def]
     if node.settings == b"no cluster":
-        tell(orders.Failed("there is no cluster"))
+        tell(orders.ClusterFailed("there is no cluster"))
         os._exit(1)
     if node.settings == b"cannot be made":
         tell(orders.Placed(node.node_id, None, "it has no model"))
@@ -70,7 +70,7 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
     if node.settings == b"another model":
         fake.model_name = "another-model"
     if node.settings == b"names no place at first":
-        nowhere = Place(host=settings.host, port=70_000, incarnation="odd", pid=os.getpid())
+        nowhere = NodeAddress(host=settings.host, port=70_000, incarnation="odd", pid=os.getpid())
         tell(orders.Placed(node.node_id, nowhere))
         time.sleep(2 * RETRY_S)
     hosts[node.node_id] = NodeHost(

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from engine_bridge.cluster import actors, orders
-from engine_bridge.cluster.host import Place
+from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.trust import Trust
 
@@ -70,7 +70,7 @@ class Actor:
 
     def _place(self) -> bytes:
         return msgspec.json.encode(
-            Place(
+            NodeAddress(
                 host="127.0.0.1",
                 port=4000 + self.number,
                 incarnation=f"{self.name}-{self.number}",
@@ -204,7 +204,7 @@ async def test_a_node_that_errs_is_started_again_alone(
         problems = [each.problem for each in news if isinstance(each, orders.Placed) and each.problem]
         assert len(problems) == 1 and len(problems[0]) <= actors.MAX_PROBLEM_CHARS
         assert places(news, "good") == [None, "good-0"] and ray.made["good"].number == 0
-        assert not [each for each in news if isinstance(each, orders.Failed)]
+        assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
 async def test_a_node_of_others_that_errs_ends_none_of_ours_and_is_asked_again(
@@ -216,9 +216,9 @@ async def test_a_node_of_others_that_errs_ends_none_of_ours_and_is_asked_again(
     async with driven(ray, tmp_path, monkeypatch, "ours", follows_all=True) as (news, _):
         await until(lambda: "foreign-7" in places(news, "foreign"))
         ray.others.pop("foreign").is_dead = True
-        await until(lambda: orders.Left("foreign") in news)
+        await until(lambda: orders.NodeLeft("foreign") in news)
         assert places(news, "ours") == [None, "ours-0"]
-        assert not [each for each in news if isinstance(each, orders.Failed)]
+        assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
 async def test_an_order_that_cannot_be_carried_out_ends_no_node(
@@ -236,6 +236,6 @@ async def test_an_order_that_cannot_be_carried_out_ends_no_node(
         obey(orders.Kill("a"))
         await refused.wait()
         obey(orders.Remove("b"))
-        await until(lambda: orders.Left("b") in news)
+        await until(lambda: orders.NodeLeft("b") in news)
         assert places(news, "a") == [None, "a-0"]
-        assert not [each for each in news if isinstance(each, orders.Failed)]
+        assert not [each for each in news if isinstance(each, orders.ClusterFailed)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.cluster.host import NodeHost, Place
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.host import NodeAddress, NodeHost
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
@@ -49,10 +49,10 @@ def hosted(node: FakeNode, folder: Path, load: Callable[[FakeNode], None] = lamb
 
 
 @asynccontextmanager
-async def linked(place: Place, token: bytes = TRUST.token) -> AsyncIterator[RemoteNode]:
+async def linked(place: NodeAddress, token: bytes = TRUST.token) -> AsyncIterator[RemoteNode]:
     remote = RemoteNode()
     transport, link = await asyncio.get_running_loop().create_connection(
-        lambda: Link(token, remote.take_report), place.host, place.port
+        lambda: NodeLink(token, remote.take_report), place.host, place.port
     )
     try:
         async with asyncio.timeout(PATIENCE_S):

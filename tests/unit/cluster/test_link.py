@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.cluster import wire
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest, NotSupported
@@ -59,7 +59,7 @@ class ServingNode(FakeNode):
 @asynccontextmanager
 async def pair(
     node: FakeNode, *, token: bytes = b"", guess: bytes | None = None
-) -> AsyncIterator[tuple[RemoteNode, Link, NodeServer]]:
+) -> AsyncIterator[tuple[RemoteNode, NodeLink, NodeServer]]:
     """A node and a gateway that are connected; guess: what the gateway takes for the token."""
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ async def pair(
     remote = RemoteNode("fake-model")
     _, _ = await loop.connect_accepted_socket(server.connection, theirs)
     transport, link = await loop.create_connection(
-        lambda: Link(token if guess is None else guess, remote.take_report, remote.detach), sock=ours
+        lambda: NodeLink(token if guess is None else guess, remote.take_report, remote.detach), sock=ours
     )
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from engine_bridge.cluster import peer_wire
 from engine_bridge.cluster.peer_wire import (
-    Ask,
+    BlocksWanted,
+    BorrowerSide,
     Challenge,
     Cut,
     Done,
-    Frames,
     Message,
     Offer,
     Parts,
     PeerFault,
+    PeerFrames,
     PeerWelcome,
-    Question,
     Refused,
     WireError,
     encode,
@@ -42,8 +42,8 @@ class Asking:
         self.layers: list[int] = []
         self.bytes: list[int] = []
         self.bad: list[int] = []
-        self.frames = Frames(peer_wire.ToAsker)
-        self.question = Question(
+        self.frames = PeerFrames(peer_wire.ToAsker)
+        self.question = BorrowerSide(
             TOKEN,
             NONCE,
             "same",
@@ -70,7 +70,7 @@ class Asking:
 
     def offered(self, num_blocks: int = 4) -> Asking:
         self.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
-        assert self.take(self.welcome()) == encode(Ask("same", 0, b"".join(KEYS)))
+        assert self.take(self.welcome()) == encode(BlocksWanted("same", 0, b"".join(KEYS)))
         self.take(Offer(b"".join(KEYS[:num_blocks])))
         return self
 
@@ -197,7 +197,7 @@ def test_a_peer_of_another_protocol_is_foreign() -> None:
     assert fault.value.reason == "foreign"
 
 
-def fed(frames: Frames, data: bytes, sizes: list[int]) -> list[tuple[Any, bytes]]:
+def fed(frames: PeerFrames, data: bytes, sizes: list[int]) -> list[tuple[Any, bytes]]:
     found = []
     while data:
         room = frames.space()
@@ -214,14 +214,14 @@ def fed(frames: Frames, data: bytes, sizes: list[int]) -> list[tuple[Any, bytes]
 def test_frames_are_the_same_however_their_bytes_come(raws: list[int], sizes: list[int]) -> None:
     messages = [(Parts(number, 0, b"s"), bytes([number]) * size) for number, size in enumerate(raws)]
     data = b"".join(encode(message, len(raw)) + raw for message, raw in messages)
-    frames = Frames(peer_wire.ToAsker)
+    frames = PeerFrames(peer_wire.ToAsker)
     frames.allow(1000)
     assert fed(frames, data, sizes) == messages
 
 
 @given(st.binary(max_size=3000), st.lists(st.integers(1, 700)))
 def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, sizes: list[int]) -> None:
-    frames = Frames(peer_wire.ToLender)
+    frames = PeerFrames(peer_wire.ToLender)
     try:
         fed(frames, data, sizes)
     except WireError:
@@ -230,7 +230,7 @@ def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, siz
 
 
 def test_a_frame_that_is_too_large_is_refused_before_it_comes() -> None:
-    frames = Frames(peer_wire.ToLender)
+    frames = PeerFrames(peer_wire.ToLender)
     with pytest.raises(WireError):
         fed(frames, (1 << 20).to_bytes(4, "little") + bytes(4), [])
 

@@ -379,7 +379,7 @@ class Asker:
     def __init__(self, node: Node) -> None:
         host, _, port = node.address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=SETTLE_S)
-        self.frames = peer_wire.Frames(peer_wire.ToAsker)
+        self.frames = peer_wire.PeerFrames(peer_wire.ToAsker)
 
     def next(self) -> object:
         while (frame := self.frames.next()) is None:
@@ -413,7 +413,7 @@ def test_who_reads_nothing_lets_go_of_what_was_lent(
     opened.callback(node.close)
     node.store.commit(node.store.begin_save("a", KEYS[:3]))
     asker = Asker(node).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, b"".join(KEYS[:3]))))
+    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, b"".join(KEYS[:3]))))
     assert until(lambda: node.figures.refusals == {"late": 1})
     assert until(lambda: node.num_pins() == 0)
     assert node.figures.num_lent == 0
@@ -434,12 +434,12 @@ def until(holds: object) -> bool:
 @pytest.mark.parametrize(
     "ask",
     [
-        peer_wire.Ask("same", 4, KEYS[0]),
-        peer_wire.Ask("same", -1, KEYS[0]),
-        peer_wire.Ask("same", 0, b"half a key"),
+        peer_wire.BlocksWanted("same", 4, KEYS[0]),
+        peer_wire.BlocksWanted("same", -1, KEYS[0]),
+        peer_wire.BlocksWanted("same", 0, b"half a key"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_cut_off(home: Node, ask: peer_wire.Ask) -> None:
+def test_a_question_that_makes_no_sense_is_cut_off(home: Node, ask: peer_wire.BlocksWanted) -> None:
     asker = Asker(home).greet()
     asker.socket.sendall(peer_wire.encode(ask))
     assert asker.is_cut_off()
@@ -564,7 +564,7 @@ def test_who_waits_for_a_turn_is_told_so_again_and_again(home: Node, monkeypatch
     monkeypatch.setattr(peers, "STALL_S", 0.04)
     held = HeldTurns(home)
     asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, b"".join(KEYS[:10]))))
+    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, b"".join(KEYS[:10]))))
     for _ in range(12):
         assert isinstance(asker.next(), peer_wire.Queued)
     held.release()
@@ -581,7 +581,7 @@ def test_a_peer_at_which_a_question_queues_is_not_taken_for_dead(
     stage = other.stage(KEYS[:10], home.address)
     # By hand as well: it has been told for longer than a silence may last, so the other one has, too.
     asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, KEYS[0])))
+    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, KEYS[0])))
     for _ in range(10):
         assert isinstance(asker.next(), peer_wire.Queued)
     assert other.figures.misses == {}
@@ -606,7 +606,7 @@ def test_a_turn_that_does_not_come_is_a_miss_and_the_peer_is_asked_again(
 def test_who_leaves_while_waiting_takes_no_turn_along(home: Node, other: Node) -> None:
     held = HeldTurns(home)
     asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, KEYS[0])))
+    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, KEYS[0])))
     assert isinstance(asker.next(), peer_wire.Queued)
     asker.socket.close()
     held.release()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from engine_bridge.core.adapters.adapter_moves import DropHost, Fill, LeaveSlot, Load
+from engine_bridge.core.adapters.adapter_moves import DropHost, Fill, LeaveSlot, LoadToHost
 from engine_bridge.core.adapters.announced import EXPECTED_FOR_S, Announcements
 from engine_bridge.core.adapters.residency import AdapterPlaces
 from engine_bridge.protocol.node import AdvisoryReport, AdvisoryState
@@ -16,7 +16,7 @@ from tests.unit.core.test_residency import NOBODY, SIZE, bring, lay_out, make, s
 def announce(places: AdapterPlaces, adapter_id: int, probability: float = 1.0, now: float = 0.0) -> None:
     """By an advisory of the adapter's own, read into host memory and laid out as far as it may come."""
     places.announce(f"adv{adapter_id}", adapter_id, probability)
-    if Load(adapter_id, "disk") in places.advance(NOBODY, now):
+    if LoadToHost(adapter_id, "disk") in places.advance(NOBODY, now):
         places.loaded(adapter_id, SIZE, "disk", 1.0, now)
     lay_out(places, places.advance(NOBODY, now))
 
@@ -84,10 +84,10 @@ def test_a_guess_pushes_no_announced_adapter_out_of_host_memory() -> None:
     places.advance(NOBODY, 0.0)
     places.loaded(1, SIZE, "disk", 1.0, 0.0)
     places.prefetch(2)
-    assert not any(isinstance(move, DropHost | Load) for move in places.advance(NOBODY, 0.0))
+    assert not any(isinstance(move, DropHost | LoadToHost) for move in places.advance(NOBODY, 0.0))
     places.requested("r", 2, 0.0)
     lay_out(places, [Fill(1, 0, "host")])
-    assert Load(2, "disk") in places.advance(NOBODY, 0.0), "a request does"
+    assert LoadToHost(2, "disk") in places.advance(NOBODY, 0.0), "a request does"
 
 
 def test_who_announces_something_unknown_changes_nothing() -> None:

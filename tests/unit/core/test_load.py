@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_bridge.core.scheduling.load import PRIOR_ANSWER_TOKENS, SMOOTHING, Counted, Load
+from engine_bridge.core.scheduling.load import PRIOR_ANSWER_TOKENS, SMOOTHING, Counted, LoadTracker
 from engine_bridge.protocol.node_facts import Ranks
 
 from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
@@ -19,7 +19,7 @@ def one(
 
 
 def test_what_waits_takes_its_prompt_and_what_runs_has_it() -> None:
-    load = Load()
+    load = LoadTracker()
     load.waits(one("a", rank=8))
     load.waits(one("b", rank=16, prefill=20, is_urgent=True))
     load.runs(one("a", rank=8))
@@ -35,14 +35,14 @@ def test_what_waits_takes_its_prompt_and_what_runs_has_it() -> None:
 def test_nothing_is_free_below_zero_and_nothing_is_to_come_of_an_answer_that_is_longer_than_foretold() -> (
     None
 ):
-    load = Load()
+    load = LoadTracker()
     load.runs(one("a"))
     facts = load.facts(held_tokens=900, num_free_tokens=0)
     assert (facts.answer_tokens, facts.free_tokens) == (0, 0)
 
 
 def test_all_of_what_came_is_forgotten_when_it_has_left() -> None:
-    load, rng = Load(), random.Random(1)
+    load, rng = LoadTracker(), random.Random(1)
     empty = load.facts(0, 500)
     names = [str(number) for number in range(50)]
     for _ in range(2000):
@@ -57,7 +57,7 @@ def test_all_of_what_came_is_forgotten_when_it_has_left() -> None:
 
 
 def test_usual_sizes_follow_what_is_seen() -> None:
-    load = Load()
+    load = LoadTracker()
     for number in range(300):
         load.waits(one(str(number), prefill=40))
         load.runs(one(str(number), prefill=40))
@@ -68,7 +68,7 @@ def test_usual_sizes_follow_what_is_seen() -> None:
 
 
 def test_an_answer_that_was_cut_off_says_nothing_of_others() -> None:
-    load = Load()
+    load = LoadTracker()
     load.runs(one("a"))
     load.ended("a")
     load.ended("unknown", 1)

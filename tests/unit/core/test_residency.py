@@ -17,7 +17,7 @@ from engine_bridge.core.adapters.adapter_moves import (
     Fill,
     Forget,
     LeaveSlot,
-    Load,
+    LoadToHost,
     Move,
     Refuse,
     WriteCopy,
@@ -26,7 +26,7 @@ from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import MAX_LOADS, AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
 from engine_bridge.policy.adapters import adapter_cache
-from engine_bridge.policy.adapters.adapter_cache import POLICIES, Lru, PrefixFacts
+from engine_bridge.policy.adapters.adapter_cache import POLICIES, AdapterLru, PrefixFacts
 from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
 from engine_bridge.protocol.node import AdvisoryReport
 
@@ -46,7 +46,7 @@ def make(num_adapters: int = 3, policy: str = "adaptive", **rules: Any) -> Adapt
 def bring(places: AdapterPlaces, adapter_id: int, now: float = 0.0) -> None:
     """To host memory."""
     places.prefetch(adapter_id)
-    assert Load(adapter_id, "disk") in places.advance(NOBODY, now)
+    assert LoadToHost(adapter_id, "disk") in places.advance(NOBODY, now)
     places.loaded(adapter_id, SIZE, "disk", 1.0, now)
 
 
@@ -87,7 +87,7 @@ def keep_copy(places: AdapterPlaces, adapter_id: int) -> None:
 def test_a_request_has_its_adapter_read_then_laid_out_then_it_may_start() -> None:
     places = make(cpu_assist=False)
     places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
     assert not places.has_work(0.0), "until the load is done there is nothing to do"
     places.loaded(1, SIZE, "disk", 1.0, 1.0)
     assert places.advance(NOBODY, 1.0) == [Fill(1, 0, "host")]
@@ -109,10 +109,10 @@ def test_no_more_than_so_many_loads_are_under_way_and_waiting_requests_come_befo
     places.prefetch(1)
     for adapter_id in (2, 3, 4):
         places.requested(f"r{adapter_id}", adapter_id, 0.0)
-    assert places.advance(NOBODY, 0.0) == [Load(2, "disk"), Load(3, "disk")]
+    assert places.advance(NOBODY, 0.0) == [LoadToHost(2, "disk"), LoadToHost(3, "disk")]
     assert places.table.num_loads == MAX_LOADS
     places.loaded(2, SIZE, "disk", 1.0, 1.0)
-    assert Load(4, "disk") in places.advance(NOBODY, 1.0)
+    assert LoadToHost(4, "disk") in places.advance(NOBODY, 1.0)
 
 
 def test_a_request_for_an_adapter_of_an_older_request_waits_rather_than_taking_its_memory() -> None:
@@ -120,10 +120,10 @@ def test_a_request_for_an_adapter_of_an_older_request_waits_rather_than_taking_i
     places.requested("old", 1, 0.0)
     bring(places, 1)
     places.requested("young", 2, 1.0)
-    assert not any(isinstance(move, DropHost | Load) for move in places.advance(NOBODY, 1.0))
+    assert not any(isinstance(move, DropHost | LoadToHost) for move in places.advance(NOBODY, 1.0))
     places.released("old", 1, 2.0)
     places.laid_out(1)
-    assert places.advance(NOBODY, 2.0)[:2] == [DropHost(1), Load(2, "disk")]
+    assert places.advance(NOBODY, 2.0)[:2] == [DropHost(1), LoadToHost(2, "disk")]
 
 
 def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> None:
@@ -133,7 +133,7 @@ def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> 
         bring(places, adapter_id)
     places.requested("old", 2, 0.0)
     places.requested("waits", 3, 1.0)
-    assert not any(isinstance(move, Refuse | Load) for move in places.advance({2}, 1.0))
+    assert not any(isinstance(move, Refuse | LoadToHost) for move in places.advance({2}, 1.0))
     places.add(2, SIZE, room=SIZE, is_pinned=True, now=1.0)
     places.wanted.something_moved()
     assert Refuse(3) in places.advance({2}, 2.0)
@@ -153,14 +153,14 @@ def test_a_pinned_adapter_that_finds_no_room_is_loaded_as_soon_as_there_is_some(
     if leaves == "it is unloaded":
         places.remove(1)
     places.add(2, SIZE, room=SIZE, is_pinned=True, now=0.0)
-    assert not any(isinstance(move, Load) for move in places.advance({1}, 0.0))
+    assert not any(isinstance(move, LoadToHost) for move in places.advance({1}, 0.0))
     assert not places.has_work(0.0), "nothing is tried until something moves"
     if leaves == "it is unpinned":
         places.add(1, SIZE, room=SIZE, is_pinned=False, now=1.0)
     else:
         places.released("r", 1, 1.0)
     assert places.has_work(1.0)
-    assert Load(2, "disk") in [move for _ in range(2) for move in places.advance(NOBODY, 1.0)]
+    assert LoadToHost(2, "disk") in [move for _ in range(2) for move in places.advance(NOBODY, 1.0)]
 
 
 def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
@@ -168,7 +168,7 @@ def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
     places.requested("r", 1, 0.0)
     bring(places, 1)
     places.prefetch(2)
-    assert not any(isinstance(move, DropHost | Load) for move in places.advance(NOBODY, 0.0))
+    assert not any(isinstance(move, DropHost | LoadToHost) for move in places.advance(NOBODY, 0.0))
 
 
 def test_what_runs_keeps_its_host_copy_and_its_slot() -> None:
@@ -199,7 +199,7 @@ def test_one_whose_layout_failed_is_laid_out_by_its_step_or_read_again() -> None
     assert places.is_at_hand(1), "from its host copy"
     places.table.leave_host(places.table[1])
     places.requested("s", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
 
 
 def test_a_step_takes_the_slot_of_the_adapter_that_is_worth_least() -> None:
@@ -254,7 +254,7 @@ def test_what_leaves_its_slot_is_kept_in_kv_blocks_and_read_from_there() -> None
     places.table.leave_host(places.table[1])
     assert places.places()[1] == "cached"
     places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0)[0] == Load(1, "cached")
+    assert places.advance(NOBODY, 0.0)[0] == LoadToHost(1, "cached")
 
 
 def test_a_host_copy_stays_while_it_is_written_into_blocks() -> None:
@@ -264,7 +264,7 @@ def test_a_host_copy_stays_while_it_is_written_into_blocks() -> None:
     places.requested("r", 2, 0.0)
     assert places.advance(NOBODY, 0.0) == []
     places.copies.done(1)
-    assert places.advance(NOBODY, 0.0) == [DropHost(1), Load(2, "disk")]
+    assert places.advance(NOBODY, 0.0) == [DropHost(1), LoadToHost(2, "disk")]
 
 
 def test_where_slots_fill_from_blocks_there_is_no_way_through_host_memory() -> None:
@@ -412,7 +412,7 @@ def test_what_was_put_back_for_a_measurement_stays_where_it_is_until_its_next_re
 # -- adapters against KV, by whatever policy was chosen ------------------------------------------------------------------
 
 
-class LargestId(Lru):
+class LargestId(AdapterLru):
     """Says that the adapter with the largest number is worth the least, and that a byte of adapter n saves 1/n seconds a second."""
 
     name = "largest_id"
@@ -472,7 +472,7 @@ def test_what_kv_took_is_read_from_disk_again() -> None:
     places.copies.lost(1)
     assert places.counts["evicted:cached:kv"] == 1
     places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
 
 
 # -- versions come and go ------------------------------------------------------------------------------------------------
@@ -518,7 +518,9 @@ def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request(
         places.advance(NOBODY, 60.0 * number)
     assert places.wait_s(661.0) == 0.0
     assert places.advance(NOBODY, 690.0) == []
-    assert Load(1, "disk") in [move for now in range(691, 735) for move in places.advance(NOBODY, float(now))]
+    assert LoadToHost(1, "disk") in [
+        move for now in range(691, 735) for move in places.advance(NOBODY, float(now))
+    ]
 
 
 def test_when_the_last_adapter_has_gone_nothing_is_left_to_be_done_by_itself() -> None:
@@ -571,7 +573,7 @@ class Traffic(RuleBasedStateMachine):
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
         self.served: set[int] = set()
-        self.loading: list[Load] = []
+        self.loading: list[LoadToHost] = []
         self.laying_out: list[Fill] = []
         self.host: set[int] = set()
         self.slots: dict[int, int] = {}
@@ -584,7 +586,7 @@ class Traffic(RuleBasedStateMachine):
     def do(self, moves: Sequence[Move]) -> None:
         for move in moves:
             match move:
-                case Load(adapter_id, source):
+                case LoadToHost(adapter_id, source):
                     assert adapter_id not in self.host and adapter_id not in [
                         m.adapter_id for m in self.loading
                     ]
@@ -682,7 +684,7 @@ class Traffic(RuleBasedStateMachine):
     def load_ends(self, data: st.DataObject, is_broken: bool) -> None:
         self.end_load(data.draw(st.sampled_from(self.loading)), is_broken)
 
-    def end_load(self, move: Load, is_broken: bool = False) -> None:
+    def end_load(self, move: LoadToHost, is_broken: bool = False) -> None:
         self.loading.remove(move)
         adapter_id = move.adapter_id
         if not is_broken:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.core.kv.kv_transfers import MAX_WAITS, Sources
-from engine_bridge.core.kv.restoring import COPY_S, Behind, Load, Restore
+from engine_bridge.core.kv.restoring import COPY_S, Behind, LoadBlocks, Restore
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 from .shelf import BLOCK_TOKENS, SHAPE, keys_of
@@ -42,7 +42,7 @@ class Pieces(Bench):
         for _ in range(num):
             self.shelf.read_one()
 
-    def start(self, name: str, num_loaded: int) -> list[Load]:
+    def start(self, name: str, num_loaded: int) -> list[LoadBlocks]:
         num_tokens = self.NUM_BLOCKS * BLOCK_TOKENS + 2
         block_ids = list(range(100, 100 + self.NUM_BLOCKS))
         self.restores.admit(name, block_ids, num_loaded * BLOCK_TOKENS, num_tokens, is_resumed=False)

@@ -22,10 +22,10 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule  # noqa: E402
 
 from engine_bridge.driver.assist import profile  # noqa: E402
-from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa: E402
+from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFitAllocator  # noqa: E402
 from engine_bridge.driver.assist.errors import AssistLost  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
-from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
+from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core, split_rows  # noqa: E402
 from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread  # noqa: E402
 from engine_bridge.driver.lora.lora_rows import plan_rows  # noqa: E402
 from engine_bridge.driver.lora.lora_weights import SlotWeights, pack_slot  # noqa: E402
@@ -234,7 +234,7 @@ class Allocations(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.room = FirstFit(64 * ALIGN_BYTES)
+        self.room = FirstFitAllocator(64 * ALIGN_BYTES)
         self.taken = []
 
     @rule(num_bytes=st.integers(0, 20 * ALIGN_BYTES))
@@ -419,7 +419,7 @@ def test_a_prefill_gets_as_many_workers_as_its_rows_need(rows, used):
 
 
 def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
-    wide, narrow = Shape(1024, 64, 4096), Shape(1024, 64, 512)
+    wide, narrow = ModuleShape(1024, 64, 4096), ModuleShape(1024, 64, 512)
 
     def measure(shape, rows):
         return rows * shape.num_out * 1e-9
@@ -433,6 +433,10 @@ def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
 def test_a_profile_of_a_pool_leaves_nothing_behind(pool):
     usual = pool.rows_per_core
     with profile.one_worker(pool, repeats=2) as measure:
-        assert 8 <= rows_per_core(measure, [Shape(256, 8, 512), Shape(256, 8, 256)], 10.0, max_rows=64) <= 64
+        assert (
+            8
+            <= rows_per_core(measure, [ModuleShape(256, 8, 512), ModuleShape(256, 8, 256)], 10.0, max_rows=64)
+            <= 64
+        )
     assert pool.rows_per_core == usual
     assert not pool.holds(profile.PROFILE_ID)

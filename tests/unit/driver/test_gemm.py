@@ -9,8 +9,8 @@ from engine_bridge.driver.lora.few_rows import terms_at_a_time  # noqa: E402
 from engine_bridge.driver.lora.gemm import (  # noqa: E402
     CUTS,
     MIN_ROWS,
-    Cut,
     OneThread,
+    ProductParts,
     cut_for,
     cut_product,
     filled,
@@ -58,11 +58,11 @@ def in_parts(is_cut):
 @pytest.mark.parametrize(
     ("is_cut", "cut"),
     [
-        (lambda num_rows, num_terms: False, Cut()),
-        (lambda num_rows, num_terms: num_rows >= 192, Cut(rows=96)),
-        (lambda num_rows, num_terms: num_rows >= 33 and num_terms > 800, Cut(terms=512)),
-        (lambda num_rows, num_terms: num_rows >= 33 and num_terms > 400, Cut(terms=256)),
-        (lambda num_rows, num_terms: num_rows >= 33, Cut()),
+        (lambda num_rows, num_terms: False, ProductParts()),
+        (lambda num_rows, num_terms: num_rows >= 192, ProductParts(rows=96)),
+        (lambda num_rows, num_terms: num_rows >= 33 and num_terms > 800, ProductParts(terms=512)),
+        (lambda num_rows, num_terms: num_rows >= 33 and num_terms > 400, ProductParts(terms=256)),
+        (lambda num_rows, num_terms: num_rows >= 33, ProductParts()),
     ],
 )
 def test_the_cheapest_cut_that_keeps_bits_is_found(is_cut, cut):

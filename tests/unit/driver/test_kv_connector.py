@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
-from engine_bridge.core.kv.restoring import Load
+from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.kv.kv_connector import _gives_blocks_up, _Step
 from kvtiers.blocks import Stage
@@ -44,7 +44,7 @@ class Stepped(Bench):
         stage = self.store.stage("read", READ)
         self.store.wait_for_reads(10)
         save = self.store.begin_save("saved", SAVED)
-        self.moves = StepMoves([Load(stage, [0, 1], [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
+        self.moves = StepMoves([LoadBlocks(stage, [0, 1], [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
         self.tiers.begin_moves(self.moves)
         self.step.begin(self.moves)
         return stage
@@ -112,7 +112,7 @@ def test_what_is_computed_on_top_of_kv_that_did_not_come_is_not_kept(
 
 def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepped: Stepped) -> None:
     stage = stepped.begin()
-    stepped.moves.loads[0] = Load(stage, [1], [2], is_whole=False)
+    stepped.moves.loads[0] = LoadBlocks(stage, [1], [2], is_whole=False)
     stepped.run()
     stepped.step.end()
     assert not stepped.step.take_failed()

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S, ReadAhead  # noqa: E402  (after the skips)
 from engine_bridge.driver.adapters import layouts  # noqa: E402
-from engine_bridge.driver.adapters.host_workers import Workers  # noqa: E402
+from engine_bridge.driver.adapters.host_workers import AssistWorkers  # noqa: E402
 from engine_bridge.driver.adapters.layouts import (  # noqa: E402
     LARGE_PAGE_BYTES,
     LAYER_BYTES,
@@ -208,7 +208,7 @@ def test_what_lies_in_host_memory_is_laid_out_early_and_what_goes_wrong_there_ha
         return make(given)
 
     ahead = LayoutsAhead(1, prepare, packed.slots.cost)
-    loader = LoaderThread(None, Workers(), ReadAhead(1), ahead, wake=lambda: None)
+    loader = LoaderThread(None, AssistWorkers(), ReadAhead(1), ahead, wake=lambda: None)
 
     def expect(found):
         loader.expect_slot(record, lambda adapter_id: found, 0.0)

@@ -22,7 +22,7 @@ from engine_bridge.core.adapters.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import NoHostPath
-from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.layouts import LayoutsAhead
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency
@@ -151,7 +151,7 @@ class Traffic(RuleBasedStateMachine):
             slots=self.slots,
             loader=LoaderThread(
                 self.disk,  # type: ignore[arg-type]
-                Workers(),
+                AssistWorkers(),
                 ReadAhead(AHEAD_SHARE * HOST_BYTES),
                 LayoutsAhead(0, lambda weights: None, lambda num_bytes: num_bytes),
                 wake=lambda: None,
@@ -161,7 +161,7 @@ class Traffic(RuleBasedStateMachine):
             is_busy=lambda: bool(self.running or self.waiting),
             on_failed=self.give_up,
             copies=copies,
-            workers=Workers(),
+            workers=AssistWorkers(),
             host_path=NoHostPath(),
             step_layouts=StepLayouts(lambda: StepFacts(len(self.running), self.step_s)),
             on_spoiled=self.spoiled.add,

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.logprobs import Logprob
 
-from engine_bridge.driver.apis.responses import Responses, _of_the_text
+from engine_bridge.driver.apis.responses import ResponsesServing, _of_the_text
 from engine_bridge.driver.vllm_api import CompletionOutput, ResponsesRequest
 
 REQUEST = {"input": "Hello!", "include": ["message.output_text.logprobs"]}
@@ -23,7 +23,7 @@ def output(finish_reason: str | None, stop_reason: Any = None) -> CompletionOutp
 
 
 def tokens_of(found: CompletionOutput) -> list[str]:
-    responses = Responses.__new__(Responses)
+    responses = ResponsesServing.__new__(ResponsesServing)
     responses.return_tokens_as_token_ids = False
     (item,) = responses._make_response_output_items(ResponsesRequest(**REQUEST), found, None)
     return [token.token for token in item.content[0].logprobs]
@@ -42,7 +42,7 @@ async def test_so_it_is_of_a_streams_last_piece() -> None:
 
     pieces = [context.last_output.outputs[0] async for context in _of_the_text(contexts())]
     assert [len(piece.logprobs) for piece in pieces] == [2, 1]
-    responses = Responses.__new__(Responses)
+    responses = ResponsesServing.__new__(ResponsesServing)
     responses.return_tokens_as_token_ids = False
     last = responses._create_response_logprobs(
         token_ids=pieces[1].token_ids, logprobs=pieces[1].logprobs, tokenizer=None

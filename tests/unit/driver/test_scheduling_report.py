@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from engine_bridge.core.scheduling.guess_errors import ERROR_BOUNDS, GuessErrors
-from engine_bridge.driver.scheduling.report import Report
+from engine_bridge.driver.scheduling.report import SchedulingReport
 from engine_bridge.policy.scheduling.queue_policy import Decision
 from engine_bridge.predict.length import LengthGuess
 
@@ -79,7 +79,7 @@ class Ours:
 
 
 def reasons(scheduler: Any, ours: Any = None, places: dict[int, str] | None = None) -> dict[str, int]:
-    stats = Report(scheduler, ours, None, lambda: places or {}, BLOCKS, 16).stats()
+    stats = SchedulingReport(scheduler, ours, None, lambda: places or {}, BLOCKS, 16).stats()
     assert sum(stats.num_by_reason.values()) == stats.num_waiting
     return dict(stats.num_by_reason)
 
@@ -134,7 +134,7 @@ def test_an_adapter_that_finds_no_memory_beside_those_that_run_is_told_from_kv_t
 
 
 def test_vllms_own_queue_tells_its_preemptions() -> None:
-    stats = Report(scheduler(request()), None, None, dict, BLOCKS, 16).stats()
+    stats = SchedulingReport(scheduler(request()), None, None, dict, BLOCKS, 16).stats()
     assert (stats.policy, stats.counts, stats.lanes) == ("vllm", {"preempted": 3}, None)
 
 
@@ -152,4 +152,4 @@ def test_where_vllm_no_longer_tells_why_requests_wait_they_are_just_queued() -> 
     bare = SimpleNamespace(
         num_ended_tokens=0, waiting=[request("a-1"), compiling(None)], running=[], num_preempted=0
     )
-    assert Report(bare, None, None, dict, BLOCKS, 16, False).stats().num_by_reason == {"queued": 2}
+    assert SchedulingReport(bare, None, None, dict, BLOCKS, 16, False).stats().num_by_reason == {"queued": 2}

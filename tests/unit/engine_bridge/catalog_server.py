@@ -12,7 +12,7 @@ from engine_bridge.adapters.catalog import Catalog, open_registry
 from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
 from engine_bridge.adapters.registry import AdapterRecord, Registry
-from engine_bridge.adapters.retries import Refusal
+from engine_bridge.adapters.retries import AdapterRefusal
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES, contract
 
@@ -34,14 +34,14 @@ class CatalogServer:
     def unloaded_paths(self) -> dict[str, str]:
         return self.catalog.unloaded
 
-    async def serve_found(self, name: str, path: str) -> Refusal | None:
+    async def serve_found(self, name: str, path: str) -> AdapterRefusal | None:
         served = self.catalog.current(name)
         if served is not None and served.path != path:
-            return Refusal("An adapter of this name was loaded from elsewhere.", "name_taken")
+            return AdapterRefusal("An adapter of this name was loaded from elsewhere.", "name_taken")
         try:
             await asyncio.to_thread(self.catalog.add, name, path)
         except (AdapterRejected, RegistryFailed) as error:
-            return Refusal(str(error), error.code)
+            return AdapterRefusal(str(error), error.code)
         return None
 
     async def drop_found(self, name: str, path: str) -> None:

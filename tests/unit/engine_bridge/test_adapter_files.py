@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from engine_bridge.adapters import files as adapter_files
 from engine_bridge.adapters.checksum import Checksum
-from engine_bridge.adapters.config import Ranks
+from engine_bridge.adapters.config import ModuleRanks
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import (
     CHUNK_ITEMS,
@@ -281,7 +281,7 @@ def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) 
     expected = next(
         (rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), 99
     )  # PEFT, get_pattern_key
-    assert Ranks(99, pattern).of(module) == expected
+    assert ModuleRanks(99, pattern).of(module) == expected
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.adapters.follower import Follower
+from engine_bridge.adapters.follower import FolderFollower
 from engine_bridge.adapters.retries import LONGEST_WAIT_S
 from tests.adapter_corpus import WEIGHTS_FILE
 from tests.unit.engine_bridge.catalog_server import CatalogServer, fill_disk, free_disk, put
@@ -37,7 +37,7 @@ class Play:
 
     def begin(self) -> None:
         self.server = CatalogServer(self.state)
-        self.follower = Follower(self.server, self.root, self.given, self.clock)
+        self.follower = FolderFollower(self.server, self.root, self.given, self.clock)
 
     def restart(self) -> None:
         self.server.catalog.close()

@@ -19,7 +19,7 @@ import pytest
 from engine_bridge.adapters.contents import contents_of
 from engine_bridge.adapters.copies import PAUSE_S
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
-from engine_bridge.adapters.follower import Follower
+from engine_bridge.adapters.follower import FolderFollower
 from engine_bridge.adapters.retries import LONGEST_WAIT_S
 from engine_bridge.adapters.watch import SETTLE_S
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter
@@ -66,7 +66,7 @@ class Play:
 
     async def begin(self) -> None:
         self.server = CatalogServer(self.state, self.copies_clock)
-        self.follower = Follower(self.server, self.root, clock=self.clock)
+        self.follower = FolderFollower(self.server, self.root, clock=self.clock)
         await self.follower.start()
         self.server.catalog.look_after()
 

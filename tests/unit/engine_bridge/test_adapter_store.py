@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.adapters.contents import Contents, contents_of, read_piece
+from engine_bridge.adapters.contents import AdapterContents, contents_of, read_piece
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import content_hash, inspect, read
 from engine_bridge.adapters.store import KEEP_S, MAX_PIECE_BYTES, AdapterStore
@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def send(store: AdapterStore, contents: Contents) -> None:
+def send(store: AdapterStore, contents: AdapterContents) -> None:
     """All of it, but for the end."""
     store.begin(contents.content_hash, contents.sizes)
     for name, size in contents.sizes.items():
@@ -36,7 +36,7 @@ def send(store: AdapterStore, contents: Contents) -> None:
             store.put(contents.content_hash, name, offset, piece)
 
 
-def keep(store: AdapterStore, contents: Contents) -> Path:
+def keep(store: AdapterStore, contents: AdapterContents) -> Path:
     send(store, contents)
     return Path(store.finish(contents.content_hash))
 
@@ -190,7 +190,7 @@ def test_without_a_folder_adapters_are_found_and_not_kept(source: Path) -> None:
 # -- its bounds --------------------------------------------------------------------------------------------------------
 
 
-def versions(tmp_path: Path, num: int) -> list[Contents]:
+def versions(tmp_path: Path, num: int) -> list[AdapterContents]:
     return [
         contents_of(make_adapter(tmp_path / f"source-{seed}", modules=MODULES, seed=seed))
         for seed in range(num)

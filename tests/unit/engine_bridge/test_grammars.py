@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import llguidance
 import pytest
 
-from engine_bridge.grammars.checker import GrammarChecker, HelperProcess, Tokenizer
+from engine_bridge.grammars.checker import GrammarChecker, GrammarTokenizer, HelperProcess
 from engine_bridge.grammars.messages import UNREADABLE
 from engine_bridge.grammars.worker import Setup
 from engine_bridge.protocol.errors import EngineUnavailable
 
-BYTES = Tokenizer("byte")
+BYTES = GrammarTokenizer("byte")
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def test_a_process_that_was_killed_is_replaced() -> None:
 
 
 async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_nothing_is_remembered() -> None:
-    checker = GrammarChecker(Tokenizer("no tokenizer at all"), timeout_s=5.0, memory_mib=512)
+    checker = GrammarChecker(GrammarTokenizer("no tokenizer at all"), timeout_s=5.0, memory_mib=512)
     for _ in range(2):
         with pytest.raises(EngineUnavailable):
             await checker.check(schema({"type": "object"}), "")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.protocol.node import Api, JsonReply, SseReply
@@ -79,7 +79,7 @@ class TestPlacement:
     def __init__(self, *names: str) -> None:
         self.nodes: dict[str, RemoteNode] = {name: RemoteNode("fake-model") for name in names}
         self.inner: dict[str, PlacedNode] = {}
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, NodeLink] = {}
         self.restarted: list[str] = []
         self.is_closed = False
 
@@ -96,7 +96,7 @@ class TestPlacement:
         server.peer_address = f"{name}:1"
         await loop.connect_accepted_socket(server.connection, theirs)
         _, link = await loop.create_connection(
-            lambda: Link(b"", remote.take_report, remote.detach), sock=ours
+            lambda: NodeLink(b"", remote.take_report, remote.detach), sock=ours
         )
         await link.greeted
         self.links[name] = link

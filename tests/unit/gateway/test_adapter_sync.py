@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine_bridge.adapters.store import AdapterStore
-from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.policy.adapters.adapter_places import AdapterAt
 from engine_bridge.protocol.errors import EngineUnavailable
@@ -31,7 +31,7 @@ class Cluster:
         self.folder = folder
         self.remotes: dict[str, RemoteNode] = {}
         self.nodes: dict[str, CatalogNode] = {}
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, NodeLink] = {}
         self._stack = AsyncExitStack()
 
     async def add(

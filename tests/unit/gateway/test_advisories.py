@@ -17,8 +17,8 @@ from gateway.advisories.advisories import (
     MAX_LIVE,
     MAX_PER_S,
     Advisories,
+    AdvisoryRecord,
     AdvisoryRequest,
-    Record,
 )
 from gateway.errors import GatewayError
 
@@ -28,7 +28,7 @@ from .parts import Parts, passes, settled, skip
 
 def submit(
     parts: Parts, session_id: str = "s", owner: str = "ann", follower: Any = None, **fields: Any
-) -> Record:
+) -> AdvisoryRecord:
     return parts.advisories.submit(owner, AdvisoryRequest(session_id=session_id, **fields), "rest", follower)
 
 
@@ -422,7 +422,7 @@ async def test_a_draft_goes_along_with_its_advisory_and_away_with_it(parts: Part
 
 
 async def test_a_follower_that_raises_keeps_no_other_from_hearing(parts: Parts) -> None:
-    def raises(record: Record) -> None:
+    def raises(record: AdvisoryRecord) -> None:
         raise ValueError("a follower of somebody's")
 
     heard: list[str] = []

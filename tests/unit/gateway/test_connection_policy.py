@@ -9,8 +9,8 @@ import pytest
 
 from gateway.doors.http.admission import (
     Admission,
-    Arrival,
     BodyFacts,
+    NewConnection,
     RareLine,
     Watermark,
     address_of,
@@ -21,7 +21,7 @@ from gateway.doors.http.admission import (
 )
 
 LIMITS = limits_for(4096, 10_000, None, None)
-QUIET = Arrival(
+QUIET = NewConnection(
     num_all=10, num_of_address=2, has_unfinished_of_address=True, has_unfinished=True, has_idle=True
 )
 FULL = replace(QUIET, num_all=LIMITS.num_general)

@@ -14,7 +14,7 @@ from engine_bridge.settings.profile import MachineProfile, ProfileSubject, StepP
 from gateway.cli import cli
 from gateway.commands.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
 from gateway.commands.doctor_command import lines
-from gateway.commands.remedies import Finding
+from gateway.commands.remedies import DoctorFinding
 from gateway.settings.config import Config
 
 MACHINE = Machine(
@@ -81,14 +81,16 @@ def test_what_another_device_needs_is_told_as_such() -> None:
 
 
 def test_problems_end_the_summary() -> None:
-    problem = Finding(problem="data folder /x: nothing can be written there", remedy="--data-dir FOLDER")
+    problem = DoctorFinding(
+        problem="data folder /x: nothing can be written there", remedy="--data-dir FOLDER"
+    )
     *_, verdict, told, remedy = lines(diagnosis(problems=[problem]), is_long=False)
     assert verdict == "This machine cannot serve:" and "data folder /x" in told
     assert remedy.strip() == "what to do: --data-dir FOLDER"
 
 
 def test_advice_stands_before_the_verdict_and_does_not_change_it() -> None:
-    advice = Finding(problem="the disk is nearly full", remedy="free some space")
+    advice = DoctorFinding(problem="the disk is nearly full", remedy="free some space")
     text = "\n".join(lines(diagnosis(advice=[advice]), is_long=False))
     assert "the disk is nearly full\n    what to do: free some space" in text
     assert text.endswith("This machine can serve.")

@@ -11,19 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.advisories.followers import MAX_CANDIDATES, MAX_GAP_S, Arrival, Followers, Guess, SavedOwner
+from gateway.advisories.followers import (
+    MAX_CANDIDATES,
+    MAX_GAP_S,
+    AgentCall,
+    Followers,
+    LikelyCall,
+    SavedOwner,
+)
 from gateway.advisories.waste import WasteBudget, worth
 
 SIGMA = 0.5
 Z90 = 1.2816  # the normal distribution's 90% quantile
 
 
-def arrival(agent: str, run: str = "r", owner: str = "o", session: str | None = None) -> Arrival:
+def arrival(agent: str, run: str = "r", owner: str = "o", session: str | None = None) -> AgentCall:
     """A request of a named run whose session ids carry the run and the agent."""
-    return Arrival(owner, run, agent, f"{run}:{agent}" if session is None else session, f"lora-{agent}")
+    return AgentCall(owner, run, agent, f"{run}:{agent}" if session is None else session, f"lora-{agent}")
 
 
-def serve(followers: Followers, request: Arrival, at_s: float, took_s: float = 1.0) -> float:
+def serve(followers: Followers, request: AgentCall, at_s: float, took_s: float = 1.0) -> float:
     """Let a request come and end. Returns its end."""
     followers.note(request, at_s)
     followers.ended(request, at_s + took_s)
@@ -45,7 +52,7 @@ def learned(chain: Iterable[str], num_runs: int = 30) -> tuple[Followers, float]
     return followers, now
 
 
-def agents(guesses: Iterable[Guess]) -> list[str]:
+def agents(guesses: Iterable[LikelyCall]) -> list[str]:
     return [guess.agent for guess in guesses]
 
 
@@ -192,8 +199,8 @@ def test_session_ids_tell_runs_apart_where_none_is_named() -> None:
     followers = Followers()
     events = sorted((i * 3 + step * 60, agent, i) for i in range(60) for step, agent in enumerate("ABC"))
     for at_s, agent, i in events:
-        serve(followers, Arrival("o", "", agent, f"job-{i}/{agent}.chat"), at_s)
-    request = Arrival("o", "", "A", "job-99/A.chat")
+        serve(followers, AgentCall("o", "", agent, f"job-{i}/{agent}.chat"), at_s)
+    request = AgentCall("o", "", "A", "job-99/A.chat")
     guesses = followers.expected(request, serve(followers, request, 400.0))
     assert [(guess.agent, guess.session_id) for guess in guesses] == [
         ("B", "job-99/B.chat"),
@@ -205,11 +212,11 @@ def test_runs_that_share_one_scope_are_learned_where_they_do_not_overlap() -> No
     followers, now = Followers(), 0.0
     for _ in range(10):
         for agent in "ABC":
-            now = serve(followers, Arrival("o", "", agent, agent), now) + 5
+            now = serve(followers, AgentCall("o", "", agent, agent), now) + 5
         now += MAX_GAP_S
-    request = Arrival("o", "", "C", "C")
+    request = AgentCall("o", "", "C", "C")
     assert followers.expected(request, now) == []  # what comes next came too late to follow
-    request = Arrival("o", "", "A", "A")
+    request = AgentCall("o", "", "A", "A")
     guesses = followers.expected(request, serve(followers, request, now))
     assert [(guess.agent, guess.session_id) for guess in guesses] == [("B", "B"), ("C", "C")]
 
@@ -218,8 +225,8 @@ def test_a_chat_sessions_next_turn_is_expected_from_those_of_others() -> None:
     followers, now = Followers(), 0.0
     for i in range(20):
         for _ in range(5):
-            now = serve(followers, Arrival("o", "", "", f"chat{i}"), now, 2.0) + 30
-    turn = Arrival("o", "", "", "new chat", "mine")
+            now = serve(followers, AgentCall("o", "", "", f"chat{i}"), now, 2.0) + 30
+    turn = AgentCall("o", "", "", "new chat", "mine")
     (guess,) = followers.expected(turn, serve(followers, turn, now, 2.0))
     assert (guess.session_id, guess.adapter) == ("new chat", "mine")
     assert guess.probability > 0.8
@@ -229,8 +236,8 @@ def test_a_chat_sessions_next_turn_is_expected_from_those_of_others() -> None:
 def test_a_user_who_alternates_between_sessions_is_foreseen() -> None:
     followers, now = Followers(), 0.0
     for session in ["left", "right"] * 20:
-        now = serve(followers, Arrival("o", "", session, session), now) + 30
-    guesses = followers.expected(Arrival("o", "", "right", "right"), now - 30)
+        now = serve(followers, AgentCall("o", "", session, session), now) + 30
+    guesses = followers.expected(AgentCall("o", "", "right", "right"), now - 30)
     assert [(guess.agent, guess.earliest_s) for guess in guesses] == [
         ("right", pytest.approx(61.0)),
         ("left", pytest.approx(30.0)),
@@ -277,10 +284,10 @@ def test_a_letter_within_a_word_is_no_agents_name(pattern: str) -> None:
     for i in range(10):
         for agent in "ab":
             now = (
-                serve(followers, Arrival("o", f"run{i}", agent, f"{i}-" + pattern.format(agent=agent)), now)
+                serve(followers, AgentCall("o", f"run{i}", agent, f"{i}-" + pattern.format(agent=agent)), now)
                 + 5
             )
-    request = Arrival("o", "last", "a", "last-" + pattern.format(agent="a"))
+    request = AgentCall("o", "last", "a", "last-" + pattern.format(agent="a"))
     assert followers.expected(request, serve(followers, request, now)) == []
 
 
@@ -410,11 +417,13 @@ def test_what_was_saved_under_wider_bounds_is_cut_to_these() -> None:
 # -- bounds and walls --------------------------------------------------------------------------------------------------
 
 names = st.sampled_from(["", "A", "B", "C", "run:A", "x"])
-arrivals = st.builds(Arrival, st.sampled_from("op"), st.sampled_from(["", "r", "s"]), names, names)
+arrivals = st.builds(AgentCall, st.sampled_from("op"), st.sampled_from(["", "r", "s"]), names, names)
 events = st.lists(st.tuples(st.sampled_from(["note", "ended"]), arrivals, st.integers(0, 4000)), max_size=50)
 
 
-def play(followers: Followers, events: Iterable[tuple[str, Arrival, int]]) -> Iterator[tuple[Arrival, float]]:
+def play(
+    followers: Followers, events: Iterable[tuple[str, AgentCall, int]]
+) -> Iterator[tuple[AgentCall, float]]:
     now = 0.0
     for kind, request, step_s in events:
         now += step_s / 100 if step_s < 3000 else step_s
@@ -424,7 +433,7 @@ def play(followers: Followers, events: Iterable[tuple[str, Arrival, int]]) -> It
 
 @given(events, st.integers(1, 4), st.integers(1, 6))
 def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
-    events: list[tuple[str, Arrival, int]], max_agents: int, max_sessions: int
+    events: list[tuple[str, AgentCall, int]], max_agents: int, max_sessions: int
 ) -> None:
     followers = Followers(
         max_agents=max_agents, max_sessions=max_sessions, max_guesses=2, min_probability=0.0
@@ -440,7 +449,7 @@ def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
 
 
 @given(events)
-def test_owners_do_not_learn_from_each_other(events: list[tuple[str, Arrival, int]]) -> None:
+def test_owners_do_not_learn_from_each_other(events: list[tuple[str, AgentCall, int]]) -> None:
     """One owner's guesses are what they are where the other was never there."""
     together, alone = Followers(min_probability=0.0), Followers(min_probability=0.0)
     played = list(play(together, events))
@@ -497,7 +506,7 @@ def test_within_a_run_the_agent_that_was_silent_for_longest_is_forgotten_first(
 def test_a_flood_of_names_costs_its_owner_alone(ends: bool) -> None:
     followers, now = learned("AB")
     for i in range(3000):
-        flood = Arrival("flooder", f"run{i % 700}", f"agent{i}", f"session{i}")
+        flood = AgentCall("flooder", f"run{i % 700}", f"agent{i}", f"session{i}")
         followers.note(flood, now)
         if ends:
             followers.ended(flood, now)

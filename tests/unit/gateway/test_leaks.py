@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from engine_bridge.protocol.errors import EngineUnavailable
-from gateway.advisories.advisories import AdvisoryRequest, Record
+from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest
 from gateway.advisories.drafts import _Work
 from gateway.doors.chat.socket import ChatConnection
 from gateway.turns.turns import KEEP_FINISHED_S, LiveTurn
@@ -76,13 +76,13 @@ async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.advisories.advisories.MAX_ENDED", 10)
-    before, timers_before = alive(Record), alive(asyncio.TimerHandle)
+    before, timers_before = alive(AdvisoryRecord), alive(asyncio.TimerHandle)
     for number in range(100):
         gateway.advisories.submit("local", AdvisoryRequest(session_id=f"s{number}", ttl_s=1.0), "rest")
         (await gateway.node.told(number)).report("wasted", lead_s=1.0)
     gateway.node.advisories.clear()
     await passes(2.0)
-    assert len(alive(Record) - before) <= 10 + 5, "a few more may be on their way out"
+    assert len(alive(AdvisoryRecord) - before) <= 10 + 5, "a few more may be on their way out"
     assert len(alive(asyncio.TimerHandle) - timers_before) <= 20, (
         "those of the server; none of an advisory that is over"
     )

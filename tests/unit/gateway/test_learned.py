@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.advisories.advisories import AdvisoryRequest
-from gateway.advisories.followers import Arrival
+from gateway.advisories.followers import AgentCall
 from gateway.advisories.learned import Learned
 from gateway.advisories.learned_file import NAME
 
@@ -28,7 +28,7 @@ class Clock:
 
 def call(learned: Learned, clock: Clock, run: str, agent: str) -> None:
     """A request of an agent that takes a second, half a second after the one before it."""
-    arrival = Arrival("ann", run, agent, f"{run}:{agent}")
+    arrival = AgentCall("ann", run, agent, f"{run}:{agent}")
     learned.arrived(arrival)
     clock.now_s += 1.0
     learned.ended(arrival)
@@ -56,7 +56,7 @@ async def test_who_follows_is_told_while_the_one_before_still_works(parts: Parts
     clock = Clock()
     learned = made(parts, clock)
     teach(learned, clock)
-    learned.arrived(Arrival("ann", "last", "planner", "last:planner"))
+    learned.arrived(AgentCall("ann", "last", "planner", "last:planner"))
     assert parts.advisories.expects("ann", "last:coder")
     assert not parts.advisories.expects("ann", "last:planner")
     assert not parts.advisories.expects("bob", "last:coder")
@@ -65,7 +65,7 @@ async def test_who_follows_is_told_while_the_one_before_still_works(parts: Parts
 async def test_an_agent_is_expected_again_only_when_its_answer_is_whole(parts: Parts) -> None:
     """Or else the request that runs would be taken for the one that was foreseen."""
     learned = made(parts, Clock())
-    arrival = Arrival("ann", "run", "solver", "run:solver")
+    arrival = AgentCall("ann", "run", "solver", "run:solver")
     learned.arrived(arrival)
     assert not parts.advisories.expects("ann", "run:solver")
     learned.ended(arrival)
@@ -104,7 +104,7 @@ async def restarted(
 
 async def test_what_was_learned_is_known_after_a_restart(parts: Parts, tmp_path: Path) -> None:
     after = await restarted(parts, tmp_path / NAME)
-    after.arrived(Arrival("ann", "next", "planner", "next:planner"))
+    after.arrived(AgentCall("ann", "next", "planner", "next:planner"))
     assert parts.advisories.expects("ann", "next:coder")
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
 
@@ -119,7 +119,7 @@ async def test_a_damaged_file_is_put_aside_and_learning_begins_anew(
         await asyncio.to_thread(file.write_bytes, damage)
 
     after = await restarted(parts, file, spoil)
-    after.arrived(Arrival("ann", "next", "planner", "next:planner"))
+    after.arrived(AgentCall("ann", "next", "planner", "next:planner"))
     assert not parts.advisories.expects("ann", "next:coder")
     assert "learning anew" in caplog.text
     assert not file.exists()

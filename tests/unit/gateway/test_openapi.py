@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.protocol.node import ApiSchemas
 from gateway.app import build_app, build_services
 from gateway.doors.description.openapi import document
-from gateway.doors.description.operation import Engine
+from gateway.doors.description.operation import EngineBody
 from gateway.doors.description.operations import OPERATIONS
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
@@ -108,7 +108,7 @@ def test_two_schemas_of_one_name_are_refused() -> None:
 def test_every_call_that_streams_says_so() -> None:
     for operation in OPERATIONS:
         if isinstance(operation.replies.get(200), type(None)) or not isinstance(
-            operation.replies[200].shape, Engine
+            operation.replies[200].shape, EngineBody
         ):
             continue
         is_streamed = operation.name in ("chat", "completions", "responses", "messages", "read_response")

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from engine_bridge.predict.steps import Candidate
 from gateway.cli import cli
-from gateway.commands.profile_command import Progress, best_of_each
+from gateway.commands.profile_command import ProgressBar, best_of_each
 from gateway.settings.config import Config
 
 
@@ -34,7 +34,7 @@ def test_profiles_are_kept_in_the_data_folder(tmp_path: Path) -> None:
 
 def test_without_a_terminal_each_part_is_a_line() -> None:
     out = io.StringIO()
-    with Progress(out) as progress:
+    with ProgressBar(out) as progress:
         progress.stage("warming up")
         for share in (0.0, 0.1, 0.2):
             progress(f"steps: {share}", share, 100 * (1 - share))
@@ -48,7 +48,7 @@ def test_without_a_terminal_each_part_is_a_line() -> None:
 
 def test_on_a_terminal_a_bar_says_how_far_it_is_and_goes_in_the_end() -> None:
     out = Terminal()
-    with Progress(out) as progress:
+    with ProgressBar(out) as progress:
         progress("steps: 64 tokens", 0.5, 60)
     shown = out.getvalue()
     assert "█" * 12 + "░" * 12 in shown and "60 s left  steps: 64 tokens" in shown

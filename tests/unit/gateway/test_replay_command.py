@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from engine_bridge.policy.scheduling.decision_log import Recorded
 from engine_bridge.policy.scheduling.policies import POLICIES
-from engine_bridge.policy.scheduling.queue_policy import Room, Waiting
+from engine_bridge.policy.scheduling.queue_policy import StepRoom, Waiting
 from gateway.cli import cli, main
 
 ROOT = Path(__file__).parents[3]
-ROOM = Room(free_blocks=25, num_slots=4, num_tokens=1000)
+ROOM = StepRoom(free_blocks=25, num_slots=4, num_tokens=1000)
 
 
 def run(path: Path) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
-from gateway.turns.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, Piece
+from gateway.turns.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, AnswerPiece
 
 from .fake_node import PATIENCE_S
 from .parts import Listener, Parts, passes, refused
@@ -321,7 +321,9 @@ async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(pa
     await parts.follow(turn).over()
     (known,) = (await parts.store.get_session("ann", turn.session_id)).turns
     assert (known.answer, known.reasoning) == ("It is four.", "Let me see.")
-    assert turn.after(1) == Piece("It is four.", " see."), "who has seen the first piece goes on from there"
+    assert turn.after(1) == AnswerPiece("It is four.", " see."), (
+        "who has seen the first piece goes on from there"
+    )
     await parts.ask("b", "And three?", session_id=turn.session_id)
     said = [message.content for message in (await parts.node.asked(1)).request.messages]
     assert said == ["What is two and two?", "It is four.", "And three?"]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, Refusal, translate
+from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, FlagRefusal, translate
 
 OWN = {setting.flag for setting in SETTINGS}
 PAGE = Path(cli.__file__).parents[1] / "docs" / "from-vllm.md"
@@ -80,7 +80,7 @@ def test_what_is_always_so_is_taken_and_what_is_refused_says_why() -> None:
     assert translate(ALWAYS, OWN) == []
     for flags, _ in rows("Refused"):
         for flag in flags:
-            with pytest.raises(Refusal, match=re.escape(flag)):
+            with pytest.raises(FlagRefusal, match=re.escape(flag)):
                 translate([flag, "7"], OWN)
 
 

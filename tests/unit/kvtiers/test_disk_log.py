@@ -22,7 +22,7 @@ import pytest_asyncio
 from kvtiers.errors import StoreBusy, StoreUnusable
 from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog
 from kvtiers.io.disk_room import GROW_AFTER_S
-from kvtiers.io.files import AppendFile, Files, Room
+from kvtiers.io.files import AppendFile, Files, FileSystemRoom
 from kvtiers.io.inspect import inspect, prune
 from kvtiers.io.log_evictor import CLAIM_S
 from kvtiers.io.log_reader import ReadResult
@@ -812,8 +812,8 @@ class SmallDisk(Files):
         used_bytes = sum(path.stat().st_size for path in self.directory.glob("segment-*"))
         return self.total_bytes - self.others_bytes - used_bytes
 
-    def room(self, directory: Path) -> Room | None:
-        return Room(self.total_bytes, max(self.free_bytes(), 0)) if self.tells else None
+    def room(self, directory: Path) -> FileSystemRoom | None:
+        return FileSystemRoom(self.total_bytes, max(self.free_bytes(), 0)) if self.tells else None
 
     async def write(self, file: AppendFile, data: memoryview) -> int:
         num_bytes = min(max(self.free_bytes(), 0), len(data))

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from bench.sim.adapter_policies import ExpectedGain, GreedyDual
 from engine_bridge.policy.adapters.adapter_cache import (
     POLICIES,
+    AdapterLru,
     ChameleonScore,
     EqualWeights,
-    Lru,
     PrefixFacts,
     choose_victims,
     may_take_prefix,
 )
-from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
 
 MIB = 1 << 20
 NOW = 1000.0
@@ -62,7 +62,7 @@ def test_policies_go_by_their_names() -> None:
 
 @given(caches, policies)
 def test_an_order_has_everyone_once_and_those_queued_last(
-    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy]
+    cached: list[CachedAdapter], make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     order = make().order(cached, NOW)
     assert sorted(ids(order)) == sorted(ids(cached))
@@ -71,7 +71,7 @@ def test_an_order_has_everyone_once_and_those_queued_last(
 
 @given(caches, policies, st.randoms(use_true_random=False))
 def test_an_order_does_not_depend_on_that_of_the_list(
-    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy], rng: random.Random
+    cached: list[CachedAdapter], make: Callable[[], AdapterEvictionPolicy], rng: random.Random
 ) -> None:
     shuffled = cached.copy()
     rng.shuffle(shuffled)
@@ -116,7 +116,7 @@ def test_at_equal_use_the_paper_keeps_the_large_one_and_gain_per_byte_the_small_
 
 
 @pytest.mark.parametrize("make", [GreedyDual, ExpectedGain])
-def test_what_takes_longer_to_bring_back_stays_longer(make: Callable[[], EvictionPolicy]) -> None:
+def test_what_takes_longer_to_bring_back_stays_longer(make: Callable[[], AdapterEvictionPolicy]) -> None:
     near, far = adapter(1, idle_s=1, reload_s=0.01), adapter(2, idle_s=2, reload_s=0.5)
     assert ids(make().order([far, near], NOW)) == [1, 2]
 
@@ -124,7 +124,7 @@ def test_what_takes_longer_to_bring_back_stays_longer(make: Callable[[], Evictio
 # -- textbooks ---------------------------------------------------------------------------------------------------------
 
 
-def faults(policy: EvictionPolicy, accesses: list[int], num_places: int, **fields: Any) -> list[int]:
+def faults(policy: AdapterEvictionPolicy, accesses: list[int], num_places: int, **fields: Any) -> list[int]:
     """Victims of a cache of equal adapters with one use each, in turn."""
     last_used_s: dict[int, float] = {}
     victims = []
@@ -152,9 +152,9 @@ def textbook_lru(accesses: list[int], num_places: int) -> list[int]:
     return victims
 
 
-@given(st.lists(st.integers(0, 8), max_size=60), st.integers(1, 5), st.sampled_from([Lru, GreedyDual]))
+@given(st.lists(st.integers(0, 8), max_size=60), st.integers(1, 5), st.sampled_from([AdapterLru, GreedyDual]))
 def test_lru_and_greedy_dual_among_equals_are_the_textbooks_lru(
-    accesses: list[int], num_places: int, make: Callable[[], EvictionPolicy]
+    accesses: list[int], num_places: int, make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     assert faults(make(), accesses, num_places) == textbook_lru(accesses, num_places)
 
@@ -164,7 +164,7 @@ def test_lru_and_greedy_dual_among_equals_are_the_textbooks_lru(
 
 @given(caches, st.integers(-10, 1 << 32), policies)
 def test_victims_free_enough_and_none_could_be_spared(
-    cached: list[CachedAdapter], needed_bytes: int, make: Callable[[], EvictionPolicy]
+    cached: list[CachedAdapter], needed_bytes: int, make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     victims = choose_victims(cached, needed_bytes, make(), NOW)
     size = {each.adapter_id: each.num_bytes for each in cached}
@@ -180,7 +180,7 @@ def test_victims_free_enough_and_none_could_be_spared(
 
 @given(caches, st.integers(1, 1 << 32), policies)
 def test_a_queued_one_goes_only_if_the_others_do_not_suffice(
-    cached: list[CachedAdapter], needed_bytes: int, make: Callable[[], EvictionPolicy]
+    cached: list[CachedAdapter], needed_bytes: int, make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     idle_bytes = sum(each.num_bytes for each in cached if not each.is_queued)
     queued = {each.adapter_id for each in cached if each.is_queued}
@@ -195,15 +195,15 @@ def test_small_ones_are_spared_when_a_large_one_covers_all() -> None:
         adapter(3, 10, num_bytes=100),
         adapter(4, 1),
     ]
-    assert choose_victims(cached, 90, Lru(), NOW) == (3,)
-    assert choose_victims(cached, 110, Lru(), NOW) == (1, 3)
-    assert choose_victims(cached, 115, Lru(), NOW) == (2, 3)
+    assert choose_victims(cached, 90, AdapterLru(), NOW) == (3,)
+    assert choose_victims(cached, 110, AdapterLru(), NOW) == (1, 3)
+    assert choose_victims(cached, 115, AdapterLru(), NOW) == (2, 3)
 
 
 def test_a_newcomer_may_turn_out_to_be_worth_least() -> None:
     kept, newcomer = adapter(1, 60, uses=9.0), adapter(2, 0, uses=1.0)
     assert choose_victims([kept, newcomer], 1, ExpectedGain(), NOW) == (2,)
-    assert choose_victims([kept, newcomer], 1, Lru(), NOW) == (1,)
+    assert choose_victims([kept, newcomer], 1, AdapterLru(), NOW) == (1,)
 
 
 # -- adapters against KV -----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_an_adapter_and_a_prefix_never_both_take_each_others_place(
 
 @given(caches, policies)
 def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
-    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy]
+    cached: list[CachedAdapter], make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     policy = make()
     for each in cached:
@@ -261,9 +261,9 @@ def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
     assert all(worths[a.adapter_id] <= worths[b.adapter_id] * (1 + 1e-9) for a, b in pairwise(order))
 
 
-@given(caches, st.sampled_from([Lru, ChameleonScore, EqualWeights]))
+@given(caches, st.sampled_from([AdapterLru, ChameleonScore, EqualWeights]))
 def test_scores_without_a_unit_divide_what_all_adapters_save(
-    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy]
+    cached: list[CachedAdapter], make: Callable[[], AdapterEvictionPolicy]
 ) -> None:
     if cached and all(each.uses for each in cached):
         saved = sum(each.uses * each.reload_s for each in cached) / sum(each.num_bytes for each in cached)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine_bridge.policy.adapters.adapter_places import (
     COPY_BYTES_S,
     DISK_BYTES_S,
-    Load,
+    LoadAdapter,
     LoadRates,
     Pin,
     Served,
@@ -83,7 +83,7 @@ def done(there: dict[str, Served], wanted: dict[str, Served], todo: list[Step]) 
     there = dict(there)
     for step in todo:
         match step:
-            case Load(name=name):
+            case LoadAdapter(name=name):
                 was_pinned = name in there and there[name].is_pinned
                 there[name] = Served(wanted[name].version, was_pinned)
             case Unload(name=name):
@@ -105,13 +105,18 @@ def test_steps_bring_a_node_to_what_is_wanted_and_no_further(
     again = done(after, wanted, steps(wanted, after))
     assert again == wanted, "a pin that came over from an old version goes the second time"
     assert steps(wanted, again) == []
-    loaded = [step.name for step in todo if isinstance(step, Load)]
+    loaded = [step.name for step in todo if isinstance(step, LoadAdapter)]
     assert all(wanted[name].version != there[name].version for name in loaded if name in there)
 
 
 def test_pinned_adapters_come_first_and_what_goes_goes_before() -> None:
     wanted = {"a": Served("v1"), "b": Served("v1", is_pinned=True)}
-    assert steps(wanted, {"c": Served("v1")}) == [Unload("c"), Load("b"), Pin("b", True), Load("a")]
+    assert steps(wanted, {"c": Served("v1")}) == [
+        Unload("c"),
+        LoadAdapter("b"),
+        Pin("b", True),
+        LoadAdapter("a"),
+    ]
 
 
 # -- the one list ------------------------------------------------------------------------------------------------------

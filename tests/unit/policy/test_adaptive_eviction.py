@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from bench.sim.adapter_cache import Device, Link
 from bench.sim.adapter_traces import Use, Workload
-from engine_bridge.policy.adapters.adapter_cache import Lru, choose_victims
+from engine_bridge.policy.adapters.adapter_cache import AdapterLru, choose_victims
 from engine_bridge.policy.adapters.adaptive_eviction import HALF_LIVES, Adaptive, RequestShares, ShadowCache
-from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
 
 RELOAD_S_PER_BYTE = 1e-3
 
@@ -30,14 +30,14 @@ def facts(adapter_id: int, now: float, num_bytes: int = 100, num_requests: int =
     )
 
 
-def ask(policy: EvictionPolicy, adapter_ids: Iterable[int]) -> None:
+def ask(policy: AdapterEvictionPolicy, adapter_ids: Iterable[int]) -> None:
     """Requests one after the other."""
     for adapter_id in adapter_ids:
         policy.touched(facts(adapter_id, 0.0, num_requests=1), 0.0)
         policy.touched(facts(adapter_id, 0.0), 0.0)
 
 
-def order(policy: EvictionPolicy, *adapters: CachedAdapter) -> list[int]:
+def order(policy: AdapterEvictionPolicy, *adapters: CachedAdapter) -> list[int]:
     return [adapter.adapter_id for adapter in policy.order(adapters, 0.0)]
 
 
@@ -175,7 +175,7 @@ def test_what_is_forgotten_is_worth_nothing() -> None:
     assert order(policy, facts(1, 0.0), facts(2, 0.0)) == [2, 1]
 
 
-def lost_ms(policy: EvictionPolicy, adapter_ids: Sequence[int], num_places: int) -> float:
+def lost_ms(policy: AdapterEvictionPolicy, adapter_ids: Sequence[int], num_places: int) -> float:
     """Of a cache of equal adapters: mean wait for them, requests a second apart and done at once."""
     uses = [Use(float(at), adapter_id, 0.01) for at, adapter_id in enumerate(adapter_ids)]
     workload = Workload(uses, [100 << 20] * (max(adapter_ids) + 1), num_places * (100 << 20))
@@ -197,19 +197,19 @@ def rounds(rng: random.Random, num: int) -> list[int]:
 def test_it_keeps_what_is_popular_where_popularity_stays() -> None:
     rng = random.Random(2)
     adapter_ids = rng.choices(range(100), [1 / (1 + place) for place in range(100)], k=4000)
-    assert lost_ms(Adaptive(), adapter_ids, 10) < 0.85 * lost_ms(Lru(), adapter_ids, 10)
+    assert lost_ms(Adaptive(), adapter_ids, 10) < 0.85 * lost_ms(AdapterLru(), adapter_ids, 10)
 
 
 def test_it_is_not_fooled_by_yesterdays_favourites() -> None:
     adapter_ids = rounds(random.Random(3), 60)
-    assert lost_ms(Adaptive(), adapter_ids, 10) <= lost_ms(Lru(), adapter_ids, 10)
+    assert lost_ms(Adaptive(), adapter_ids, 10) <= lost_ms(AdapterLru(), adapter_ids, 10)
 
 
 def test_it_returns_to_lru_before_it_has_lost_what_it_had_gained() -> None:
     rng = random.Random(6)
     adapter_ids = rng.choices(range(100), [1 / (1 + place) for place in range(100)], k=1500)
     adapter_ids += [100 + adapter_id for adapter_id in rounds(rng, 60)]
-    assert lost_ms(Adaptive(), adapter_ids, 10) < lost_ms(Lru(), adapter_ids, 10)
+    assert lost_ms(Adaptive(), adapter_ids, 10) < lost_ms(AdapterLru(), adapter_ids, 10)
 
 
 def test_a_scan_does_not_wash_out_what_is_popular() -> None:
@@ -217,7 +217,7 @@ def test_a_scan_does_not_wash_out_what_is_popular() -> None:
     adapter_ids: list[int] = []
     for _ in range(12):
         adapter_ids += rng.choices(range(10), k=200) + list(range(10, 60))
-    assert lost_ms(Adaptive(), adapter_ids, 10) < 0.9 * lost_ms(Lru(), adapter_ids, 10)
+    assert lost_ms(Adaptive(), adapter_ids, 10) < 0.9 * lost_ms(AdapterLru(), adapter_ids, 10)
 
 
 def test_it_decides_the_same_for_the_same_history() -> None:

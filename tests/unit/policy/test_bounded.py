@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine_bridge.policy.scheduling.bounded import NUM_PEAKS, Bounded, BoundedSettings
-from engine_bridge.policy.scheduling.queue_policy import NUM_PASSED_OVER, Room, Waiting
+from engine_bridge.policy.scheduling.queue_policy import NUM_PASSED_OVER, StepRoom, Waiting
 from engine_bridge.policy.scheduling.wait_tree import BLOCK, GONE, Waits
 from tests.unit.facts import waiting_facts
 
-ROOM = Room(free_blocks=10_000, num_slots=1, num_tokens=10_000)
+ROOM = StepRoom(free_blocks=10_000, num_slots=1, num_tokens=10_000)
 
 
 class Queue:
@@ -29,7 +29,7 @@ class Queue:
         self.waiting[request_id] = facts
         self.policy.arrived(facts, 0.0)
 
-    def start(self, room: Room = ROOM) -> None:
+    def start(self, room: StepRoom = ROOM) -> None:
         for request_id in self.policy.decide(self.waiting, {}, room, 0.0).request_ids:
             del self.waiting[request_id]
             self.policy.admitted(request_id, 0.0)
@@ -124,12 +124,12 @@ def test_who_finds_no_memory_for_its_adapter_is_passed_over_and_who_finds_none_f
     queue.ask("adapter", adapter_id=1, adapter_bytes=10)
     queue.ask("large", num_blocks=50)
     queue.ask("small", num_blocks=1)
-    scarce = Room(free_blocks=20, num_slots=9, num_tokens=10_000, adapter_bytes=0)
+    scarce = StepRoom(free_blocks=20, num_slots=9, num_tokens=10_000, adapter_bytes=0)
     queue.start(scarce)
     assert queue.started == []
     decision = queue.policy.decide(queue.waiting, {}, scarce, 0.0)
     assert decision.deferred == {"adapter": "adapter_memory", "large": "no_blocks"}
-    queue.start(Room(free_blocks=60, num_slots=9, num_tokens=10_000, adapter_bytes=0))
+    queue.start(StepRoom(free_blocks=60, num_slots=9, num_tokens=10_000, adapter_bytes=0))
     assert queue.started == ["large", "small"]
 
 
@@ -218,7 +218,7 @@ def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
     queue = after_a_long_queue(0.9)
     crowd(queue).ask("adapter", adapter_id=1, adapter_bytes=10)
     queue.ask("the same", adapter_id=1, adapter_bytes=10)
-    scarce = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
+    scarce = StepRoom(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
     decision = queue.policy.decide(queue.waiting, {}, scarce, 0.0)
     assert decision.request_ids == ("a", "b", "x", "y")
     assert decision.deferred == {"adapter": "adapter_memory", "the same": "adapter_memory"}
@@ -233,7 +233,7 @@ def test_once_a_start_has_taken_the_adapter_memory_that_another_needs_nothing_mo
     queue.ask("takes it", 10, adapter_id=2, adapter_bytes=10)
     queue.ask("early", 1000)
     queue.ask("late", 990)
-    room = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=10)
+    room = StepRoom(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=10)
     # Shortest first until the one is refused, which comes last by its length.
     assert queue.policy.decide(queue.waiting, {}, room, 0.0).request_ids == ("takes it", "late", "early")
     short = replace(queue.waiting["needs it"], duration_s=0.01)
@@ -262,7 +262,7 @@ def test_thousands_that_wait_for_hundreds_of_adapters_are_not_all_asked_about() 
     for number in range(4000):
         queue.ask(f"{number:04d}", 100 + number % 7, adapter_id=1 + number % 800, adapter_bytes=10)
     waiting = Counted(queue.waiting)
-    scarce = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
+    scarce = StepRoom(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
     decision = queue.policy.decide(waiting, {}, scarce, 0.0)
     assert not decision.request_ids
     assert waiting.num_asked <= 2 * NUM_PASSED_OVER + 1

@@ -18,11 +18,11 @@ from engine_bridge.policy.scheduling.lanes import Lanes
 from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.mlq_decision import MlqSettings
 from engine_bridge.policy.scheduling.policies import POLICIES
-from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Running, StepRoom, Waiting
 from tests.unit.facts import running_facts, waiting_facts
 
 NUM_TOKENS = 1000
-ROOM = Room(free_blocks=40, num_slots=4, num_tokens=NUM_TOKENS)
+ROOM = StepRoom(free_blocks=40, num_slots=4, num_tokens=NUM_TOKENS)
 
 
 runs = partial(running_facts, num_blocks=5, predicted_end_s=9.0)
@@ -358,7 +358,7 @@ class SquashesAll(Fcfs):
     """Decides by the order in which requests run."""
 
     def decide(
-        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
         return Decision(squash=tuple(each.request_id for each in running.values()))
 

@@ -13,10 +13,10 @@ from msgspec import structs
 
 from engine_bridge.policy.nodes.routing import (
     POLICIES,
-    Ask,
     CachedKv,
     LoadBalance,
     Relieve,
+    RequestEstimate,
     Route,
     Sticky,
     relief,
@@ -34,9 +34,9 @@ def facts(num_running: int = 0, **fields: Any) -> NodeFacts:
     return NodeFacts(node_id="", running=Ranks(num_running), queued=Ranks(), **(defaults | fields))
 
 
-def ask(name: str = "r", **fields: Any) -> Ask:
+def ask(name: str = "r", **fields: Any) -> RequestEstimate:
     defaults: dict[str, Any] = {"num_prompt_tokens": 100, "num_answer_tokens": 10}
-    return Ask(request_id=name, **(defaults | fields))
+    return RequestEstimate(request_id=name, **(defaults | fields))
 
 
 def homes(*loads: int, doors: Doors = DOORS, **options: Any) -> Homes:
@@ -53,10 +53,10 @@ class Heard:
     name = "heard"
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[RequestEstimate] = []
         self.nodes: list[list[NodeFacts]] = []
 
-    def route(self, ask: Ask, nodes: Any) -> Route:
+    def route(self, ask: RequestEstimate, nodes: Any) -> Route:
         self.asks.append(ask)
         self.nodes.append(list(nodes))
         return Route(node_id=nodes[0].node_id)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, Priority, Sjf
+from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, PriorityOrder, Sjf
 from engine_bridge.policy.scheduling.fairness import fair_priority, starts_swapped
 from engine_bridge.policy.scheduling.lanes import Lanes
 from engine_bridge.policy.scheduling.mlq import Mlq
@@ -25,8 +25,8 @@ from engine_bridge.policy.scheduling.queue_policy import (
     Decision,
     LanedPolicy,
     QueuePolicy,
-    Room,
     Running,
+    StepRoom,
     Waiting,
 )
 from tests.unit.facts import running_facts, waiting_facts
@@ -35,14 +35,14 @@ TWO_LANES = Lanes.around([0.2, 0.8])
 FOUR_LANES = Lanes.around([0.1, 0.3, 0.6, 0.9])
 NOW = 100.0
 MAX_OVERCHARGED_TOKENS = 300
-AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
+AMPLE = StepRoom(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 
 request = partial(waiting_facts, arrived_s=NOW - MlqSettings().aging_s / 2)
 runs = partial(running_facts, predicted_end_s=NOW + 5)
 
 
-def room(**fields: Any) -> Room:
+def room(**fields: Any) -> StepRoom:
     return msgspec.structs.replace(AMPLE, **fields)
 
 
@@ -68,7 +68,7 @@ def refit(
 def decide(
     policy: QueuePolicy,
     waiting: Iterable[Waiting],
-    space: Room = AMPLE,
+    space: StepRoom = AMPLE,
     running: Iterable[Running] = (),
     now: float = NOW,
 ) -> Decision:
@@ -91,7 +91,7 @@ def test_policies_go_by_their_names() -> None:
     [
         (Fcfs(), ["long", "urgent", "short"]),
         (Sjf(), ["short", "urgent", "long"]),
-        (Priority(), ["urgent", "long", "short"]),
+        (PriorityOrder(), ["urgent", "long", "short"]),
     ],
 )
 def test_baselines_start_in_their_order(policy: QueuePolicy, order: list[str]) -> None:
@@ -117,7 +117,7 @@ def test_in_one_order_whoever_does_not_fit_blocks_all_behind(name: str) -> None:
 
 
 def test_it_says_what_is_missing() -> None:
-    def why(space: Room, **fields: Any) -> str:
+    def why(space: StepRoom, **fields: Any) -> str:
         return decide(Fcfs(), [request("a", **fields)], space).reason("a")
 
     assert why(room(num_slots=0)) == "no_slot"
@@ -555,7 +555,7 @@ def test_a_late_bypasser_makes_room_for_an_overdue_one() -> None:
         (room(num_slots=0), "no_slot"),
     ],
 )
-def test_nothing_passes_an_overdue_one(space: Room, reason: str) -> None:
+def test_nothing_passes_an_overdue_one(space: StepRoom, reason: str) -> None:
     policy = mlq()
     policy.arrived(request("running"), NOW)
     policy.admitted("running", NOW)
@@ -836,7 +836,7 @@ class MlqMachine(RuleBasedStateMachine):
     )
     def step(self, passed_s: float, num_started: int, **space_fields: int) -> None:
         self.now += passed_s
-        space = Room(**space_fields)
+        space = StepRoom(**space_fields)
         decision = self.policy.decide(self.waiting, self.running, space, self.now)
         assert decision == self.policy.decide(self.waiting, self.running, space, self.now), "state changed"
         assert decision == self.twin.decide(self.waiting, self.running, space, self.now), (
@@ -853,7 +853,7 @@ class MlqMachine(RuleBasedStateMachine):
         for name in decision.request_ids[:num_started]:
             self.start(self.waiting.pop(name), name in decision.bypassed)
 
-    def check(self, decision: Decision, space: Room) -> None:
+    def check(self, decision: Decision, space: StepRoom) -> None:
         chosen = [self.waiting[name] for name in decision.request_ids]
         assert len({facts.request_id for facts in chosen}) == len(chosen) <= space.num_slots
         assert not set(decision.request_ids) & set(decision.deferred)
@@ -1058,7 +1058,7 @@ class Engine:
 
     def step(self) -> None:
         running = {name: each for name, (_, each) in self.running.items()}
-        space = Room(
+        space = StepRoom(
             free_blocks=self.free_blocks(),
             num_slots=self.num_slots - len(running),
             num_tokens=self.num_tokens,
@@ -1311,7 +1311,7 @@ def test_a_decision_looks_at_few_of_those_who_wait(name: str) -> None:
             policy.ended(str(at))
     facts_on_demand = CountingFacts(waiting)
     running = {str(at): runs(str(at)) for at in range(64)}
-    space = Room(free_blocks=50, num_slots=16, num_tokens=10_000)
+    space = StepRoom(free_blocks=50, num_slots=16, num_tokens=10_000)
     times_s = []
     for _ in range(50):
         begin_s = time.perf_counter()

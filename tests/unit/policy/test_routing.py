@@ -17,7 +17,6 @@ from engine_bridge.policy.nodes.routing import (
     POLICIES,
     SLO_TIMES,
     START_WEIGHT,
-    Ask,
     CachedKv,
     Cost,
     FirstFit,
@@ -25,10 +24,11 @@ from engine_bridge.policy.nodes.routing import (
     Measured,
     MostIdle,
     Overture,
-    Priority,
+    PriorityRouting,
     Random,
     RankAware,
     Relieve,
+    RequestEstimate,
     Settings,
     Sticky,
     candidates,
@@ -68,9 +68,9 @@ def ask(
     loads: Mapping[str, float] | None = None,
     usual: float | None = 0.0,
     **more: int | str | bool,
-) -> Ask:
+) -> RequestEstimate:
     facts = {"request_id": "r", "num_prompt_tokens": 100, "num_answer_tokens": 10} | more
-    return Ask(rank=rank, kv=kv or {}, adapter_load_s=loads or {}, usual_load_s=usual, **facts)  # type: ignore[arg-type]
+    return RequestEstimate(rank=rank, kv=kv or {}, adapter_load_s=loads or {}, usual_load_s=usual, **facts)  # type: ignore[arg-type]
 
 
 # -- performance models ------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_sticky_leaves_a_node_that_cannot_have_the_adapter() -> None:
 
 
 def test_urgent_requests_are_spread_and_others_keep_away_from_them() -> None:
-    policy = Priority(SETTINGS)
+    policy = PriorityRouting(SETTINGS)
     nodes = [busy("a", 1, num_urgent=1), busy("b", 4), busy("c", 1)]
     assert policy.route(ask(is_urgent=True), nodes[:2]).node_id == "b"
     assert policy.route(ask(), nodes).node_id == "c"
@@ -246,7 +246,7 @@ def test_urgent_requests_are_spread_and_others_keep_away_from_them() -> None:
 def test_others_are_paused_only_where_an_urgent_request_would_be_slow() -> None:
     # With it there are three of rank 8: 34 ms.
     for slo_s, expected in ((0.033, True), (0.035, False)):
-        policy = Priority(replace(SETTINGS, slo_s=slo_s))
+        policy = PriorityRouting(replace(SETTINGS, slo_s=slo_s))
         assert policy.route(ask(is_urgent=True), [busy("a", 2)]).pauses_others is expected
         assert not policy.route(ask(), [busy("a", 2)]).pauses_others
 
@@ -401,7 +401,7 @@ def test_a_node_that_says_how_fast_it_is_counts_by_that_and_the_others_by_the_se
 
 
 def test_an_urgent_request_pauses_others_by_its_own_nodes_pace() -> None:
-    policy = Priority(replace(SETTINGS, slo_s=0.05))
+    policy = PriorityRouting(replace(SETTINGS, slo_s=0.05))
     slow = msgspec.structs.replace(busy("a", 2), perf=perf(2.0))
     assert policy.route(ask(is_urgent=True), [slow]).pauses_others
     assert not policy.route(ask(is_urgent=True), [busy("a", 2)]).pauses_others
