@@ -24,7 +24,7 @@ FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL)
 SEVERAL := $(filter-out 1,$(NODES))
 
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+TWO := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results wheels pins browser clean
 
