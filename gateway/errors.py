@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from engine_bridge.protocol.api_errors import HTTP_CODES
+from engine_bridge.protocol.api_errors import HTTP_CODES, cut
 
 
 class CloseCode(IntEnum):
@@ -83,7 +83,7 @@ class GatewayError(Exception):
             raise ValueError(f"{code!r} is not an error code of docs/protocol.md")
         super().__init__(message)
         self.code = code
-        self.message = message
+        self.message = cut(message)
         self.retryable = KINDS[code].is_retryable if retryable is None else retryable
         self.param = param
         self.retry_after_s = retry_after_s

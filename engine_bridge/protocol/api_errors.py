@@ -27,6 +27,8 @@ _WORDS = {
 # Names are clients' text, of any length; a list of adapters may be long, too.
 _TOO_LONG_WORDS = ("context length", "longer than the maximum", "(max_prompt_chars)")
 _MAX_NAME_CHARS, _MAX_NAMES = 100, 20
+# Of a message to a client. Chosen: what a person reads; vLLM's quote what a client has sent, of any length.
+MAX_MESSAGE_CHARS = 4096
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str = "") -> dict[str, Any]:
@@ -40,12 +42,17 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
         code = ADAPTER_CHANGING_CODE
     return {
         "error": {
-            "message": message,
+            "message": cut(message),
             "type": kind,
             "param": param,
             "code": HTTP_CODES.get(code, code) or usual,
         }
     }
+
+
+def cut(message: str) -> str:
+    """A message without what is too much of it."""
+    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
 
 
 def is_too_long(message: str) -> bool:

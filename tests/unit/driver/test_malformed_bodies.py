@@ -14,7 +14,7 @@ from vllm.exceptions import (
     VLLMValidationError,
 )
 
-from engine_bridge.driver.apis.bodies import as_error_response, as_malformed, as_unusable
+from engine_bridge.driver.apis.bodies import as_error_response, as_malformed, as_unusable, error_reply
 from engine_bridge.driver.apis.failures import CANNOT_CONTINUE, as_bridge_error, is_clients
 from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE
 from engine_bridge.protocol.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
@@ -217,3 +217,10 @@ def test_a_beginning_that_the_template_leaves_out_is_refused_in_own_words() -> N
         refused.__cause__ = error
     response = as_unusable(raised(refused), {"messages": chat})
     assert (response.error.code, response.error.message) == (400, CANNOT_CONTINUE)
+
+
+@pytest.mark.parametrize("is_anthropic", [False, True])
+def test_no_reply_repeats_megabytes_of_a_body(is_anthropic: bool) -> None:
+    response = as_error_response(InvalidRequest("`n` must be an integer: " + "x" * 1_000_000))
+    reply = error_reply(response, is_anthropic=is_anthropic)
+    assert reply.status == 400 and b"`n` must be an integer" in reply.body and len(reply.body) < 10_000

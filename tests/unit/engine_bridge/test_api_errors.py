@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.protocol.api_errors import error_body, unknown_model
+from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body, unknown_model
+from gateway.errors import GatewayError, to_frame, to_openai_body
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,18 @@ def test_an_unknown_model_lists_what_there_is_and_no_more_than_a_screen() -> Non
     assert unknown_model("x", ["base", "ada"]) == "The model `x` does not exist. This server has: base, ada."
     long = unknown_model("x" * 5000, [f"adapter-{n}" for n in range(500)])
     assert "and 480 more" in long and len(long) < 1000
+
+
+def test_a_message_that_quotes_what_a_client_has_sent_is_no_longer_than_a_person_reads() -> None:
+    long = f"`n` must be an integer. (value={'x' * 1_000_000})"
+    message = error_body(400, long)["error"]["message"]
+    assert message.startswith("`n` must be an integer.") and len(message) == MAX_MESSAGE_CHARS + 1
+    assert error_body(400, "x" * MAX_MESSAGE_CHARS)["error"]["message"] == "x" * MAX_MESSAGE_CHARS
+    refused = GatewayError("bad_request", long)
+    assert len(to_openai_body(refused)["error"]["message"]) == MAX_MESSAGE_CHARS + 1
+    assert len(to_frame(refused)["message"]) == MAX_MESSAGE_CHARS + 1
+
+
+def test_a_message_whose_reason_is_cut_off_keeps_its_code() -> None:
+    long = "x" * MAX_MESSAGE_CHARS + " is longer than the maximum model length"
+    assert error_body(400, long)["error"]["code"] == "context_length_exceeded"
