@@ -542,9 +542,10 @@ def replace(source: Path, path: Path) -> None:
 
 
 async def test_files_that_went_behind_our_back(
-    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]]
+    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter that is read again and is another, or gone: its request fails with a reason; others and the engine do not notice."""
+    monkeypatch.setattr("engine_bridge.driver.serving.adapter_waits.PATIENCE_S", 0.5)
     path = tmp_path / "fickle"
     write_adapter(path, shapes, 8, seed=77)
     await load(node, "fickle", path)
