@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from engine_bridge.protocol.api_errors import cut
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import SseReply, token_ids_of
 from gateway.errors import GatewayError
@@ -72,7 +73,7 @@ class BackgroundResponse:
         reply = self.reader.reply or {}
         if self.reader.is_complete:
             return reply | {"background": True}
-        error = {"code": "server_error", "message": str(self.error)} if self.error is not None else None
+        error = {"code": "server_error", "message": cut(str(self.error))} if self.error is not None else None
         return reply | {"background": True, "status": self.status, "error": error}
 
 
