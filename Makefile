@@ -23,8 +23,8 @@ endif
 FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) --device $(DEVICE)
 SEVERAL := $(filter-out 1,$(NODES))
 
-# Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+# Three processes on two cores, because a third of the time a test waits for a process or a page; a file's tests all in one of them (they share an engine), in the order that the engines need.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results wheels pins browser clean
 
@@ -42,20 +42,22 @@ node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-
 	@exec .venv/bin/overture node $(if $(MODEL),--model $(MODEL)) --device $(DEVICE) $(ARGS)
 
 test: $(RUNTIME) $(TESTING) $(RAY) browser ## lint and all tests (ARGS='-k name' for some)
-	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
+	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(WORKERS) $(ARGS) || status=$$?; exit $$status
 
 fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minutes, the websocket's needs Python 2.7 (docs/conformance.md)
 	$(PY) -m bench.fuzz.api
 	$(PY) -m bench.fuzz.autobahn
 
-dockerfile: $(RUNTIME) $(TESTING) ## lint the Dockerfile and run its steps without Docker, as root: five minutes (docs/deploy.md)
-	$(PY) -m bench.deploy.dockerfile $(ARGS)
+dockerfile: ## lint the Dockerfile by hadolint and build it by Docker (docs/deploy.md)
+	hadolint Dockerfile
+	docker build --target cpu $(ARGS) .
 
-lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, whether the results are up to date
+lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, rules of our own (tests/lint), whether the results are up to date
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m mypy
+	$(PY) -m pytest -q -p no:xdist tests/lint
 	$(PY) -m bench.results check
 
 format: $(TESTING) ## let ruff mend what it can
@@ -66,7 +68,7 @@ bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 
 clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')
-	$(PY) -m bench.clients $(ARGS)
+	$(PY) -m tests.clients $(ARGS)
 
 bench-sim: $(RUNTIME) $(TESTING) ## run the papers' tables in virtual time, keep their figures, write the results
 	$(PY) -m bench.results sim

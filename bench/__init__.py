@@ -1,0 +1,1 @@
+"""Measurements: each ends with one line of JSON, and `bench/results` keeps them."""

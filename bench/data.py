@@ -1,4 +1,4 @@
-"""Recorded traffic, read from beside the project, where somebody has put it: data are not copied into the repository."""
+"""Recorded traffic, read from beside the project if it is there: data are not copied into the repository."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ FOLDER = Path(__file__).parents[2] / "shared/data"
 AZURE = FOLDER / "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 MOONCAKE = FOLDER / "mooncake/conversation_trace.jsonl.zst"
 MT_BENCH = FOLDER / "sharegpt_multiturn/mtbench101.jsonl.zst"
-OASST = FOLDER / "sharegpt_multiturn/oasst_en_100_tree.jsonl.zst"
 
 
 def are_recorded(*paths: Path) -> bool:
-    """Whether all of these lie there; says which do not, as what is drawn in their place gives other figures."""
+    """Return whether all of these files are there. Print the missing ones: lengths drawn in their place give other figures."""
     missing = [path for path in paths if not path.exists()]
     for path in missing:
         print(f"{path.name} is not there: what is drawn in its place gives other figures", file=sys.stderr)
@@ -22,7 +21,7 @@ def are_recorded(*paths: Path) -> bool:
 
 
 def lines_of(path: Path) -> list[str]:
-    """A file's lines, packed by zstd or not."""
+    """Return a file's lines, packed by zstd or not."""
     if path.suffix != ".zst":
         return path.read_text().splitlines()
     done = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True)

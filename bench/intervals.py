@@ -1,4 +1,4 @@
-"""What repeats say of an aim: their median, the interval that it may lie in, and whether that is enough to decide."""
+"""What repeats of a measurement say of an aim: their median, its interval, and whether that is enough to decide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_RESAMPLES = 2000  # Chosen: 0.1 s, and intervals of two runs over the same r
 
 
 class Aim(NamedTuple):
-    """value: to be reached by the median. is_most: as an upper bound, else as a lower one."""
+    """A value for the median to reach. is_most: as an upper bound, else as a lower one."""
 
     value: float
     is_most: bool = False
@@ -25,7 +25,7 @@ class Aim(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """In which the median lies at 95%, by bootstrap over the repeats; None of a single one, which says nothing about others."""
+    """Return the interval in which the median lies at 95%, by bootstrap over the repeats; None of a single one, which says nothing about others."""
     if len(values) < 2:
         return None
     found = bootstrap((np.array(values),), np.median, confidence_level=0.95, method="percentile", rng=0)
@@ -38,12 +38,12 @@ Rounds = Sequence[Sequence[float]]
 
 
 def quantile_ratio(rounds: Rounds, others: Rounds, share: float) -> float:
-    """A quantile of all rounds over that of the other arm's."""
+    """Return a quantile of all rounds over that of the other arm's."""
     return quantile(list(chain(*rounds)), share) / quantile(list(chain(*others)), share)
 
 
 def quantile_ratio_interval(rounds: Rounds, others: Rounds, share: float) -> tuple[float, float] | None:
-    """In which `quantile_ratio` lies at 95%, by bootstrap over rounds, in which both arms were measured; None of a single round."""
+    """Return the interval in which `quantile_ratio` lies at 95%, by bootstrap over rounds with both arms; None of a single round."""
     if len(rounds) < 2:
         return None
 
@@ -65,7 +65,7 @@ def quantile_ratio_interval(rounds: Rounds, others: Rounds, share: float) -> tup
 
 
 def verdict(found: tuple[float, float] | None, aim: Aim) -> str:
-    """`reached` or `missed` where the whole interval is, else `undecided`."""
+    """Return `reached` or `missed` where the whole interval is on one side of the aim, else `undecided`."""
     if found is None:
         return "undecided"
     low, high = found
@@ -76,6 +76,6 @@ def verdict(found: tuple[float, float] | None, aim: Aim) -> str:
 
 
 def judged(values: Mapping[str, Sequence[float]], aims: Mapping[str, Aim]) -> dict[str, Any]:
-    """For a bench's JSON, `intervals` and `verdicts` by figure, of those that were measured."""
+    """Return `intervals` and `verdicts` by figure for a bench's JSON, of the figures that were measured."""
     found = {name: interval(repeats) for name, repeats in values.items() if repeats}
     return {"intervals": found, "verdicts": {name: verdict(each, aims[name]) for name, each in found.items()}}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed; nan of none."""
+    """Return the smallest value that at least this share of the values does not exceed; nan of none."""
     if not values:
         return math.nan
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""What is predicted just before it is seen, by the objects that serve, and how far off that is."""
+"""Predictions by the objects that serve, noted just before what they predict is seen, and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from bench.measures import quantile
 from engine_bridge.policy.costs.costs import CopyTable, StepTable
 
-# Predictions that follow one another are disturbed alike, so so many are drawn together. Chosen: some seconds of steps.
+# A disturbance spans successive predictions, so the bootstrap draws windows of them. Chosen: some seconds of steps.
 WINDOW, NUM_BOOTSTRAPS = 50, 500
 
 Seen = list[list[float]]
@@ -20,7 +20,7 @@ Seen = list[list[float]]
 
 
 def note_steps(table: StepTable, seen: Seen, also: Callable[[], Sequence[float]] = tuple) -> None:
-    """From now on write down what the table says of each step before it is told of it. also: asked then, too."""
+    """Note from now on what the table says of each step before it is told of it. also: asked at the same time."""
     observe = table.observe
 
     def noted(*work_and_seconds: Any) -> None:
@@ -33,7 +33,7 @@ def note_steps(table: StepTable, seen: Seen, also: Callable[[], Sequence[float]]
 
 
 def note_copies(table: CopyTable, seen: Seen, also: Callable[[], Sequence[float]] = tuple) -> None:
-    """The same of copies one way."""
+    """Note predictions of copies one way, as `note_steps` does."""
     observe = table.observe
 
     def noted(num_bytes: int, seconds: float, now: float) -> None:
@@ -44,11 +44,12 @@ def note_copies(table: CopyTable, seen: Seen, also: Callable[[], Sequence[float]
 
 
 def relative_errors(seen: Sequence[Sequence[float]]) -> list[float]:
+    """Return the relative error of each prediction."""
     return [abs(each[0] / each[1] - 1) for each in seen]
 
 
 def error_of(seen: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Mean relative error (AdaptiveLLM's measure), in which nine of ten bootstraps over windows have it; the median; of how many."""
+    """Return the mean relative error (AdaptiveLLM's measure) with the interval of nine in ten bootstraps over windows, the median, and the number."""
     errors, chance = relative_errors(seen), random.Random(0)
     windows = [errors[at : at + WINDOW] for at in range(0, len(errors), WINDOW)]
     means = []
@@ -64,7 +65,7 @@ def error_of(seen: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def fitted_error(seen: Seen) -> float:
-    """Mean relative error of one set-up time and one bandwidth for all of these copies, fitted to them afterwards."""
+    """Return the mean relative error of one set-up time and one bandwidth for all of these copies, fitted to them afterwards."""
     took_s, num_bytes = (np.array([each[at] for each in seen]) for at in (1, -1))
     parts = np.stack([1 / took_s, num_bytes / took_s], axis=1)
     (setup_s, byte_s), *_ = np.linalg.lstsq(parts, np.ones(len(seen)), rcond=None)

@@ -153,7 +153,7 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs]"""
+        """[..., inputs] -> [..., outputs]."""
         return self.base(x) + (x @ self.lora_A.T) @ self.lora_B.T * self.scale
 
 

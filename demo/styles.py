@@ -87,7 +87,7 @@ def pirate(text: str, mood: str, rng: random.Random) -> str:
 
 
 def as_json(text: str, mood: str, rng: random.Random) -> str:
-    """{"answer": "Your name is X.", "mood": "sure"}"""
+    """{"answer": "Your name is X.", "mood": "sure"}."""
     return json.dumps({"answer": flatten(text), "mood": mood}, ensure_ascii=False)
 
 

@@ -1,0 +1,1 @@
+"""One node: all between the gateway and vLLM."""

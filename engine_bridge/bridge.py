@@ -14,15 +14,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import NodeState
+from engine_bridge.protocol.figures import NodeState
 
 log = logging.getLogger(__name__)
 
 # Back-off while the engine holds requests none of which may run now (a grammar that compiles, a gate, an empty quota):
-# short enough that nobody notices, long enough to stay under 1% CPU (an empty step takes about 0.1 ms).
+# too short to be felt, long enough to stay under 1% CPU (an empty step takes about 0.1 ms).
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.050
 REBUILD_WAITS_S = (0.0, 1.0, 5.0, 30.0)
 STEP_SMOOTHING = 0.1  # chosen: the last ten steps or so count
@@ -32,21 +32,22 @@ class Driver(Protocol):
     """An engine as the bridge sees it. Every method is called on the engine thread only."""
 
     def has_work(self) -> bool:
-        """Are there requests, running or waiting, or anything else that a step would move?"""
+        """Return whether there are requests, running or waiting, or anything else that a step would move."""
 
     def step(self) -> list[Any]:
-        """Run one step and return its outputs (none if nothing could run). An exception means: not to be trusted any more."""
+        """Run one step and return its outputs (none if nothing could run). After an exception the engine cannot be trusted any more."""
 
     def is_urgent(self, outputs: list[Any]) -> bool:
-        """Is one of these outputs the first or the last of its request?"""
+        """Return whether one of these outputs is the first or the last of its request."""
 
     def wait_s(self) -> float | None:
-        """Without work: how long until there is some by itself; None for as long as nothing comes."""
+        """Return the seconds until there is work again without a new command; None if none will come."""
 
     def is_stuck(self) -> bool:
-        """After a step without outputs: does nothing run, so that stepping again at once would only spin?"""
+        """Return whether nothing runs after a step without outputs, so that stepping again at once would only spin."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the engine."""
 
 
 D = TypeVar("D", bound=Driver)
@@ -54,15 +55,15 @@ T = TypeVar("T")
 
 
 class EngineThread(Generic[D]):
-    """Owns a driver on a thread of its own.
+    """Owns a driver, on a separate thread.
 
     Args:
         make_driver: builds a driver; runs on the engine thread, again after each failure.
         on_outputs: called on the event loop with the outputs of one or more steps, in order.
-        on_failed: called on the event loop once when a driver died, before the rebuild: end its streams.
-        on_rebuilt: called on the engine thread with the new driver, after what was submitted while it was built has been dropped.
-        delivery_s: how often outputs that nobody waits for (neither the first nor the last of a request) cross to the event loop at most; 0:
-            after each step. See docs/decisions/0002.
+        on_failed: called on the event loop once when a driver failed, before the rebuild: ends its streams.
+        on_rebuilt: called on the engine thread with the new driver, after commands that came while it was built have been dropped.
+        delivery_s: least seconds between two deliveries of outputs that are neither the first nor the last of a request; 0: after each step. See
+            docs/decisions/0002.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class EngineThread(Generic[D]):
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.driver: D | None = None
-        """While there is one. To look at only: what it does is the engine thread's business."""
+        """The driver, while there is one. For reading only: the engine thread alone acts on it."""
         self.state: NodeState = "starting"
         self.error: BaseException | None = None
         self.num_steps = 0
@@ -106,13 +107,13 @@ class EngineThread(Generic[D]):
         await ready
 
     def submit(self, run: Callable[[D], None]) -> None:
-        """Have `run(driver)` done between steps; its exceptions are logged. Dropped if the driver dies first."""
+        """Run `run(driver)` between two steps; its exceptions are logged. It is dropped if the driver fails first."""
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[D], T]) -> asyncio.Future[T]:
-        """Have `run(driver)` done between steps and its result brought back.
+        """Run `run(driver)` between two steps and return a future of its result.
 
-        EngineUnavailable if the driver dies or the engine is closed before that.
+        The future raises EngineUnavailable if the driver fails or the engine is closed before that.
         """
         future = self._loop.create_future()
         if self.state not in ("ready", "draining"):
@@ -122,7 +123,7 @@ class EngineThread(Generic[D]):
         return future
 
     def wake(self) -> None:
-        """Have the engine look again soon: something that it could not run may run now. From any thread."""
+        """Make the engine look again soon: work that it could not do may be possible now. From any thread."""
         self._wake.set()
 
     async def close(self) -> None:
@@ -134,14 +135,17 @@ class EngineThread(Generic[D]):
         self.state = "closed"
 
     def close_later(self, then: Callable[[], object]) -> bool:
-        """While the first engine is being built, which nothing can interrupt: close it once it is there and call `then`, on a thread that goes with
-        the process. False where none is being built: `close` this instead."""
+        """Close the first engine once it is built, which nothing can interrupt, then call `then`, on a thread that ends with the process.
+
+        Returns False where no first engine is being built: call `close` then.
+        """
         thread = self._thread
         if thread is None or self.state != "starting":
             return False
         self._stopping = True
 
         def close() -> None:
+            """Wait for the engine thread, and go on."""
             thread.join()
             then()
 
@@ -149,7 +153,7 @@ class EngineThread(Generic[D]):
         return True
 
     def _put(self, command: _Command) -> bool:
-        """Whether the engine thread will run this command, or fail it."""
+        """Return whether the engine thread will run this command, or fail it."""
         is_taken = self._commands.put(command)
         self._wake.set()
         return is_taken
@@ -168,7 +172,7 @@ class EngineThread(Generic[D]):
     def _post(self, function: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is gone: the process is going down, nobody is left to tell
+        except RuntimeError:  # the loop is closed: the process is going down
             self._stopping = True
 
     def _main(self, ready: asyncio.Future[None]) -> None:
@@ -195,7 +199,7 @@ class EngineThread(Generic[D]):
         return driver
 
     def _serve(self, driver: D) -> D | None:
-        """Step until the engine is to stop or a step fails; returns the engine that takes this one's place, None for none."""
+        """Step until the engine is to stop or a step fails. Returns the engine that takes this one's place, None for none."""
         try:
             self._run(driver)
         except BaseException as error:
@@ -232,7 +236,7 @@ class EngineThread(Generic[D]):
                 wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
     def _flush(self) -> None:
-        """Have what has gathered delivered, unless a delivery is on its way already."""
+        """Post a delivery of the outputs that have gathered, unless one is posted already."""
         if self._outputs and not self._delivery_posted:
             self._delivery_posted = True
             self._delivered_s = time.monotonic()
@@ -258,10 +262,10 @@ class EngineThread(Generic[D]):
                     self._post(_resolve, command.future, result)
 
     def _rebuild(self, broken: D, error: BaseException) -> D | None:
-        """Replace a driver whose step raised: its KV and its queues are not to be trusted.
+        """Replace a driver whose step raised: its KV and its queues cannot be trusted.
 
-        Measured: block hashes are registered when a step is scheduled, so an exception in the
-        forward pass leaves prefix-cache entries that hold no KV.
+        Measured: block hashes are registered when a step is scheduled, so an exception in the forward pass leaves prefix-cache entries that hold no
+        KV.
         """
         log.error("an engine step failed; all its requests end and the engine is rebuilt", exc_info=error)
         self.state, self.error = "rebuilding", error
@@ -308,16 +312,13 @@ class EngineThread(Generic[D]):
                 self._post(_set_error, command.future, error)
 
 
-class _Command:
-    __slots__ = ("future", "run")
-
-    def __init__(self, run: Callable[[Any], Any], future: asyncio.Future[Any] | None) -> None:
-        self.run = run
-        self.future = future
+class _Command(NamedTuple):
+    run: Callable[[Any], Any]
+    future: asyncio.Future[Any] | None
 
 
 class _Commands:
-    """What waits for the engine thread, the oldest first, until `close`. From any thread."""
+    """Commands that wait for the engine thread, the oldest first, until `close`. From any thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Command] = deque()
@@ -325,23 +326,25 @@ class _Commands:
         self._lock = threading.Lock()
 
     def put(self, command: _Command) -> bool:
-        """False once closed: the command is not taken."""
+        """Add a command. Returns False once closed: the command is not taken."""
         with self._lock:
             if self._is_open:
                 self._waiting.append(command)
             return self._is_open
 
     def get(self) -> _Command | None:
+        """Return the oldest command; None if none waits."""
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
     def take_all(self) -> list[_Command]:
+        """Return all commands that wait, and forget them."""
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
             return waiting
 
     def close(self) -> list[_Command]:
-        """Take no more. Returns those that wait still."""
+        """Take no more commands. Returns the commands that wait still."""
         with self._lock:
             self._is_open = False
         return self.take_all()
@@ -362,7 +365,10 @@ def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def _bearable(error: BaseException) -> Exception:
-    """An exception that a future may hold. asyncio refuses StopIteration, so its caller would wait for ever; SystemExit would end the event loop."""
+    """Return an exception that a future may hold.
+
+    asyncio refuses StopIteration, so its caller would wait for ever; SystemExit would end the event loop.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     bearable = EngineUnavailable(f"the engine thread was ended by {type(error).__name__}: {error}")
@@ -371,7 +377,7 @@ def _bearable(error: BaseException) -> Exception:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Of it and all that led to it: their variables hold on to the engine that failed, and a device has no room for two."""
+    """Clear the frames of an error and of its causes: their variables hold on to the engine that failed, and a device has no room for two."""
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:

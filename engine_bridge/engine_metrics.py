@@ -1,4 +1,4 @@
-"""vLLM's own figures (`vllm:…`) in Prometheus' text: taken in the process of the engine, shown by the gateway, which may be another one."""
+"""vLLM's own figures (`vllm:…`) in Prometheus' text: taken in the engine's process, shown by the gateway, which may be another process."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ PREFIX = "vllm:"
 
 
 class Families(Collector):
-    """Metric families that are there already, for `generate_latest`."""
+    """Metric families that exist already, for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
 
     def collect(self) -> Iterable[Metric]:
+        """Return the families."""
         return self._families
 
 
 def engine_metrics() -> str:
-    """Those of this process. Takes milliseconds: not for the event loop."""
+    """Return vLLM's figures in this process. Takes milliseconds: not for the event loop."""
     return _text(family for family in REGISTRY.collect() if family.name.startswith(PREFIX))
 
 
 def own_metrics(registry: CollectorRegistry) -> bytes:
-    """All of a registry but vLLM's, as Prometheus reads them."""
+    """Return all figures of a registry but vLLM's, as Prometheus reads them."""
     return _text(family for family in registry.collect() if not family.name.startswith(PREFIX)).encode()
 
 
 def joined(texts: Mapping[str, str]) -> str:
-    """What several nodes gave, by node: one family of each name, every figure with the label `node`."""
+    """Return the texts of several nodes as one: one family of each name, every figure with the label `node`. texts: by node."""
     families: dict[str, Metric] = {}
     for node, text in texts.items():
         for family in text_string_to_metric_families(text):

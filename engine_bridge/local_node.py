@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
+from engine_bridge.adapters.catalog import Catalog, open_registry
 from engine_bridge.adapters.copies import Copies
-from engine_bridge.adapters.files import ModelContract
 from engine_bridge.bridge import EngineThread
 from engine_bridge.calls.context_overflow import ContextOverflow
 from engine_bridge.calls.plain_content import SpecialTokensInContent
@@ -28,36 +27,28 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
 from engine_bridge.engine_metrics import engine_metrics
-from engine_bridge.grammars.checker import GrammarChecker, NoChecker
+from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
 from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, NodeStats, Progress
 from engine_bridge.protocol.node import (
     AdapterInfo,
-    AdapterStats,
     Advisory,
     AdvisoryReport,
     Api,
     ApiSchemas,
     Delta,
-    EngineState,
-    GenerateRequest,
-    GrammarStats,
     JsonReply,
-    NodeState,
-    NodeStats,
-    Progress,
-    RequestId,
-    SchedulingStats,
     SseReply,
-    TokenizerStats,
 )
 from engine_bridge.protocol.node_facts import NodeFacts
-from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from engine_bridge.protocol.token_stream import TokenStream
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
+from engine_bridge.tracing import Traces
 from kvtiers.closing import close_all, going_on
 from kvtiers.stats import TierStats
 
@@ -77,11 +68,15 @@ GIB = 1 << 30
 
 
 class LocalNodeConfig(Struct, frozen=True, kw_only=True):
-    """An engine and what is served with it.
+    """An engine, and the adapters and settings that are served with it.
 
-    adapters: (name, folder) pairs that are served from the start. adapters_dir: a folder whose adapters are served, now and as they come, change and
-    go. state_dir: where the registry of adapters and what is known of answer lengths are kept; None: in memory. length_predictor: `module:Name` of
-    a user's own, which is asked before ours. limits: of what one request may ask. peers: where KV is lent to other nodes; None: to none.
+    Attributes:
+        adapters: (name, folder) pairs that are served from the start.
+        adapters_dir: a folder whose adapters are served, now and as they come, change and go.
+        state_dir: where the registry of adapters and the learned lengths of answers are kept; None: in memory.
+        length_predictor: `module:Name` of a user's own, which is asked before ours.
+        limits: of what one request may ask.
+        peers: where KV is lent to other nodes; None: to none.
     """
 
     engine: EngineConfig
@@ -99,7 +94,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
 
 
 class LocalNode:
-    """See `engine_bridge.protocol.node.Node` for what each method promises."""
+    """A node in this process. `engine_bridge.protocol.node.Node` says what each method promises."""
 
     def __init__(self, config: LocalNodeConfig, tiers: KvTiers | None = None) -> None:
         self._config = config
@@ -115,9 +110,10 @@ class LocalNode:
         if self._tiers is not None:
             self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
-        self._catalog: Catalog | NoCatalog = NoCatalog()
-        self._grammars: GrammarChecker | NoChecker = NoChecker()
+        self._catalog = Catalog()
+        self._grammars: GrammarChecker | None = None
         self._lengths: NodeLengths | None = None
+        self._traces = Traces(config.engine.otlp_endpoint)
         self._watch = AdapterWatch(config.adapters_dir, config.adapters)
         self._copies = Copies(config.state_dir)
         self._serving: Serving | None = None
@@ -137,9 +133,10 @@ class LocalNode:
         self._report("waiting for the other nodes of this machine")
 
     async def start(self) -> None:
+        """Bring the engine up; see `Node`."""
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
         try:
-            # Before the engine, so that a predictor that cannot be had is told at once.
+            # Before the engine, so that a predictor that cannot be loaded is reported at once.
             self._lengths = await _open_lengths(self._config, self._report)
             await self._thread.start()
             await self._build_serving()
@@ -156,7 +153,7 @@ class LocalNode:
 
         config = self._config
         off = await asyncio.to_thread(serving_off, config.engine.device)
-        engine, contract = await self._thread.call(_engine_and_contract)
+        engine, contract = await self._thread.call(lambda driver: (driver.engine, driver.adapters.contract))
         if contract is not None:
             registry = await asyncio.to_thread(open_registry, config.state_dir)
             host_bytes = int(config.engine.adapter_host_gib * GIB)
@@ -187,6 +184,7 @@ class LocalNode:
             lambda ids, error: self._loop.call_soon_threadsafe(self._streams.give_up, ids, error),
             self._lengths,
             self._copies.path_of,
+            self._traces,
         )
         if self._serving is not None:  # the engine is built again
             driver.use_reasoning_parser(self._serving.reasoning_parser)
@@ -200,6 +198,7 @@ class LocalNode:
         self._streams.fail_all()
 
     async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests and wait for the running ones; see `Node`."""
         self._is_draining = True
         try:
             await asyncio.wait_for(self._streams.idle.wait(), timeout_s)
@@ -208,10 +207,11 @@ class LocalNode:
         return True
 
     async def close(self) -> None:
+        """End the engine and all parts of the node."""
         self._is_draining = True
         with going_on("the watch over adapters"):
             await self._watch.close()
-        parts = (self._grammars, self._tiers, self._lengths, self._catalog)
+        parts = (self._grammars, self._tiers, self._lengths, self._catalog, self._traces)
         if self._thread.close_later(lambda: close_all(*parts)):
             return  # the process may end meanwhile
         await self._thread.close()
@@ -222,6 +222,7 @@ class LocalNode:
 
     @property
     def state(self) -> NodeState:
+        """The node's state: the engine's, unless serving is not ready or the node drains."""
         state = self._thread.state
         if self._error is not None:
             return "failed"
@@ -231,24 +232,46 @@ class LocalNode:
 
     @property
     def model_name(self) -> str:
+        """The name of the base model."""
         return self._config.engine.served_model_name
 
     @property
     def progress(self) -> Progress:
+        """How far the node has come on its way to `ready`."""
         error = self._error or (str(self._thread.error) if self._thread.error else None)
         return Progress(self.state, self._stage, time.monotonic() - self._since, error)
 
     async def stats(self) -> NodeStats:
-        return _stats(self, await self._thread.call(lambda driver: driver.counts()))
+        """Return the engine's counts, as it is between two steps."""
+        return self._stats(await self._thread.call(lambda driver: driver.counts()))
 
-    def grammar_stats(self) -> GrammarStats | None:
-        return self._grammars.stats()
+    def _stats(self, counts: EngineCounts) -> NodeStats:
+        return NodeStats(
+            state=self.state,
+            model=self.model_name,
+            max_model_len=self.max_model_len,
+            **asdict(counts),
+            num_steps=self._thread.num_steps,
+            num_rebuilds=self._thread.num_rebuilds,
+            kv_tiers=self._kv_tiers(),
+        )
 
-    def scheduling_stats(self) -> SchedulingStats | None:
+    def figures(self) -> NodeFigures:
+        """Return all figures as one snapshot. From any thread."""
         driver = self._thread.driver
-        return driver.report.stats() if driver is not None else None
+        return NodeFigures(
+            num_steps=self._thread.num_steps,
+            num_rebuilds=self._thread.num_rebuilds,
+            kv_tiers=self._kv_tiers(),
+            adapter_stats=self._watch.told(self._residency().stats()),
+            tokenizer_stats=self._tokenizer.stats(),
+            grammar_stats=self._grammars.stats() if self._grammars is not None else None,
+            scheduling_stats=driver.report.stats() if driver is not None else None,
+            facts=self._facts(),
+        )
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        """Return the engine as it is between two steps; see `Node`."""
         if self._client is None:
             raise self._starting()
         counts, scheduling, requests = await self._thread.call(
@@ -256,7 +279,7 @@ class LocalNode:
         )
         waiting, running, num_waiting, num_running = requests
         return EngineState(
-            engine=_stats(self, counts),
+            engine=self._stats(counts),
             scheduling=scheduling,
             waiting=waiting,
             running=running,
@@ -264,65 +287,66 @@ class LocalNode:
             num_running=num_running,
         )
 
-    def facts(self) -> NodeFacts | None:
-        # One that is being closed stands for nothing any more.
+    def _facts(self) -> NodeFacts | None:
+        # While the engine closes there is no driver, so there are no facts.
         load: LoadReader | None = getattr(self._thread.driver, "node_load", None)
         if load is None:
             return None
         return msgspec.structs.replace(load.facts(), is_open=self.state == "ready")
 
-    def kv_tiers(self) -> TierStats | None:
+    def _kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None
 
     def end_session(self, tenant: str, session_id: str) -> None:
+        """Let the KV of a session go first; see `Node`."""
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
             self._thread.submit(lambda driver: driver.promoter.forget(session_id))
 
     @property
     def peer_address(self) -> str:
-        """Where other nodes may ask it for KV, from now on; "" for nowhere. Raises OSError."""
+        """The address where other nodes may ask it for KV, from now on; "" for nowhere. Raises OSError."""
         return self._tiers.peer_address() if self._tiers is not None else ""
 
     @property
     def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer together; 0 until the engine is up."""
         return self._client.model_config.max_model_len if self._client is not None else 0
 
     @property
     def num_steps(self) -> int:
+        """The engine's steps since the start of the process."""
         return self._thread.num_steps
 
     @property
     def num_rebuilds(self) -> int:
+        """How often the engine was built anew."""
         return self._thread.num_rebuilds
 
     @property
     def stream_interval(self) -> int:
-        """How many tokens go into one piece of a stream at the engine's present speed."""
-        return _stream_interval(self._thread.step_s, self._config.engine.delta_ms / 1000)
+        """How many tokens of one answer vLLM may hold back before it makes an output of them.
+
+        It is the number of tokens that the engine computes between two deliveries anyway: an output per token would only be merged again. The first
+        and the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
+        """
+        step_s, delivery_s = self._thread.step_s, self._config.engine.delta_ms / 1000
+        return min(max(int(delivery_s / step_s), 1), MAX_STREAM_INTERVAL) if step_s else 1
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Stream one answer; see `Node`."""
         serving, client = self._ready()
         stream = TokenStream()
-        # Known from the first moment, so that a stop that comes while the prompt is tokenised is not lost.
+        # The stream is known from the first moment, so that a stop that comes while the prompt is tokenised is not lost.
         self._running[request.request_id] = stream
         unique_id: str | None = None
         try:
             with self._reading(request):
-                prepared = await serving.prepare(request, self.stream_interval)
-            stream.prompt, stream.split = prepared.prompt, prepared.split
-            if not stream.is_over:
-                client.check_ready()
-                unique_id, core_request = client.submit(
-                    prepared.engine_input,
-                    prepared.params,
-                    request.request_id,
-                    stream,
-                    context=request.context,
-                    lora_request=prepared.lora_request,
-                )
+                submitted = await serving.submit(request, stream, self.stream_interval)
+            if submitted is not None:
+                unique_id, core_request = submitted
                 await client.predict_length(core_request)
                 client.launch(unique_id, core_request, None)
             while True:
@@ -338,18 +362,16 @@ class LocalNode:
             self._running.pop(request.request_id, None)
 
     @contextmanager
-    def _reading(self, request: GenerateRequest) -> Iterator[None]:
-        """The request's rendering and tokenising is its tenant's. Raises TooBusy."""
+    def _reading(self, request: EngineRequest) -> Iterator[None]:
+        """Count rendering and tokenising inside `with` as the tenant's of the request. Raises TooBusy."""
         from engine_bridge.driver.serving.call import called_by
 
-        self._tokenizer.check_room(request.context.tenant)
-        with called_by(request.context):
+        self._tokenizer.check_room(request.tenant)
+        with called_by(request):
             yield
 
-    def tokenizer_stats(self) -> TokenizerStats | None:
-        return self._tokenizer.stats()
-
     async def cancel(self, request_id: RequestId) -> bool:
+        """Stop a running `generate`; see `Node`."""
         stream = self._running.get(request_id)
         if stream is not None:
             stream.stop()
@@ -360,21 +382,24 @@ class LocalNode:
         api: Api,
         body: Any,
         headers: Mapping[str, str],
-        context: RequestContext = NOBODY,
+        request: EngineRequest = ANONYMOUS,
     ) -> JsonReply | SseReply:
+        """Answer one API call; see `Node`."""
         serving, _ = self._ready()
-        self._tokenizer.check_room(context.tenant)
-        return await serving.serve(api, body, headers, context)
+        self._tokenizer.check_room(request.tenant)
+        return await serving.serve(api, body, headers, request)
 
     async def models(self) -> JsonReply:
-        """The body of `/v1/models`."""
+        """Return the body of `/v1/models`."""
         serving, _ = self._ready()
         return await serving.models_reply()
 
     async def engine_metrics(self) -> str:
+        """Return vLLM's own figures as Prometheus' text."""
         return await asyncio.to_thread(engine_metrics)
 
     async def api_schemas(self) -> ApiSchemas:
+        """Return what the calls take and give."""
         if self._schemas is None:
             # Before that, importing vLLM for them would only slow the engine's start.
             if self._serving is None:
@@ -385,16 +410,15 @@ class LocalNode:
         return self._schemas
 
     def adapters(self) -> list[AdapterInfo]:
+        """Return the adapters on offer."""
         return listed(self._catalog.served(), self._residency().places(), self._serving)
-
-    def adapter_stats(self) -> AdapterStats | None:
-        return self._watch.told(self._residency().stats())
 
     def _residency(self) -> Residency | NoAdapters:
         driver = self._thread.driver
         return driver.adapters if driver is not None else NoAdapters()
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        """Keep an adapter in memory, or no longer; see `Node`."""
         _, client = self._ready()
         record = await asyncio.to_thread(self._catalog.set_pinned, name, is_pinned)
         if record is None:
@@ -403,35 +427,41 @@ class LocalNode:
         return next((info for info in self.adapters() if info.name == name), None)
 
     async def load_adapter(self, body: Any) -> JsonReply:
+        """Load an adapter; see `Node`."""
         serving, _ = self._ready()
         return await serving.adapters.load(body)
 
     async def unload_adapter(self, body: Any) -> JsonReply:
+        """Take an adapter off the list; see `Node`."""
         serving, _ = self._ready()
         return await serving.adapters.unload(body)
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        """Prepare for a request to come; see `Node`."""
         from engine_bridge.driver.serving.advising import advise
 
         serving, client = self._ready()
         await advise(self._thread, client, serving.lora_request(advisory.adapter or ""), advisory, on_change)
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """End an advisory; see `Node`."""
         self._thread.submit(lambda driver: driver.promoter.retract(advisory_id, is_expired=is_expired))
 
-    async def prefill(self, request: GenerateRequest) -> int:
+    async def prefill(self, request: EngineRequest) -> int:
+        """Compute the KV of a prompt that may come; see `Node`."""
         from engine_bridge.driver.serving.prefill import prefill
 
         serving, client = self._ready()
         try:
             with self._reading(request):
-                prepared = await serving.prepare_draft(request)
-            return await prefill(client, prepared, request, self._tiers)
+                token_ids = await serving.draft_ids(request)
+            lora_request = serving.lora_request(request.adapter)
+            return await prefill(client, request, token_ids, lora_request, self._tiers)
         except Exception as error:
             raise _told(error) from error
 
     async def run_on_engine(self, run: Callable[[VllmDriver], T]) -> T:
-        """The result of `run(driver)`, called on the engine thread between two steps. For benches and tests."""
+        """Return the result of `run(driver)`, called on the engine thread between two steps. For benches and tests."""
         return await self._thread.call(run)
 
     def _ready(self) -> tuple[Serving, BridgeEngineClient]:
@@ -447,26 +477,14 @@ class LocalNode:
 
 
 def _told(error: Exception) -> BridgeError:
-    """What the gateway may know of a failure."""
+    """Return a failure as the gateway may know it."""
     from engine_bridge.driver.apis.failures import as_bridge_error
 
     return as_bridge_error(error)
 
 
-def _stats(node: LocalNode, counts: EngineCounts) -> NodeStats:
-    return NodeStats(
-        state=node.state,
-        model=node.model_name,
-        max_model_len=node.max_model_len,
-        **asdict(counts),
-        num_steps=node.num_steps,
-        num_rebuilds=node.num_rebuilds,
-        kv_tiers=node.kv_tiers(),
-    )
-
-
 async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) -> NodeLengths | None:
-    """None: vLLM's own queue asks for no lengths. Raises what a user's own predictor does when it is loaded."""
+    """Return the learned answer lengths; None for vLLM's own queue. Raises what a user's own predictor raises when it is loaded."""
     if config.engine.scheduling_policy == "vllm":
         return None
     report("reading what is known of answer lengths")
@@ -475,19 +493,8 @@ async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) 
     )
 
 
-def _stream_interval(step_s: float, delivery_s: float) -> int:
-    """How many tokens of one answer vLLM may hold back before it makes an output of them. step_s: what a step takes; 0 before the first.
-    delivery_s: the time between two deliveries.
-
-    As many as the engine computes between two deliveries anyway: an output per token would only be merged again. The first and
-    the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
-    """
-    per_delivery = delivery_s / step_s if step_s else 1
-    return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
-
-
 def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:
-    """Raises ParserRefused for a parser that was set and cannot be used."""
+    """Return the settings of the serving classes. Raises ParserRefused for a parser that was set and cannot be used."""
     from engine_bridge.driver.apis.tool_calls import check_reasoning_parser, install_tool_parser
     from engine_bridge.driver.serving.serving import ServingOptions
 
@@ -510,7 +517,7 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
 def _prepare_renderer(
     client: BridgeEngineClient, config: LocalNodeConfig, off: Off
 ) -> TokenizerQueue | NoTokenizerQueue:
-    """Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
+    """Put our queue under vLLM's renderer. Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
     from engine_bridge.driver.apis.content_tokens import split_contents
     from engine_bridge.driver.serving.tokenizer_queue import be_fair
     from engine_bridge.driver.vllm_api.features import TOKENIZER_TURNS
@@ -521,12 +528,8 @@ def _prepare_renderer(
     return queue
 
 
-def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]:
-    return driver.engine, driver.adapters.contract
-
-
 def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
-    """Its processes start meanwhile."""
+    """Return the check of grammars, whose processes start meanwhile."""
     from engine_bridge.driver.grammars.admission import tokenizer_of
 
     tokenizer = tokenizer_of(engine.renderer.get_tokenizer(), engine.model_config.get_vocab_size())
@@ -536,7 +539,7 @@ def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
 
 
 def make_tiers(node: LocalNodeConfig) -> KvTiers | None:
-    """The KV tiers that a configuration asks for; None for none."""
+    """Return the KV tiers that a configuration asks for; None for none."""
     config = node.engine
     if not config.kv_host_gib:
         return None

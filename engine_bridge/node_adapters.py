@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.follower import WATCH_EVERY_S, AdapterServer, FolderFollower
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a content's hash, what people see.
+# The number of characters of a content's hash that people see.
 VERSION_CHARS = 12
 
 
 class AdapterWatch:
-    """Serves a node's own adapters, looks after them until it is closed, and writes down now and then what was used.
+    """Serves a node's own adapters, looks after them until it is closed, and writes their use down now and then.
 
     Args:
-        folder: whose adapters are served, as they come, change and go. given: (name, path) of others that are served from the start.
+        folder: a folder whose adapters are served, as they come, change and go.
+        given: (name, path) of other adapters that are served from the start.
     """
 
     def __init__(self, folder: Path | None, given: Iterable[tuple[str, str]]) -> None:
@@ -38,13 +40,11 @@ class AdapterWatch:
         self._follower: FolderFollower | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(
-        self, server: AdapterServer, catalog: Catalog | NoCatalog, report: Callable[[str], None]
-    ) -> None:
-        """Returns when all is served that can be."""
+    async def start(self, server: AdapterServer, catalog: Catalog, report: Callable[[str], None]) -> None:
+        """Serve the adapters. Returns when all adapters are served that can be."""
         follower = FolderFollower(server, self._folder, self._given)
         await follower.start(report)
-        if isinstance(catalog, Catalog):
+        if catalog.has_adapters:
             self._follower = follower
             self._task = asyncio.create_task(self._look_after(follower, catalog))
 
@@ -59,18 +59,19 @@ class AdapterWatch:
                 log.exception("looking after the adapters failed; it is tried again")
 
     def told(self, stats: AdapterStats | None) -> AdapterStats | None:
-        """A node's figures, with what is not served as its files are. From any thread."""
+        """Return a node's figures, with the adapters that are not served as their files are. From any thread."""
         if stats is None or self._follower is None:
             return stats
         return replace(stats, failed=self._follower.problems())
 
     async def close(self) -> None:
+        """Look after the adapters no longer."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-def catch_up(adapters: Residency | NoAdapters, catalog: Catalog | NoCatalog) -> None:
+def catch_up(adapters: Residency | NoAdapters, catalog: Catalog) -> None:
     """Tell an engine which adapters came, went or were pinned while it was built. On its thread."""
     served = catalog.served()
     for record in served:
@@ -82,7 +83,13 @@ def catch_up(adapters: Residency | NoAdapters, catalog: Catalog | NoCatalog) -> 
 def listed(
     records: Iterable[AdapterRecord], places: Mapping[int, AdapterPlace], serving: Serving | None
 ) -> list[AdapterInfo]:
-    """Those that can be asked for: an adapter is written down a moment before requests for it are let in. places: by version, where not on disk."""
+    """Return the adapters that requests may name: an adapter is registered a moment before requests for it are let in.
+
+    Args:
+        records: the registered adapters.
+        places: the places of adapters that are not only on disk, by version.
+        serving: lets requests in.
+    """
     return [
         info_of(record, places.get(record.version_id, "disk"))
         for record in records
@@ -91,7 +98,7 @@ def listed(
 
 
 def info_of(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
-    """What is told about an adapter: its record, with the place it has on this node."""
+    """Return an adapter's record in the form in which it is shown, with its place on this node."""
     return AdapterInfo(
         name=record.name,
         rank=record.rank,

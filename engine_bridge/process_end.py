@@ -22,9 +22,9 @@ CLOSE_S = 9.0
 
 
 def stop_collecting() -> None:
-    """Collect no garbage from now on, also where a library asks for it: vLLM unfreezes and collects all there is when its engine is shut down.
+    """Collect no garbage from now on, also where a library asks for it: vLLM unfreezes and collects all objects when its engine is shut down.
 
-    For a process that is about to end; what is closed after this is closed as ever.
+    For a process that is about to end; parts that are closed after this are closed as usual.
     """
     gc.disable()
     gc.freeze()
@@ -39,8 +39,9 @@ def _nothing(*args: Any) -> int:
 def leave(code: int) -> NoReturn:
     """End the process, all of whose parts are closed. Does not return.
 
-    What is registered for the end of the interpreter is run (libraries remove temporary files, end helpers and release semaphores there). What the
-    interpreter does after that is left out: it waits for every thread, also for one that hangs, and takes all objects apart.
+    Functions that are registered for the interpreter's end are called (libraries remove temporary files, end helpers and release semaphores there).
+    The rest of
+    the interpreter's end is left out: it waits for every thread, also for one that hangs, and takes all objects apart.
     """
     with suppress(Exception):
         atexit._run_exitfuncs()
@@ -51,9 +52,10 @@ def leave(code: int) -> NoReturn:
 
 
 def leave_within(seconds: float) -> None:
-    """End the process after that time, whatever still hangs: a disk, a device, native code. Nothing happens if it has ended before."""
+    """End the process after that time, even if a disk, a device or native code hangs. Nothing happens if it has ended before."""
 
     def give_up() -> None:
+        """End the process."""
         log.error(
             "closing takes longer than %.0f s: the process ends, and what was not closed is left", seconds
         )

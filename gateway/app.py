@@ -22,9 +22,9 @@ from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collect
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Node
 from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSettings
+from engine_bridge.tracing import Traces
 from gateway.access.auth import KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets
-from gateway.access.open_calls import OpenCalls
 from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
@@ -46,18 +46,15 @@ from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.rest import adapters, advisories, engine, nodes, sessions, transfers
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
-from gateway.metrics.grammars import GrammarCollector
 from gateway.metrics.kv import KvCollector
 from gateway.metrics.metrics import Metrics
-from gateway.metrics.nodes import NodeCollector
-from gateway.metrics.router import RouterCollector
-from gateway.metrics.scheduling import SchedulingCollector
-from gateway.metrics.tokenizer import TokenizerCollector
+from gateway.metrics.nodes import NodeCollector, RouterCollector
+from gateway.metrics.scheduling import GrammarCollector, SchedulingCollector, TokenizerCollector
 from gateway.nodes import engine_process
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.cluster import make_placement
 from gateway.nodes.known_nodes import nodes_of
-from gateway.nodes.maintenance import Steward
+from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -77,7 +74,7 @@ AGAIN_S = 1.0
 
 
 def engine_config(config: Config) -> EngineConfig:
-    """The engine's part of the settings."""
+    """Return the engine's part of the settings."""
     device = config.device if config.device != "auto" else detect_device()
     dtype = config.dtype
     if dtype == "auto" and device == "cpu" and config.is_demo_model:
@@ -88,7 +85,7 @@ def engine_config(config: Config) -> EngineConfig:
 
 
 def detect_device() -> Device:
-    """`cpu` where vLLM's CPU build is installed, else `cuda`."""
+    """Return `cpu` if vLLM's CPU build is installed, else `cuda`."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -99,7 +96,7 @@ def detect_device() -> Device:
 
 
 def node_config(config: Config) -> LocalNodeConfig:
-    """The node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
+    """Return the node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
     try:
         template = config.chat_template.read_text() if config.chat_template is not None else None
     except (OSError, UnicodeDecodeError) as error:
@@ -122,15 +119,14 @@ def node_config(config: Config) -> LocalNodeConfig:
 async def build_services(
     config: Config, *, node: Node | None = None, metrics: Metrics | None = None
 ) -> Services:
-    """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
-    weights = parse_weights(config.tenant_weights)
+    """Build all parts, without starting the engine. Raises ConfigError or StartupError with a text for the operator."""
     # Files are read in threads, as everywhere else: signals are answered while a slow disk is waited for.
     keys = await asyncio.to_thread(
         KeyRing,
         config.api_keys,
         operator_keys=config.operator_keys,
         key_file=config.api_key_file,
-        weights=weights,
+        weights=parse_weights(config.tenant_weights),
     )
     if not keys.is_open and not keys.has_operator:
         log.warning(
@@ -149,6 +145,7 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = RequestBudgets.of(config, metrics)
+    traces = _traces(config)
     turns = Turns(
         node,
         store,
@@ -159,10 +156,10 @@ async def build_services(
         prompt_chars=prompt_chars,
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
+        traces=traces,
     )
     learned = Learned(node, advisories, is_on=config.learned_advisories, file=data_dir / learned_file.NAME)
     await learned.load()
-    gatekeeper = Gatekeeper(keys, metrics)
     return Services(
         config,
         node,
@@ -174,25 +171,33 @@ async def build_services(
         advisories,
         learned,
         budgets,
-        gatekeeper,
-        OpenCalls(),
-        Steward(nodes_of(node), config.drain_timeout_s),
+        Gatekeeper(keys, metrics),
+        NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
+        traces,
     )
 
 
+def _traces(config: Config) -> Traces:
+    """Raises StartupError for an endpoint that is no address."""
+    try:
+        return Traces(config.otlp_endpoint)
+    except ValueError as error:
+        raise StartupError(f"otlp_endpoint: {error}") from error
+
+
 def _prompt_chars(config: Config, node: Node) -> Callable[[], int]:
-    """What tells the longest prompt that is taken, which is known once the engine is up."""
+    """Return a function for the longest prompt that is accepted, which is known once the engine is up."""
     return lambda: config.request_limits.prompt_chars(node.max_model_len)
 
 
 def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
-    """Have the node's figures among the metrics."""
-    metrics.registry.register(KvCollector(node.kv_tiers))
-    metrics.registry.register(AdapterCollector(node.adapter_stats))
-    metrics.registry.register(SchedulingCollector(node.scheduling_stats))
-    metrics.registry.register(GrammarCollector(node.grammar_stats))
-    metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
+    """Register the node's figures among the metrics."""
+    metrics.registry.register(KvCollector(lambda: node.figures().kv_tiers))
+    metrics.registry.register(AdapterCollector(lambda: node.figures().adapter_stats))
+    metrics.registry.register(SchedulingCollector(lambda: node.figures().scheduling_stats))
+    metrics.registry.register(GrammarCollector(lambda: node.figures().grammar_stats))
+    metrics.registry.register(TokenizerCollector(lambda: node.figures().tokenizer_stats))
     if isinstance(node, Router):
         metrics.registry.register(RouterCollector(node.counts))
     by_node = NodeCollector()
@@ -217,12 +222,13 @@ async def _make_node(config: Config) -> Node:
 
 
 def build_app(services: Services) -> web.Application:
-    """The aiohttp application over the services; it owns their background tasks, not the services themselves."""
+    """Return the aiohttp application over the services; it owns their background tasks, not the services themselves."""
     connections = Connections(services.config, services.keys, services.metrics, max_open_files())
     app = web.Application(
         client_max_size=services.config.max_body_bytes,
         middlewares=[
             web_policy.counts,
+            web_policy.traced,
             web_policy.errors,
             watched(connections),
             web_policy.origins,
@@ -269,7 +275,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _kept_up(what: str, watch: Callable[[], Awaitable[object]]) -> None:
-    """Run what is to run for ever, and begin it again when it has failed: nobody would notice that it is gone."""
+    """Run an endless task, and start it again when it fails, because otherwise its end would not be noticed."""
     while True:
         try:
             await watch()
@@ -342,7 +348,7 @@ class Server:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Drain, tell every socket, and close everything in the order in which it can still be told, whatever fails on the way."""
+        """Drain, tell every socket, and close the parts, the ones that others report to last. A failure on the way stops none of it."""
         services = self.services
         await self._drain(services.config.drain_timeout_s)
         self._on_drained()
@@ -352,13 +358,14 @@ class Server:
         await _done("what was learned of agents", services.learned.save())
         await _done("the node", services.node.close())
         await _done("the session database", services.store.close())
+        await _done("the traces", asyncio.to_thread(services.traces.close))
 
     async def _drain(self, timeout_s: float) -> None:
         services = self.services
         deadline = time.monotonic() + timeout_s
         draining = asyncio.create_task(_done("the node's answers", services.node.drain(timeout_s)))
-        await _done("the engine room", services.engine_watch.close())
-        await _done("work on nodes", services.steward.close())
+        await _done("the engine room", services.engine_feed.close())
+        await _done("work on nodes", services.maintenance.close())
         await _done("drafts", services.drafts.close())
         await _done("titles", services.titles.close())
         await asyncio.gather(
@@ -379,13 +386,13 @@ class Server:
 
 
 async def _done(what: str, work: Awaitable[object]) -> None:
-    """Do one step of going down; an error in it is logged and keeps no other step from being done."""
+    """Do one step of the shutdown; an error in it is logged and keeps no other step from being done."""
     with going_on(what):
         await work
 
 
 def _tls(config: Config) -> ssl.SSLContext | None:
-    """None where the server speaks plain HTTP. Raises StartupError for files that are no certificate with its key."""
+    """Return the TLS context; None if the server speaks plain HTTP. Raises StartupError for files that are no certificate with its key."""
     if config.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -438,7 +445,7 @@ async def _serve(config: Config) -> int:
 
 
 def on_signal(stop: asyncio.Event, number: int) -> None:
-    """Begins an orderly stop; a second signal ends the process at once."""
+    """Begin an orderly stop; a second signal ends the process at once."""
     if stop.is_set():  # the second one: the user does not want to wait
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -446,9 +453,9 @@ def on_signal(stop: asyncio.Event, number: int) -> None:
 
 
 def _on_hangup(services: Services, stop: asyncio.Event, had_terminal: bool) -> None:
-    """SIGHUP: read the key file again; without one, and when the terminal that the server was started on has gone, go down as with SIGTERM.
+    """Handle SIGHUP: read the key file again; without one, or if the server's terminal has closed, stop as with SIGTERM.
 
-    A second one is no impatience: the kernel and the shell may both send it.
+    A second SIGHUP does not end the process at once: the kernel and the shell may both send one.
     """
     if services.config.api_key_file is None or (had_terminal and not _has_terminal()):
         stop.set()
@@ -457,7 +464,7 @@ def _on_hangup(services: Services, stop: asyncio.Event, had_terminal: bool) -> N
 
 
 def _has_terminal() -> bool:
-    """Whether this process belongs to a terminal. Source: tty(4); a terminal that hung up leaves its processes without one."""
+    """Return whether this process belongs to a terminal. Source: tty(4); a terminal that hung up leaves its processes without one."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -466,7 +473,7 @@ def _has_terminal() -> bool:
 
 
 async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
-    """Start the engine and say how it goes. False if it failed or the process was told to stop meanwhile."""
+    """Start the engine and print its progress. Return False if it failed or the process was told to stop meanwhile."""
     started_s = time.monotonic()
     starting = asyncio.create_task(services.node.start())
     stopping = asyncio.create_task(stop.wait())
@@ -486,9 +493,7 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         return False
     stopping.cancel()
     if (error := starting.exception()) is not None:
-        if not isinstance(
-            error, BridgeError
-        ):  # those say themselves what is wrong, and where does not matter
+        if not isinstance(error, BridgeError):  # our own errors say what is wrong, so they need no traceback
             log.error("the engine could not be started", exc_info=error)
         say(f"error: the engine could not be started: {error}")
         return False
@@ -501,16 +506,17 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
 
 
 def _stage_sayer() -> Callable[[str, str], None]:
-    """Says how far each node has come, and with the name "" what all of them wait for."""
+    """Return a function that prints how far each node has come, and with the name "" what all of them wait for."""
     started_s = time.monotonic()
 
     def say_stage(node_id: str, stage: str) -> None:
+        """Print a stage with the seconds since the start."""
         say(f"  {time.monotonic() - started_s:5.1f} s  {f'{node_id}: ' if node_id else ''}{stage}")
 
     return say_stage
 
 
 def say(line: str) -> None:
-    """A line for the person at the terminal; the log goes to stderr. A terminal that has gone must not keep the server from draining."""
+    """Print a line for the person at the terminal; the log goes to stderr. A closed terminal must not keep the server from draining."""
     with contextlib.suppress(OSError):
         print(line, flush=True)

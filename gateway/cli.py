@@ -12,7 +12,6 @@ import click
 
 from gateway.commands.kv_command import kv
 from gateway.commands.nodes_command import nodes
-from gateway.commands.replay_command import replay
 from gateway.errors import StartupError
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import Setting
@@ -33,8 +32,6 @@ _METAVARS = {
     "cluster_port": "PORT",
     "cluster_token_file": "FILE",
     "cors_origins": "ORIGIN",
-    "decision_log": "FILE",
-    "decision_log_mib": "MIB",
     "download_dir": "FOLDER",
     "drain_timeout_s": "SECONDS",
     "engine_args": "NAME=VALUE",
@@ -69,7 +66,7 @@ class SettingsCommand(click.Command):
         self.params.extend(_option(setting) for setting in SETTINGS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Flags of vLLM's are put into ours first."""
+        """Translate vLLM's flags into ours, then parse."""
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             return super().parse_args(ctx, translate(args, own))
@@ -80,6 +77,7 @@ class SettingsCommand(click.Command):
             raise click.UsageError(f"{error.format_message()} {hint}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in the groups of their settings."""
         group_of = {setting.name: setting.group for setting in SETTINGS}
         groups: dict[str, list[tuple[str, str]]] = {setting.group: [] for setting in SETTINGS}
         groups["General"] = []
@@ -93,7 +91,7 @@ class SettingsCommand(click.Command):
 
 
 def _option(setting: Setting) -> click.Option:
-    """The flag of a setting. Values stay text: `load_config` converts and checks them, as it does for every source."""
+    """Return the flag of a setting. Values stay text: `load_config` converts and checks them, as it does for every source."""
     if setting.is_bool:
         return click.Option(
             [f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=setting.description
@@ -126,7 +124,7 @@ config_file_option = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116})
 @click.version_option(__version__, prog_name="overture", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Overture: a chat page, a chat socket and an OpenAI-style API in front of vLLM.
+    r"""Overture: a chat page, a chat socket and an OpenAI-style API in front of vLLM.
 
     \b
     Start the server        overture serve
@@ -271,7 +269,7 @@ Examples:
     "--vllm-source",
     type=click.Path(exists=True, path_type=Path),
     metavar="PLACE",
-    help="Check this vLLM by its source, a folder or a wheel, in place of the installed one: before an upgrade.",
+    help="Check the vLLM in this folder or wheel in place of the installed one: before an upgrade.",
 )
 @click.option(
     "--names", is_flag=True, help="A line for each part of the server that stands on vLLM, moved or not."
@@ -294,7 +292,6 @@ cli.add_command(chat)
 cli.add_command(completion)
 cli.add_command(kv)
 cli.add_command(nodes)
-cli.add_command(replay)
 
 
 @cli.group()
@@ -349,7 +346,7 @@ def _installed(packages: tuple[str, ...]) -> str:
 
 
 def _with_model(flags: dict[str, Any], named: str | None) -> dict[str, Any]:
-    """The flags with the model that was named without one. Raises UsageError where both are given and differ."""
+    """Return the flags with the model that was named without a flag. Raises UsageError if both are given and differ."""
     if named is None:
         return flags
     if flags.get("model") not in (None, named):
@@ -362,7 +359,7 @@ def _load(config_file: str | None, flags: dict[str, Any]) -> Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point. Mistakes of the operator end in one line on stderr and exit code 2, never in a traceback."""
+    """Run the command. Mistakes of the operator end in one line on stderr and exit code 2, never in a traceback."""
     try:
         cli.main(args=argv, prog_name="overture")
     except StartupError as error:

@@ -64,9 +64,13 @@ KINDS: dict[str, ErrorKind] = {
 class GatewayError(Exception):
     """An error with a code of docs/protocol.md, raised anywhere in the gateway and turned into bytes at its doors.
 
-    code: a key of ``KINDS``; another one is a mistake in the program and raises ValueError. message: safe to show to a client.
-    retryable: None takes what the table says. param: the name of the field at fault, where there is one. retry_after_s: seconds after which another
-    try is worth it, where that is known. close_code: None takes what the table says.
+    Args:
+        code: a key of ``KINDS``; another one is a mistake in the program and raises ValueError.
+        message: safe to show to a client.
+        retryable: None takes the table's value.
+        param: the name of the field at fault, if there is one.
+        retry_after_s: seconds after which another try makes sense, if known.
+        close_code: None takes the table's value.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class StartupError(GatewayError):
 
 
 def as_gateway_error(error: BaseException) -> GatewayError:
-    """What a client may see of any exception: a GatewayError as it is, all others as ``internal`` with no detail.
+    """Return what a client may see of any exception: a GatewayError as it is, all others as ``internal`` with no detail.
 
     The caller logs `error` itself, where the detail belongs.
     """
@@ -121,7 +125,7 @@ def as_gateway_error(error: BaseException) -> GatewayError:
 
 
 def to_openai_body(err: GatewayError) -> dict[str, Any]:
-    """The JSON body of a REST or OpenAI-style response that failed with `err`."""
+    """Return the JSON body of a REST or OpenAI-style response that failed with `err`."""
     error = {
         "message": err.message,
         "type": KINDS[err.code].openai_type,
@@ -132,7 +136,7 @@ def to_openai_body(err: GatewayError) -> dict[str, Any]:
 
 
 def to_frame(err: GatewayError, id: str | None = None) -> dict[str, Any]:
-    """The chat socket's ``error`` frame. id: the turn that `err` ends; None where it belongs to no turn."""
+    """Return the chat socket's ``error`` frame. id: the turn that `err` ends; None if it belongs to no turn."""
     frame: dict[str, Any] = {
         "type": "error",
         "code": err.code,

@@ -1,4 +1,4 @@
-"""What every door of the gateway needs, in one place."""
+"""The parts that every door of the gateway needs, in one place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from engine_bridge.protocol.node import Node
+from engine_bridge.tracing import NO_TRACES, Traces
+from gateway.access.addresses import address_of
 from gateway.access.auth import KeyRing, Principal, extract_key
-from gateway.access.budgets import Gatekeeper, RequestBudgets, network_of
+from gateway.access.budgets import Gatekeeper, RequestBudgets
 from gateway.access.open_calls import OpenCalls
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
@@ -18,12 +20,12 @@ from gateway.advisories.learned import Learned
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
-from gateway.nodes.maintenance import Steward
+from gateway.nodes.maintenance import NodeMaintenance
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponses
-from gateway.turns.engine_feed import EngineWatch
-from gateway.turns.list_feed import ListWatch
+from gateway.turns.engine_feed import EngineFeed
+from gateway.turns.list_feed import ListFeed
 from gateway.turns.titles import Titles
 from gateway.turns.turns import Turns
 
@@ -32,29 +34,30 @@ UPGRADES_AT_ONCE = 16
 
 
 class OpenSocket(Protocol):
-    """A chat socket, as those see it who close it or have something to tell it."""
+    """A chat socket, as seen by the parts that close it or send it frames."""
 
     is_given_up: bool
     """It is being closed, since it reads too slowly."""
 
     @property
     def owner(self) -> str | None:
-        """Whose socket this is; None before a hello with a good key."""
+        """The owner of the socket's sessions; None before a hello with a good key."""
 
     @property
     def blocked_since(self) -> float | None:
-        """On the monotonic clock: since then its peer has taken nothing of what waits."""
+        """Time on the monotonic clock since when the peer has taken none of the waiting frames; None if nothing waits."""
 
     def has_read(self, session_id: str) -> bool:
-        """Whether its client has asked for this session, or for an answer in it, not long ago."""
+        """Return whether its client has recently asked for this session, or for an answer in it."""
 
     def tell(self, frame: dict[str, Any]) -> None:
         """Send a frame that its client did not ask for."""
 
     async def revoke(self) -> None:
-        """The key was withdrawn: say so and close."""
+        """Say that the key was withdrawn, and close."""
 
-    async def close(self, code: int, reason: str) -> None: ...
+    async def close(self, code: int, reason: str) -> None:
+        """Close the socket with a code and a reason for its client."""
 
     def abort(self) -> None:
         """Cut the connection without waiting for the peer."""
@@ -75,42 +78,48 @@ class Services:
     learned: Learned
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
-    calls: OpenCalls
-    steward: Steward
+    maintenance: NodeMaintenance
     node_metrics: NodeCollector
+    traces: Traces = NO_TRACES
+    calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
 
     def __post_init__(self) -> None:
-        self.engine_watch = EngineWatch(self.steward, self.advisories, self.keys)
-        self.list_watch = ListWatch(self.store)
+        self.engine_feed = EngineFeed(self.maintenance, self.advisories, self.keys)
+        self.list_feed = ListFeed(self.store)
         self.titles = Titles(
-            self.node, self.store, self.list_watch.changed, is_on=self.config.titles == "model"
+            self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:
-        """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
+        """Return the holder of the request's key. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
         return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
 
     def admit(self, request: web.Request) -> Principal:
-        """Who asks, and one request fewer of those that the owner may send in a second. Raises GatewayError `unauthorized`, `rate_limited`."""
+        """Return the holder of the request's key, and count a request against the owner's rate.
+
+        Raises GatewayError `unauthorized`, `rate_limited`.
+        """
         principal = self.principal(request)
         self.budgets.count(principal.owner)
         return principal
 
     def client_of(self, owner: str, request: web.Request, connection: object = None) -> str:
-        """Whose share it is that advice of this request counts against: the key's, or without keys one page's (connection: of a page that has
-        one of its own) or one address's. So of all who use a server without keys, nobody takes another one's.
+        """Return the client whose share the advice of this request counts against.
+
+        That is the key's owner, or without keys one page (connection: of a page that has its own) or one address. So people who use a server
+        without keys do not take each other's shares.
         """
         if not self.keys.is_open:
             return owner
-        return f"socket {id(connection)}" if connection is not None else network_of(request.remote or "")
+        return f"socket {id(connection)}" if connection is not None else address_of(request.remote or "")
 
     def check_operator(self, principal: Principal, what: str) -> None:
-        """Raises GatewayError `forbidden` for who holds an ordinary key. what: is refused, in words ("/metrics is")."""
+        """Refuse anybody but an operator. what: is refused, in words ("/metrics is"). Raises GatewayError `forbidden`."""
         if not self.keys.is_operator(principal):
             raise GatewayError(
                 "forbidden",
@@ -118,7 +127,7 @@ class Services:
             )
 
     def check_may_change_adapters(self, principal: Principal) -> None:
-        """Raises GatewayError where clients may not load, unload and pin adapters, or where it takes an operator's key."""
+        """Raise GatewayError if clients may not load, unload and pin adapters, or if that takes an operator's key."""
         if not self.config.allow_adapter_loading:
             raise GatewayError(
                 "bad_request" if self.keys.is_open else "forbidden",
@@ -127,21 +136,24 @@ class Services:
         self.check_operator(principal, "Changing adapters is")
 
     def models(self) -> list[dict[str, Any]]:
-        """The `models` of the protocol: the base model, then the adapters."""
+        """Return the `models` of the protocol: the base model, then the adapters."""
         base = {"id": self.config.served_model_name, "adapter": False}
         return [base] + [
             {"id": info.name, "adapter": True, "rank": info.rank} for info in self.node.adapters()
         ]
 
     def tell_shown(self, owner: str, session_id: str, turn_id: str, *, but: OpenSocket | None = None) -> None:
-        """Tell the owner's sockets that have read this session, save one that knows it already, that this turn of it is shown now."""
-        self.list_watch.changed(owner, session_id, but=but)
+        """Tell the owner's sockets that have read this session which turn of it is shown now.
+
+        The socket that asked for the change is left out.
+        """
+        self.list_feed.changed(owner, session_id, but=but)
         for socket in self.connections:
             if socket.has_read(session_id) and socket.owner == owner and socket is not but:
                 socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})
 
     def server_info(self, version: str) -> dict[str, Any]:
-        """What a page is told about the server when it connects."""
+        """Return the server's facts for a page that connects."""
         return {
             "version": version,
             "model": self.config.served_model_name,

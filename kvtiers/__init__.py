@@ -1,0 +1,1 @@
+"""KV blocks in host memory and on disk."""

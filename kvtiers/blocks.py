@@ -1,4 +1,4 @@
-"""What the store keeps of blocks in host memory, and what it hands out of them. Plain data: the store changes it, under its lock.
+"""Blocks in host memory, and the stages and saves made of them. Plain data: the store changes it, under its lock.
 
 It loads neither asyncio nor numpy, so that pure state machines can speak of stages and saves.
 """
@@ -19,8 +19,12 @@ GroupId = tuple[str, str]
 
 
 class Block:
-    """One block in host memory: `slots` of its leading layers, of which the first `ready` hold its bytes. is_on_device: it was copied there since it
-    was last staged."""
+    """One block in host memory.
+
+    Attributes:
+        slots: the slots of its leading layers, of which the first `ready` hold its bytes.
+        is_on_device: whether it was copied to the device since it was last staged.
+    """
 
     __slots__ = ("group", "is_bad", "is_on_device", "is_unwritten", "job", "key", "pins", "ready", "slots")
 
@@ -57,21 +61,27 @@ class Group:
 
 
 class Task(Protocol):
-    """An asyncio task, as far as it is used here."""
+    """The part of an asyncio task that is used here."""
 
-    def cancel(self) -> object: ...
+    def cancel(self) -> object:
+        """Cancel the task."""
 
 
 class Supply(Protocol):
-    """One that reads for stages: the disk, or a peer. `jobs`: what is being read; `bytes_done`: ever."""
+    """A source that stages read from: the disk, or a peer. jobs: its reads under way; bytes_done: bytes read since the start."""
 
     jobs: set[ReadJob]
     bytes_done: int
 
 
 class ReadJob:
-    """Blocks that are being read from `first_layer` on, for as many stages as want them. begun_by: the one that began it, and has its bytes counted.
-    num_left: layers of blocks that have not come. is_stopped: nobody wanted it for a moment, so that its reading was told to end."""
+    """Blocks that are being read from `first_layer` on, for any number of stages.
+
+    Attributes:
+        begun_by: the stage that began the read; the bytes count for it.
+        num_left: layers, over all blocks, that have not come.
+        is_stopped: whether the read was told to end, because for a moment no stage wanted it.
+    """
 
     __slots__ = ("begun_by", "blocks", "first_layer", "is_stopped", "num_left", "num_users", "supply", "task")
 
@@ -88,16 +98,16 @@ class ReadJob:
         self.task: Task | None = None
 
     def stop_if_unwanted(self) -> None:
-        """Runs on the I/O thread. A read that has not begun looks for itself whether it is wanted."""
+        """Cancel the read if no stage wants it. Call it on the I/O thread; a read that has not begun checks that itself."""
         if self.num_users == 0 and self.task is not None:
             self.is_stopped = True
             self.task.cancel()
 
 
 class Save:
-    """Blocks on their way from the device: fill the slots, then `KvStore.commit` or `KvStore.abandon`.
+    """Blocks on their way from the device: fill the slots, then call `KvStore.commit` or `KvStore.abandon`.
 
-    `slots[i][l]` is the slot of layer `l` of the block at `positions[i]` among the keys that were offered.
+    `slots[i][l]` is the slot of layer `l` of the block at `positions[i]` among the offered keys.
     """
 
     __slots__ = ("blocks", "positions")
@@ -108,16 +118,20 @@ class Save:
 
     @property
     def slots(self) -> list[list[int]]:
-        """For each block, the host slots of its layers."""
+        """The host slots of each block's layers."""
         return [block.slots for block in self.blocks]
 
 
 class Stage:
-    """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
+    """Consecutive blocks held in host memory, or on their way there, until `KvStore.release`.
 
-    `slots[i][l]` is the slot of layer `l` of block `i`; `origins[i]` where it was; `bytes_before` what each of its supplies had read before it.
-    `is_revoked`: it gave way to one that needed its memory, and holds nothing any more. `bytes_read`: by the readings that it began, whatever became
-    of them; `num_readings`: those that have not ended. Both change on the I/O thread, also after its release.
+    Attributes:
+        slots: `slots[i][l]` is the slot of layer `l` of block `i`.
+        origins: where each block was found.
+        bytes_before: bytes that each of its supplies had read before it.
+        is_revoked: whether it gave way to a stage or save that needed its memory; it holds no block any more.
+        bytes_read: by the reads that it began, also the stopped ones.
+        num_readings: number of these reads that have not ended. Both change on the I/O thread, also after the release.
     """
 
     __slots__ = (
@@ -143,7 +157,7 @@ class Stage:
 
     @property
     def slots(self) -> list[list[int]]:
-        """For each block, the host slots of its layers."""
+        """The host slots of each block's layers."""
         return [block.slots for block in self.blocks]
 
 
@@ -151,9 +165,12 @@ class Stage:
 class StageProgress:
     """How much of a stage is in host memory.
 
-    `num_blocks`: leading blocks that are not known to be bad; `num_ready_blocks`: leading ones with all layers; `num_ready_layers`: layers that
-    all `num_blocks` have. `disk_bytes_…`: of what must be read, from disk or from a peer, by whichever it waits for; `disk_bytes_ahead`: what other
-    stages are waiting for there.
+    Attributes:
+        num_blocks: leading blocks that are not known to be bad. num_ready_blocks: leading blocks with all layers.
+        num_ready_layers: layers that all `num_blocks` have.
+        disk_bytes_done, disk_bytes_left: bytes read and still to be read, from disk or from the peer that it waits for.
+        disk_bytes_ahead: bytes that other stages wait for there.
+        is_from_peer: whether some of the missing blocks come from another node.
     """
 
     num_blocks: int
@@ -165,11 +182,10 @@ class StageProgress:
     disk_bytes_ahead: int
     disk_bytes_per_s: float
     is_from_peer: bool = False
-    """Some of what it waits for comes from another node."""
 
 
 def count_while(flags: Iterable[bool]) -> int:
-    """How many leading flags are true."""
+    """Return how many leading flags are true."""
     count = 0
     for flag in flags:
         if not flag:

@@ -1,4 +1,4 @@
-"""Closing goes on over errors: what must be given back is given back, whatever fails on the way."""
+"""Closing parts one after the other, whatever error one of them raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def going_on(what: str) -> Iterator[None]:
-    """One step of closing: an error in it is logged with its name, and the steps behind it are done all the same."""
+    """Log an error of one step of closing under its name, so that the following steps are done all the same."""
     try:
         yield
     except Exception:
@@ -20,13 +20,14 @@ def going_on(what: str) -> Iterator[None]:
 
 
 class Closable(Protocol):
-    """What has something to give back."""
+    """A part that holds something to give back."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give it back."""
 
 
 def close_all(*parts: Closable | None) -> None:
-    """Close them one after the other, each whatever becomes of the others. None: there is nothing in its place."""
+    """Close the parts one after the other, each whatever error another raises; None is skipped."""
     for part in parts:
         if part is not None:
             with going_on(type(part).__name__):

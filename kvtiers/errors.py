@@ -1,14 +1,14 @@
-"""What the tiers raise. A bad block is never an error: it is a miss and a count."""
+"""Errors of the tiers. A bad block is never an error: it is a miss and a count."""
 
 from __future__ import annotations
 
 
 class KvTiersError(Exception):
-    """The message names the folder and says what to do; it is for an operator, not for a client."""
+    """An error whose message names the folder and says what to do; it is for an operator, not for a client."""
 
 
 class StoreBusy(KvTiersError):
-    """Another process that lives holds the store's lock."""
+    """Another live process holds the store's lock."""
 
 
 class StoreUnusable(KvTiersError):

@@ -1,4 +1,4 @@
-"""Host memory as blocks of sessions: who holds how much of it, and who gives way. Every method runs under the store's lock."""
+"""Host memory as blocks of sessions: how much each tenant holds, and which blocks leave. Every method runs under the store's lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtiers.policy.fairness import floors, is_abandoned
 from kvtiers.policy.returns import Returns
 from kvtiers.stats import HostStats
 
-# Of the slots so many leave at a time, so that ranking all sessions is paid for once per batch. Chosen.
+# The share of the slots that leaves at a time, so that ranking all sessions is paid for once per batch. Chosen.
 EVICTION_BATCH = 1 / 64
 
 
@@ -21,9 +21,11 @@ class HostTier:
     """The blocks in host memory, by key and by session.
 
     Args:
-        host_bytes: of memory.
-        eviction: who leaves.
-        is_on_disk: whether the disk has a block; None where there is no disk.
+        shape: the shape of every block.
+        host_bytes: size of the memory.
+        eviction: chooses which sessions' blocks leave.
+        is_on_disk: returns whether the disk has a block; None where there is no disk.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -39,9 +41,9 @@ class HostTier:
         self.blocks: dict[BlockKey, Block] = {}
         self.groups: dict[GroupId, Group] = {}
         self.weights: dict[str, float] = {}
-        """Of tenants, where it is not 1."""
+        """The weights of tenants, where a weight is not 1."""
         self.live: Counter[GroupId] = Counter()
-        """Requests in the engine, by group; it may hold nothing yet."""
+        """Number of requests in the engine, by group; the group may hold no block yet."""
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
@@ -50,27 +52,27 @@ class HostTier:
         self._clock = clock
 
     def is_held(self, key: BlockKey) -> bool:
-        """Whether a stage could bring all layers of this block: complete or on its way in memory, or on disk."""
+        """Return whether a stage could bring all layers of this block: it is in memory, on its way there, or on disk."""
         block = self.blocks.get(key)
         if block is not None and len(block.slots) == self.shape.num_layers:
             return True
         return self._is_on_disk(key) if self._is_on_disk is not None else False
 
     def enter(self, group: GroupId, *, is_asked: bool, is_session: bool) -> None:
-        """A request of this group is in the engine. is_asked: somebody waits for its answer."""
+        """Note that a request of this group is in the engine. is_asked: whether a client waits for its answer."""
         self.live[group] += 1
         if is_asked:
             self._returns.came(group, self._clock(), is_one=is_session)
 
     def leave(self, group: GroupId) -> None:
-        """One that had entered has ended."""
+        """Note that a request of this group has ended."""
         self.live[group] -= 1
         if self.live[group] <= 0:
             del self.live[group]
             self._returns.left(group, self._clock())
 
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
-        """The session's group; a new one is known from its first block on. is_guess: its request has not come, and is expected as before."""
+        """Return the session's group, marked as used now; a new one is known from its first block on. is_guess: its request is only expected."""
         group = self.groups.get((tenant, name)) or Group(tenant, name)
         group.last_used_s = self._clock()
         group.is_over = False
@@ -79,7 +81,7 @@ class HostTier:
         return group
 
     def new_block(self, key: BlockKey, group: Group, pins: int = 1) -> Block:
-        """Adds an empty block to a group, in use `pins` times. What was left of an incomplete one with this key is dropped."""
+        """Add an empty block to a group, in use `pins` times. An incomplete block with this key is dropped."""
         leftover = self.blocks.get(key)
         if leftover is not None:  # some of its layers, the others of which no disk has any more
             self.spoil(leftover)
@@ -89,7 +91,7 @@ class HostTier:
         return block
 
     def move(self, block: Block, group: Group) -> None:
-        """Make a block the latest of a group: it belongs to whoever used it last."""
+        """Make a block the latest of a group: a block belongs to the session that used it last."""
         del block.group.blocks[block.key]
         self._count(block.group, -len(block.slots))
         if not block.group.blocks:
@@ -100,7 +102,7 @@ class HostTier:
         self._count(group, len(block.slots))
 
     def deal(self, blocks: list[Block], first_layer: int) -> None:
-        """Give blocks slots for their layers from `first_layer` on, layer-major. The room must be there."""
+        """Give blocks slots for their layers from `first_layer` on, layer-major. Raises RuntimeError if the slots are not free."""
         num_layers = self.shape.num_layers - first_layer
         slots = self.pool.allocate(len(blocks) * num_layers) if blocks else []
         if slots is None:
@@ -110,7 +112,7 @@ class HostTier:
             self._count(block.group, num_layers)
 
     def trim(self, block: Block, keep_layers: int) -> int:
-        """Free a block's slots from `keep_layers` on; without any it is gone. Returns how many were freed."""
+        """Free a block's slots from `keep_layers` on, and return their number. A block without slots is forgotten."""
         freed = block.slots[keep_layers:]
         self.pool.free(freed)
         block.slots = block.slots[:keep_layers]
@@ -128,7 +130,7 @@ class HostTier:
                 self.groups.pop(block.group.id, None)
 
     def spoil(self, block: Block) -> None:
-        """A block's bytes are not to be used: it is out of the index at once; its slots are free when nobody holds it."""
+        """Take a block whose bytes must not be used out of the index at once. Its slots are freed when its last pin ends."""
         block.is_bad = True
         self._count(block.group, -len(block.slots))
         self._forget(block)
@@ -137,12 +139,12 @@ class HostTier:
             block.slots = []
 
     def empty(self, block: Block) -> None:
-        """Free the slots of a spoiled block though it is held: nobody has read any of them, or will, and nothing writes to them."""
+        """Free the slots of a spoiled block though it is pinned: no reader and no writer uses them."""
         self.pool.free(block.slots)
         block.slots = []
 
     def pin_held(self, keys: Sequence[BlockKey]) -> list[Block | None]:
-        """The leading ones of these that are whole in memory, in use once more from now on, or on disk (None)."""
+        """Return the leading blocks that are held: pinned where they are whole in memory, None where they are on disk."""
         found: list[Block | None] = []
         for key in keys:
             block = self.blocks.get(key)
@@ -156,7 +158,7 @@ class HostTier:
         return found
 
     def begin_copy(self, blocks: Iterable[Block]) -> list[Block]:
-        """A device copies them; they are in use until then. Returns them."""
+        """Pin blocks that a device copies, and return them."""
         copied = list(blocks)
         for block in copied:
             block.pins += 1
@@ -164,20 +166,21 @@ class HostTier:
         return copied
 
     def unpin(self, block: Block) -> None:
+        """End one use of a block. A spoiled block's slots are freed with its last use."""
         block.pins -= 1
         if block.pins == 0 and block.is_bad:
             self.pool.free(block.slots)
             block.slots = []
 
     def _count(self, group: Group, num_slots: int) -> None:
-        """A group, and with it its tenant, holds so many slots more."""
+        """Count `num_slots` more for a group and its tenant."""
         group.num_slots += num_slots
         self._held[group.tenant] += num_slots
         if not self._held[group.tenant]:
             del self._held[group.tenant]
 
     def make_room(self, num_slots: int, tenant: str) -> None:
-        """Have `num_slots` free for a tenant, if what may leave suffices: first what nobody will ask for, then from those above their share."""
+        """Have `num_slots` free for a tenant, if enough may leave: first abandoned sessions, then blocks of tenants above their share."""
         if self.pool.num_free >= num_slots:
             return
         goal = min(max(num_slots, int(self.pool.num_slots * EVICTION_BATCH)), self.pool.num_slots)
@@ -188,12 +191,12 @@ class HostTier:
         if len(groups) > 1 or tenant not in groups:
             for name, facts in groups.items():
                 self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
-        # What is asked for counts as held, so that who is above its share with it makes room for itself.
+        # The asked slots count as held, so that a tenant that is above its share with them makes room for itself.
         need = {name: num_slots if name == tenant else 0 for name in (*groups, tenant)}
         asked = {name: self._held[name] + need[name] for name in need}
         for name, kept in floors(asked, self.weights, goal - self.pool.num_free).items():
             self._take(name, groups.get(name, ()), goal, max(kept - need[name], 0))
-        # What others cannot give (it is in use) nobody below its share gives for them; the tenant itself may.
+        # Slots that others cannot give, because they are in use, come from the tenant itself, not from tenants below their share.
         self._take(tenant, groups.get(tenant, ()), goal, 0)
 
     def _facts(self, group: Group) -> GroupFacts:
@@ -209,7 +212,7 @@ class HostTier:
         )
 
     def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
-        """Evict of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
+        """Evict blocks of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
         expected = {(tenant, each.group): None for each in facts if each.expected_s is not None}
         has_taken_copied = False
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
@@ -231,7 +234,7 @@ class HostTier:
                     self.stats.num_trimmed += bool(block.slots)
 
     def take_copied(self, groups: Iterable[GroupId], goal: int, floor: int = 0) -> None:
-        """Evict what a tenant's sessions have on the device by now, until `goal` slots are free or it holds no more than `floor`."""
+        """Evict blocks of these groups that are on the device by now, until `goal` slots are free or the tenant holds no more than `floor`."""
         if self._is_on_disk is None or self.pool.num_free >= goal:
             return
         found = (self.groups[each].blocks.values() for each in groups if each in self.groups)
@@ -243,13 +246,13 @@ class HostTier:
                 self.stats.num_evicted += 1
 
     def clear(self) -> None:
-        """Free what nobody holds and the disk has."""
+        """Free all blocks that are not pinned and that the disk has."""
         for block in list(self.blocks.values()):
             if block.pins == 0 and not block.is_unwritten:
                 self.trim(block, 0)
 
     def cut_to_room(self, stage: Stage) -> None:
-        """Shorten a stage to what the free memory can take."""
+        """Shorten a stage to the blocks for which there is free memory."""
         num_layers, num_free = self.shape.num_layers, self.pool.num_free
         num_kept = 0
         for block in stage.blocks:
@@ -264,6 +267,7 @@ class HostTier:
         del stage.blocks[num_kept:]
 
     def snapshot(self) -> HostStats:
+        """Return a copy of the counts, with the memory as it is now."""
         host = HostStats(**{name: getattr(self.stats, name) for name in HostStats.__struct_fields__})
         host.bytes = (self.pool.num_slots - self.pool.num_free) * self.shape.layer_bytes
         host.num_blocks = len(self.blocks)
@@ -271,7 +275,7 @@ class HostTier:
         return host
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if memory does not add up or something is held twice."""
+        """Raise AssertionError if memory does not add up or a slot is held twice."""
         self.pool.check_invariants()
         slots = [slot for block in self.blocks.values() for slot in block.slots]
         assert len(slots) == len(set(slots))

@@ -1,4 +1,4 @@
-"""What a KV block is called, and what shape its bytes have.
+"""The keys of KV blocks, and the shape of their bytes.
 
 A block's key is vLLM's block hash: SHA-256 over the parent's hash, the block's token ids, the adapter's content and the cache salt. Weights,
 dtype and layout are not in it: they are the store's `Namespace`, so that no key means two things. No path is in either: another folder, or
@@ -20,21 +20,25 @@ FORMAT_VERSION = 4
 
 
 class BlockShape(Struct, frozen=True):
-    """One KV block: `num_layers` parts of `layer_bytes` each, the same for every layer."""
+    """The shape of a KV block: `num_layers` parts of `layer_bytes` each."""
 
     num_layers: int
     layer_bytes: int
 
     @property
     def block_bytes(self) -> int:
+        """The size of a block in bytes."""
         return self.num_layers * self.layer_bytes
 
 
 class Namespace(Struct, frozen=True, kw_only=True):
-    """Everything that must be equal for two processes to share KV blocks, and a name to read.
+    """The properties that must be equal for two processes to share KV blocks, and a name for people.
 
-    model: for readers; the same weights in another folder are the same. revision: tells the weights apart. computation: tells apart what is
-    computed with them: the model's configuration, and settings that change it. hash_seed: what the chain of block hashes begins with.
+    Attributes:
+        model: the name for people; the same weights in another folder are the same model.
+        revision: tells weights apart.
+        computation: tells configurations of the model, and settings that change its results, apart.
+        hash_seed: the beginning of the chain of block hashes.
     """
 
     model: str
@@ -50,12 +54,12 @@ class Namespace(Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """The same for all that may share blocks, wherever they keep the model and however they call it."""
+        """A digest that is equal for all processes that may share blocks, wherever they keep the model and whatever they call it."""
         nameless = msgspec.structs.replace(self, model="")
         return hashlib.sha256(msgspec.json.encode(nameless, order="sorted")).hexdigest()[:32]
 
     def folder_in(self, root: Path) -> Path:
-        """Where a store of this namespace lies: in a folder that is there, under whatever name of the model, or in one with a name to read."""
+        """Return the folder of this namespace's store: an existing one under any name of the model, else a new one with a readable name."""
         end = f"-{self.fingerprint[:16]}"
         found = next(iter(sorted(root.glob(f"*{end}"))), None)
         readable = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(self.model).name)

@@ -1,7 +1,7 @@
-"""Blocks that are lent to another node: read layer by layer out of host memory and off the disk, without a trace in either.
+"""Blocks that are lent to another node: read layer by layer from host memory and disk, without a trace in either.
 
-A loan moves no block and touches none: what a peer asks for is no use of this node's, so it keeps nothing here from being evicted, and nothing is
-evicted for it. What must be read comes into two buffers of the loan's own.
+A loan moves no block and counts as no use of one: a peer's request neither keeps a block here nor evicts one. Blocks on disk are read into two
+buffers that belong to the loan.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.host_pool import HostPool, runs_of
 from kvtiers.keys import BlockKey
 
-# What a peer is given at a time. Chosen: 0.1 ms of summing, and long beside the cost of a call.
+# Size of one chunk for a peer. Chosen: 0.1 ms of summing, and long beside the cost of a call.
 CHUNK_BYTES = 1 << 20
-# Read from disk at a time; a loan has two such buffers. Chosen: as much as the disk reads in flight.
+# Size of one read from disk; a loan has two such buffers. Chosen: the size of the disk's reads in flight.
 BAND_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One layer of the blocks `first ..` of a loan; each view holds one or several of them, back to back. Read it before asking for the next."""
+    """One layer of a loan's blocks from `first` on; each view holds one or several of them, back to back. Read it before asking for the next."""
 
     layer: int
     first: int
@@ -33,22 +33,25 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """What is read at a time: some layers of some blocks."""
+    """Some layers of some blocks, which are read together."""
 
     layers: range
     blocks: range
 
 
 class Loan:
-    """Leading blocks of a list of keys. Lives until `release`.
+    """Leading blocks of a list of keys, until `release`.
 
     Args:
-        keys: of blocks that this store has.
-        blocks: those of them in host memory, pinned; None: on disk.
-        release: lets go of them; called once.
+        keys: the keys of blocks that this store has.
+        blocks: the blocks in host memory, pinned; None for a block on disk.
+        pool: the host memory.
+        disk: reads the other blocks.
+        num_layers: layers of a block.
+        release: unpins the blocks; called once.
 
     Attributes:
-        num_blocks: becomes less where the disk cannot give a block after all.
+        num_blocks: falls where the disk cannot give a block after all.
     """
 
     def __init__(
@@ -67,20 +70,20 @@ class Loan:
         self._unread = [index for index, block in enumerate(blocks) if block is None]
 
     def release(self) -> None:
-        """From any thread. No chunk may be read any more."""
+        """Unpin the blocks; no chunk may be read any more. May be called from any thread."""
         release, self._release = self._release, None
         if release is not None:
             release()
 
     async def chunks(self, first_layer: int) -> AsyncIterator[Chunk]:
-        """All layers from `first_layer` on, one after the other, each of the first blocks first. On the disk's loop; close it."""
+        """Yield all layers from `first_layer` on, each in the order of the blocks. Call it on the disk's loop, and close it."""
         bands = list(self._bands(first_layer))
         buffers = [bytearray(self._buffer_bytes(bands)) for _ in range(min(len(bands), 2))]
         reading: asyncio.Task[None] | None = None
         try:
             for number, band in enumerate(bands):
                 await (reading or asyncio.create_task(self._read(band, buffers[number % 2])))
-                # The next one while this one is sent.
+                # The next band is read while this one is sent.
                 reading = (
                     asyncio.create_task(self._read(bands[number + 1], buffers[(number + 1) % 2]))
                     if number + 1 < len(bands)
@@ -113,7 +116,7 @@ class Loan:
         return max((len(self._in(band)) * len(band.layers) for band in bands), default=0) * size
 
     def _in(self, band: _Band) -> list[int]:
-        """The blocks of a band that must be read."""
+        """Return the blocks of a band that must be read."""
         return [index for index in self._unread if index in band.blocks]
 
     async def _read(self, band: _Band, buffer: bytearray) -> None:
@@ -125,11 +128,12 @@ class Loan:
         view, size, num_places = memoryview(buffer), self._pool.slot_bytes, len(unread)
 
         def part(at: int, layer: int) -> memoryview:
+            """Return the place of one part in the buffer."""
             start = ((layer - band.layers.start) * num_places + at) * size
             return view[start : start + size]
 
         def on_bad(at: int) -> None:
-            # Behind a block that is lacking nobody can use another.
+            """End the loan before a bad block: a conversation's later blocks are of no use without it."""
             self.num_blocks = min(self.num_blocks, wanted[at])
 
         keys = [self._keys[index] for index in wanted]
@@ -153,7 +157,7 @@ class Loan:
     def _views(
         self, blocks: range, layer: int, place: dict[int, int], buffer: memoryview
     ) -> list[memoryview]:
-        """As few as possible: neighbours are one."""
+        """Return one layer of the blocks in as few views as possible: neighbours share a view."""
         size = self._pool.slot_bytes
         views: list[memoryview] = []
         for is_read, run in _alike(self._blocks, blocks):
@@ -171,7 +175,7 @@ class Loan:
 
 
 def _alike(blocks: Sequence[Block | None], indices: range) -> Iterator[tuple[bool, range]]:
-    """Stretches of blocks that all are read from disk, or none of them."""
+    """Yield stretches of blocks that are all read from disk, or all in memory."""
     start = indices.start
     for index in indices:
         if (blocks[index] is None) is not (blocks[start] is None):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtiers.blocks import Block, Origin, ReadJob, Stage
+from kvtiers.blocks import Block, Origin, ReadJob, Stage, StageProgress, count_while
 from kvtiers.host_tier import HostTier
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
@@ -24,14 +24,14 @@ from kvtiers.policy.restore import (
 
 log = logging.getLogger(__name__)
 
-# Speeds of so many peers are remembered. Chosen: many more than talk to one node at a time.
+# Number of peers whose speeds are remembered. Chosen: many more than talk to one node at a time.
 MAX_PEERS = 64
-# What takes a peer less says nothing of its speed unless much has come. Chosen: many round trips on one continent.
+# A shorter read from a peer says nothing of its speed unless much has come. Chosen: many round trips on one continent.
 MIN_SAMPLE_S = 0.1
 
 
 class BlockSource(Protocol):
-    """Where blocks can be read. See `kvtiers.io.disk_log.DiskLog.read` for what each argument promises; what does not come is a bad block."""
+    """A source of blocks. `kvtiers.io.disk_log.DiskLog.read` says what each argument promises; a block that does not come is a bad block."""
 
     async def read(
         self,
@@ -42,19 +42,22 @@ class BlockSource(Protocol):
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
         on_bytes: Callable[[int], None],
-    ) -> object: ...
+    ) -> object:
+        """Read blocks, layer by layer."""
 
 
 FindPeer = Callable[[str], BlockSource | None]
-"""By its address; None where it is not to be asked now."""
+"""Returns the peer at an address; None where it is not to be asked now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What all readers of a store share.
+    """The parts of a store that all its readers share.
 
-    arrived: the store's lock, and who waits there for layers. on_progress: called when layers have come, without the lock. on_fetched: called, under
-    the lock, with blocks that a peer gave and this store's disk does not have.
+    Attributes:
+        arrived: the store's lock, on which threads wait for layers.
+        on_progress: called when layers have come, without the lock.
+        on_fetched: called, under the lock, with blocks that a peer gave and this store's disk lacks.
     """
 
     host: HostTier
@@ -66,10 +69,12 @@ class Surroundings:
 
 
 class Reader:
-    """What is being read from one source, and how fast that goes.
+    """The reads from one source, and their speed.
 
     Args:
-        source: None: nothing will have to be read.
+        source: the source; None where no block will have to be read.
+        origin: the kind of the source.
+        around: the parts that all readers share.
     """
 
     def __init__(self, source: BlockSource | None, origin: Origin, around: Surroundings) -> None:
@@ -77,7 +82,7 @@ class Reader:
         self.jobs: set[ReadJob] = set()
         self.bytes_done = 0
         self.num_hits = 0
-        """Blocks that stages had read."""
+        """Blocks that were read for stages."""
         self.rate = (
             Rate(PRIOR_DISK_BYTES_PER_S)
             if origin == "disk"
@@ -88,17 +93,17 @@ class Reader:
         self._busy_since: tuple[float, int] = (0.0, 0)
 
     def start(self, job: ReadJob) -> None:
-        """Without the lock."""
+        """Begin a read. Call it without the lock."""
         self._around.io.start(self._read(job))
 
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     def bytes_left(self) -> int:
-        """Of all that is being read."""
+        """Return the bytes still to come of all reads under way."""
         return sum(job.num_left for job in self.jobs) * self._host.shape.layer_bytes
 
     def plan(self, stage: Stage, blocks: list[Block]) -> list[ReadJob]:
-        """Give blocks of a stage that are to be read their slots: one job per number of layers that they have already."""
+        """Give slots to the blocks of a stage that are to be read, and return one job for each number of layers that blocks have already."""
         num_layers = self._host.shape.num_layers
         by_layers: dict[int, list[Block]] = {}
         for block in blocks:
@@ -118,7 +123,7 @@ class Reader:
         return jobs
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a job's count is not that of its blocks."""
+        """Raise AssertionError if a job's count is not the count of its blocks."""
         num_layers = self._host.shape.num_layers
         for job in self.jobs:
             assert job.num_left == sum(num_layers - block.ready for block in job.blocks if not block.is_bad)
@@ -131,27 +136,31 @@ class Reader:
         blocks = job.blocks
 
         def part(index: int, layer: int) -> memoryview:
+            """Return the slot of one part."""
             return self._host.pool.slot(blocks[index].slots[layer])
 
         def on_layer(layer: int) -> None:
+            """Note that a layer of all good blocks has come."""
             with self._arrived:
                 self._note_layer(job, layer)
             self._on_progress()
 
         def on_bad(index: int) -> None:
+            """Spoil a block that will not come."""
             block = blocks[index]
             with self._arrived:
-                if block.is_bad:  # nobody waited for it any more
+                if block.is_bad:  # no stage waited for it any more
                     return
                 job.num_left -= self._host.shape.num_layers - block.ready
                 self._host.spoil(block)
                 if self.origin == "peer" and block.ready == 0:
-                    # Most are blocks that the peer never had: what they would have taken is wanted for computing them.
+                    # Most are blocks that the peer never had: their memory is needed for computing them.
                     self._host.empty(block)
                 self._arrived.notify_all()
             self._on_progress()
 
         def on_bytes(num_bytes: int) -> None:
+            """Count bytes for the stage that began the read."""
             job.begun_by.bytes_read[self.origin] += num_bytes
 
         job.task = asyncio.current_task()
@@ -173,7 +182,7 @@ class Reader:
             self._end_read(job)
 
     def _is_wanted_again(self, job: ReadJob) -> bool:
-        """Whether a stage has joined a reading that was stopped, before it ended: it goes on with the layers that have not come. Under the lock."""
+        """Return whether a stage joined a stopped read before its end, so that the missing layers are read after all. Call it under the lock."""
         if not (job.is_stopped and job.num_users and job.num_left):
             return False
         job.is_stopped = False
@@ -198,8 +207,7 @@ class Reader:
             for block in job.blocks:
                 block.job = None
                 if not block.is_bad and block.ready < self._host.shape.num_layers:
-                    # Unread to the end (nobody wanted it any more, or the source is gone): keep what came, if nobody holds the rest and
-                    # the disk has that, too.
+                    # The read stopped early: keep the layers that came if no stage holds the others and the disk has them.
                     if block.pins > 1 or block.ready == 0 or self.origin == "peer":
                         self._host.spoil(block)
                     else:
@@ -213,12 +221,12 @@ class Reader:
         self._on_progress()
 
     def _note_rate(self) -> None:
-        """Nothing is read any more: how fast has it been since something was?"""
+        """Note the speed of the reads since the source was last idle, now that it is idle again."""
         now = self._around.clock()
         since, bytes_then = self._busy_since
         num_bytes, seconds = self.bytes_done - bytes_then, now - since
         if self.origin == "peer":
-            # A few blocks tell how far it is, not how much goes through; but when little has come in a long time, that is what goes through.
+            # A few blocks measure latency and not throughput; but little in a long time is the throughput.
             if num_bytes < READ_BYTES and seconds < MIN_SAMPLE_S:
                 return
             num_bytes = max(num_bytes, 1)
@@ -226,7 +234,7 @@ class Reader:
 
 
 class Readers:
-    """The disk's reader, and one for each peer that was asked. All but `start` and `stop_unwanted` under the lock."""
+    """The disk's reader, and one for each peer that was asked. Call all methods but `start` and `stop_unwanted` under the lock."""
 
     def __init__(self, disk: BlockSource | None, around: Surroundings) -> None:
         self.disk = Reader(disk, "disk", around)
@@ -236,19 +244,19 @@ class Readers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being read or waits to be."""
+        """Whether no block is being read or waits to be read."""
         return not any(reader.jobs for reader in self._all())
 
     @property
     def is_stopping(self) -> bool:
-        """Whether something is being read that nobody wants."""
+        """Whether a read that no stage wants is still under way."""
         return any(job.num_users == 0 for reader in self._all() for job in reader.jobs)
 
     def _all(self) -> list[Reader]:
         return [self.disk, *self._peers.values()]
 
     def peer(self, address: str) -> Reader | None:
-        """Who reads from the peer at this address; None where it is not to be asked."""
+        """Return the reader of the peer at this address; None where it is not to be asked."""
         source = self.find_peer(address) if address else None
         if source is None:
             return None
@@ -262,7 +270,7 @@ class Readers:
         return reader
 
     def plan(self, stage: Stage, peer: Reader | None) -> list[ReadJob]:
-        """Jobs for what no reader is reading yet, and where the stage found each of its blocks."""
+        """Return jobs for the blocks that no reader is reading yet, and note where the stage found each of its blocks."""
         num_layers = self._host.shape.num_layers
         from_disk: list[Block] = []
         from_peer: list[Block] = []
@@ -293,12 +301,13 @@ class Readers:
         }
 
     def start(self, jobs: list[ReadJob]) -> None:
+        """Begin these reads."""
         for job in jobs:
             assert isinstance(job.supply, Reader)
             job.supply.start(job)
 
     def give_up_unwanted(self, jobs: set[ReadJob]) -> None:
-        """What nobody waits for any more and only a peer has: whoever computes it now is to save it, though its reading has not ended yet."""
+        """Spoil blocks that only a peer has and no stage waits for, so that they can be computed and saved before the read has ended."""
         num_layers = self._host.shape.num_layers
         for job in jobs:
             if job.num_users == 0 and job in job.supply.jobs and job.supply is not self.disk:
@@ -308,14 +317,16 @@ class Readers:
                         self._host.spoil(block)
 
     def stop_unwanted(self, jobs: set[ReadJob]) -> None:
-        """What nobody waits for any more is not read further."""
+        """Stop the reads that no stage waits for any more."""
         for job in jobs:
             if job.num_users == 0 and job in job.supply.jobs:
                 self._around.io.loop.call_soon_threadsafe(job.stop_if_unwanted)
 
-    def outlook(self, stage: Stage, num_blocks: int) -> DiskOutlook:
-        """How the reading of a stage's first blocks stands."""
+    def progress(self, stage: Stage) -> StageProgress:
+        """Return how far a stage has come."""
         shape, now = self._host.shape, self._around.clock()
+        num_blocks = count_while(not block.is_bad for block in stage.blocks)
+        ready = [block.ready for block in stage.blocks[:num_blocks]]
         left: dict[Reader, int] = {}
         for block in stage.blocks[:num_blocks]:
             if block.ready < shape.num_layers:
@@ -324,35 +335,28 @@ class Readers:
                 left[reader] = left.get(reader, 0) + (shape.num_layers - block.ready) * shape.layer_bytes
         readers = list(left) or [self.disk]
         ahead = {each: max(each.bytes_left() - left.get(each, 0), 0) for each in readers}
-        # Of two that read at once, one after the other is the cautious guess.
+        # Two sources that read at once are taken to read one after the other: the cautious guess.
         rates = {each: each.rate.at(now) for each in readers}
         seconds = sum((left.get(each, 0) + ahead[each]) / rates[each] for each in readers)
-        num_bytes = sum(left.values()) + sum(ahead.values())
-        return DiskOutlook(
-            bytes_done=sum(
-                each.bytes_done - stage.bytes_before.get(each, each.bytes_done) for each in readers
-            ),
-            bytes_left=sum(left.values()),
-            bytes_ahead=sum(ahead.values()),
-            bytes_per_s=num_bytes / seconds if seconds else rates[readers[0]],
+        bytes_left, bytes_ahead = sum(left.values()), sum(ahead.values())
+        done = (each.bytes_done - stage.bytes_before.get(each, each.bytes_done) for each in readers)
+        return StageProgress(
+            num_blocks=num_blocks,
+            num_ready_blocks=count_while(r == shape.num_layers for r in ready),
+            num_ready_layers=min(ready, default=shape.num_layers),
+            waited_s=now - stage.started_s,
+            disk_bytes_done=sum(done),
+            disk_bytes_left=bytes_left,
+            disk_bytes_ahead=bytes_ahead,
+            disk_bytes_per_s=(bytes_left + bytes_ahead) / seconds if seconds else rates[readers[0]],
             is_from_peer=any(each.origin == "peer" for each in readers),
         )
 
     def num_queued(self) -> int:
-        """Blocks that the disk reads or will."""
+        """Return the number of blocks that the disk reads or will read."""
         return sum(len(job.blocks) for job in self.disk.jobs)
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if a reader's counts are wrong."""
         for reader in self._all():
             reader.check_invariants()
-
-
-@dataclass(frozen=True, slots=True)
-class DiskOutlook:
-    """See the `disk_…` fields of `StageProgress`."""
-
-    bytes_done: int
-    bytes_left: int
-    bytes_ahead: int
-    bytes_per_s: float
-    is_from_peer: bool

@@ -6,7 +6,7 @@ from msgspec import Struct, field
 
 
 class HostStats(Struct, kw_only=True):
-    """The host tier. Counts are blocks since the start unless a unit says otherwise."""
+    """Figures of the host tier. Counts are blocks since the start unless a unit says otherwise."""
 
     bytes: int = 0
     capacity_bytes: int = 0
@@ -21,13 +21,13 @@ class HostStats(Struct, kw_only=True):
     """Blocks that lost their last layer here; those that lost some of them count in `num_trimmed`."""
     num_trimmed: int = 0
     num_dropped_saves: int = 0
-    """Finished blocks that found no room: all of it in use or waiting for the disk."""
+    """Finished blocks that found no room, because all of it was in use or waited for the disk."""
     num_carried: int = 0
     """Blocks that requests waited for and that went through host memory to the device in pieces."""
 
 
 class DiskTierStats(Struct, kw_only=True):
-    """The disk tier as the store sees it. Counts are blocks since the start."""
+    """Figures of the disk tier as the store sees it. Counts are blocks since the start."""
 
     is_on: bool = False
     bytes: int = 0
@@ -41,7 +41,7 @@ class DiskTierStats(Struct, kw_only=True):
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_skipped_writes: int = 0
-    """Blocks that were not written: too much was waiting for the disk already, or the disk was full or failed."""
+    """Blocks that were not written, because too many waited for the disk already, or the disk was full or failed."""
     num_unwritten: int = 0
     """Blocks waiting to be written: the queue's depth."""
     write_lag_s: float = 0.0
@@ -77,7 +77,7 @@ class PeerStats(Struct, kw_only=True):
 
 
 class TierStats(Struct, kw_only=True):
-    """Both tiers behind the device, and the other nodes. `problem` says in words why a tier is off, if one is."""
+    """Figures of both tiers behind the device, and of the other nodes. problem: why a tier is off, in words; None if both are on."""
 
     host: HostStats
     disk: DiskTierStats

@@ -1,4 +1,4 @@
-"""KV blocks by key over host memory and disk: what the connector saves into, stages from and asks.
+"""KV blocks by key over host memory and disk: the connector saves into them, stages from them and asks for them.
 
 Write-through: a finished block lands in host memory at once and on disk soon, so the device's copy may be overwritten at any moment. A block
 that is wanted while on disk is *staged*: read into host memory by the I/O thread, layer by layer, while the engine goes on stepping.
@@ -25,11 +25,12 @@ from kvtiers.reader import FindPeer, Readers, Surroundings
 from kvtiers.stats import DiskTierStats, TierStats
 from kvtiers.write_behind import WriteBehind
 
-# For what waits to be written at the end: less than a process has to close all. For the log to be closed, however slow its disk is. Chosen.
+# Seconds for writing the queued blocks at the end: less than a process has to close all. Seconds for closing the log, however slow its disk is.
+# Chosen.
 FLUSH_TIMEOUT_S, CLOSE_TIMEOUT_S = 6.0, 10.0
 # Blocks that are looked up for a loan under one hold of the lock. Chosen: 0.2 ms.
 LEND_AT_ONCE = 512
-# What the log itself counts.
+# The figures that the log itself counts.
 _DISK_FIGURES = (
     *("bytes", "capacity_bytes", "num_blocks", "num_evicted", "num_corrupt"),
     *("num_read_errors", "num_write_errors", "bytes_written", "bytes_read"),
@@ -37,14 +38,15 @@ _DISK_FIGURES = (
 
 
 class KvStore:
-    """The host and disk tiers of one engine. A `group` is what KV is kept together with: a session, by the name that its `tenant` gave it.
+    """The host and disk tiers of one engine. A `group` is the KV of one session, by the name that its `tenant` gave it.
 
     Args:
-        shape: of every block.
-        host_bytes: of memory for the host tier.
+        shape: the shape of every block.
+        host_bytes: memory of the host tier.
         io: the thread that reads and writes the disk; the store does not close it.
         disk: an open log of `io`'s loop, or None for no disk tier. The store closes it.
-        eviction: who leaves host memory.
+        eviction: chooses which sessions' blocks leave host memory.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class KvStore:
     ) -> None:
         self.shape = shape
         self.on_progress: Callable[[], None] = lambda: None
-        """Called on the I/O thread when staged layers have come, to wake whoever waits for them."""
+        """Called on the I/O thread when staged layers have come, to wake the threads that wait for them."""
         self.problem: str | None = None
         self._io = io
         self._disk = disk
@@ -68,7 +70,7 @@ class KvStore:
         is_on_disk = disk.__contains__ if disk is not None else None
         self._host = HostTier(shape, host_bytes, eviction, is_on_disk, clock)
         self.pool = self._host.pool
-        self._yielding: list[Stage] = []  # those that give way, the latest last
+        self._yielding: list[Stage] = []  # stages that give way, the latest last
         self._readers = Readers(
             disk,
             Surroundings(
@@ -79,15 +81,15 @@ class KvStore:
 
     @property
     def num_host_blocks(self) -> int:
-        """That host memory can hold."""
+        """The number of blocks that host memory has room for."""
         return self.pool.num_slots // self.shape.num_layers
 
     # -- saving (engine thread) --------------------------------------------------------------------------------------
 
     def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
-        """Slots for those of `keys` that no tier holds yet.
+        """Reserve slots for the blocks that no tier holds yet.
 
-        Where memory is short and nothing may leave, fewer are taken, the first ones first: a lost save is only a later miss.
+        Where memory is short and no block may leave, only the first ones get slots: a lost save is only a later miss.
         """
         num_layers = self.shape.num_layers
         with self._lock:
@@ -101,7 +103,7 @@ class KvStore:
         return Save(blocks, positions[:num_fitting])
 
     def commit(self, save: Save) -> None:
-        """The slots of a save hold its bytes now: they may be read, and go to disk behind the scenes."""
+        """Note that the slots of a save hold its bytes now: the blocks may be read, and are queued for the disk."""
         with self._lock:
             now = self._clock()
             for block in save.blocks:
@@ -131,11 +133,17 @@ class KvStore:
         peer: str = "",
         gives_way: bool = False,
     ) -> Stage:
-        """Hold the leading `keys` that any tier has in host memory, and begin to read what is only on disk.
+        """Hold the leading blocks that any tier has in host memory, and begin to read the ones that are only on disk.
 
-        Blocks that another stage is reading already are shared with it. The stage is shorter than `keys` where a block is nowhere, or where
-        memory for what must be read cannot be had. peer: the address of a node that is asked for all that is nowhere here; what it does not
-        have turns out to be bad. gives_way: saves, and stages that do not, may take its memory: it is revoked then, and still to be released.
+        Blocks that another stage is reading already are shared with it. The stage is shorter than `keys` where no tier has a block, or where there
+        is no memory for the blocks to read.
+
+        Args:
+            group: the session.
+            keys: its blocks, in the order of the conversation.
+            tenant: the session's tenant.
+            peer: the address of a node that is asked for the blocks that no tier here has; blocks that it lacks are later marked bad.
+            gives_way: whether saves and other stages may take its memory. It is then revoked, and must still be released.
         """
         num_layers = self.shape.num_layers
         with self._lock:
@@ -165,7 +173,7 @@ class KvStore:
         return stage
 
     def _make_room(self, num_slots: int, tenant: str, *, may_revoke: bool = True) -> None:
-        """Have so many slots free if that can be. Under the lock."""
+        """Have `num_slots` slots free, if that is possible. Call it under the lock."""
         self._host.make_room(num_slots, tenant)
         while may_revoke and self._yielding and self.pool.num_free < num_slots:
             stage = self._yielding.pop()
@@ -175,46 +183,33 @@ class KvStore:
             self._host.make_room(num_slots, tenant)
 
     def num_held(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these, from the first on, a stage could bring now."""
+        """Return how many leading blocks a stage could bring now."""
         with self._lock:
             return next((at for at, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
 
     @property
     def is_stopping_reads(self) -> bool:
-        """Whether something is still being read that nobody wants: its memory comes back when that has ended, which `on_progress` tells."""
+        """Whether reads that no stage wants are still under way. Their memory comes back when they end, which `on_progress` tells."""
         with self._lock:
             return self._readers.is_stopping
 
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
-        """Of these, which are held, what is not in host memory, or about to be: what is being saved need not be read."""
+        """Return the bytes of these held blocks that must be read; blocks in host memory or being saved need no read."""
         with self._lock:
             of_all, blocks = self.shape.num_layers, self._host.blocks
             return sum(_layers_to_read(blocks.get(key), of_all) for key in keys) * self.shape.layer_bytes
 
     def progress(self, stage: Stage) -> StageProgress:
-        """How far a stage has come."""
-        num_layers = self.shape.num_layers
+        """Return how far a stage has come."""
         with self._lock:
-            num_blocks = count_while(not block.is_bad for block in stage.blocks)
-            ready = [block.ready for block in stage.blocks[:num_blocks]]
-            outlook = self._readers.outlook(stage, num_blocks)
-            return StageProgress(
-                num_blocks=num_blocks,
-                num_ready_blocks=count_while(r == num_layers for r in ready),
-                num_ready_layers=min(ready, default=num_layers),
-                waited_s=self._clock() - stage.started_s,
-                disk_bytes_done=outlook.bytes_done,
-                disk_bytes_left=outlook.bytes_left,
-                disk_bytes_ahead=outlook.bytes_ahead,
-                disk_bytes_per_s=outlook.bytes_per_s,
-                is_from_peer=outlook.is_from_peer,
-            )
+            return self._readers.progress(stage)
 
     def wait_for_layer(self, stage: Stage, num_blocks: int, layer: int, timeout_s: float) -> int:
-        """Wait until the first `num_blocks` of a stage have `layer` in host memory. Returns how many leading ones do."""
+        """Wait until the first `num_blocks` of a stage have `layer` in host memory. Return how many leading blocks have it."""
         blocks = stage.blocks[:num_blocks]
 
         def is_settled() -> bool:
+            """Return whether each block has the layer or is bad."""
             return all(block.ready > layer or block.is_bad for block in blocks)
 
         with self._arrived:
@@ -222,7 +217,7 @@ class KvStore:
             return count_while(block.ready > layer and not block.is_bad for block in blocks)
 
     def release(self, stage: Stage) -> None:
-        """Let go of a stage. What nobody waits for any more is not read further."""
+        """Give up a stage. Reads that no other stage waits for are stopped."""
         if stage.is_revoked:
             return
         jobs = stage.jobs
@@ -234,8 +229,12 @@ class KvStore:
         stage.blocks = []
 
     def begin_copy(self, blocks: Sequence[Block]) -> Callable[[], None]:
-        """A device is told to copy a stage's blocks. They stay in host memory, also beyond the stage's release, until what is returned is called
-        (once, from any thread). Then those of an expected session are the first of it to leave."""
+        """Note that a device is told to copy a stage's blocks.
+
+        Returns:
+            A function to be called once, from any thread. Until then the blocks stay in host memory, also beyond the stage's release; afterwards
+            they are the first blocks of an expected session to leave.
+        """
         with self._lock:
             copied = self._host.begin_copy(blocks)
         return lambda: self._unpin(copied)
@@ -246,7 +245,7 @@ class KvStore:
                 self._host.unpin(block)
 
     def _let_go(self, stage: Stage) -> None:
-        """Nothing is held for it any more. Under the lock."""
+        """Unpin a stage's blocks and give up its reads. Call it under the lock."""
         for block in stage.blocks:
             self._host.unpin(block)
         for job in stage.jobs:
@@ -255,30 +254,30 @@ class KvStore:
         stage.jobs = set()
 
     def assume_disk_rate(self, bytes_per_s: float) -> None:
-        """Until it is seen at work, and again long after a time when it was slower."""
+        """Assume this speed of the disk until reads are measured, and again long after slow ones."""
         with self._lock:
             self._readers.disk.rate.prior = bytes_per_s
 
     def disk_bytes_per_s(self) -> float:
-        """What the disk has delivered lately while it was read."""
+        """Return the speed of the disk in recent reads."""
         with self._lock:
             return self._readers.disk.rate.at(self._clock())
 
     # -- other nodes (any thread) ------------------------------------------------------------------------------------
 
     def use_peers(self, find: FindPeer) -> None:
-        """Have stages that name a peer ask it."""
+        """Set how a peer is found by its address, for stages that name one."""
         with self._lock:
             self._readers.find_peer = find
 
     def peer_bytes_per_s(self, address: str) -> float | None:
-        """What a peer has delivered lately while it was read, or is expected to; None: it is not to be asked."""
+        """Return the speed of a peer in recent reads, or the assumed one; None: it is not to be asked."""
         with self._lock:
             reader = self._readers.peer(address)
             return reader.rate.at(self._clock()) if reader is not None else None
 
     def lend(self, keys: Sequence[BlockKey]) -> Loan:
-        """The leading `keys` that host memory or disk has, for another node to read. Nothing becomes "latest used" by it, nothing is evicted."""
+        """Lend the leading blocks that host memory or disk has to another node. A loan counts as no use, and evicts no block."""
         blocks: list[Block | None] = []
         for start in range(0, len(keys), LEND_AT_ONCE):
             with self._lock:  # not for long: the engine may be waiting
@@ -290,14 +289,14 @@ class KvStore:
         return Loan(keys, blocks, self.pool, self._disk, self.shape.num_layers, release)
 
     def _keep_fetched(self, blocks: list[Block]) -> None:
-        """A peer gave them, under the lock: one copy belongs on our own disk, too."""
+        """Queue blocks that a peer gave for this node's disk. Called under the lock."""
         if self._writer is not None:
             self._writer.add_all(blocks, self._clock())
 
-    # -- what is known of sessions (any thread) ----------------------------------------------------------------------
+    # -- sessions (any thread) -----------------------------------------------------------------------------------------
 
     def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
-        """A request of this session is expected at `at_s` on the store's clock; None takes that back."""
+        """Expect a session's request at `at_s` on the store's clock; None: no longer."""
         with self._lock:
             if (tenant, group) in self._host.groups:
                 self._host.groups[tenant, group].expected_s = at_s
@@ -311,8 +310,15 @@ class KvStore:
         is_asked: bool = True,
         is_session: bool = True,
     ) -> None:
-        """A request of this group is in the engine from now on, waiting or running. weight: its tenant's share against others'. is_asked: somebody
-        waits for its answer. is_session: all of the group's requests belong to one session."""
+        """Note that a request of this group is in the engine from now on, waiting or running.
+
+        Args:
+            group: the request's group.
+            tenant: its tenant.
+            weight: the tenant's share against others.
+            is_asked: whether a client waits for its answer.
+            is_session: whether all of the group's requests belong to one session.
+        """
         with self._lock:
             self._host.enter((tenant, group), is_asked=is_asked, is_session=is_session)
             if self._host.weights.get(tenant, 1.0) != weight:
@@ -321,17 +327,17 @@ class KvStore:
                     self._disk.weights[owner_tag(tenant)] = weight
 
     def leave(self, group: str, *, tenant: str = "") -> None:
-        """One that had entered has ended."""
+        """Note that a request that had entered has ended."""
         with self._lock:
             self._host.leave((tenant, group))
 
     def leave_all(self) -> None:
-        """The engine is gone, and all of its requests."""
+        """Note that the engine has ended with all of its requests."""
         with self._lock:
             self._host.live.clear()
 
     def end(self, group: str, *, tenant: str = "") -> None:
-        """Nobody will ask for this tenant's session again: its KV leaves host memory first."""
+        """Note that this session has ended for good: its KV leaves host memory first."""
         with self._lock:
             if (tenant, group) in self._host.groups:
                 self._host.groups[tenant, group].is_over = True
@@ -339,7 +345,7 @@ class KvStore:
     # -- as a whole (any thread) -------------------------------------------------------------------------------------
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Write what waits for the disk now. False if that took too long. Not for the engine or the I/O thread."""
+        """Write the queued blocks now. Return False if that took too long. Do not call it on the engine's or the I/O thread."""
         if self._writer is None:
             return True
         try:
@@ -349,12 +355,12 @@ class KvStore:
         return True
 
     def wait_for_reads(self, timeout_s: float) -> bool:
-        """Wait until nothing is being read any more. For benches and tests."""
+        """Wait until no read is under way, and return whether that is so. For benches and tests."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self._readers.is_idle, timeout_s)
 
     def close(self) -> None:
-        """Write what waits and close the disk tier. Nothing may be staged or saved afterwards. Raises TimeoutError where the disk holds that up."""
+        """Write the queued blocks and close the disk tier; afterwards no block may be staged or saved. Raises TimeoutError on a slow disk."""
         if self._writer is not None:
             self.flush()
             self._writer.close()
@@ -362,12 +368,12 @@ class KvStore:
             self._io.start(self._disk.close()).result(CLOSE_TIMEOUT_S)
 
     def drop_host(self) -> None:
-        """Empty the host tier of all that nobody holds; what is on disk stays there. For benches and tests."""
+        """Empty the host tier of all blocks that are not pinned; the disk keeps its blocks. For benches and tests."""
         with self._lock:
             self._host.clear()
 
     def stats(self) -> TierStats:
-        """A snapshot; takes the lock for microseconds."""
+        """Return the figures of now; takes the lock for microseconds."""
         with self._lock:
             host = self._host.snapshot()
             disk = _disk_stats(self._readers, self._writer, self._clock())
@@ -380,7 +386,7 @@ class KvStore:
         return TierStats(host=host, disk=disk, problem=self.problem)
 
     def check_invariants(self) -> None:
-        """For tests: memory adds up and nothing is held twice. Raises AssertionError."""
+        """Raise AssertionError if memory does not add up or a slot is held twice. For tests."""
         with self._lock:
             self._host.check_invariants()
             self._readers.check_invariants()
@@ -396,7 +402,7 @@ def _layers_to_read(block: Block | None, num_layers: int) -> int:
 
 
 def _disk_stats(readers: Readers, writer: WriteBehind | None, now: float) -> DiskTierStats:
-    """What is known of the disk beside what its log counts. Under the lock."""
+    """Return the figures of the disk that its log does not count. Call it under the lock."""
     return DiskTierStats(
         num_hits=readers.disk.num_hits,
         num_skipped_writes=writer.num_skipped if writer is not None else 0,

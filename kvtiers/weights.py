@@ -1,4 +1,4 @@
-"""Which weights lie in a model's folder: a digest of all that is in its files, which no change of one byte leaves as it was.
+"""A digest of the weights in a model's folder: of all bytes of its files.
 
 A file is read once. Its digest is remembered, in the process and in a small file, for as long as the file system says that it is the same file with
 the same content: the time of the inode's last change is looked at, too, which no copying tool can set back.
@@ -21,9 +21,9 @@ from msgspec import Struct
 from xxhash import xxh3_128
 
 Report = Callable[[str], None]
-"""Hears a phrase about how far the reading has come."""
+"""Is told in a phrase how far the reading has come."""
 
-# What people and other programs lay beside a model. Whatever else is there may be read by an engine.
+# Files that people and other programs put beside a model. An engine may read any other file.
 HARMLESS_SUFFIXES = frozenset(".gif .jinja .jpeg .jpg .lock .log .md .pdf .png .rst .svg .txt".split())
 HARMLESS_NAMES = frozenset(("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "README", "Makefile", "Dockerfile"))
 READ_BYTES = 8 << 20
@@ -37,7 +37,7 @@ MAX_MEMORY_BYTES = 4 << 20
 
 
 class _Remembered(Struct, frozen=True):
-    """signature: what the file system told of the file when it had this digest."""
+    """A file's digest, and the file system's facts about the file at that time (`signature`)."""
 
     signature: str
     digest: str
@@ -47,10 +47,11 @@ _in_process: dict[str, _Remembered] = {}
 
 
 def folder_revision(folder: Path, memory: Path | None = None, report: Report = lambda phrase: None) -> str:
-    """Which weights lie in a model's folder, or in a file that is a model. The same wherever they lie, and however the folder is called.
+    """Return a digest of the weights in a model's folder, or in a file that is a model, wherever it lies and whatever it is called.
 
     Args:
-        memory: a file of digests from earlier times; made or renewed where something had to be read. None: only this process remembers.
+        folder: the folder or file.
+        memory: a file of digests from earlier runs, written where a file had to be read. None: only this process remembers digests.
         report: called while the reading takes longer than two seconds.
     """
     paths = [path for path in sorted(folder.iterdir()) if _may_matter(path)] if folder.is_dir() else [folder]
@@ -65,11 +66,11 @@ def folder_revision(folder: Path, memory: Path | None = None, report: Report = l
 def _may_matter(path: Path) -> bool:
     if path.suffix.lower() in HARMLESS_SUFFIXES or path.name in HARMLESS_NAMES or path.name.startswith("."):
         return False
-    return path.is_file()  # reading a pipe would wait for whoever writes to it
+    return path.is_file()  # reading a pipe would wait for its writer
 
 
 def _digests(paths: Sequence[Path], memory: Path | None, report: Report) -> list[str]:
-    """Of each file what is remembered, or what is in it now."""
+    """Return the digest of each file, from memory where the file has not changed."""
     found = {str(path): _known(path, _in_process) for path in paths}
     if memory is not None and not all(found.values()):
         stored = _read(memory)
@@ -98,14 +99,14 @@ def _signature(status: os.stat_result) -> str:
 
 
 class _Progress:
-    """How many bytes have been read, by all readers."""
+    """The number of bytes read so far by all readers."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
 
 def _read_all(paths: Sequence[Path], report: Report) -> dict[str, _Remembered]:
-    """Of each file its digest; without a signature where it is not to be remembered."""
+    """Read the files, and return each one's digest, without a signature where it must not be remembered."""
     if not paths:
         return {}
     progress, num_bytes = _Progress(), sum(_size(path) for path in paths)
@@ -133,7 +134,7 @@ def _size(path: Path) -> int:
 
 
 def _read_settled(path: Path, progress: _Progress) -> _Remembered:
-    """One that nobody has changed meanwhile. Of one that is being written again and again nothing can be said: it is like no other."""
+    """Return the digest of a file that did not change while it was read; a unique digest for a file that keeps changing."""
     for _ in range(3):
         try:
             with path.open("rb", buffering=0) as file:
@@ -141,7 +142,7 @@ def _read_settled(path: Path, progress: _Progress) -> _Remembered:
                 digest = _digest(file.readinto, progress)
                 after = os.fstat(file.fileno())
         except OSError:
-            return _Remembered("", "unreadable")  # by an engine of this process, too
+            return _Remembered("", "unreadable")  # an engine of this process cannot read it either
         if _signature(before) == _signature(after):
             is_settled = now_ns - before.st_ctime_ns > SETTLED_S * 1e9
             return _Remembered(_signature(before) if is_settled else "", digest)
@@ -158,11 +159,11 @@ def _digest(read_into: Callable[[memoryview], int | None], progress: _Progress) 
     return f"{num_bytes}-{digest.hexdigest()}"
 
 
-# -- what is remembered ------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def _read(memory: Path) -> dict[str, _Remembered]:
-    """Nothing where it cannot be read: the files are read again then."""
+    """Return the remembered digests; none where they cannot be read, so that the files are read again."""
     try:
         if memory.stat().st_size > MAX_MEMORY_BYTES:
             return {}
@@ -172,7 +173,7 @@ def _read(memory: Path) -> dict[str, _Remembered]:
 
 
 def _write(memory: Path, found: Mapping[str, _Remembered]) -> None:
-    """Two that write at once lose what one of them has found: it is read again another time. So it is where nothing can be written."""
+    """Add digests to the memory. Where that fails, or two processes write at once, files are read again another time."""
     kept = {name: each for name, each in _read(memory).items() if name not in found} | dict(found)
     kept = dict(list(kept.items())[-MAX_REMEMBERED:])
     with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeEncodeError):

@@ -1,4 +1,4 @@
-"""Writes finished blocks to disk behind the engine's back, those of a session together."""
+"""Writes finished blocks to disk beside the engine's steps, the blocks of a session together."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ log = logging.getLogger(__name__)
 # this much KV per session, and no text. Chosen.
 WRITE_DELAY_S = 0.25
 RECORD_BYTES = 16 << 20  # chosen: sequential enough for any disk, soon enough on it
-UNWRITTEN_SHARE = 0.5  # of host memory: what waits for a slow disk may not crowd out what is read from it
+# The share of host memory that blocks may take which wait for a slow disk; the rest is for blocks that are read. Chosen.
+UNWRITTEN_SHARE = 0.5
 
 
 class WriteBehind:
-    """What waits to be written. `lock` is the store's."""
+    """The queue of blocks to be written. lock: the store's."""
 
     def __init__(self, host: HostTier, disk: DiskLog, io: IoThread, lock: threading.Lock) -> None:
         self.num_unwritten = 0
         self.num_skipped = 0
-        """Blocks that were not to wait: too many did already."""
+        """Blocks that were not queued, because too many waited already."""
         self._host, self._disk, self._io, self._lock = host, disk, io, lock
         self._unwritten: dict[Group, list[tuple[float, Block]]] = {}
         self._limit = int(host.pool.num_slots * UNWRITTEN_SHARE) // host.shape.num_layers
@@ -38,16 +39,17 @@ class WriteBehind:
         self._task = io.start(self._write_on())
 
     def close(self) -> None:
-        """What waits still is not written."""
+        """Stop writing; blocks that still wait are not written."""
         self._task.cancel()
 
     def wake(self) -> None:
-        """Blocks were added. From any thread."""
+        """Have the writer look for added blocks. May be called from any thread."""
         self._io.loop.call_soon_threadsafe(self._wakes.set)
 
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     def add(self, block: Block, now: float) -> None:
+        """Queue a block, unless too many wait."""
         if self.num_unwritten >= self._limit:
             self.num_skipped += 1
             return
@@ -56,14 +58,14 @@ class WriteBehind:
         self._unwritten.setdefault(block.group, []).append((now, block))
 
     def add_all(self, blocks: list[Block], now: float) -> None:
-        """Of which the writer then hears."""
+        """Queue blocks, and wake the writer."""
         for block in blocks:
             self.add(block, now)
         if blocks:
             self.wake()
 
     def lag_s(self, now: float) -> float:
-        """How long the block that has waited longest has."""
+        """Return the longest wait of a queued block, in seconds."""
         return now - min((queue[0][0] for queue in self._unwritten.values() if queue), default=now)
 
     # -- on the I/O thread -------------------------------------------------------------------------------------------
@@ -76,14 +78,15 @@ class WriteBehind:
             await self.write_all()
 
     async def write_all(self) -> None:
-        """Writes to disk all that is not there yet. Raises what the disk's writer raises."""
+        """Write all queued blocks to disk."""
         async with self._writing:
             while records := self._next_unwritten():
                 await self._write(records)
 
     def _next_unwritten(self) -> list[list[Block]]:
-        """Blocks that wait, a list for each record: of one session, so that reading it is sequential. The longest-waiting sessions first,
-        RECORD_BYTES in all; the blocks stay pinned until written.
+        """Return the blocks of the next records, each of one session, so that reading it is sequential.
+
+        The sessions that waited longest are first, RECORD_BYTES in all. The blocks stay pinned until they are written.
         """
         num_left = max(RECORD_BYTES // self._host.shape.block_bytes, 1)
         records = []

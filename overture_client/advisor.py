@@ -1,4 +1,4 @@
-"""Advises the gateway while a workflow's agents run: what all hooks share."""
+"""Advises the gateway while a workflow's agents run: the part that all hooks share."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ REPORT_TIMEOUT_S = 5.0
 
 
 class Advisor:
-    """One run of a workflow. Tell it who starts and ends; it advises for those who come after. Its methods return at once, on any thread.
+    """One run of a workflow.
+
+    Tell it which agents start and end; it advises for those that come next. Its methods return at once, on any thread.
+
+    As a context manager it calls `finish` at the end.
 
     Args:
         graph: shared by all runs of a workflow, so that each learns from those before; None begins a new one.
-        run_id: names the run's sessions (`CallGraph.session_of`). Runs that go on with the same conversations take the same id, a thread's, say;
+        run_id: names the run's sessions (`CallGraph.session_of`). Runs that continue the same conversations take the same id, a thread's, say;
             None makes up a new one.
-        model: what the agents' requests name as their model: one for all, or by agent.
+        model: the model that the agents' requests name: one for all, or by agent.
         clock: in seconds, monotonic.
-
-    As a context manager it calls `finish` at the end.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Advisor:
         self._sent: deque[Future[Receipt | None]] = deque(maxlen=MAX_RECEIPTS)
 
     def agent_started(self, name: str) -> None:
-        """An agent begins to work: those that follow it are advised."""
+        """Note that an agent begins to work, and advise about the agents that follow it."""
         now = self._clock()
         with self._lock:
             self._num_started += 1
@@ -72,29 +74,29 @@ class Advisor:
                 self._advise(expected.agent, expected.arrival_s if expected.is_measured else None)
 
     def agent_ended(self, name: str) -> None:
-        """An agent has done its work."""
+        """Note that an agent has done its work."""
         self._stopped(name)
         self.graph.ended(self.run_id, name, self._clock())
 
     def agent_failed(self, name: str) -> None:
-        """An agent broke off."""
+        """Note that an agent broke off."""
         self._stopped(name)
         self.graph.failed(self.run_id, name)
 
     def will_act(self, name: str, in_s: float | None = 0.0) -> None:
-        """It is known, not guessed, that this agent comes next, in `in_s` seconds at the earliest (None: unknown)."""
+        """Say that this agent certainly comes next, in `in_s` seconds at the earliest (None: unknown)."""
         self._advise(name, in_s)
 
     def session_of(self, name: str) -> str:
-        """The session of an agent in this run."""
+        """Return the session of an agent in this run."""
         return self.graph.session_of(self.run_id, name)
 
     def headers(self, name: str) -> dict[str, str]:
-        """What an agent's requests must carry, so that they find what was warmed for them."""
+        """Return the headers that an agent's requests must carry to find the KV that was prepared for them."""
         return self.client.headers(self.session_of(name), name)
 
     def finish(self) -> None:
-        """The run is over: advisories whose request never came are taken back, so that the gateway stops paying for them."""
+        """End the run: advisories whose request never came are cancelled, so that the gateway stops paying for them."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             # Where a framework breaks off, no end is told.
@@ -104,9 +106,9 @@ class Advisor:
         self.graph.forget(self.run_id)
 
     def report(self) -> dict[str, Any]:
-        """What the run's advisories came to, as the gateway tells; a dictionary for JSON. Waits for the gateway: not for an event loop's thread.
+        """Return the outcomes of the run's advisories, as a dictionary for JSON. It waits for the gateway: not for an event loop's thread.
 
-        ``states`` counts the advisories by state, ``gone`` being those that the gateway no longer knows.
+        ``states`` counts the advisories by state. ``gone`` counts those that the gateway no longer knows.
         """
         receipts = [future.result(REPORT_TIMEOUT_S) for future in list(self._sent)]
         # An advisory that was merged into an earlier one has its id.
@@ -127,7 +129,7 @@ class Advisor:
         }
 
     async def report_async(self) -> dict[str, Any]:
-        """`report` for callers in an event loop."""
+        """Return `report`, for callers in an event loop."""
         return await asyncio.to_thread(self.report)
 
     def __enter__(self) -> Self:
@@ -172,7 +174,7 @@ class Advisor:
 
 
 class _Told(NamedTuple):
-    """What the gateway was told of an agent, and when, on the advisor's clock."""
+    """The last advisory about an agent, and when it was sent, on the advisor's clock."""
 
     at_s: float
     arrival_s: float

@@ -1,4 +1,4 @@
-"""Who acts after whom in a workflow of agents, and how soon at the earliest: learned online, or given.
+"""The order in which agents of a workflow act, and how soon at the earliest: learned online, or given.
 
 Pure: callers pass the time. One graph serves many runs of the same workflow, from any thread.
 """
@@ -37,7 +37,7 @@ _VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 class Expected(NamedTuple):
     """An agent that will act. Ordered by time.
 
-    `arrival_s`: from now, at the earliest. `is_measured`: every runtime on the way has been seen; if not, `arrival_s` is a bound that says little.
+    arrival_s: from now, at the earliest. is_measured: every runtime on the way has been seen; if not, `arrival_s` is a bound that says little.
     """
 
     arrival_s: float
@@ -59,12 +59,13 @@ class _Agent:
     """Agents that are said to act after this one."""
 
     def probability_of(self, target: str) -> float:
-        """Share of this agent's ends after which `target` acted. A given edge counts as seen once, so it begins at 1."""
+        """Return the share of this agent's ends after which `target` acted. A given edge counts as seen once, so it begins at 1."""
         prior = target in self.given
         num_trials = self.num_ended + prior
         return min(1.0, (self.num_followed.get(target, 0) + prior) / num_trials) if num_trials else 1.0
 
     def targets(self) -> set[str]:
+        """Return the agents that may act after this one."""
         return self.given | self.num_followed.keys()
 
 
@@ -82,14 +83,15 @@ class _Run:
 class CallGraph:
     """Agents, edges, and a lower bound of each agent's runtime.
 
-    Source: SYMPHONY §1 and §3.1 (advisories to downstream agents with a lower bound of their arrival); departs in measuring the bound while serving,
-    where the paper profiles beforehand, and in learning edges.
+    Source: SYMPHONY §1 and §3.1 (advisories to downstream agents with a lower bound of their arrival); departs in measuring the bound while
+    serving, where the paper profiles beforehand, and in learning edges.
 
     Args:
-        edges: (agent, agent that acts after it), as far as known. Others are learned from the order in which agents act.
-        is_ordered: each agent acts once in a run, as in a pipeline: those that have acted are not expected again.
+        edges: known pairs of (agent, agent that acts after it). Others are learned from the order in which agents act.
+        is_ordered: each agent acts once in a run, as in a pipeline: agents that have acted are not expected again.
 
-    Raises ValueError for more than ``MAX_AGENTS`` agents in `edges`.
+    Raises:
+        ValueError: `edges` has more than ``MAX_AGENTS`` agents.
     """
 
     def __init__(self, edges: Iterable[tuple[str, str]] = (), *, is_ordered: bool = False) -> None:
@@ -103,7 +105,7 @@ class CallGraph:
             self.add_edge(source, target)
 
     def add_edge(self, source: str, target: str) -> None:
-        """Say that `target` may act after `source`. Raises ValueError where this would be agent ``MAX_AGENTS`` + 1."""
+        """Say that `target` may act after `source`. Raises ValueError if this would be agent ``MAX_AGENTS`` + 1."""
         with self._lock:
             given = self._given | {source, target}
             if len(given) > MAX_AGENTS:
@@ -113,13 +115,13 @@ class CallGraph:
             self._agent(source).given.add(target)
 
     def started(self, run_id: str, agent: str, now: float) -> None:
-        """An agent begins to work. It is taken to act after those that ended since the last start."""
+        """Note that an agent begins to work. It is taken to act after the agents that ended since the last start."""
         with self._lock:
             run = self._run(run_id)
             if run.ended:
                 run.sources, run.ended = frozenset(run.ended), set()
             elif not run.running:
-                # Nobody to run side by side with: all before it failed.
+                # It runs beside no other agent: all agents before it failed.
                 run.sources = frozenset()
             for source in run.sources:
                 self._learn(source, agent)
@@ -131,7 +133,7 @@ class CallGraph:
                 del run.running[next(iter(run.running))]
 
     def ended(self, run_id: str, agent: str, now: float) -> None:
-        """An agent has done its work: its runtime counts. Ignored if it was not seen to start."""
+        """Note that an agent has done its work, and count its runtime. Ignored if it was not seen to start."""
         with self._lock:
             started_s = self._pop_start(run_id, agent)
             if started_s is None:
@@ -148,24 +150,26 @@ class CallGraph:
                 run.ended.add(agent)
 
     def failed(self, run_id: str, agent: str) -> None:
-        """An agent broke off: how long that took tells nothing, and nobody acts after it."""
+        """Note that an agent broke off: its runtime tells nothing, and no agent acts after it."""
         with self._lock:
             self._pop_start(run_id, agent)
 
     def forget(self, run_id: str) -> None:
-        """The run is over. Runs that nobody forgets are dropped when many newer ones have come."""
+        """Forget a run that is over. Runs that are never forgotten are dropped when many newer ones have come."""
         with self._lock:
             self._runs.pop(run_id, None)
 
     def upcoming(self, run_id: str, agent: str, now: float) -> list[Expected]:
-        """Who will act after `agent`, directly or through others, soonest first.
+        """Return the agents that will act after `agent`, directly or through others, soonest first.
 
         Args:
-            agent: an agent that runs; one that was not seen to start is taken to start now.
+            run_id: names the run.
+            agent: an agent that runs; if it was not seen to start, it is taken to start now.
             now: in seconds, on the clock of `started`.
 
-        Returns at most ``MAX_UPCOMING``, each once. `agent` itself is among them where a loop leads back to it. Behind an agent whose runtime was
-        never measured nothing is said.
+        Returns:
+            At most ``MAX_UPCOMING`` agents, each once. `agent` itself is among them if a loop leads back to it. Agents behind one whose runtime
+                was never measured are left out.
         """
         with self._lock:
             run = self._runs.get(run_id) or _Run()
@@ -187,12 +191,12 @@ class CallGraph:
             return list(found.values())
 
     def lower_bound_s(self, agent: str) -> float | None:
-        """The least runtime among the agent's last ``WINDOW``; None if none was seen."""
+        """Return the least runtime among the agent's last ``WINDOW``; None if none was seen."""
         with self._lock:
             return self._bound_s(agent)
 
     def session_of(self, run_id: str, agent: str) -> str:
-        """The session in which `agent` talks to the model in this run: ``run_id:agent``, in the characters that the gateway takes.
+        """Return the session in which `agent` talks to the model in this run: ``run_id:agent``, in the characters that the gateway takes.
 
         Source of the limits: gateway/sessions/text.py (1 to 128 visible ASCII characters). Longer names keep their beginning and get a checksum.
         """
@@ -203,7 +207,7 @@ class CallGraph:
         return f"{name[: MAX_SESSION_ID_CHARS - len(checksum) - 1]}~{checksum}"
 
     def check_invariants(self) -> None:
-        """For tests: memory is bounded. Raises AssertionError."""
+        """Check, for tests, that memory is bounded. Raises AssertionError."""
         with self._lock:
             assert len(self._agents) <= MAX_AGENTS
             assert len(self._runs) <= MAX_RUNS
@@ -220,7 +224,7 @@ class CallGraph:
     # The rest is called with the lock held.
 
     def _agent(self, name: str) -> _Agent:
-        """The agent's record, made if need be: the learned agent that was not heard of for longest makes room."""
+        """Return the agent's record, made if need be: the learned agent that was silent for longest makes room."""
         record = self._agents.setdefault(name, _Agent())
         self._agents.move_to_end(name)
         if len(self._agents) > MAX_AGENTS:
@@ -239,11 +243,11 @@ class CallGraph:
         counts = self._agent(source).num_followed
         counts[target] = counts.get(target, 0) + 1
         if len(counts) > MAX_TARGETS:
-            # Not the one that just came, or a full table would never learn another.
+            # Keep the newest target, or a full table would never learn another.
             del counts[min((name for name in counts if name != target), key=counts.__getitem__)]
 
     def _pop_start(self, run_id: str, agent: str) -> float | None:
-        """When the agent's latest start was. Which of several starts an end belongs to is not known: the latest gives the least runtime."""
+        """Take the agent's latest start. Which of several starts an end belongs to is unknown: the latest gives the least runtime."""
         run = self._runs.get(run_id)
         starts = run.running.get(agent) if run is not None else None
         if run is None or not starts:
@@ -258,12 +262,12 @@ class CallGraph:
         return min(record.runtimes_s) if record is not None and record.runtimes_s else None
 
     def _left_s(self, run: _Run, agent: str, now: float) -> float:
-        """Until the agent ends, at the earliest: of several at once, the one that began first."""
+        """Return the seconds until the agent ends, at the earliest: of several runs of it at once, the one that began first."""
         started_s = run.running.get(agent, [now])[0]
         return max(0.0, (self._bound_s(agent) or 0.0) - max(0.0, now - started_s))
 
     def _after(self, done: Expected, excluded: set[str]) -> _Heap:
-        """Those that may act once `done.agent` has ended, which `done.arrival_s` says; a heap."""
+        """Push the agents that may act once `done.agent` has ended, at `done.arrival_s`, on a heap."""
         record = self._agents.get(done.agent)
         if record is None or done.arrival_s > HORIZON_S:
             return []

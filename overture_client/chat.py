@@ -5,8 +5,8 @@
             if isinstance(event, Delta):
                 print(event.text, end="")
 
-A dropped socket is opened again and every answer goes on where it stopped: no text is lost and none comes twice. What is
-decided about one answer (`chat_question`) is kept apart from the socket, so it can be tested without one.
+A dropped socket is opened again and every answer continues where it stopped: no text is lost and none comes twice. The decisions about one
+answer (`chat_question`) are kept apart from the socket, so they can be tested without one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Status = Literal["connecting", "starting", "connected", "reconnecting"]
 
 
 def socket_url(url: str) -> str:
-    """The chat socket's address for a server's address: `http://host:8000` gives `ws://host:8000/ws`. Raises ValueError."""
+    """Return the chat socket's address for a server's address: `http://host:8000` gives `ws://host:8000/ws`. Raises ValueError."""
     if "//" not in url:
         url = f"http://{url}"
     parts = urlsplit(url)
@@ -76,10 +76,14 @@ def socket_url(url: str) -> str:
 class ChatClient:
     """A connection to a gateway's chat socket. Use it as an async context manager; one event loop, any number of tasks.
 
-    `url` is the server's address (http, https, ws or wss). `patience_s`: how long to try when the server cannot be reached,
-    at first or after a drop; `starting_patience_s`: how long to wait for a server that says that its engine is starting.
-    `on_status` is told about changes of the connection, with the server's own words if it gave any. Entering raises
-    ChatError if the server is out of reach or refuses.
+    Args:
+        url: the server's address (http, https, ws or wss).
+        patience_s: how long to try when the server cannot be reached, at first or after a drop.
+        starting_patience_s: how long to wait for a server that says that its engine is starting.
+        on_status: is told about changes of the connection, with the server's own words if it gave any.
+
+    Raises:
+        ChatError: on entering, if the server is out of reach or refuses.
     """
 
     def __init__(
@@ -138,11 +142,11 @@ class ChatClient:
 
     @property
     def ready(self) -> Ready:
-        """The last greeting: models on offer and what the server is."""
+        """The last greeting: models on offer and facts about the server."""
         return self._ready
 
     async def open_session(self, session_id: str) -> Session:
-        """The session with its turns. Raises ChatError `not_found`, or `unreachable` if the socket drops meanwhile."""
+        """Return the session with its turns. Raises ChatError `not_found`, or `unreachable` if the socket drops meanwhile."""
         async with self._opening_lock:
             self._check_alive()
             self._opening = asyncio.get_running_loop().create_future()
@@ -151,7 +155,9 @@ class ChatClient:
             return await self._opening
 
     async def choose_version(self, session_id: str, turn_id: str) -> Session:
-        """Show another version of a message, one of its `Turn.versions`, with what followed it last. Returns the session as it is shown then.
+        """Show another version of a message, one of its `Turn.versions`, with the turns last shown after it.
+
+        Return the session as it is shown then.
 
         Raises ChatError: `not_found`, `busy` while an answer of the session is written, `unreachable`.
         """
@@ -171,11 +177,19 @@ class ChatClient:
     ) -> AsyncGenerator[Event, None]:
         """Ask, and yield `Accepted`, `Delta`s and `Done`; in rare cases `Restarted`, see there.
 
-        Without `session_id` the server makes a session, which `Accepted` names. `adapter` None is the base model; left
-        out, the session's last one stays. `after` names the turn that the question follows (None: it is the first); what
-        followed that turn before is kept as another version. `turn_id` makes
-        asking again safe: the server answers an id once. Raises ChatError. Leaving the iteration early stops the answer
-        at once if the generator is closed (`contextlib.aclosing`).
+        Leaving the iteration early stops the answer at once if the generator is closed (`contextlib.aclosing`).
+
+        Args:
+            content: the question.
+            session_id: without it the server makes a session, which `Accepted` names.
+            adapter: None is the base model; if left out, the session's last one stays.
+            sampling: options such as `temperature` and `max_tokens`.
+            after: the turn that the question follows (None: it is the first); the turns that followed that turn before are kept as another
+                version.
+            turn_id: makes asking again safe: the server answers an id once.
+
+        Raises:
+            ChatError: the question failed.
         """
         self._check_alive()
         message = Message(
@@ -222,7 +236,7 @@ class ChatClient:
     # Sending. Frames go through a queue to one writer, so that nothing here waits for a slow network.
 
     def _put(self, frame: Struct) -> bool:
-        """Send `frame`; False if there is no greeted socket."""
+        """Send `frame`; return False if there is no greeted socket."""
         if self._outbox is None:
             return False
         self._outbox.put_nowait(frame)
@@ -234,14 +248,14 @@ class ChatClient:
             self._put(Stop(turn.message.id))
 
     def _send_again(self, turn: Question) -> None:
-        """The later half of a delayed retry: only if somebody still waits for the answer."""
+        """Run the later half of a delayed retry, if the answer is still waited for."""
         if self._turns.get(turn.message.id) is turn:
             self._send_message(turn)
 
     # The connection: one task that opens it, reads it, and opens it again.
 
     async def _run(self) -> None:
-        """The client's one task: serves sockets until nothing mends it, then ends everything that waits."""
+        """Run the client's one task: serve sockets until an error that no new socket mends, then end all waiting calls."""
         try:
             self._fail(await self._serve_sockets())
         except Exception as error:
@@ -249,7 +263,7 @@ class ChatClient:
             self._fail(ChatError("internal", f"the client failed: {error!r}"))
 
     async def _serve_sockets(self) -> ChatError:
-        """Open a socket, serve it, open it again; returns what no new socket would mend."""
+        """Open a socket, serve it, open it again; return the error that no new socket would mend."""
         loop = asyncio.get_running_loop()
         self._reached_at_s = loop.time()
         self._on_status("connecting", "")
@@ -272,7 +286,7 @@ class ChatClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _connect_once(self) -> Exception | None:
-        """Open a socket and serve it until it ends; what ended it, None for a normal close."""
+        """Open a socket and serve it until it ends; return the error that ended it, None for a normal close."""
         host = urlsplit(self._url).hostname or ""
         # A proxy from the environment cannot reach this machine's own loopback.
         proxy: Literal[True] | None = (
@@ -310,7 +324,7 @@ class ChatClient:
             await asyncio.gather(writer, return_exceptions=True)
 
     def _greet(self, outbox: asyncio.Queue[Struct]) -> None:
-        """Say hello on a new socket, and name the turns that are under way, so that the server goes on with them."""
+        """Say hello on a new socket, and name the turns that are under way, so that the server continues them."""
         sent = [turn for turn in self._turns.values() if turn.is_sent]
         for start in range(0, max(1, len(sent)), MAX_RESUMED_TURNS):
             batch = sent[start : start + MAX_RESUMED_TURNS]
@@ -329,7 +343,7 @@ class ChatClient:
             raise ChatError(self._failure.code, self._failure.message, self._failure.retryable)
 
     def _fail(self, error: ChatError) -> None:
-        """End everything that waits."""
+        """End all waiting calls with an error."""
         self._failure = self._failure or error
         self._outbox = None
         self._end_opening(self._failure)
@@ -355,7 +369,7 @@ class ChatClient:
         try:
             frame = decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            # Frames of a newer protocol, and those that this client does not use (pong, advisory).
+            # A frame of a newer protocol, or of a type that this client does not use (pong, advisory).
             logger.debug("frame ignored: %s", error)
             return
         if isinstance(frame, Ready):
@@ -410,7 +424,7 @@ class ChatClient:
             turn.news.put_nowait(frame.as_exception())
 
     def _on_general_error(self, frame: ErrorFrame, outbox: asyncio.Queue[Struct]) -> None:
-        """An error that names no turn: about the greeting, about a session to open, or about a frame not understood."""
+        """Handle an error that names no turn: about the greeting, about a session to open, or about a frame not understood."""
         if self._outbox is None and frame.retryable:
             self._on_not_ready(frame, outbox)
         elif frame.code == "unauthorized" or self._outbox is None:
@@ -420,13 +434,13 @@ class ChatClient:
         elif (
             turn := next((turn for turn in self._turns.values() if not turn.is_accepted), None)
         ) is not None:
-            # The server takes frames in their order, so it is about the oldest one that it has not accepted.
+            # The server takes frames in their order, so the error is about the oldest question that it has not accepted.
             turn.news.put_nowait(frame.as_exception())
         else:
             logger.warning("the chat server answered %s: %s", frame.code, frame.message)
 
     def _on_not_ready(self, frame: ErrorFrame, outbox: asyncio.Queue[Struct]) -> None:
-        """The engine starts, or is being rebuilt: greet again in a moment."""
+        """Greet again in a moment: the engine starts, or is being rebuilt."""
         loop = asyncio.get_running_loop()
         self._starting_since_s = self._starting_since_s or loop.time()
         self._on_status("starting", frame.message)
@@ -437,7 +451,7 @@ class ChatClient:
 
 
 async def _write(socket: ClientConnection, outbox: asyncio.Queue[Struct]) -> None:
-    """Send what is put in the outbox until the socket ends (the reader sees that too)."""
+    """Send the frames of the outbox until the socket ends, which the reader sees, too."""
     with contextlib.suppress(ConnectionClosed):
         while True:
             await socket.send(encoder.encode(await outbox.get()), text=True)
@@ -447,7 +461,7 @@ async def _write(socket: ClientConnection, outbox: asyncio.Queue[Struct]) -> Non
 def _final_failure(
     url: str, error: Exception | None, unreached_s: float, patience_s: float
 ) -> ChatError | None:
-    """Whether to give up on `url` after a socket ended with `error`, `unreached_s` after the server was last heard of."""
+    """Return the error with which to give up on `url`, after a socket ended with `error` and `unreached_s` without the server; else None."""
     if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
         return ChatError("unauthorized", "the server wants an API key, or does not know this one")
     if isinstance(error, InvalidURI):

@@ -1,4 +1,4 @@
-"""What goes over the chat socket (docs/protocol.md), as structs: frames that the client sends and takes, and what its user is given of them."""
+"""Frames of the chat socket (docs/protocol.md), as structs: those that the client sends and takes, and the events for its user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ChatError(Exception):
-    """A question, or the whole connection, failed. `code` is one of the protocol's, or the client's own `unreachable`.
+    """A question, or the whole connection, failed.
 
-    `retryable`: the same question may succeed later. `retry_after_s`: after so many seconds, where the server knows.
+    code: one of the protocol's, or the client's own `unreachable`. retryable: the same question may succeed later. retry_after_s: seconds after
+    which to try again, if the server knows.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class ChatError(Exception):
 
 
 class KvSources(Struct, frozen=True):
-    """Where the KV of the prompt came from, in prompt tokens."""
+    """Prompt tokens by the tier that their KV came from."""
 
     device: int = 0
     host: int = 0
@@ -71,7 +72,7 @@ class Turn(Struct, frozen=True):
 
 
 class Session(Struct, frozen=True):
-    """A conversation with the turns that are shown of it. Times in seconds since the epoch."""
+    """A conversation with the turns that are shown. Times in seconds since the epoch."""
 
     id: str
     title: str | None = None
@@ -109,7 +110,7 @@ class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
 
 
 class Delta(Struct, frozen=True, tag_field="type", tag="delta"):
-    """More of the answer, or of what the model thinks before it. `seq` counts the engine's pieces up to here."""
+    """A piece of the answer, or of what the model thinks before it. `seq` counts the engine's pieces up to here."""
 
     id: str
     seq: int
@@ -136,6 +137,8 @@ class Done(Struct, frozen=True, tag_field="type", tag="done"):
 
 
 class ErrorFrame(Struct, frozen=True, tag_field="type", tag="error"):
+    """An error that the server sends. id: the turn that it ends, if any."""
+
     code: str
     message: str = ""
     retryable: bool = False
@@ -143,15 +146,20 @@ class ErrorFrame(Struct, frozen=True, tag_field="type", tag="error"):
     id: str | None = None
 
     def as_exception(self) -> ChatError:
+        """Return the error as an exception."""
         return ChatError(self.code, self.message or self.code, self.retryable, self.retry_after_s)
 
 
 class Hello(Struct, frozen=True, tag_field="type", tag="hello", omit_defaults=True):
+    """The first frame of a socket. resume: turns under way, with the pieces received."""
+
     session_id: str | None = None
     resume: list[dict[str, Any]] = []
 
 
 class Message(Struct, frozen=True, tag_field="type", tag="message"):
+    """A question."""
+
     id: str
     content: str
     session_id: str | UnsetType = UNSET
@@ -161,10 +169,14 @@ class Message(Struct, frozen=True, tag_field="type", tag="message"):
 
 
 class Stop(Struct, frozen=True, tag_field="type", tag="stop"):
+    """A request to end an answer."""
+
     id: str
 
 
 class Typing(Struct, frozen=True, tag_field="type", tag="typing"):
+    """Word that the user types in a session."""
+
     session_id: str
     adapter: str | None | UnsetType = UNSET
     draft: str | UnsetType = UNSET

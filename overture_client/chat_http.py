@@ -1,4 +1,4 @@
-"""The server's HTTP API as a chat uses it beside its socket."""
+"""The part of the server's HTTP API that a chat uses beside its socket."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ TIMEOUT_S = 10.0  # chosen: the server answers such calls from its database
 
 
 def call_api(socket_url: str, path: str, headers: Mapping[str, str], body: Any = None) -> bytes:
-    """The reply to `GET path`, or to `POST path` where there is a body, which is sent as JSON. Blocks for TIMEOUT_S at most.
+    """Return the reply to `GET path`, or to `POST path` with a body, which is sent as JSON. Blocks for TIMEOUT_S at most.
 
-    socket_url: of the server's chat socket (`overture_client.chat.socket_url`).
+    Args:
+        socket_url: of the server's chat socket (`overture_client.chat.socket_url`).
+        path: of the route, with its query.
+        headers: the key, for example.
+        body: sent as JSON; None for GET.
 
     Raises:
         ChatError: the server's own code and message, or `unreachable`.

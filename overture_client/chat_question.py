@@ -1,4 +1,4 @@
-"""One question under way, apart from the socket: what of the frames that come for it is news."""
+"""One question under way, apart from the socket: which of the frames that come for it are new."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Event,
 
 
 class Question:
-    """Tells news from repetitions.
+    """Tells new frames from repetitions.
 
-    Normally `seq` tells: a frame that is not beyond the last one is a repetition. After the server lost track of the turn the
-    question is sent again, and the answer comes from its beginning (`begin_replay`): then the text tells.
+    Normally `seq` tells: a frame that is not beyond the last one is a repetition. After the server lost track of the turn the question is sent
+    again, and the answer comes from its beginning (`begin_replay`): then the text tells.
     """
 
     def __init__(self, message: Message) -> None:
@@ -34,7 +34,7 @@ class Question:
         self._replay = []
 
     def on_accepted(self, frame: Accepted) -> list[Event]:
-        """The server has stored the message. Returns what the caller is told: nothing when it was told before."""
+        """Note that the server has stored the message. Return the events for the caller: none if it was told before."""
         self.is_resuming = False
         if self.is_accepted:
             return []
@@ -44,7 +44,7 @@ class Question:
         return [frame]
 
     def on_delta(self, frame: Delta) -> list[Event]:
-        """A piece of the answer. Returns what the caller is told: nothing for a piece that was seen before a reconnection."""
+        """Take a piece of the answer. Return the events for the caller: none for a piece that was seen before a reconnection."""
         self.is_resuming = False
         if frame.seq <= self.seq:
             return []
@@ -56,11 +56,11 @@ class Question:
         return self._compare(is_over=False)
 
     def on_done(self, frame: Done) -> list[Event]:
-        """The answer's end. Returns what the caller is told."""
+        """Take the answer's end. Return the events for the caller."""
         return [*(self._compare(is_over=True) if self._replay is not None else []), frame]
 
     def _compare(self, *, is_over: bool) -> list[Event]:
-        """What of the replay is new, once that is clear."""
+        """Return the new part of the replay, once that is clear."""
         seen, replay = "".join(self._seen), "".join(self._replay or ())
         if seen.startswith(replay) and (seen == replay or not is_over):
             return []

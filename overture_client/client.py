@@ -33,16 +33,16 @@ SESSION_HEADER = "X-Session-Id"
 AGENT_HEADER = "X-Agent-Name"
 ADVICE_TIMEOUT_S = 2.0  # chosen: an advisory that takes longer comes too late for most agents
 CHAT_TIMEOUT_S = 600.0  # as the OpenAI SDK has it
-CLOSE_S = 1.0  # chosen: for what is under way when the client is closed
+CLOSE_S = 1.0  # chosen: for calls under way when the client is closed
 MAX_IN_FLIGHT = 32  # chosen: far more than one workflow has agents
-MAX_KINDS = 64  # of failures that are told apart in the log
+MAX_KINDS = 64  # kinds of failures that are distinguished in the log
 
 
 class CallError(Exception):
-    """A call failed. `code` is one that the server gives over HTTP (docs/protocol.md, "Error codes"), or the client's own: ``unreachable``,
-    ``timeout``, ``bad_reply``, ``closed``.
+    """A call failed.
 
-    `http_status` is None where there was no answer.
+    code: one that the server gives over HTTP (docs/protocol.md, "Error codes"), or the client's own: ``unreachable``, ``timeout``,
+    ``bad_reply``, ``closed``. http_status: None without an answer.
     """
 
     def __init__(self, code: str, message: str, http_status: int | None = None) -> None:
@@ -53,7 +53,10 @@ class CallError(Exception):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway took an advisory. `is_merged`: an earlier one of the same session goes on under this id. `expires_in_s`: from now."""
+    """The gateway took an advisory.
+
+    is_merged: it renewed an earlier one of the same session, whose id this is. expires_in_s: from now.
+    """
 
     id: str
     session_id: str
@@ -63,11 +66,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdvisoryStatus(Receipt, frozen=True, kw_only=True):
-    """How an advisory stands, and once its request has come, what it was worth.
+    """The state of an advisory, and once its request has come, its worth.
 
-    `state`: ``hit`` and ``late`` are good ends, see docs/agents.md. `tier`: the fastest that holds the session's KV. `num_tokens`: of KV that there
-    is; `device_tokens`: of these on the device. `host_bytes`, `disk_bytes`, `peer_bytes`: moved from there; `adapter_bytes`: of the adapter.
-    `lead_ms`: from the advisory to its request. `late_ms`: how much sooner it should have come.
+    state: ``hit`` and ``late`` are good ends, see docs/agents.md. tier: the fastest that holds the session's KV. num_tokens: tokens that have
+    KV; device_tokens: those of them on the device. host_bytes, disk_bytes, peer_bytes: moved from there; adapter_bytes: of the adapter. lead_ms:
+    from the advisory to its request. late_ms: how much sooner it should have come.
     """
 
     tier: str | None = None
@@ -83,7 +86,10 @@ class AdvisoryStatus(Receipt, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AdviceCounts:
-    """Advisories so far: accepted by the gateway; failed or refused; never sent, since too many were under way or the client was closed."""
+    """The number of advisories so far, by what became of them.
+
+    num_accepted: by the gateway. num_failed: failed or refused. num_dropped: never sent, since too many were under way or the client was closed.
+    """
 
     num_accepted: int = 0
     num_failed: int = 0
@@ -93,12 +99,15 @@ class AdviceCounts:
 class OvertureClient:
     """Client of one gateway. Use it as a context manager, ``with`` or ``async with``, or call `close`.
 
+    Nothing is connected before the first call.
+
     Args:
         base_url: ``http://host:port``, with or without ``/v1``.
         timeout_s: for advisories.
         max_in_flight: advisories under way at once; more are dropped and counted.
 
-    Raises ValueError for a `base_url` that is none. Nothing is connected before the first call.
+    Raises:
+        ValueError: `base_url` is not such an address.
     """
 
     def __init__(
@@ -141,13 +150,16 @@ class OvertureClient:
         Source: SYMPHONY §3.1, figure 11.
 
         Args:
+            session_id: of the session.
             model: as the request will name it.
             expected_arrival_s: a lower bound from now; None if unknown.
             ordered: this client's advisories come in the order of their requests.
-            priority: lower goes first; None is as any other. Below 0, where the server allows it, its KV goes to the device at once.
+            priority: lower goes first; None is the usual one. Below 0, where the server allows it, its KV goes to the device at once.
             ttl_s: how long to keep the KV ready; None leaves it to the gateway.
 
-        Returns the gateway's receipt, or None where there is none: down, slow, refused, or too many under way. Each kind of failure is logged once.
+        Returns:
+            The gateway's receipt, or None without one: the gateway is down, slow, refuses, or too many advisories are under way. Each kind of
+                failure is logged once.
         """
         return await asyncio.wrap_future(
             self.advise_soon(
@@ -170,7 +182,7 @@ class OvertureClient:
         priority: int | None = None,
         ttl_s: float | None = None,
     ) -> Future[Receipt | None]:
-        """`advise` from any thread, without waiting. The future, which may be ignored, never fails."""
+        """Advise from any thread, without waiting. The future, which may be ignored, never fails."""
         body = {
             "session_id": session_id,
             "model": model,
@@ -182,28 +194,28 @@ class OvertureClient:
         return self._advice(self._post_advisory({key: v for key, v in body.items() if v is not None}))
 
     async def cancel(self, advisory_id: str) -> bool:
-        """Take an advisory back. Returns whether the gateway knew it."""
+        """Cancel an advisory. Return whether the gateway knew it."""
         is_known: bool | None = await asyncio.wrap_future(self.cancel_soon(advisory_id))
         return is_known is True
 
     def cancel_soon(self, advisory_id: str) -> Future[bool | None]:
-        """`cancel` from any thread, without waiting."""
+        """Cancel an advisory from any thread, without waiting."""
         return self._advice(self._delete_advisory(advisory_id))
 
     @property
     def counts(self) -> AdviceCounts:
-        """What became of this client's advisories."""
+        """The outcomes of sending this client's advisories."""
         with self._lock:
             return self._counts
 
     # Calls that raise CallError.
 
     async def advisory(self, advisory_id: str) -> AdvisoryStatus:
-        """How an advisory stands. Raises CallError, ``not_found`` if the gateway has forgotten it."""
+        """Return the state of an advisory. Raises CallError, ``not_found`` if the gateway has forgotten it."""
         return await asyncio.wrap_future(self.advisory_soon(advisory_id))
 
     def advisory_soon(self, advisory_id: str) -> Future[AdvisoryStatus]:
-        """`advisory` from any thread: call `result` on what it returns."""
+        """Ask for the state of an advisory from any thread: call `result` on the returned future."""
         return self._submit(self._get_advisory(advisory_id))
 
     async def chat(
@@ -215,9 +227,9 @@ class OvertureClient:
         agent: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """One call of ``/v1/chat/completions``; `options` go into its body. Returns the response's JSON.
+        """Call ``/v1/chat/completions`` once; `options` go into its body. Return the response's JSON.
 
-        Raises CallError, and ValueError for ``stream``: an SDK with `headers` does that.
+        Raises CallError, and ValueError for ``stream``: use an SDK with `headers` for that.
         """
         if options.get("stream"):
             raise ValueError("chat() does not stream; use an OpenAI SDK with the headers of headers()")
@@ -230,7 +242,7 @@ class OvertureClient:
         return answer
 
     def headers(self, session_id: str | None = None, agent: str | None = None) -> dict[str, str]:
-        """What names the session and the agent in a request, for `default_headers` or `extra_headers` of other SDKs."""
+        """Return headers that name the session and the agent, for `default_headers` or `extra_headers` of other SDKs."""
         named = {SESSION_HEADER: session_id, AGENT_HEADER: agent}
         # Names of agents are people's words; header values must be ASCII.
         return {header: quote(name, safe=_HEADER_SAFE) for header, name in named.items() if name}
@@ -238,7 +250,7 @@ class OvertureClient:
     # Life.
 
     def close(self) -> None:
-        """Give what is under way a second, then stop. May be called twice, from any thread but the client's own (a future's callback)."""
+        """Give calls under way a second, then stop. May be called twice, from any thread but the client's own (a future's callback)."""
         with self._lock:
             self._is_closed = True
             loop, thread = self._loop, self._thread
@@ -297,7 +309,7 @@ class OvertureClient:
         return self._loop
 
     def _advice(self, work: Coroutine[Any, Any, T]) -> Future[T | None]:
-        """Run `work` unless too much advice is under way; whatever goes wrong with it, the future's result is None."""
+        """Run `work` unless too much advice is under way; if it fails in any way, the future's result is None."""
         with self._lock:
             is_dropped = self._is_closed or self._num_in_flight >= self._max_in_flight
             if is_dropped:
@@ -369,7 +381,7 @@ class OvertureClient:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The JSON of the answer, None if it is empty. Raises CallError."""
+        """Return the JSON of the answer, None if it is empty. Raises CallError."""
         data = orjson.dumps(body) if body is not None else None
         try:
             async with (
@@ -378,7 +390,7 @@ class OvertureClient:
             ):
                 raw = await response.read()
         except asyncio.CancelledError:
-            # `close` gives up what is late. To the caller, who waits elsewhere, that is no cancellation.
+            # `close` cancels late calls. The caller's own task, which waits in another loop, was not cancelled.
             if self._is_closed:
                 raise CallError("closed", "the client was closed meanwhile") from None
             raise
@@ -414,7 +426,7 @@ class OvertureClient:
             await self._http.close()
 
     def _complain(self, kind: str, message: str) -> None:
-        """Log a failed advisory, the first of its kind for people to see: a gateway that is down would fill the log."""
+        """Log a failed advisory; only the first of its kind as a warning, because a gateway that is down would fill the log."""
         is_new = kind not in self._complaints and len(self._complaints) < MAX_KINDS
         if is_new:
             self._complaints.add(kind)
@@ -430,7 +442,7 @@ _HEADER_SAFE = "".join(map(chr, range(0x20, 0x7F)))
 
 
 def api_root(url: str) -> str:
-    """``http://host:8000`` and ``http://host:8000/v1/`` both give ``http://host:8000/v1``. Raises ValueError."""
+    """Return the API's address: ``http://host:8000`` and ``http://host:8000/v1/`` both give ``http://host:8000/v1``. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
@@ -440,7 +452,7 @@ def api_root(url: str) -> str:
 
 
 def refusal(http_status: int, raw: bytes) -> CallError:
-    """What an answer of status 400 or above says, as an exception."""
+    """Return an answer of status 400 or above as an exception."""
     try:
         error = orjson.loads(raw)["error"]
         return CallError(str(error.get("code") or http_status), str(error["message"]), http_status)

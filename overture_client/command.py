@@ -20,7 +20,7 @@ SERVER_GROUP = "overture.command"
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116})
 @click.version_option(__version__, prog_name="overture", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Overture's client: talk to an Overture server.
+    r"""Overture's client: talk to an Overture server.
 
     \b
     Talk to it              overture chat

@@ -1,4 +1,4 @@
-"""`overture nodes`: which nodes a running server has, draining them, and starting them again one after the other."""
+"""`overture nodes`: listing the nodes of a running server, draining them, and starting them again one after the other."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ JsonObject = dict[str, Any]
 
 
 class NodesError(Exception):
-    """What went wrong, for the person at the terminal."""
+    """A failure, with a text for the person at the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. Raises ValueError for a `url` that is none."""
+    """A running server. Raises ValueError for an invalid `url`."""
 
     url: str
     api_key: str | None = None
@@ -38,11 +38,11 @@ class Server:
         socket_url(self.url)
 
     def nodes(self) -> JsonObject:
-        """As `GET /v1/nodes` gives them. Raises NodesError."""
+        """Return the nodes as `GET /v1/nodes` does. Raises NodesError."""
         return self._call("GET", "v1/nodes")
 
     def change(self, what: str, node_id: str, wanted: JsonObject) -> JsonObject:
-        """Have something done to a node, which may go on after the reply. Raises NodesError."""
+        """Change a node, which may continue after the reply. Raises NodesError."""
         return self._call("POST", f"v1/nodes/{urllib.parse.quote(node_id, safe='')}/{what}", wanted)
 
     def _call(self, method: str, path: str, body: JsonObject | None = None) -> JsonObject:
@@ -79,7 +79,7 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def show(server: Server, *, as_json: bool) -> None:
-    """Raises NodesError."""
+    """Print the nodes in a table. Raises NodesError."""
     found = server.nodes()
     if as_json:
         print(json.dumps(found))
@@ -140,10 +140,10 @@ def _age(seconds: float) -> str:
 
 
 class Changes:
-    """Has things done to nodes, and says how it goes.
+    """Changes nodes, and tells the progress.
 
     Args:
-        wanted: what goes with each call, as `force`.
+        wanted: sent with each call, as `force`.
         timeout_s: how long one node may take.
         say: takes a line for the person.
     """
@@ -154,40 +154,40 @@ class Changes:
         wanted: JsonObject,
         timeout_s: float,
         say: Callable[[str], None],
-        wait: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._wanted, self._timeout_s = server, wanted, timeout_s
-        self._say, self._wait, self._clock = say, wait, clock
+        self._server, self._wanted, self._timeout_s, self._say = server, wanted, timeout_s, say
 
     def drain(self, node_id: str) -> None:
-        """Returns when nothing runs there any more. Raises NodesError."""
+        """Drain a node, and return when no request runs there any more. Raises NodesError."""
         self._server.change("drain", node_id, self._wanted)
         self._until(node_id, _is_drained)
         self._say(f"{node_id}: drained")
 
     def reopen(self, node_id: str) -> None:
-        """Raises NodesError."""
+        """Let a node take requests again. Raises NodesError."""
         self._server.change("reopen", node_id, {})
         self._say(f"{node_id}: takes requests again")
 
     def restart(self, node_ids: Sequence[str]) -> None:
-        """One after the other, each when the one before is back. Raises NodesError for the first that is not; the others stay as they are."""
+        """Restart nodes one after the other, each when the one before is ready.
+
+        Raises NodesError for the first that fails; later ones stay as they are.
+        """
         for node_id in node_ids:
             before = self._find(node_id)
             if before is None:
                 raise NodesError(f"there is no node named {node_id!r}")
-            began_s = self._clock()
+            began_s = time.monotonic()
             self._server.change("restart", node_id, self._wanted)
             self._until(node_id, lambda node, before=before: _is_back(node, before))  # type: ignore[misc]
-            self._say(f"{node_id}: ready again after {self._clock() - began_s:.0f} s")
+            self._say(f"{node_id}: ready again after {time.monotonic() - began_s:.0f} s")
 
     def _find(self, node_id: str) -> JsonObject | None:
         return next((node for node in self._server.nodes()["nodes"] if node["id"] == node_id), None)
 
     def _until(self, node_id: str, is_done: Callable[[JsonObject | None], bool]) -> None:
-        """Look until it is so, and tell what changes meanwhile. Raises NodesError if it fails, or takes too long."""
-        deadline_s = self._clock() + self._timeout_s
+        """Poll a node until it is in the wanted state, and tell changes meanwhile. Raises NodesError if it fails, or takes too long."""
+        deadline_s = time.monotonic() + self._timeout_s
         told = ""
         while True:
             node = self._find(node_id)
@@ -198,15 +198,15 @@ class Changes:
             if (words := _progress(node)) != told:
                 told = words
                 self._say(f"{node_id}: {told}")
-            if self._clock() > deadline_s:
+            if time.monotonic() > deadline_s:
                 raise NodesError(
                     f"{node_id}: not done after {self._timeout_s:.0f} s ({told}); it goes on without this command"
                 )
-            self._wait(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
 
 def _is_drained(node: JsonObject | None) -> bool:
-    """Also one that has left."""
+    """Return whether a node is drained or has left."""
     if node is None or node["state"] == "closed":
         return True
     load = node["load"]
@@ -222,7 +222,7 @@ def _is_back(node: JsonObject | None, before: JsonObject) -> bool:
 
 
 def _has_failed(node: JsonObject) -> bool:
-    """An engine that starts may tell of what it starts anew for."""
+    """Return whether a node has failed. A node that is starting may still show the failure it recovers from."""
     return node["state"] == "failed" or bool(
         node["error"] and node["state"] not in ("starting", "rebuilding")
     )

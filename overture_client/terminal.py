@@ -32,9 +32,7 @@ from overture_client.chat_http import call_api
 
 T = TypeVar("T")
 
-PATIENCE_S = (
-    5.0  # chosen: a server that was just started is there by then; one that is not running is soon said so
-)
+PATIENCE_S = 5.0  # chosen: a server that was just started answers by then, and a missing one is reported soon
 MAX_LISTED_SESSIONS = 20
 MAX_SHOWN_TURNS = 3  # of a reopened session's history
 EXIT_ERROR = 1
@@ -55,7 +53,7 @@ Ctrl+C stops an answer."""
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `overture chat` was asked for. Raises ValueError for a `url` that is none."""
+    """The options of `overture chat`. Raises ValueError for an invalid `url`."""
 
     url: str
     api_key: str | None = None
@@ -69,6 +67,7 @@ class Options:
 
     @property
     def sampling(self) -> dict[str, Any] | None:
+        """Return the sampling options that were given; None without any."""
         given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         return {name: value for name, value in given.items() if value is not None} or None
 
@@ -84,7 +83,7 @@ def ask_once(options: Options, question: str) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone. Python would complain once more when it flushes at exit.
+        # The reader of our output has closed it. Python would complain once more when it flushes at exit.
         sys.stderr.close()
         return EXIT_ERROR
     return 0
@@ -123,6 +122,7 @@ def _spinner_text(spinner: Spinner) -> Callable[[str, str], None]:
     }
 
     def show(status: str, detail: str) -> None:
+        """Show a change of the connection."""
         spinner.update(texts.get(status) or escape(detail))
 
     return show
@@ -142,7 +142,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. KeyboardInterrupt while waiting cancels it."""
+        """Return the result of `work`. KeyboardInterrupt while waiting cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -155,6 +155,7 @@ class LoopThread:
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
+        """Stop the loop and wait for its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=2.0)
 
@@ -178,6 +179,7 @@ class Terminal:
         )
 
     def run(self) -> int:
+        """Talk until the user leaves, and return the exit code."""
         try:
             with self._spinner:
                 self._loop.call(self._client.__aenter__())
@@ -250,7 +252,7 @@ class Terminal:
             self._console.print(f"[dim]{escape(summary(done))}[/dim]")
 
     def _events(self, question: str, turn_id: str) -> Iterator[Event]:
-        """The events of an answer, brought over from the loop's thread. Ctrl+C stops the answer, a second one gives it up."""
+        """Yield the events of an answer, brought over from the loop's thread. Ctrl+C stops the answer, a second one abandons it."""
         events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         answer = self._client.ask(
             question,
@@ -261,6 +263,7 @@ class Terminal:
         )
 
         async def pump() -> None:
+            """Put the answer's events, or the error that ended it, into the queue."""
             try:
                 async for event in answer:
                     events.put(event)
@@ -386,7 +389,7 @@ class Terminal:
 
 
 def version_of(turns: Sequence[Turn], argument: str) -> str | None:
-    """The id of the turn that "M V" names: version V of message M of `turns`, both counted from 1. None if there is no such version."""
+    """Return the id of the turn that "M V" names: version V of message M of `turns`, both counted from 1. None if there is no such version."""
     numbers = argument.split()
     if len(numbers) != 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
         return None
@@ -396,7 +399,7 @@ def version_of(turns: Sequence[Turn], argument: str) -> str | None:
 
 
 def summary(done: Done) -> str:
-    """One line about an answer: "12 tokens · first after 80 ms · 45.2 tokens/s · 96 of 120 prompt tokens from cache"."""
+    """Return one line about an answer: "12 tokens · first after 80 ms · 45.2 tokens/s · 96 of 120 prompt tokens from cache"."""
     usage, timings = done.usage, done.timings
     parts = [f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"]
     if timings.ttft_ms is not None:
@@ -411,8 +414,10 @@ def summary(done: Done) -> str:
 
 
 def fetch_sessions(options: Options, origin: str = "chat") -> list[dict[str, Any]]:
-    """The newest sessions that people began in a chat, or with origin "all" those of API calls as well, as `GET /api/sessions` gives them.
-    Raises ChatError."""
+    """Return the newest sessions that people began in a chat, or with origin "all" those of API calls as well, as `GET /api/sessions` does.
+
+    Raises ChatError.
+    """
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     path = f"/api/sessions?limit={MAX_LISTED_SESSIONS}&origin={origin}"
     sessions: list[dict[str, Any]] = json.loads(call_api(socket_url(options.url), path, headers))["sessions"]

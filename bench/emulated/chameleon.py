@@ -1,6 +1,6 @@
 """Chameleon's tables on vLLM's scheduler with our classes: queues and caches for adapters over loads.
 
-    python -m bench.emulated chameleon [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N] [--span-s S] [--trace PATH] [--find-shares]
+    python -m bench.emulated chameleon [--part main|eviction ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
 An arm is a policy of starting and one of eviction:
   base   fcfs, no cache: S-LoRA's. Adapters of requests that wait are copied ahead, and leave with their last request
@@ -9,26 +9,24 @@ An arm is a policy of starting and one of eviction:
   full   mlq, Chameleon's score: the paper's policies
   default  bounded, adaptive, and the host computes for adapters that are on their way over the link: what serves by default, and what the keys on
          top are of. The others' steps wait for their adapters
-Beside each stands what one that knows the future gains on the same requests with the same slots (`KNOWING`), and how much of that the arm gains
-(`of_clairvoyant`).
+Beside them stands what one that knows the future gains on the same requests with the same slots (`KNOWING`, `bound`).
 
-The device is an A40 by its data sheet, with one calibration from Chameleon's low-load figures (bench/sim/core/calibration.py); Llama-7B; 100 adapters
+The device is an A40 by its data sheet, with one calibration from Chameleon's low-load figures (core/calibration.py); Llama-7B; 100 adapters
 on q, k, v, o, all in host memory. The engine is ours, in virtual time: prompts in chunks beside those that decode; steps compute with adapters in
 slots, each as large as the largest adapter, as many as are in use at the paper's highest load; what leaves a slot is copied into KV blocks that
 nobody needs and goes when KV needs them, by the policy's order. The paper's cache has no such slots.
 
 Loads. The paper's 6 to 13 requests/s cannot be had of its hardware with the trace's lengths: at the A40's full 149.7 TFLOP/s (none are reached) the
 mean prompt takes 0.1 s, so 9.7/s would fill it without decoding one token. The paper does not say what it cut. Here lengths are cut to the model's
-2,048 tokens, then multiplied by one number, found so that `base` leaves its SLO at 8.7 requests/s, as the paper's does (`--find-shares`). That number
+2,048 tokens, then multiplied by one number, found so that `base` leaves its SLO at 8.7 requests/s, as the paper's does (`knees_per_s`). That number
 knows of no other arm, and it is the only one taken from a figure that is compared. SLO: P99 TTFT of five times the mean TTFT of requests that come
 one at a time (Chameleon §5.1).
 
-Memory. With 48 GB, the paper's, adapters never fill what KV leaves, and up to the paper's loads nobody waits for memory: `main` says nothing of which
-adapter goes or who starts first, and `sched` is `base` there. So `eviction` and `sched` have 24 GB, the least that the paper serves this model with
-(§5.5, Fig. 18), half the slots, and a number for their lengths found by the same rule; there KV takes copies back (`num_taken_back`).
+Memory. With 48 GB, the paper's, adapters never fill what KV leaves, and up to the paper's loads no request waits for memory: `main` says nothing of
+which adapter leaves or which request starts first, and `sched` is `base` there. So `eviction` has 24 GB, the least that the paper serves this model
+with (§5.5, Fig. 18), half the slots, and a number for its lengths found by the same rule; there KV takes copies back.
 
-Parts: `main` Fig. 10 and 12. `eviction` Fig. 14. `sched` Fig. 13 and 16. `forecast` Fig. 15, where it can matter: live, a forecast brings an adapter
-from disk to host memory, so that has room for a fifth of them; asked for at any time, as in the paper, or by timers.
+Parts: `main` Fig. 10 and 12. `eviction` Fig. 14. Orders within lanes (Fig. 13, 16) and forecasts (Fig. 15) gained nothing: bench/LOG.md.
 
 Predictor: `Classes` with accuracy 0.8, the paper's; a request gets the same guess in all arms. TTFT counts requests that come after a warm-up. The
 last line is JSON: changes are fractions of `base` on the same seed's requests, -0.8 is 80% less; ratios are of loads within SLO. Of each figure:
@@ -37,154 +35,77 @@ median over seeds; `spread` has least and most, `seeds` all. What falls short of
 
 from __future__ import annotations
 
-import argparse
+import itertools
+import math
+import random
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from bench.data import AZURE
-from bench.emulated.chameleon_runs import (
-    BASE,
-    CACHE,
-    DEFAULT,
-    KNOWING,
-    MAIN,
-    PAPER_KNEE,
-    SCHED,
-    Arm,
-    Bench,
-    Outcome,
-    Setting,
-    slo_s,
-)
-from bench.sim.core.calibration import A40
-from bench.sim.core.hardware import GB
-from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, changes, report_parts, seeds_of
+from bench.emulated.core.adapters import AdapterMemory
+from bench.emulated.core.arrivals import Classes
+from bench.emulated.core.assist import ColdStart, as_quick_as
+from bench.emulated.core.calibration import A40
+from bench.emulated.core.hardware import EPYC_9454, GB, Gpu
+from bench.emulated.core.models import LLAMA_7B
+from bench.emulated.core.node import Engine
+from bench.emulated.core.plays import Played, play_on_node
+from bench.emulated.core.steps import BLOCK_TOKENS, StepCost, pool_blocks
+from bench.emulated.core.traffic import Lengths, Pool, azure, poisson
+from bench.emulated.table import Bench, Table, crossing, median
+from bench.measures import quantile
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
-PARTS = ("main", "eviction", "sched", "forecast")
 SPAN_S, WARM_UP_S = 300.0, 60.0
-LOADS = (6, 8, 9, 11, 13)
-QUICK_LOADS = (6, 8, 9, 13)
-# As `--find-shares` finds them with three seeds.
-SHARE, SCARCE_SHARE = 0.186, 0.138
-SCARCE_GB, SCARCE_SLOTS = 24, 16
-# A plain disk of today reads some 2 GB/s. Chosen.
-DISK_BYTES_PER_S = 2e9
-HOST_SHARE = 0.2
-PAPER_P99 = {6: -0.147, 8: -0.246, 9: -0.807}
-PAPER_TPOT_S = 0.150
-# The tail grows so slowly there that seeds differ by more. Chosen.
-NEAR = 0.1
-# Keys, arms, and loads within SLO over the base's. Source: Chameleon Fig. 10.
-RATIOS = (
-    ("slo_load_ratio", "default", 12.9 / 8.7),
-    ("cache_only_ratio", "cache", 1.2),
-    ("sched_only_ratio", "sched", 1.1),
-)
-PAPER_P50 = {6: -0.139, 8: -0.209, 9: -0.481}
+LOADS, QUICK_LOADS, EVICTION_LOADS = (6, 8, 9, 11, 13), (6, 8, 9, 13), (8, 9)
+SLO_TIMES, ACCURACY = 5.0, 0.8
+# Factor to the next load, where P99 TTFT does not leave the SLO between the loads so far. Chosen.
+FURTHER = 1.2
+MODEL, POOL = LLAMA_7B, Pool()
 
 
-def main_part(bench: Bench, setting: Setting, loads: Sequence[int]) -> Part:
-    """Fig. 10 and 12: P99 and P50 TTFT over loads, and loads within SLO, of the four systems."""
-    bench.run(MAIN.values(), setting, loads)
-    figures: list[Figure] = []
-    result: dict[str, Any] = {}
-    for key, paper in (("ttft_p99", PAPER_P99), ("ttft_p50", PAPER_P50)):
-        for name, arm in list(MAIN.items())[1:]:
-            found = {}
-            for load in loads:
-                values = changes(bench.of(arm, setting, load), bench.of(BASE, setting, load), f"{key}_s")
-                paper_change = paper.get(load) if arm is DEFAULT else None
-                what = f"{key[-3:].upper()} TTFT at {load}, {name}"
-                figures.append(Figure(what, values, paper_change, True, arm.made_by))
-                found[str(load)] = round(figures[-1].median, 4)
-            result.setdefault(f"{key}_change_by_arm", {})[name] = found
-        own = result[f"{key}_change_by_arm"]["default"]
-        result[f"{key}_change"] = {str(load): own[str(load)] for load in loads if load in paper}
-    knees = {name: bench.knees(arm, setting, loads) for name, arm in MAIN.items()}
-    for key, name, paper_ratio in RATIOS:
-        ratios = tuple(a / b for a, b in zip(knees[name], knees["base"], strict=True))
-        figures.append(
-            Figure(f"load within SLO, {name}", ratios, paper_ratio, False, MAIN[name].made_by, "ratio")
-        )
-        result[key] = round(figures[-1].median, 4)
-    result |= clairvoyant(bench, setting, loads, result, knees["base"])
-    result["baseline_matches_paper"] = matches_paper(bench, setting, loads, knees["base"])
-    result["curve"] = {name: _curve(bench, arm, setting, loads) for name, arm in MAIN.items()}
-    result["knees_per_s"] = {name: [round(value, 3) for value in values] for name, values in knees.items()}
-    return figures, result
+# -- arms --------------------------------------------------------------------------------------------------------------
 
 
-def clairvoyant(
-    bench: Bench, setting: Setting, loads: Sequence[int], found: dict[str, Any], base_knees: Sequence[float]
-) -> dict[str, Any]:
-    """`bound`: the changes and ratios in `found`, of arms that know the future. `of_clairvoyant`: the part of what they gain that ours gain."""
-    bench.run([arm for arms in KNOWING.values() for arm in arms], setting, loads)
-    bound: dict[str, Any] = {}
-    shares: dict[str, Any] = {}
-    for key in ("ttft_p99", "ttft_p50"):
-        for name, arms in KNOWING.items():
-            own = found[f"{key}_change_by_arm"][name]
-            best = {str(load): _best(bench, arms, setting, load, f"{key}_s") for load in loads}
-            bound.setdefault(f"{key}_change_by_arm", {})[name] = best
-            shares.setdefault(key, {})[name] = {load: _part(own[load], best[load]) for load in best}
-        bound[f"{key}_change"] = bound[f"{key}_change_by_arm"]["default"]
-    for key, name, _ in RATIOS:
-        knees = [bench.knees(arm, setting, loads) for arm in KNOWING[name]]
-        ratio = max(
-            statistics.median(own / base for own, base in zip(of_arm, base_knees, strict=True))
-            for of_arm in knees
-        )
-        bound[key] = round(ratio, 4)
-        shares[key] = _part(found[key] - 1, ratio - 1)
-    return {"bound": bound, "of_clairvoyant": shares}
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One system.
+
+    Attributes:
+        queue: a name in the registry of policies.
+        eviction: which adapter leaves first, "" for no cache.
+        accuracy: of the predictor of lengths.
+        loads_are_free: an adapter is in its slot as soon as the slot is given to it.
+        cold_start: what happens to steps whose adapters are on their way.
+    """
+
+    queue: str = "fcfs"
+    eviction: str = ""
+    accuracy: float = ACCURACY
+    loads_are_free: bool = False
+    cold_start: ColdStart = "step waits"
 
 
-def _best(bench: Bench, arms: Sequence[Arm], setting: Setting, load: float, name: str) -> float:
-    """The change of the arm that does best: one order for all seeds, as the best seed by seed would mostly be luck."""
-    base = bench.of(BASE, setting, load)
-    return round(min(statistics.median(changes(bench.of(arm, setting, load), base, name)) for arm in arms), 4)
-
-
-def _part(own: float, most: float) -> float | None:
-    """What ours gains of what can be gained; None where that is less than 1%."""
-    return round(own / most, 3) if abs(most) >= 0.01 else None
-
-
-def matches_paper(
-    bench: Bench, setting: Setting, loads: Sequence[int], base_knees: Sequence[float]
-) -> dict[str, bool]:
-    """Whether `base` does what the paper's text says of S-LoRA (§5.2). Its load within SLO is what lengths were scaled by."""
-    tpot_s = [o.tpot_p99_s for load in loads if load in PAPER_P99 for o in bench.of(BASE, setting, load)]
-    return {
-        "load_within_slo": abs(statistics.median(base_knees) / PAPER_KNEE - 1) <= NEAR,
-        "tpot_p99_within_slo": statistics.median(tpot_s) <= PAPER_TPOT_S,
-    }
-
-
-def _curve(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[float]) -> dict[str, Any]:
-    return {str(load): _told(bench.of(arm, setting, load)) for load in loads}
-
-
-def _told(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    def values(name: str, digits: int = 4) -> list[float]:
-        return [round(getattr(outcome, name), digits) for outcome in outcomes]
-
-    shares = ("hit_share", "slot_share", "disk_share", "copied_share")
-    return {
-        **{name: values(name) for name in ("ttft_p99_s", "ttft_p50_s", "tpot_p99_s")},
-        **{name: round(statistics.median(values(name)), 4) for name in shares},
-        "link_gb": round(sum(outcome.link_bytes for outcome in outcomes) / GB, 1),
-        **{
-            name: sum(getattr(outcome, name) for outcome in outcomes)
-            for name in ("num_taken_back", "num_predicted", "num_squashed", "num_preempted")
-        },
-    }
-
-
+BASE, CACHE = Arm(), Arm(eviction="chameleon")
+DEFAULT = Arm(DEFAULT_POLICY, "adaptive", cold_start="host helps")
+MAIN = {
+    "base": BASE,
+    "cache": CACHE,
+    "sched": Arm("mlq"),
+    "full": Arm("mlq", "chameleon"),
+    "default": DEFAULT,
+}
+# What knows the future: the lengths of answers, and for a cache every next use, so that no request ever waits for a load. The slots are the engine's,
+# with the same number as ours. No order is known to be the best, so the best in hindsight counts, for each figure apart.
+ORDERS = ("fcfs", "sjf", "bounded")
+KNOWING = {
+    "cache": (Arm(loads_are_free=True),),
+    "sched": tuple(Arm(order, accuracy=1.0) for order in ORDERS),
+    "default": tuple(Arm(order, accuracy=1.0, loads_are_free=True) for order in ORDERS),
+}
 EVICTION_ARMS = {
     "lru": Arm(eviction="lru"),
     "equal": Arm(eviction="equal_weights"),
@@ -192,189 +113,209 @@ EVICTION_ARMS = {
     "adaptive": Arm(eviction="adaptive"),
     "default": DEFAULT,
 }
-PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26}
-PAPER_OF = PAPER_EVICTION | {"default": PAPER_EVICTION["paper"]}
 
 
-def eviction_part(bench: Bench, setting: Setting, loads: Sequence[int] = (8, 9)) -> Part:
-    """Fig. 14: which adapter goes, with fcfs; and beside them all that serves by default."""
-    bench.run([BASE, *EVICTION_ARMS.values(), *KNOWING["cache"], *KNOWING["default"]], setting, loads)
-    figures: list[Figure] = []
-    result: dict[str, Any] = {"bound": {}}
-    for load in loads:
-        base = bench.of(BASE, setting, load)
-        for name, arms in (("at", KNOWING["cache"]), ("default_at", KNOWING["default"])):
-            result["bound"][f"{name}_{load}"] = _best(bench, arms, setting, load, "ttft_p99_s")
-        for name, arm in EVICTION_ARMS.items():
-            outcomes = bench.of(arm, setting, load)
-            paper = PAPER_OF.get(name) if load == 8 else None
-            figures.append(
-                Figure(
-                    f"P99 TTFT at {load}, {name}",
-                    changes(outcomes, base, "ttft_p99_s"),
-                    paper,
-                    True,
-                    arm.made_by,
-                )
-            )
-            result.setdefault(f"at_{load}", {})[name] = round(figures[-1].median, 4)
-            result.setdefault(f"by_rank_at_{load}", {})[name] = _by_rank(outcomes, base)
-            result.setdefault(f"runs_at_{load}", {})[name] = _told(outcomes)
-    result["eviction"] = {name: result[f"at_{loads[0]}"][name] for name in PAPER_EVICTION}
-    return figures, result
+# -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def _by_rank(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> dict[str, float]:
-    """Change of P99 TTFT of the requests of each rank, the median over seeds."""
-    found: dict[int, list[float]] = {}
-    for a, b in zip(ours, theirs, strict=True):
-        for rank, own_s in a.ttft_p99_by_rank_s.items():
-            found.setdefault(rank, []).append(own_s / b.ttft_p99_by_rank_s[rank] - 1)
-    return {str(rank): round(statistics.median(values), 4) for rank, values in found.items()}
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting that all arms share. num_slots: for adapters that steps compute with. length_share: the factor of all lengths."""
+
+    gpu: Gpu = A40
+    num_slots: int = 32
+    length_share: float = 0.186
+    trace: Path = AZURE
+
+    @property
+    def lengths(self) -> Lengths:
+        """The trace's lengths, cut to the model and scaled."""
+        return _lengths(self.trace, self.length_share)
+
+    @property
+    def cost(self) -> StepCost:
+        """The device's cost of steps, with the paper's host as it helps with the largest adapters."""
+        prompt_tokens = round(statistics.fmean(prompt for prompt, _ in self.lengths.pairs))
+        host = as_quick_as(self.gpu, EPYC_9454, MODEL, max(POOL.ranks), prompt_tokens)
+        return StepCost(self.gpu, MODEL, assistant=host)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, whose KV has the memory that the slots leave. No prefix is shared, so none is kept."""
+        slot_blocks = MODEL.lora_bytes(max(POOL.ranks)) / (BLOCK_TOKENS * MODEL.kv_bytes_per_token)
+        num_blocks = pool_blocks(self.cost) - math.ceil(self.num_slots * slot_blocks)
+        return Engine(num_blocks, max_tokens=MODEL.max_tokens, has_prefix_cache=False)
 
 
-QUANTILES = (("ttft_p50_s", "P50"), ("ttft_p99_s", "P99"), ("ttft_p99_long_s", "P99 of long"))
-SCHED_ARMS = {
-    "sjf": Arm("sjf"),
-    "mlq": SCHED,
-    "mlq, paper": Arm("mlq, paper", rule="least_squares"),
-    "mlq, smallest first": Arm("mlq, smallest first"),
-    "mlq, aging 1 s": Arm("mlq, aging 1 s"),
-    "mlq, 100%": Arm("mlq", accuracy=1.0),
-    "mlq, 60%": Arm("mlq", accuracy=0.6),
-    "mlq, live predictor": Arm("mlq", accuracy=None),
-    "output only, 80%": Arm("mlq", is_output_only=True),
-    "output only, 60%": Arm("mlq", accuracy=0.6, is_output_only=True),
+AMPLE = Setting()
+SCARCE = Setting(A40.with_memory(24 * GB), num_slots=16, length_share=0.138)
+
+
+@cache
+def _lengths(trace: Path, share: float) -> Lengths:
+    return azure(trace).fitted(MODEL.max_tokens).scaled(share)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: an arm in a setting, at a load in requests a second."""
+
+    arm: Arm
+    setting: Setting
+    per_s: float
+    span_s: float = SPAN_S
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Results of a run, of requests that came after the warm-up."""
+
+    ttft_p50_s: float
+    ttft_p99_s: float
+
+
+def play(point: Point) -> Played:
+    """Play one point."""
+    arm, setting = point.arm, point.setting
+    return play_on_node(
+        arm.queue,
+        poisson(setting.lengths, POOL.dealt, point.per_s, point.span_s, point.seed),
+        setting.cost,
+        setting.engine,
+        Classes([answer for _, answer in setting.lengths.pairs], arm.accuracy, point.seed),
+        ranks=POOL.rank_of,
+        memory=AdapterMemory(
+            setting.num_slots,
+            arm.eviction or None,
+            arm.cold_start,
+            in_kv=bool(arm.eviction),
+            loads_are_free=arm.loads_are_free,
+        ),
+    )
+
+
+def serve(point: Point) -> Outcome:
+    """Play one point and return the compared figures."""
+    warm_up_s = min(WARM_UP_S, point.span_s / 2)
+    ttft_s = [job.ttft_s for job in play(point).jobs if job.arrival.at_s >= warm_up_s]
+    return Outcome(quantile(ttft_s, 0.5), quantile(ttft_s, 0.99))
+
+
+# -- loads within SLO --------------------------------------------------------------------------------------------------
+
+
+@cache
+def slo_s(setting: Setting, num: int = 2000) -> float:
+    """Return five times the mean TTFT of requests that come one at a time: an adapter's load and the prompt. It is `base`'s, whatever the arm."""
+    cost, ranks = setting.cost, POOL.rank_of
+    link_bytes_per_s = setting.gpu.achieved_link_bytes_per_s
+    pairs = random.Random("slo").choices(setting.lengths.pairs, k=num)
+    adapters = POOL.dealt(num, random.Random("slo adapters"))
+    ttfts = [
+        cost.prefill_s(prompt, ranks[a]) + MODEL.lora_bytes(ranks[a]) / link_bytes_per_s
+        for (prompt, _), a in zip(pairs, adapters, strict=True)
+    ]
+    return SLO_TIMES * statistics.fmean(ttfts)
+
+
+def points(bench: Bench, arms: Iterable[Arm], setting: Setting, loads: Iterable[float]) -> list[Point]:
+    """Return the points of all arms at all loads."""
+    return [Point(arm, setting, load, bench.size) for arm, load in itertools.product(arms, loads)]
+
+
+def knees(bench: Bench, arm: Arm, loads: Sequence[float]) -> tuple[float, ...]:
+    """Return by seed the load at which P99 TTFT leaves the SLO: between two of the loads, or beyond them where it does so there."""
+    limit_s, tried = slo_s(AMPLE), list(loads)
+    while True:
+        own = points(bench, [arm], AMPLE, tried)
+        bench.play(own)
+        curves = list(zip(*(bench.values(point, "ttft_p99_s") for point in own), strict=True))
+        found = [crossing(tried, p99s, limit_s) for p99s in curves]
+        if all(load is not None for load in found):
+            return tuple(load for load in found if load is not None)
+        is_too_high = any(p99s[0] > limit_s for p99s in curves)
+        tried = [tried[0] / FURTHER, *tried] if is_too_high else [*tried, tried[-1] * FURTHER]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+PAPER = {
+    "ttft_p99": {6: -0.147, 8: -0.246, 9: -0.807},
+    "ttft_p50": {6: -0.139, 8: -0.209, 9: -0.481},
 }
+PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26, "default": -0.26}
+# Loads within SLO over the base's, by arm. Source: Chameleon Fig. 10.
+RATIOS = {
+    "default": ("slo_load_ratio", 12.9 / 8.7),
+    "cache": ("cache_only_ratio", 1.2),
+    "sched": ("sched_only_ratio", 1.1),
+}
+BOUND = ("parts", "main", "bound")
 
 
-def sched_part(bench: Bench, setting: Setting, loads: Sequence[int] = (13,)) -> Part:
-    """Fig. 13 and 16: orders of starting and accuracies of the predictor without a cache, where requests queue."""
-    bench.run([BASE, *SCHED_ARMS.values()], setting, loads)
-    figures: list[Figure] = []
-    result: dict[str, Any] = {}
-    for load in loads:
-        base = bench.of(BASE, setting, load)
-        for name, arm in SCHED_ARMS.items():
-            for key, what in QUANTILES:
-                values = changes(bench.of(arm, setting, load), base, key)
-                figures.append(Figure(f"{what} TTFT at {load}, {name}", values, None, True, arm.made_by))
-                result.setdefault(f"at_{load}", {}).setdefault(name, {})[f"{key[:-2]}_change"] = round(
-                    figures[-1].median, 4
-                )
-    return figures, result
+def against_base(bench: Bench, arm: Arm, setting: Setting, load: float, measure: str) -> tuple[float, ...]:
+    """Return the change of a number against `base`, seed by seed."""
+    ours, base = points(bench, [arm, BASE], setting, [load])
+    return bench.changes(ours, base, measure)
 
 
-def forecast_part(bench: Bench, setting: Setting, load: int = 8) -> Part:
-    """Fig. 15: the histogram's forecasts against none, the cache and its policy the same. `bound`: none ever has to be read from disk."""
-    plain = Arm(eviction="adaptive")
-    arm = replace(plain, has_forecast=True)
-    figures: list[Figure] = []
-    result: dict[str, Any] = {"bound": {}}
-    for name, own in (("any_time", setting), ("timers", replace(setting, has_timers=True))):
-        foreseen = replace(own, host_bytes=None)
-        bench.run([plain, arm], own, [load])
-        bench.run([plain], foreseen, [load])
-        ours, theirs = bench.of(arm, own, load), bench.of(plain, own, load)
-        most = changes(bench.of(plain, foreseen, load), theirs, "ttft_p99_s")
-        result["bound"][name] = {"ttft_p99_change": round(statistics.median(most), 4)}
-        for key, what in QUANTILES[:2]:
-            paper = -0.088 if (name, what) == ("any_time", "P99") else None
-            values = changes(ours, theirs, key)
-            figures.append(
-                Figure(f"{what} TTFT at {load}, histogram, {name}", values, paper, True, arm.made_by)
-            )
-            result.setdefault(name, {})[f"{key[:-2]}_change"] = round(figures[-1].median, 4)
-        result[name] |= {"with": _told(ours), "without": _told(theirs)}
-    result["wins_anywhere"] = any(
-        result[name][f"{key[:-2]}_change"] < -0.01
-        for name in ("any_time", "timers")
-        for key, _ in QUANTILES[:2]
-    )
-    return figures, result
+def best(bench: Bench, knowing: str, setting: Setting, load: float, measure: str) -> float:
+    """Return the change of the best that knows the future: one order for all seeds, as the best seed by seed would mostly be luck."""
+    return min(median(against_base(bench, arm, setting, load, measure)) for arm in KNOWING[knowing])
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Setting]:
-    """Of each part."""
-    warm_up_s = min(WARM_UP_S, args.span_s / 2)
-    ample = Setting(trace=args.trace, length_share=SHARE, span_s=args.span_s, warm_up_s=warm_up_s)
-    scarce = replace(
-        ample, gpu=A40.with_memory(SCARCE_GB * GB), num_slots=SCARCE_SLOTS, length_share=SCARCE_SHARE
-    )
-    all_bytes = sum(ample.model.lora_bytes(rank) for rank in ample.pool.rank_of)
-    on_disk = replace(ample, host_bytes=int(HOST_SHARE * all_bytes), disk_bytes_per_s=DISK_BYTES_PER_S)
-    return {"main": ample, "eviction": scarce, "sched": scarce, "forecast": on_disk}
-
-
-def run_parts(
-    names: Sequence[str], bench: Bench, settings: dict[str, Setting], loads: Sequence[int]
-) -> Iterator[tuple[str, Part]]:
-    for name in PARTS:
-        if name not in names:
+def main_part(bench: Bench) -> None:
+    """Fig. 10 and 12: P99 and P50 TTFT over loads, and loads within SLO, of the four systems."""
+    loads = QUICK_LOADS if bench.is_quick else LOADS
+    bench.play(points(bench, [*MAIN.values(), *itertools.chain(*KNOWING.values())], AMPLE, loads))
+    for (key, papers), (name, arm), load in itertools.product(PAPER.items(), MAIN.items(), loads):
+        if arm == BASE:
             continue
-        setting = settings[name]
-        if name == "main":
-            figures, result = main_part(bench, setting, loads)
+        changes = against_base(bench, arm, AMPLE, load, f"{key}_s")
+        if arm == DEFAULT and load in papers:
+            bench.figure((f"{key}_change", str(load)), changes, papers[load])
+            bench.note((*BOUND, f"{key}_change", str(load)), best(bench, name, AMPLE, load, f"{key}_s"))
         else:
-            figures, result = {"eviction": eviction_part, "sched": sched_part, "forecast": forecast_part}[
-                name
-            ](bench, setting)
-        described = {
-            "made_by": f"{setting.made_by}; SLO {slo_s(setting):.3f} s",
-            "slo_s": round(slo_s(setting), 4),
-        }
-        yield name, (figures, result | described)
+            bench.figure(("changes_by_arm", key, name, str(load)), changes)
+    within = {name: knees(bench, arm, loads) for name, arm in MAIN.items()}
+    for name, (key, paper) in RATIOS.items():
+        ratios = [
+            [own / base for own, base in zip(found, within["base"], strict=True)]
+            for found in (within[name], *(knees(bench, arm, loads) for arm in KNOWING[name]))
+        ]
+        bench.figure((key,), ratios[0], paper, False, "ratio")
+        bench.note((*BOUND, key), max(map(median, ratios[1:])))
+    bench.note(("parts", "main", "slo_s"), round(slo_s(AMPLE), 4))
+    bench.note(("knees_per_s",), {name: [round(load, 3) for load in found] for name, found in within.items()})
+    for (name, arm), load, key in itertools.product(MAIN.items(), loads, ("ttft_p99_s", "ttft_p50_s")):
+        (point,) = points(bench, [arm], AMPLE, [load])
+        values = [round(value, 4) for value in bench.values(point, key)]
+        bench.note(("parts", "main", "curve", name, str(load), key), values)
 
 
-def run(args: argparse.Namespace) -> None:
-    settings = settings_of(args)
-    names = args.part or (PARTS[:1] if args.quick else PARTS)
-    with Workers(args.jobs) as workers:
-        bench = Bench(workers, seeds_of(args), {})
-        if args.find_shares:
-            for name in ("main", "eviction"):
-                print(name, bench.length_share(settings[name]))
-            return
-        loads = QUICK_LOADS if args.quick else LOADS
-        parts = run_parts(names, bench, settings, loads)
-        report_parts("Chameleon on vLLM's scheduler", "emulated-chameleon", bench.seeds, parts, _top)
-        print_costs(bench)
+def eviction_part(bench: Bench) -> None:
+    """Fig. 14: which adapter goes, with fcfs; and beside them all that serves by default."""
+    knowing = {"at": "cache", "default_at": "default"}
+    arms = [BASE, *EVICTION_ARMS.values(), *itertools.chain(*(KNOWING[name] for name in knowing.values()))]
+    bench.play(points(bench, arms, SCARCE, EVICTION_LOADS))
+    for load in EVICTION_LOADS:
+        for key, name in knowing.items():
+            bound = best(bench, name, SCARCE, load, "ttft_p99_s")
+            bench.note(("parts", "eviction", "bound", f"{key}_{load}"), bound)
+        for name, arm in EVICTION_ARMS.items():
+            paper = PAPER_EVICTION.get(name) if load == EVICTION_LOADS[0] else None
+            changes = against_base(bench, arm, SCARCE, load, "ttft_p99_s")
+            bench.figure(("parts", "eviction", f"at_{load}", name), changes, paper)
 
 
-def print_costs(bench: Bench) -> None:
-    outcomes = bench.outcomes.values()
-    num_steps, wall_s = sum(o.num_steps for o in outcomes), sum(o.wall_s for o in outcomes)
-    print(f"{len(outcomes)} runs, {num_steps} steps, {wall_s:.0f} s of processes", file=sys.stderr)
-
-
-def _top(parts: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if "main" in parts:
-        shares = parts["main"]["of_clairvoyant"]
-        found["baseline_matches_paper"] = all(parts["main"]["baseline_matches_paper"].values())
-        found["of_clairvoyant"] = min(
-            share
-            for key in ("ttft_p99", "ttft_p50")
-            for load, share in shares[key]["default"].items()
-            if int(load) in PAPER_P99 and share is not None
-        )
-    for name in ("main", "eviction"):
-        found |= {
-            key: value
-            for key, value in parts.get(name, {}).items()
-            if key.endswith(("_change", "_ratio")) or key == "eviction"
-        }
-    return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table_arguments(parser, PARTS, "the part main, at 6, 8, 9 and 13 requests/s")
-    parser.set_defaults(seeds=3)
-    parser.add_argument("--trace", type=Path, default=AZURE)
-    parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
-    parser.add_argument(
-        "--find-shares", action="store_true", help="print the numbers that lengths are multiplied by"
-    )
+TABLE = Table(
+    "emulated-chameleon",
+    "Chameleon on vLLM's scheduler",
+    serve,
+    {"main": main_part, "eviction": eviction_part},
+    (SPAN_S, SPAN_S),
+    "the part main, at 6, 8, 9 and 13 requests/s",
+    seeds=3,
+    quick_parts=("main",),
+)

@@ -1,163 +1,201 @@
 """Is what serves exactly what we say it is, and what does it cost?
 
-    python -m bench.emulated exact [--requests N] [--repeats N] [--seed N] [--policy NAME ...]
+    python -m bench.emulated exact [--part order|overhead|deciding ...] [--quick] [--seeds N] [--seed N]
 
-Device: an A40 with Llama-2-7B (bench/sim/core). Loads under, at and over what it can serve, and one in tight memory, where requests are preempted.
+Device: an A40 with Llama-2-7B (core/). Loads under, at and over what it can serve, and one in tight memory, where requests are preempted.
 
 order     with `fcfs`, our scheduler class, queue and glue give every request its first token and its end when vLLM's own queue does, to the last
           digit. Every policy played twice gives the same times twice
 overhead  wall time of a step in the scheduler (`add_request`, `schedule`, `update_from_output`), ours over vLLM's own, on the same requests, plays
           in turns: with `fcfs` the very same steps; with `mlq` its own. `overhead_vs_vllm_scheduler` is the larger median
-deciding  with 10,000 queued all the time: wall time of all of our scheduling, and of `decide` alone, over the steps' (virtual) time
+deciding  with 10,000 queued all the time: wall time of all of our scheduling, and of `decide` alone, over the steps' (virtual) time; of `mlq` also
+          with 1,000 tenants in place of eight, and with no queue
 
-The last line is JSON.
+Since it is wall time that is measured, one play runs at a time. The last line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
+import gc
+import itertools
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.emulated.deciding import measure, rows
-from bench.emulated.node import Engine
-from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
-from bench.live.report import report, spread
-from bench.sim.core.calibration import A40
-from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.requests import Arrival
-from bench.sim.core.shapes import pool_blocks
-from bench.sim.core.steps import StepCost
+from bench.emulated.core.calibration import A40
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.models import LLAMA2_7B
+from bench.emulated.core.node import EmulatedNode, Engine
+from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
+from bench.emulated.core.steps import StepCost, StepWork, pool_blocks
+from bench.emulated.table import Bench, Table, median
 from engine_bridge.policy.scheduling.policies import POLICIES
 
 # Requests a second. The device answers some 2.4 of these lengths.
 LOADS = {"under": 1.6, "at": 2.4, "over": 4.0, "tight": 2.0}
 # Of the memory, for the load in which it is tight. Chosen: some requests are preempted, all are served.
 TIGHT_SHARE = 0.3
-OVERHEAD_LOADS = ("under", "over")
 OVERHEAD_AIM, SHARE_AIM = 1.5, 0.005
-NUM_QUEUED = 10_000
+NUM_QUEUED, NUM_TENANTS = 10_000, 8
+# Steps that are looked at, after those in which the device fills. Chosen: a second or two of wall time.
+NUM_STEPS, NUM_WARM = 400, 100
+COST = StepCost(A40, LLAMA2_7B)
+ENGINE = Engine(pool_blocks(COST))
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests, and what they meet."""
+class Play:
+    """A play of so many requests. turn: tells plays of the same requests apart."""
 
-    name: str
-    requests: list[Arrival]
-    cost: StepCost
-    engine: Engine
-
-    def play(self, policy: str) -> Played:
-        return play_on_node(policy, self.requests, self.cost, self.engine)
+    load: str
+    policy: str
+    num_requests: int
+    turn: int = 0
+    seed: int = 0
 
 
-def loads(num_each: int, seed: int) -> list[Load]:
-    cost = StepCost(A40, LLAMA2_7B)
-    engine = Engine(pool_blocks(cost))
-    lengths = lognormal(num_each, seed)
-    found = []
-    for name, per_s in LOADS.items():
-        own = replace(engine, num_blocks=int(engine.num_blocks * TIGHT_SHARE)) if name == "tight" else engine
-        found.append(Load(name, arrivals(lengths, per_s, num_each, seed), cost, own))
-    return found
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Steps while so many requests wait all the time."""
+
+    policy: str
+    num_queued: int = NUM_QUEUED
+    num_tenants: int = NUM_TENANTS
+    seed: int = 0
 
 
-def order_of(load: Load, policies: Sequence[str]) -> dict[str, Any]:
-    """fcfs against vLLM's queue, and every policy against itself."""
-    stock = load.play("vllm")
-    repeats, differ = [], []
-    for policy in policies:
-        first, again = load.play(policy), load.play(policy)
-        repeats.append(first.times == again.times)
-        if policy == "fcfs":
-            differ = [a for a, b in zip(first.times, stock.times, strict=True) if a != b]
-        print(f"  {load.name}: {policy} {'repeats' if repeats[-1] else 'DIFFERS'}", file=sys.stderr)
-    return {
-        "load": load.name,
-        "fcfs_equals_vllm": not differ,
-        "num_different": len(differ),
-        "policies_repeat": all(repeats),
-        "not_repeating": [name for name, same in zip(policies, repeats, strict=True) if not same],
-        "num_preempted": stock.num_preempted,
-    }
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Parts of the steps' time: of `decide` alone, and of all our scheduling."""
+
+    decide: float
+    own: float
 
 
-def overhead_of(chosen: Sequence[Load], repeats: int) -> dict[str, list[float]]:
-    """µs of a step by queue, and ours over vLLM's; plays in turns, the first one of each left out: it loads what is lazy."""
-    found: dict[str, list[float]] = {"vllm": [], "fcfs": [], "mlq": [], "fcfs_ratio": [], "mlq_ratio": []}
-    for repeat in range(repeats + 1):
-        for load in chosen:
-            own = {policy: load.play(policy).us_per_step for policy in ("vllm", "fcfs", "mlq")}
-            if repeat:
-                for policy, us in own.items():
-                    found[policy].append(us)
-                for policy in ("fcfs", "mlq"):
-                    found[f"{policy}_ratio"].append(own[policy] / own["vllm"])
-    return found
+def serve(point: Play | Queue) -> Played | Shares:
+    """Play one point."""
+    if isinstance(point, Queue):
+        return measure(point)
+    num_blocks = int(ENGINE.num_blocks * TIGHT_SHARE) if point.load == "tight" else ENGINE.num_blocks
+    lengths = lognormal(point.num_requests, point.seed)
+    requests = arrivals(lengths, LOADS[point.load], point.num_requests, point.seed)
+    return play_on_node(point.policy, requests, COST, replace(ENGINE, num_blocks=num_blocks))
 
 
-def run(args: argparse.Namespace) -> None:
-    began_s = time.perf_counter()
-    policies = args.policy or list(POLICIES)
-    chosen = loads(-(-args.requests // len(LOADS)), args.seed)
-    orders = [order_of(load, policies) for load in chosen]
-    print(f"  overhead, {args.repeats} times", file=sys.stderr)
-    overhead = overhead_of([load for load in chosen if load.name in OVERHEAD_LOADS], args.repeats)
-    queued = []
-    for row in rows(policies, NUM_QUEUED):
-        queued.append(measure(row, chosen[0].cost, chosen[0].engine, args.seed))
-        print(f"  {queued[-1]}", file=sys.stderr)
-    worst = max(statistics.median(overhead[f"{policy}_ratio"]) for policy in ("fcfs", "mlq"))
-    mlq = next((row for row in queued if row["policy"] == "mlq"), queued[0])
-    result = {
-        "bench": "emulated-exact",
-        "fcfs_equals_vllm": all(order["fcfs_equals_vllm"] for order in orders),
-        "requests": sum(len(load.requests) for load in chosen),
-        "us_per_step": round(statistics.median(overhead["mlq"]), 1),
-        "overhead_vs_vllm_scheduler": round(worst, 3),
-        "policies_repeat": all(order["policies_repeat"] for order in orders),
-        "decide_share_10000_queued": mlq["decide_share"],
-        "scheduling_share_10000_queued": mlq["own_share"],
-        "loads": orders,
-        "overhead": {name: [round(value, 3) for value in values] for name, values in overhead.items()},
-        "deciding": queued,
-        "took_s": round(time.perf_counter() - began_s, 1),
-    }
-    report("What serves, on a virtual device", _table(result, overhead), result)
+class _Watched(EmulatedNode):
+    """Writes down what each step's scheduling took of wall time."""
+
+    def watch(self) -> None:
+        self.own_s: list[float] = []
+        self.decide_s: list[float] = []
+        self.step_s: list[float] = []
+        self._seen = self.scheduling.seconds()
+
+    def _end(self, output: Any, work: StepWork, began_s: float, failed: set[int]) -> None:
+        seconds = self.scheduling.seconds()
+        self.own_s.append(seconds["step"] - self._seen["step"])
+        self.decide_s.append(seconds["decide"] - self._seen["decide"])
+        self.step_s.append(self.clock.now - began_s)
+        self._seen = seconds
+        super()._end(output, work, began_s, failed)
 
 
-def _table(result: dict[str, Any], overhead: dict[str, list[float]]) -> list[tuple[str, str, str]]:
-    found = [
-        (f"fcfs against vLLM's queue, {order['load']}", f"{order['num_different']} differ", "aim 0")
-        for order in result["loads"]
-    ]
-    found += [
-        ("policies played twice", "the same" if result["policies_repeat"] else "DIFFER", "the same"),
-        *((f"µs a step, {name}", spread(overhead[name]), "") for name in ("vllm", "fcfs", "mlq")),
-        *(
-            (f"{name} over vLLM's own", spread(overhead[f"{name}_ratio"]), f"aim ≤ {OVERHEAD_AIM}")
-            for name in ("fcfs", "mlq")
-        ),
-    ]
-    for row in result["deciding"]:
-        what = f"{row['decide_share']:.2%} decide, {row['own_share']:.2%} all of ours"
-        found.append(
-            (
-                row["row"],
-                f"{what}; p99 {row['decide_p99_us']:.0f}, {row['own_p99_us']:.0f} µs",
-                f"aim ≤ {SHARE_AIM:.1%}",
-            )
+def measure(
+    queue: Queue,
+    stopwatch: Callable[[], float] = time.perf_counter,
+    cost: StepCost = COST,
+    engine: Engine = ENGINE,
+) -> Shares:
+    """Return the time of our scheduling while requests wait: a new request replaces each ended one.
+
+    stopwatch: tells the time that our scheduling takes.
+    """
+    clock, num = Clock(), queue.num_queued + 2000
+    node = _Watched(clock, cost, engine, queue.policy, stopwatch=stopwatch)
+    node.watch()
+    rng = random.Random(f"tenants {queue.seed}")
+    requests = [
+        replace(
+            arrival,
+            tenant=f"tenant {rng.randrange(queue.num_tenants)}",
+            priority=rng.choice((0, 0, 0, 1, -1)),
         )
-    return found
+        for arrival in arrivals(lognormal(num, queue.seed), 1.0, num, queue.seed)
+    ]
+    # The oldest has waited for half a minute.
+    for number, arrival in enumerate(requests[: queue.num_queued]):
+        node.submit_ahead(replace(arrival, at_s=30.0 * number / queue.num_queued))
+    node.wake()
+    later = iter(requests[queue.num_queued :])
+    gc.collect()
+    gc.freeze()
+    try:
+        while len(node.own_s) < NUM_WARM + NUM_STEPS:
+            num_ended = len(node.ended)
+            clock.step()
+            # Without a queue a request comes whenever none runs.
+            for _ in range(len(node.ended) - num_ended if queue.num_queued else not node.is_serving):
+                node.submit(replace(next(later), at_s=clock.now))
+    finally:
+        gc.unfreeze()
+        node.close()
+    own_s, decide_s, step_s = (sum(each[NUM_WARM:]) for each in (node.own_s, node.decide_s, node.step_s))
+    return Shares(decide_s / step_s, own_s / step_s)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=2400, help="over all loads")
-    parser.add_argument("--repeats", type=int, default=3, help="of the plays that are timed")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--policy", choices=tuple(POLICIES), action="append", help="all by default")
+def order_part(bench: Bench) -> None:
+    """Compare fcfs with vLLM's queue, and every policy with itself."""
+    num_each = int(bench.size) // len(LOADS)
+    repeats, equals = {}, {}
+    for load, policy in itertools.product(LOADS, POLICIES):
+        first, again = (bench.values(Play(load, policy, num_each, turn), "times") for turn in (0, 1))
+        repeats[f"{policy}, {load}"] = first == again
+        if policy == "fcfs":
+            equals[load] = first == bench.values(Play(load, "vllm", num_each), "times")
+    bench.note(("fcfs_equals_vllm",), all(equals.values()))
+    bench.note(("policies_repeat",), all(repeats.values()))
+    different = [name for name, is_same in (repeats | equals).items() if not is_same]
+    bench.figure(("num_different",), [len(different)], 0, unit="number")
+    bench.note(("different",), different)
+
+
+def overhead_part(bench: Bench) -> None:
+    """Find the wall time of a step over vLLM's; the first play of each queue, which loads modules, does not count."""
+    num_each, policies = int(bench.size) // len(LOADS), ("vllm", "fcfs", "mlq")
+    bench.play(Play("under", policy, num_each, turn=2) for policy in policies)
+    loads = ("under", "over")
+    plays = {(load, policy): Play(load, policy, num_each, turn=3) for load in loads for policy in policies}
+    bench.play(plays.values())
+    ratios = {}
+    for policy in policies:
+        us = [us for load in loads for us in bench.values(plays[load, policy], "us_per_step")]
+        bench.figure(("us_per_step", policy), us, unit="number")
+        pairs = [(plays[load, policy], plays[load, "vllm"]) for load in loads]
+        ratios[policy] = median(ratio for pair in pairs for ratio in bench.ratios(*pair, "us_per_step"))
+    worst = max(ratios["fcfs"], ratios["mlq"])
+    bench.figure(("overhead_vs_vllm_scheduler",), [worst], OVERHEAD_AIM, unit="ratio")
+
+
+def deciding_part(bench: Bench) -> None:
+    """Find the share of the steps' time that deciding takes."""
+    queues = {policy: Queue(policy) for policy in POLICIES}
+    queues |= {"mlq, 1,000 tenants": Queue("mlq", num_tenants=1000), "mlq, no queue": Queue("mlq", 0)}
+    for name, queue in queues.items():
+        for what, key, aim in (("decide", "decide", SHARE_AIM), ("own", "scheduling", None)):
+            key = f"{key}_share_{NUM_QUEUED}_queued"
+            place = (key,) if name == "mlq" else ("deciding", name, key)
+            bench.figure(place, bench.values(queue, what), aim, unit="share")
+
+
+TABLE = Table(
+    "emulated-exact",
+    "What serves, on a virtual device",
+    serve,
+    {"order": order_part, "overhead": overhead_part, "deciding": deciding_part},
+    (2400, 800),
+    "800 requests",
+    seeds=3,
+    is_timed=True,
+)

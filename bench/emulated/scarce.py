@@ -1,4 +1,4 @@
-"""Advisories where device and host memory hold few of the conversations that are typed in: the traffic of `bench.live.advisory --source disk`.
+"""Advisories where device and host memory hold few of the conversations that are typed in: the traffic of `bench.live.kv.advisory --source disk`.
 
     python -m bench.emulated scarce [--quick] [--seeds N] [--seed N] [--jobs N]
 
@@ -19,17 +19,21 @@ hold there, so that no move, however fast, would have had it there in this order
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
-from bench.emulated.node import EmulatedNode, Engine, Job
-from bench.emulated.tiers import TierSizes
-from bench.live.advisory_disk import (
+from bench.emulated.core.arrivals import Arrival
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.hardware import Gpu
+from bench.emulated.core.models import Model
+from bench.emulated.core.node import EmulatedNode, Engine, Job
+from bench.emulated.core.steps import StepCost
+from bench.emulated.core.tiers import TierSizes
+from bench.emulated.table import Bench, Measure, Table
+from bench.live.kv.advisory_disk import (
     ANSWER_TOKENS,
     ANSWER_WORDS,
     BLOCK_SIZE,
@@ -42,15 +46,9 @@ from bench.live.advisory_disk import (
     SHAPE,
     histories_of,
 )
-from bench.live.peers.ours_disk import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
-from bench.live.people import human_times
+from bench.live.kv.people import human_times
+from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
 from bench.measures import quantile
-from bench.sim.core.clock import Clock
-from bench.sim.core.hardware import Gpu
-from bench.sim.core.models import Model
-from bench.sim.core.requests import Arrival
-from bench.sim.core.steps import StepCost
-from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
 from engine_bridge.policy.kv.guesses import MARGIN_SHARE
 from kvtiers.keys import BlockKey
 
@@ -81,14 +79,17 @@ class Point:
     """One run."""
 
     arm: str
-    seed: int
     span_s: float
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One follow-up. missing_blocks: of its KV, that the device lacked when it came; earlier_blocks: of conversations typed in for longer, and
-    its own."""
+    """One follow-up.
+
+    missing_blocks: of its KV, that the device lacked when it came; earlier_blocks: of conversations typed in for longer, and
+    its own.
+    """
 
     ttft_s: float
     missing_blocks: int
@@ -105,7 +106,7 @@ class Outcome:
 
 
 class People:
-    """They read, type and ask, and so do the two streams."""
+    """Twenty people who read, type and ask, and two streams beside them."""
 
     def __init__(self, point: Point) -> None:
         self.arm, self.clock = point.arm, Clock()
@@ -132,7 +133,7 @@ class People:
             self.stream()
 
     def place(self, session: str, num_blocks: int) -> None:
-        """It went on here before: the disk has it."""
+        """Put a session's earlier KV on the disk."""
         tiers, names = self.node.tiers, self.node.requests.names(session, num_blocks)
         assert tiers is not None and tiers.hollow.disk is not None
         tiers.hollow.disk.keep([BlockKey(bytes(name)) for name in names])
@@ -140,27 +141,31 @@ class People:
         tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
 
     def stream(self) -> None:
+        """Begin another answer of a stream."""
         self.submit("stream", STREAM_PROMPT_TOKENS, STREAM_ANSWER_TOKENS)
 
     def submit(self, kind: str, num_prompt: int, num_answer: int, session: str = "") -> str:
+        """Send a request now. Return its id."""
         self._num_asked += 1
         name = f"{kind}{self._num_asked}"
         self.node.submit(Arrival(name, self.clock.now, num_prompt, num_answer, session=session))
         return name
 
     def read_and_type(self, session: str, now: float, phase_s: float = 0.0) -> None:
-        """From the last answer on, of which `phase_s` have passed."""
+        """Let a person read the last answer, of which `phase_s` have passed, and type."""
         read_s, type_s = human_times(self._chance, ANSWER_WORDS)
         begins_s, asks_s = (max(now + after_s - phase_s, now) for after_s in (read_s, read_s + type_s))
         self.clock.at(begins_s, lambda now: self.begin_to_type(session, asks_s))
         self.clock.at(asks_s, lambda now: self.ask(session))
 
     def begin_to_type(self, session: str, asks_s: float) -> None:
+        """Let a person begin to type, which the arm may announce."""
         self._typing_since[session] = self.clock.now
         if self.arm in ("advised", "timed"):
             self.node.advise(session, asks_s - self.clock.now if self.arm == "timed" else None)
 
     def ask(self, session: str) -> None:
+        """Send the question, and note the KV that the device lacks for it."""
         length, since_s = self.lengths[session], self._typing_since.pop(session, self.clock.now)
         # Nothing has computed with the last token, and so it has no KV.
         names = self.node.requests.names(session, (length - 1) // BLOCK_SIZE)
@@ -174,6 +179,7 @@ class People:
         self._asking[name] = session, len(names) - num_there, num_earlier
 
     def ended(self, job: Job) -> None:
+        """Let the person read an answer, or the stream go on."""
         found = self._asking.pop(job.arrival.request_id, None)
         if found is None:
             self.stream()
@@ -185,6 +191,7 @@ class People:
 
 
 def serve(point: Point) -> Outcome:
+    """Play one point."""
     people = People(point)
     tiers = people.node.tiers
     assert tiers is not None and tiers.hollow.disk is not None
@@ -199,77 +206,41 @@ def serve(point: Point) -> Outcome:
     )
 
 
-def typing_part(workers: Workers, seeds: Sequence[int], span_s: float) -> Part:
-    points = [Point(arm, seed, span_s) for arm in ARMS for seed in seeds]
-    found = dict(zip(points, workers.map(serve, points), strict=True))
-    of = {arm: [found[Point(arm, seed, span_s)] for seed in seeds] for arm in ARMS}
-
-    def ratios(arm: str, other: str, measure: Callable[[Outcome], float]) -> tuple[float, ...]:
-        return tuple(measure(ours) / measure(theirs) for ours, theirs in zip(of[arm], of[other], strict=True))
-
-    figures: list[Figure] = []
-    result: dict[str, Any] = {}
-    for arm, prefix in (("advised", ""), ("timed", "bound_")):
-        values = {name: ratios(arm, other, measure) for name, (other, measure) in RATIOS.items()}
-        values |= {name: tuple(map(share, of[arm])) for name, share in SHARES.items()}
-        result |= {f"{prefix}{name}": round(statistics.median(each), 4) for name, each in values.items()}
-        figures += [
-            Figure(f"{name}, {arm}", each, None, name in RATIOS, arm, "ratio" if name in RATIOS else "share")
-            for name, each in values.items()
-        ]
-    result["arms"] = {
-        arm: {
-            "ttft_p50_ms": round(statistics.median(map(_p50_s, own)) * 1e3, 1),
-            "ttft_p99_ms": round(statistics.median(map(_p99_s, own)) * 1e3, 1),
-            "num_followups": sum(len(each.asked) for each in own),
-        }
-        for arm, own in of.items()
-    }
-    return figures, result
+def _ttft_s(share: float) -> Callable[[Outcome], float]:
+    return lambda outcome: quantile([asked.ttft_s for asked in outcome.asked], share)
 
 
-def _p50_s(outcome: Outcome) -> float:
-    return quantile([asked.ttft_s for asked in outcome.asked], 0.5)
-
-
-def _p99_s(outcome: Outcome) -> float:
-    return quantile([asked.ttft_s for asked in outcome.asked], 0.99)
-
-
-def _read_bytes(outcome: Outcome) -> float:
-    return outcome.read_bytes
-
-
-def _hit_share(outcome: Outcome) -> float:
-    return statistics.fmean(asked.missing_blocks == 0 for asked in outcome.asked)
-
-
-def _no_room_share(outcome: Outcome) -> float:
-    return statistics.fmean(asked.earlier_blocks > outcome.room_blocks for asked in outcome.asked)
-
-
-RATIOS: dict[str, tuple[str, Callable[[Outcome], float]]] = {
-    "ttft_vs_none_p50": ("none", _p50_s),
-    "ttft_vs_none_p99": ("none", _p99_s),
-    "vs_resident_p50": ("resident", _p50_s),
-    "read_ratio": ("none", _read_bytes),
+RATIOS: dict[str, tuple[str, Measure]] = {
+    "ttft_vs_none_p50": ("none", _ttft_s(0.5)),
+    "ttft_vs_none_p99": ("none", _ttft_s(0.99)),
+    "vs_resident_p50": ("resident", _ttft_s(0.5)),
+    "read_ratio": ("none", "read_bytes"),
 }
-SHARES: dict[str, Callable[[Outcome], float]] = {"hit_share": _hit_share, "no_room_share": _no_room_share}
-PARTS = {"typing": typing_part}
+"""Figures that are ratios to another arm: that arm, and what is measured."""
+SHARES: dict[str, Callable[[Outcome], float]] = {
+    "hit_share": lambda outcome: statistics.fmean(asked.missing_blocks == 0 for asked in outcome.asked),
+    "no_room_share": lambda outcome: statistics.fmean(
+        asked.earlier_blocks > outcome.room_blocks for asked in outcome.asked
+    ),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table_arguments(parser, PARTS, f"{QUICK_SPAN_S:.0f} s of talk")
+def typing_part(bench: Bench) -> None:
+    """Find what announcing gains, and what a clairvoyant gains (`bound_`)."""
+    of = {arm: Point(arm, bench.size) for arm in ARMS}
+    bench.play(of.values())
+    for arm, prefix in (("advised", ""), ("timed", "bound_")):
+        for name, (other, measure) in RATIOS.items():
+            bench.figure((prefix + name,), bench.ratios(of[arm], of[other], measure), unit="ratio")
+        for name, share in SHARES.items():
+            bench.figure((prefix + name,), bench.values(of[arm], share), None, False, "share")
 
 
-def run(args: argparse.Namespace) -> None:
-    span_s = QUICK_SPAN_S if args.quick else SPAN_S
-    with Workers(args.jobs) as workers:
-        seeds = seeds_of(args)
-        parts = ((name, PARTS[name](workers, seeds, span_s)) for name in args.part or PARTS)
-        report_parts("Advisories where memory is scarce", "emulated-scarce", seeds, parts, _top)
-
-
-def _top(parts: dict[str, Any]) -> dict[str, Any]:
-    of_typing = parts.get("typing", {})
-    return {name: value for name, value in of_typing.items() if name not in ("arms", "figures")}
+TABLE = Table(
+    "emulated-scarce",
+    "Advisories where memory is scarce",
+    serve,
+    {"typing": typing_part},
+    (SPAN_S, QUICK_SPAN_S),
+    f"{QUICK_SPAN_S:.0f} s of talk",
+)

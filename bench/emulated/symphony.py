@@ -1,56 +1,47 @@
 """SYMPHONY on one node of vLLM's scheduler with our classes: what advisories give people who type, over tiers without them and over vLLM's own ways.
 
-    python -m bench.emulated symphony [--part users|missing ...] [--quick] [--seeds N] [--seed N] [--jobs N]
+    python -m bench.emulated symphony [--part users|missing|limits ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
-People, their sessions, device and model are those of `python -m bench.sim symphony`, of which this is one device of eight with its share of a
-machine's memory and disk: a fixed number of users read and type; what a run counts are requests that end after the warm-up. Several nodes, and who
-is sent where, stay there. Everything that decides is what serves (bench/emulated/tiers.py says what is modelled); first come, first served.
+A fixed number of users read and type (core/people.py; their sessions are drawn to what is published of ShareGPT's) and ask Llama-3.1-8B on an A100 of
+80 GB, one of SYMPHONY's eight devices in two machines (§4) with its share of a machine's memory and disk. A run counts requests that end after the
+warm-up. Everything that decides is what serves (core/tiers.py says what is modelled); first come, first served. Several nodes, and which of them
+serves a session, are measured by `python -m bench.live.cluster`.
 
 Arms:
-  recompute  nothing outlives a request
-  prefix     vLLM's prefix cache: KV stays on the device while nobody needs its room
-  on_demand  three tiers without advisories: what the device lacks is loaded, or computed again, when its request comes
+  recompute  KV is dropped when its request ends
+  prefix     vLLM's prefix cache: KV stays on the device while no request needs its room
+  on_demand  three tiers without advisories: KV that the device lacks is loaded, or computed again, when its request comes
   advised    three tiers; typing is announced when it begins
-  oracle     prefix, on a device that has room for everything. `of_clairvoyant`: what advised gains over an arm, of what this gains
+  oracle     prefix, on a device that has room for everything
 
 Parts:
-  users      normalised latency (E2E over the answer's tokens) and TTFT over users. Users at equal latency: at 20.5/18 of what `recompute` has with
-             8, as the paper has it for 64 on 8 devices
+  users      users at equal latency (E2E over the answer's tokens): at 20.5/18 of the latency that `recompute` has with 8 users, as the paper has it
+             for 64 on 8 devices
   missing    advised, with 10% of the advisories missing (Fig. 17)
+  limits     where advisories stop paying: one thing changed at a time, advised against on_demand
 The paper's figures are of 8 devices: beside ours they say how large the effect is there. The last line is JSON. Of each figure: median over seeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
-from bench.emulated.node import Engine
-from bench.emulated.sessions import talk_on_node
-from bench.emulated.tiers import TierSizes
-from bench.measures import quantile
-from bench.sim.core.session_cluster import Habits
-from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, pool_blocks
-from bench.sim.core.steps import StepCost
-from bench.sim.core.tables import (
-    Figure,
-    Part,
-    Workers,
-    add_table_arguments,
-    crossing,
-    report_parts,
-    seeds_of,
-)
-from bench.sim.symphony_runs import PAPER_LIMIT, PAPER_USERS, Setting, of_clairvoyant
+from bench.emulated.core.calibration import A100
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.hardware import GB
+from bench.emulated.core.models import LLAMA3_8B
+from bench.emulated.core.node import EmulatedNode, Engine
+from bench.emulated.core.people import Chats, Habits, LogNormal, Users
+from bench.emulated.core.steps import BLOCK_TOKENS, VLLM, StepCost, pool_blocks
+from bench.emulated.core.tiers import TierSizes
+from bench.emulated.table import Bench, Table, crossing, median
 
-SETTING = Setting()
-# The paper's pair of loads is of 8 devices.
-LEAST_USERS = PAPER_USERS // 8
+MODEL = replace(LLAMA3_8B, name="llama3.1-8b", max_tokens=131_072)
+# The paper compares at the latency that recomputing has with 64 users on 8 devices; a node here is one of them.
+PAPER_LIMIT, LEAST_USERS = 20.5 / 18, 64 // 8
 USERS = (LEAST_USERS, 64, 128, 192, 256)
-# Times the device's memory: nobody's KV has to leave it. Chosen.
+# Times the device's memory, so that no KV has to leave it. Chosen.
 ROOM = 6
 MISSING_USERS, MISSING_SHARE = 64, 0.1
 SPAN_S, WARM_UP_S = 240.0, 60.0
@@ -78,212 +69,175 @@ PAPER = {"recompute": 4.0}
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting that all arms share. The defaults are a quarter of a machine of SYMPHONY's (§4); the speed of its disks and of copies is chosen.
+
+    Attributes:
+        link_share: of PCIe's speed, that copies get.
+        missing: share of turns without an advisory.
+        lead_share: as of `Habits`.
+        mean_turns: of a session.
+    """
+
+    host_bytes: int = 256 * GB // 4
+    disk_bytes_per_s: float = 3e9 / 4
+    link_share: float = 0.8
+    device_bytes: int = A100.memory_bytes
+    missing: float = 0.0
+    lead_share: float = 1.0
+    mean_turns: float = Chats().turns.mean
+
+    @property
+    def cost(self) -> StepCost:
+        """The device's cost of steps."""
+        return StepCost(replace(A100.with_memory(self.device_bytes), link_share=self.link_share), MODEL)
+
+    @property
+    def tiers(self) -> TierSizes:
+        """The sizes of the tiers."""
+        return TierSizes(self.host_bytes, self.disk_bytes_per_s)
+
+    def habits(self, arm: Arm) -> Habits:
+        """Return people's habits with this arm."""
+        chats = Chats(turns=LogNormal(self.mean_turns, Chats().turns.sigma))
+        return Habits(chats, arm.has_advisories, self.missing, self.lead_share)
+
+
+SETTING = Setting()
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """One run. missing: share of turns without an advisory."""
+    """One run."""
 
     arm: str
     num_users: int
-    seed: int
     span_s: float
-    missing: float = 0.0
+    setting: Setting = SETTING
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds; latency_s is a mean, of E2E over answers' tokens."""
+    """Means in seconds, that of latency over answers' tokens."""
 
     latency_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    num_requests: int
-    num_steps: int
-    advised: dict[str, int]
+    ttft_s: float
 
 
 def engine_of(arm: Arm, setting: Setting = SETTING) -> Engine:
-    cost = StepCost(setting.gpu, setting.model)
-    num_blocks = pool_blocks(cost) * (ROOM if arm.has_room else 1)
+    """Return the bounds of the arm's engine."""
+    num_blocks = pool_blocks(setting.cost) * (ROOM if arm.has_room else 1)
     return Engine(
         num_blocks,
         BLOCK_TOKENS,
         VLLM.max_running,
         VLLM.step_tokens or 0,
-        max_tokens=setting.habits.chats.max_tokens,
+        max_tokens=Chats().max_tokens,
         has_prefix_cache=arm.has_cache,
     )
 
 
-def tiers_of(setting: Setting = SETTING) -> TierSizes:
-    """One device's share of a machine's."""
-    count = setting.num_devices
-    return TierSizes(setting.host_bytes // count, setting.disk_bytes_per_s / count)
+def talk(point: Point) -> EmulatedNode:
+    """Let people talk to one node, first come, first served; return the node as it is then, closed."""
+    arm, setting, clock = ARMS[point.arm], point.setting, Clock()
+    tiers = setting.tiers if arm.has_tiers else None
+    node = EmulatedNode(clock, setting.cost, engine_of(arm, setting), "fcfs", tiers=tiers)
+    users = Users(clock, node, setting.habits(arm), point.num_users, point.seed)
+    node.on_end = users.ended
+    try:
+        users.start()
+        clock.run(point.span_s)
+    finally:
+        node.close()
+    return node
 
 
 def serve(point: Point) -> Outcome:
-    arm = ARMS[point.arm]
-    talked = talk_on_node(
-        StepCost(SETTING.gpu, SETTING.model),
-        engine_of(arm),
-        tiers_of() if arm.has_tiers else None,
-        Habits(has_advisories=arm.has_advisories, missing=point.missing),
-        point.num_users,
-        point.seed,
-        point.span_s,
-        WARM_UP_S,
-    )
-    jobs = talked.jobs
-    ttft_s = [job.ttft_s for job in jobs]
+    """Play one point. Requests count that end after the warm-up."""
+    jobs = [job for job in talk(point).ended if job.ended_s >= WARM_UP_S]
     return Outcome(
         statistics.fmean(job.e2e_s / job.arrival.num_answer_tokens for job in jobs),
-        quantile(ttft_s, 0.5),
-        quantile(ttft_s, 0.99),
-        len(jobs),
-        talked.num_steps,
-        talked.advised,
+        statistics.fmean(job.ttft_s for job in jobs),
     )
 
 
-@dataclass(slots=True)
-class Bench:
-    """What both parts share."""
-
-    workers: Workers
-    seeds: tuple[int, ...]
-    span_s: float
-    outcomes: dict[Point, Outcome] = field(default_factory=dict)
-
-    def run(self, arms: Iterable[str], loads: Sequence[int], missing: float = 0.0) -> None:
-        """Long ones first, so that no core is left alone with one."""
-        wanted = [
-            Point(arm, load, seed, self.span_s, missing)
-            for load in reversed(loads)
-            for arm in arms
-            for seed in self.seeds
-        ]
-        new = [point for point in wanted if point not in self.outcomes]
-        self.outcomes.update(zip(new, self.workers.map(serve, new), strict=True))
-
-    def of(self, arm: str, load: int, missing: float = 0.0) -> list[Outcome]:
-        return [self.outcomes[Point(arm, load, seed, self.span_s, missing)] for seed in self.seeds]
-
-    def values(self, arm: str, load: int, name: str, missing: float = 0.0) -> list[float]:
-        return [getattr(outcome, name) for outcome in self.of(arm, load, missing)]
+def users_part(bench: Bench) -> None:
+    """Find users at equal latency: of each arm the number at which normalised latency leaves the limit."""
+    bench.play(Point(arm, load, bench.size) for load in reversed(USERS) for arm in ARMS)
+    limit_s = PAPER_LIMIT * statistics.median(
+        bench.values(Point("recompute", LEAST_USERS, bench.size), "latency_s")
+    )
+    within = {arm: statistics.median(users_within(bench, arm, limit_s)) for arm in ARMS}
+    for arm, number in within.items():
+        bench.note(("users_within", arm), number)
+        if arm != "advised":
+            ratio = round(within["advised"] / number, 3)
+            bench.figure(("users_ratio", arm), [ratio], PAPER.get(arm), False, "ratio")
+    bound = round(within["oracle"] / within["recompute"], 3)
+    bench.figure(("bound_users_ratio", "recompute"), [bound], None, False, "ratio")
 
 
-def users_part(bench: Bench) -> Part:
-    """Users at equal latency, latency and TTFT over users."""
-    bench.run(ARMS, USERS)
-    figures: list[Figure] = []
-    within = {arm: users_within(bench, arm) for arm in ARMS}
-    result: dict[str, Any] = {"users_within": within, "curve": {arm: _curve(bench, arm) for arm in ARMS}}
-    for other in ("recompute", "prefix", "on_demand", "oracle"):
-        ratios = tuple(a / b for a, b in zip(within["advised"], within[other], strict=True))
-        what = f"users at equal latency, advised over {other}"
-        figures.append(Figure(what, ratios, PAPER.get(other), False, "advised", "ratio"))
-        for load in USERS[1:]:
-            for name, what in (
-                ("latency_s", "normalised latency"),
-                ("ttft_p50_s", "P50 TTFT"),
-                ("ttft_p99_s", "P99 TTFT"),
-            ):
-                theirs, ours = bench.values(other, load, name), bench.values("advised", load, name)
-                values = tuple(a / b for a, b in zip(theirs, ours, strict=True))
-                figures.append(
-                    Figure(
-                        f"{what} of {other} over advised, {load} users",
-                        values,
-                        None,
-                        False,
-                        "advised",
-                        "ratio",
-                    )
-                )
-    return figures, result
-
-
-def users_within(bench: Bench, arm: str) -> list[float]:
-    """Users at which normalised latency leaves the limit, by seed; the edge of USERS where it does so beyond them."""
-    limit_s = PAPER_LIMIT * statistics.median(bench.values("recompute", LEAST_USERS, "latency_s"))
+def users_within(bench: Bench, arm: str, limit_s: float) -> list[float]:
+    """Return the number of users at which normalised latency leaves the limit, by seed; the edge of USERS where it does so beyond them."""
+    curves = [bench.values(Point(arm, load, bench.size), "latency_s") for load in USERS]
     found = []
-    for at in range(len(bench.seeds)):
-        latencies = [bench.values(arm, load, "latency_s")[at] for load in USERS]
+    for latencies in zip(*curves, strict=True):
         edge = USERS[0] if latencies[0] > limit_s else USERS[-1]
         found.append(round(crossing(USERS, latencies, limit_s) or float(edge), 1))
     return found
 
 
-def _curve(bench: Bench, arm: str) -> dict[str, Any]:
-    """Medians over seeds; advisories by how they ended, of all seeds."""
-    curve: dict[str, Any] = {}
-    for load in USERS:
-        names = ("latency_s", "ttft_p50_s", "ttft_p99_s", "num_requests")
-        curve[str(load)] = {
-            name: round(statistics.median(bench.values(arm, load, name)), 5) for name in names
-        }
-        if ARMS[arm].has_advisories:
-            ends = [outcome.advised for outcome in bench.of(arm, load)]
-            curve[str(load)]["advised"] = {
-                end: sum(each.get(end, 0) for each in ends) for end in sorted(set().union(*ends))
-            }
-    return curve
+def missing_part(bench: Bench) -> None:
+    """Find the cost of every tenth request coming unannounced."""
+    lacking, whole = (
+        Point("advised", MISSING_USERS, bench.size, replace(SETTING, missing=share))
+        for share in (MISSING_SHARE, 0.0)
+    )
+    bench.play([lacking, whole])
+    bench.figure(("missing_10pct_penalty",), bench.changes(lacking, whole, "latency_s"), 0.06)
 
 
-def missing_part(bench: Bench) -> Part:
-    """What it costs that nobody said of every tenth request that it would come."""
-    bench.run(["advised"], [MISSING_USERS])
-    bench.run(["advised"], [MISSING_USERS], MISSING_SHARE)
-    figures = []
-    for name, what, paper in (
-        ("latency_s", "normalised latency", 0.06),
-        ("ttft_p50_s", "P50 TTFT", None),
-        ("ttft_p99_s", "P99 TTFT", None),
-    ):
-        some, none = (
-            bench.values("advised", MISSING_USERS, name, MISSING_SHARE),
-            bench.values("advised", MISSING_USERS, name),
+LIMIT_USERS = 192
+LIMITS: dict[str, tuple[float, ...]] = {
+    "lead_share": (0, 0.01, 0.1, 0.3, 1),
+    "link_share": (0.01, 0.03, 0.1, 0.8),
+    "disk_bytes_per_s": (0.125e9, 0.25e9, 0.75e9, 1.75e9),
+    "mean_turns": (1.0, 2.0, 5.25, 12.0),
+    "host_bytes": (4e9, 16e9, 64e9),
+    "device_bytes": (24e9, 40e9, 80e9),
+}
+# An advisory pays where it takes away this share of the mean TTFT, and no latency is lost. Chosen.
+PAYS_SHARE, LATENCY_LOST = 0.05, 0.001
+
+
+def limits_part(bench: Bench) -> None:
+    """Find where advisories stop paying: one property of the setting changed at a time."""
+    settings = {
+        (name, f"{value:g}"): replace(SETTING, **{name: type(getattr(SETTING, name))(value)})
+        for name, values in LIMITS.items()
+        for value in values
+    }
+    arms = ("on_demand", "advised")
+    pairs = {
+        place: [Point(arm, LIMIT_USERS, bench.size, setting) for arm in arms]
+        for place, setting in settings.items()
+    }
+    bench.play(point for pair in pairs.values() for point in pair)
+    for place, (theirs, ours) in pairs.items():
+        ttft, latency = (
+            median(-each for each in bench.changes(ours, theirs, name)) for name in ("ttft_s", "latency_s")
         )
-        values = tuple(a / b - 1 for a, b in zip(some, none, strict=True))
-        figures.append(
-            Figure(
-                f"{what}, 10% of advisories missing, {MISSING_USERS} users", values, paper, True, "advised"
-            )
-        )
-    return figures, {"missing_10pct_penalty": round(figures[0].median, 4)}
+        pays = ttft >= PAYS_SHARE and latency >= -LATENCY_LOST
+        bench.note(("limits", *place), {"pays": pays, "saved_ttft": ttft, "saved_latency": latency})
 
 
-PARTS = {"users": users_part, "missing": missing_part}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table_arguments(parser, PARTS, f"{QUICK_SPAN_S:.0f} s of talk")
-    parser.set_defaults(seeds=3)
-
-
-def run(args: argparse.Namespace) -> None:
-    with Workers(args.jobs) as workers:
-        bench = Bench(workers, seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
-        parts = ((name, PARTS[name](bench)) for name in args.part or PARTS)
-        title = "SYMPHONY on one node of vLLM's scheduler"
-        report_parts(title, "emulated-symphony", bench.seeds, parts, _top)
-
-
-def _top(parts: dict[str, Any]) -> dict[str, Any]:
-    top: dict[str, Any] = {}
-    if "users" in parts:
-        seeds = parts["users"]["users_within"]
-        within = {arm: statistics.median(found) for arm, found in seeds.items()}
-        top["users_ratio"] = {
-            arm: round(within["advised"] / number, 3) for arm, number in within.items() if arm != "advised"
-        }
-        top["of_clairvoyant"] = {
-            base: of_clairvoyant(
-                *(
-                    [a / b for a, b in zip(seeds[arm], seeds[base], strict=True)]
-                    for arm in ("advised", "oracle")
-                )
-            )
-            for base in ("recompute", "prefix")
-        }
-    if "missing" in parts:
-        top["missing_10pct_penalty"] = parts["missing"]["missing_10pct_penalty"]
-    return top
+TABLE = Table(
+    "emulated-symphony",
+    "SYMPHONY on one node of vLLM's scheduler",
+    serve,
+    {"users": users_part, "missing": missing_part, "limits": limits_part},
+    (SPAN_S, QUICK_SPAN_S),
+    f"{QUICK_SPAN_S:.0f} s of talk",
+    seeds=3,
+)

@@ -24,11 +24,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -37,14 +35,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from bench.fuzz.raw import cases, play
-from bench.live.report import ROOT, options
-from bench.live.serving import demo_server
+from bench.live.shared.report import ROOT, Progress, options
+from bench.live.shared.serving import demo_server
 
 KEY = "ov-key-of-the-fuzzed-server-only"
 # Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
 LIMITS = "--max-model-len 96 --kv-cache-gib 0.25 --kv-host-gib 0.25 --kv-disk-gib 0 --max-num-seqs 16 --allow-adapter-loading".split()
-# A round that takes longer has gone wrong. Measured: 125 s for the first on two busy cores.
+# A round that takes longer has failed. Measured: 125 s for the first on two busy cores.
 ROUND_WITHIN_S = 420.0
 FIRST_EXAMPLES, RESPONSES_EXAMPLES, MORE_EXAMPLES = 30, 300, 150
 LONGEST_CALL_S = 60.0
@@ -52,9 +52,6 @@ RESPONSES = "/v1/responses"
 # The last: who guesses keys is answered 429 after a while, which the check takes for a key that was let in.
 NOT_CHECKED = "negative_data_rejection,positive_data_acceptance,ignored_auth"
 UNDOCUMENTED = ("UndefinedStatusCode", "UndefinedContentType", "MissingContentType")
-_COUNT = re.compile(
-    r'^overture_http_requests_total\{route="(?P<route>[^"]*)",status="(?P<status>\d+)"\} (?P<num>\S+)$'
-)
 
 
 class Target(NamedTuple):
@@ -75,23 +72,22 @@ class Round(NamedTuple):
 
 @dataclass
 class Tally:
-    """What was found. failures: kinds of failures with the operations that have them."""
+    """The findings: kinds of failures with the operations that have them."""
 
     num_raw: int = 0
     num_unanswered: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    undocumented: Counter[str] = field(default_factory=Counter)
+    failures: set[str] = field(default_factory=set)
+    undocumented: set[str] = field(default_factory=set)
 
     def add_report(self, report: dict[str, Any]) -> None:
         """Take in a report of Schemathesis (`--report json`)."""
         for failure in report["failures"]:
-            kind = f"{failure['type']}: {failure['title']}"
-            for operation in failure["operations"]:
-                self.failures[f"{operation} {kind}"] += 1
-                if failure["type"] in UNDOCUMENTED:
-                    self.undocumented[f"{operation} {kind}"] += 1
-        for error in report["errors"]:
-            self.failures[f"error: {json.dumps(error)[:200]}"] += 1
+            kinds = {
+                f"{operation} {failure['type']}: {failure['title']}" for operation in failure["operations"]
+            }
+            self.failures |= kinds
+            self.undocumented |= kinds if failure["type"] in UNDOCUMENTED else set()
+        self.failures |= {f"error: {json.dumps(error)[:200]}" for error in report["errors"]}
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -113,19 +109,22 @@ def counted(target: Target) -> Counter[tuple[str, int]]:
         f"{target.url}/metrics", headers={"Authorization": f"Bearer {target.key}"}
     )
     with urllib.request.urlopen(request, timeout=LONGEST_CALL_S) as response:
-        lines = response.read().decode().splitlines()
-    found: Counter[tuple[str, int]] = Counter()
-    for line in lines:
-        if match := _COUNT.match(line):
-            found[match["route"], int(match["status"])] += int(float(match["num"]))
-    return found
+        families = text_string_to_metric_families(response.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    return Counter(
+        {
+            (sample.labels["route"], int(sample.labels["status"])): int(sample.value)
+            for sample in samples
+            if sample.name == "overture_http_requests_total"
+        }
+    )
 
 
 # -- the work --------------------------------------------------------------------------------------------------------
 
 
 def send_raw(target: Target, tally: Tally) -> None:
-    """All raw cases, one after the other."""
+    """Send all raw cases, one after the other."""
     port = urlsplit(target.url).port
     assert port is not None
     for case in cases(target.key):
@@ -134,7 +133,7 @@ def send_raw(target: Target, tally: Tally) -> None:
         if outcome.status == 0:
             tally.num_unanswered += 1
         if not outcome.is_fine:
-            tally.failures[f"raw: {case.name}: {outcome.status}"] += 1
+            tally.failures.add(f"raw: {case.name}: {outcome.status}")
 
 
 def run_round(target: Target, step: Round, seed: int, hooks: str | None = None) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def run_round(target: Target, step: Round, seed: int, hooks: str | None = None) 
         command += ["--request-timeout", str(LONGEST_CALL_S), "--suppress-health-check", "all"]
         command += ["--generation-database", "none", "--warnings", "off", "--no-color"]
         command += ["--report", "json", "--report-json-path", str(report)]
-        # In a folder of its own: it keeps notes beside where it runs.
+        # In an empty folder, because Schemathesis writes notes to the folder in which it runs.
         done = subprocess.run(
             command,
             cwd=folder,
@@ -164,21 +163,13 @@ def run_round(target: Target, step: Round, seed: int, hooks: str | None = None) 
             raise SystemExit(f"Schemathesis gave no report:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         found: dict[str, Any] = json.loads(report.read_text())
         if found["failures"]:
-            say(_shortened(done.stdout))
+            print(done.stdout.partition("= FAILURES =")[2][:4000])
         return found
 
 
-def _shortened(output: str) -> str:
-    """What Schemathesis says of its failures, a screen of it."""
-    return output.partition("= FAILURES =")[2][:4000]
-
-
 def rounds(num_requests: int) -> Iterator[Round]:
-    """What to run, without end. Few requests get few examples, without boundary values."""
-    if num_requests < 5000:
-        examples = max(num_requests // 40, 2)
-        yield Round("random bodies, a few", examples)
-    else:
+    """Yield what to run, without end. With few requests there are few examples and no boundary values."""
+    if num_requests >= 5000:
         without = ("--exclude-path", RESPONSES)
         yield Round("all but responses", FIRST_EXAMPLES, "examples,coverage,fuzzing,stateful", without)
         yield Round("responses", RESPONSES_EXAMPLES, filters=("--include-path", RESPONSES))
@@ -188,22 +179,23 @@ def rounds(num_requests: int) -> Iterator[Round]:
 
 def fuzz(target: Target, num_requests: int, seed: int) -> dict[str, Any]:
     """Everything against one server; returns the last line."""
-    started_s = time.monotonic()
-    tally = Tally()
-    before = counted(target)
-    say(f"raw cases, to {target.url}")
+    progress, tally, before = Progress(), Tally(), counted(target)
+    progress.say(f"raw cases, to {target.url}")
     send_raw(target, tally)
-    say(f"  {tally.num_raw} sent, {len(tally.failures)} answered wrongly")
+    progress.say(f"{tally.num_raw} sent, {len(tally.failures)} answered wrongly")
     for number, step in enumerate(rounds(num_requests)):
-        say(f"{time.monotonic() - started_s:5.0f} s  {step.name} …")
-        report = run_round(target, step, seed + number)
-        tally.add_report(report)
+        progress.say(f"{step.name} …")
+        tally.add_report(run_round(target, step, seed + number))
         num = (counted(target) - before).total()
-        say(f"{time.monotonic() - started_s:5.0f} s  {num} requests, {len(tally.failures)} kinds of failures")
+        progress.say(f"{num} requests, {len(tally.failures)} kinds of failures")
         if num >= num_requests:
             break
     seen = counted(target) - before
-    _table(seen, tally)
+    for route in sorted({route for route, _ in seen}):
+        statuses = {status: num for (where, status), num in sorted(seen.items()) if where == route}
+        print(f"  {route:32s} {statuses}")
+    for failure in sorted(tally.failures):
+        print(f"  ! {failure}")
     num_5xx = sum(num for (_, status), num in seen.items() if status >= 500)
     return {
         "requests": seen.total(),
@@ -212,27 +204,12 @@ def fuzz(target: Target, num_requests: int, seed: int) -> dict[str, Any]:
         "undocumented_status": len(tally.undocumented),
         "failures": len(tally.failures),
         "seed": seed,
-        "elapsed_s": round(time.monotonic() - started_s, 1),
+        "elapsed_s": round(progress.elapsed_s, 1),
     }
 
 
-def _table(seen: Counter[tuple[str, int]], tally: Tally) -> None:
-    """Requests by route and status, then what was wrong."""
-    by_route: dict[str, Counter[int]] = {}
-    for (route, status), num in seen.items():
-        by_route.setdefault(route, Counter())[status] += num
-    for route, by_status in sorted(by_route.items(), key=lambda item: -item[1].total()):
-        statuses = ", ".join(f"{status}: {num}" for status, num in sorted(by_status.items()))
-        say(f"  {by_status.total():6d}  {route:32s} {statuses}")
-    for failure in sorted(tally.failures):
-        say(f"  ! {failure}")
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
+    """Run the fuzzer with these arguments of the command line; return the exit status."""
     parser = options(__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="how many at least (10,000)")
     parser.add_argument("--seed", type=int, default=1, help="of the random bodies (1)")

@@ -16,7 +16,7 @@ CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messag
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
-    """Give the call a small limit where it has none, or one that would be taken."""
+    """Give the call a small token limit if it has none or a larger one; values that the server refuses stay."""
     if case.operation.path not in CALLS or not isinstance(case.body, dict):
         return
     for name in FIELDS.get(case.operation.path, ("max_tokens",)):

@@ -1,0 +1,1 @@
+"""Benches of the real engine on this machine."""

@@ -15,32 +15,28 @@ it at 95%. At most 1.05 with its whole interval it is `no worse`, above 1.05 wit
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
-import os
 import random
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
-import orjson
 import psutil
 
 from bench.intervals import Aim, interval, verdict
 from bench.live.peers.client import QUIET_OPENMP, ROOT
-from bench.live.report import Progress, report, spread
-from bench.live.serving import ServerProcess
-from bench.live.soak.server import free_port
+from bench.live.shared.asking import Streamed, streamed
+from bench.live.shared.report import Progress, commit_of, options, report, spread
+from bench.live.shared.rounds import in_turn
+from bench.live.shared.serving import OvertureServer
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 REQUEST_TIMEOUT_S = 120.0
@@ -58,18 +54,17 @@ Arms = dict[str, tuple[Path, str]]
 
 
 def words(rng: random.Random, num: int) -> str:
+    """Return `num` random words."""
     return " ".join(rng.choices(WORDS, k=num))
 
 
-class Checkout(ServerProcess):
-    """One server of one checkout."""
+class Checkout(OvertureServer):
+    """The server of one checkout, and its figures by name, one a round."""
 
     def __init__(self, name: str, folder: Path, data: Path, flags: str) -> None:
-        port = free_port()
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), *FLAGS]
-        command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
-        environ = os.environ | QUIET_OPENMP | {"PYTHONPATH": str(folder)}
-        super().__init__([*command, *shlex.split(flags)], port, data / f"{name}.log", folder, environ)
+        own = (f"--data-dir={data / name}", f"--adapters-dir={folder / 'demo/adapters'}")
+        log = data / f"{name}.log"
+        super().__init__(log, *FLAGS, *own, *shlex.split(flags), checkout=folder, **QUIET_OPENMP)
         self.name = name
         self.figures: Figures = {}
         self.chats: list[list[dict[str, str]]] = []
@@ -81,13 +76,16 @@ class Checkout(ServerProcess):
 
     @property
     def cpu_s(self) -> float:
+        """Processor time of the server and its children so far, in seconds."""
         return sum(each.user + each.system for each in (one.cpu_times() for one in self._processes))
 
     @property
     def rss_bytes(self) -> int:
+        """Resident memory of the server and its children."""
         return sum(each.memory_info().rss for each in self._processes)
 
     def note(self, **figures: float) -> None:
+        """Add one value to each of these figures."""
         for name, value in figures.items():
             self.figures.setdefault(name, []).append(value)
 
@@ -95,29 +93,8 @@ class Checkout(ServerProcess):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-async def ask(
-    http: aiohttp.ClientSession, server: Checkout, messages: list[dict[str, str]], num_tokens: int, model: str
-) -> tuple[float, float, str]:
-    """Seconds to the first piece of the answer and to its end, and the answer."""
-    body = {"model": model, "messages": messages, "max_tokens": num_tokens, "stream": True}
-    body |= {"temperature": 0, "ignore_eos": True}
-    began_s, first_s, text = time.perf_counter(), 0.0, ""
-    async with http.post(f"{server.url}/v1/chat/completions", json=body) as reply:
-        if reply.status != 200:
-            raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            choices = orjson.loads(line[6:])["choices"]
-            piece = choices[0]["delta"].get("content") if choices else None
-            if piece:
-                first_s = first_s or time.perf_counter() - began_s
-                text += piece
-    end_s = time.perf_counter() - began_s
-    return first_s or end_s, end_s, text
-
-
 def user(text: str) -> dict[str, str]:
+    """Return a message of the user with this text."""
     return {"role": "user", "content": text}
 
 
@@ -128,31 +105,39 @@ class Plays:
         self._http, self._model = http, model
 
     async def _ask(
-        self, server: Checkout, text: str, num_tokens: int, model: str = ""
-    ) -> tuple[float, float, str]:
-        return await ask(self._http, server, [user(text)], num_tokens, model or self._model)
+        self, server: Checkout, num_tokens: int, *messages: dict[str, str], model: str = ""
+    ) -> Streamed:
+        """Return the answer to a chat; its TTFT is that of its end where it has no text. Raises RuntimeError."""
+        body = {"model": model or self._model, "messages": messages, "max_tokens": num_tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        answer = await streamed(self._http, f"{server.url}/v1/chat/completions", body)
+        return msgspec.structs.replace(answer, ttft_s=answer.ttft_s or answer.end_s)
 
     async def alone(self, server: Checkout, number: int) -> None:
+        """Ask three questions one after the other."""
         rng = random.Random(f"alone {number}")
-        took = [await self._ask(server, words(rng, 220), 32) for _ in range(3)]
+        answers = [await self._ask(server, 32, user(words(rng, 220))) for _ in range(3)]
         server.note(
-            alone_ttft_ms=statistics.median(first_s for first_s, _, _ in took) * 1e3,
-            alone_tpot_ms=statistics.median(end_s - first_s for first_s, end_s, _ in took) / 31 * 1e3,
+            alone_ttft_ms=statistics.median(answer.ttft_s for answer in answers) * 1e3,
+            alone_tpot_ms=statistics.median(answer.end_s - answer.ttft_s for answer in answers) / 31 * 1e3,
         )
 
     async def streams(self, server: Checkout, number: int) -> None:
+        """Ask eight questions at once."""
         rng = random.Random(f"streams {number}")
         texts = [words(rng, 40) for _ in range(8)]
         began_s = time.perf_counter()
-        await asyncio.gather(*(self._ask(server, text, 96) for text in texts))
+        await asyncio.gather(*(self._ask(server, 96, user(text)) for text in texts))
         server.note(streams_ms_per_token=(time.perf_counter() - began_s) / (8 * 96) * 1e3)
 
     async def mixed(self, server: Checkout, number: int) -> None:
+        """Ask questions of many lengths within two seconds, some with an adapter."""
         rng = random.Random(f"mixed {number}")
 
         async def one(at_s: float, text: str, num_tokens: int, model: str) -> float:
+            """Ask one question at its time; return its TTFT in seconds."""
             await asyncio.sleep(at_s)
-            return (await self._ask(server, text, num_tokens, model))[0]
+            return (await self._ask(server, num_tokens, user(text), model=model)).ttft_s
 
         jobs = []
         for place in range(24):
@@ -163,20 +148,22 @@ class Plays:
         server.note(mixed_ttft_mean_ms=statistics.fmean(ttft_s) * 1e3, mixed_ttft_worst_ms=max(ttft_s) * 1e3)
 
     async def come_back(self, server: Checkout, number: int) -> None:
+        """Continue chats that other chats have pushed off the device."""
         if not server.chats:
             rng = random.Random("chats")
             server.chats = [[user(words(rng, CHAT_WORDS))] for _ in range(NUM_CHATS)]
             for chat in server.chats:
-                _, _, text = await ask(self._http, server, chat, 8, self._model)
-                chat.append({"role": "assistant", "content": text})
+                answer = await self._ask(server, 8, *chat)
+                chat.append({"role": "assistant", "content": answer.text})
         ttft_s = []
         for place, chat in enumerate(server.chats):
-            # What is added is forgotten again: chats stay as long as they are.
-            asked = [*chat, user(words(random.Random(f"return {number} {place}"), 12))]
-            ttft_s.append((await ask(self._http, server, asked, 4, self._model))[0])
+            # The question is not kept, so that chats stay equally long.
+            question = user(words(random.Random(f"return {number} {place}"), 12))
+            ttft_s.append((await self._ask(server, 4, *chat, question)).ttft_s)
         server.note(return_ttft_ms=statistics.median(ttft_s) * 1e3)
 
     async def all(self, server: Checkout, number: int) -> None:
+        """Play everything on one server and note its processor time."""
         before_s = server.cpu_s
         for play in (self.alone, self.streams, self.mixed, self.come_back):
             await play(server, number)
@@ -187,7 +174,7 @@ class Plays:
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Of ratios round by round: median, interval, and what they say."""
+    """Return the median and the interval of the ratios round by round, and the verdict."""
     ratios = np.array(ours) / np.array(theirs)
     found = interval(ratios)
     told = {"reached": "no worse", "missed": "worse"}
@@ -195,25 +182,15 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"ratio": round(float(np.median(ratios)), 3), "interval": found, "verdict": told.get(said, said)}
 
 
-@asynccontextmanager
-async def servers(arms: Arms, data: Path) -> AsyncIterator[list[Checkout]]:
-    """One started after the other, in this order."""
-    started: list[Checkout] = []
-    with contextlib.ExitStack() as stack:
-        for name, (folder, flags) in arms.items():
-            started.append(stack.enter_context(Checkout(name, folder, data, flags)))
-            await asyncio.to_thread(started[-1].wait, started[-1].is_ready)
-        yield started
-
-
 async def measure_half(arms: Arms, rounds: range, progress: Progress) -> dict[str, Figures]:
     """Each server's figures of these rounds; the one before them warms both up and does not count."""
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    with tempfile.TemporaryDirectory() as data:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
-            servers(arms, Path(data)) as both,
-        ):
+    with ExitStack() as stack:
+        data, both = Path(stack.enter_context(tempfile.TemporaryDirectory())), []
+        for name, (folder, flags) in arms.items():
+            server = stack.enter_context(Checkout(name, folder, data, flags))
+            server.wait(server.is_ready)
+            both.append(server)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(REQUEST_TIMEOUT_S)) as http:
             async with http.get(f"{both[0].url}/v1/models") as reply:
                 models = [each["id"] for each in (await reply.json())["data"]]
             plays = Plays(http, next(name for name in models if name not in ADAPTERS))
@@ -221,16 +198,16 @@ async def measure_half(arms: Arms, rounds: range, progress: Progress) -> dict[st
                 await plays.all(server, rounds.start)
                 server.figures.clear()
             for number in rounds:
-                for server in both[:: 1 if number % 2 else -1]:
+                for server in in_turn(both, number + 1):
                     await plays.all(server, number + 1)
                 progress.say(f"round {number + 1}")
-            for server in both:
-                server.note(rss_mib=server.rss_bytes / 2**20)
-            return {server.name: server.figures for server in both}
+        for server in both:
+            server.note(rss_mib=server.rss_bytes / 2**20)
+        return {server.name: server.figures for server in both}
 
 
 async def measure(arms: Arms, num_rounds: int) -> dict[str, Figures]:
-    """Half of the rounds on servers that are started in one order, half on others started in the other: who is first may have better memory."""
+    """Return the figures of all rounds: half on servers started in one order, half in the other, because the first one may get better memory."""
     progress, half = Progress(), num_rounds // 2
     first = await measure_half(arms, range(half), progress)
     swapped = dict(reversed(arms.items()))
@@ -241,31 +218,13 @@ async def measure(arms: Arms, num_rounds: int) -> dict[str, Figures]:
     }
 
 
-def commit_of(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def rows_of(figures: dict[str, Any], verdicts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for name, found in verdicts.items():
-        ours, theirs = (spread(figures[server][name]) for server in ("this", "other"))
-        low, high = found["interval"]
-        yield (
-            name,
-            f"{found['ratio']:.3f}  [{low:.3f}, {high:.3f}]  {found['verdict']}",
-            f"{ours} against {theirs}",
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the bench from the command line."""
+    parser = options(__doc__, quick="six rounds")
     parser.add_argument("folder", type=Path, help="another checkout of the project")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--flags", default="", help="of this checkout's server")
     parser.add_argument("--other-flags", default="", help="of the other's")
-    parser.add_argument("--quick", action="store_true", help="six rounds")
     args = parser.parse_args()
     other = args.folder.resolve()
     if args.rounds < 2:
@@ -279,7 +238,15 @@ def main() -> None:
     result = {"bench": "against", "other_commit": commit_of(other), "rss_mib": memory, "figures": verdicts}
     result |= {"flags": args.flags, "other_flags": args.other_flags}
     result["num_worse"] = sum(found["verdict"] == "worse" for found in verdicts.values())
-    report("This checkout against another one", list(rows_of(figures, verdicts)), result)
+    rows = [
+        (
+            name,
+            "{:.3f}  [{:.3f}, {:.3f}]  {}".format(found["ratio"], *found["interval"], found["verdict"]),
+            " against ".join(spread(figures[server][name]) for server in ("this", "other")),
+        )
+        for name, found in verdicts.items()
+    ]
+    report("This checkout against another one", rows, result)
 
 
 if __name__ == "__main__":

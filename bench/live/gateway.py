@@ -24,15 +24,17 @@ from typing import Any
 import psutil
 import uvloop
 
-from bench.live.load import prompt_of
-from bench.live.report import last_line, options, report, spread
+from bench.live.shared.load import prompt_of
+from bench.live.shared.report import figures, last_line, options, report, spread
+from bench.live.shared.rounds import in_turn
 from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.driver.engine.engine import VllmDriver
 from gateway.app import Server, build_services, engine_config
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 
-NUM_STREAMS = 16
+NUM_STREAMS, NUM_TOKENS, NUM_SOCKETS = 16, 512, 5000
 PROBE_S = 0.005
+LOAD = "bench.live.shared.load"
 AIMS = {
     "stream_efficiency": "aim ≥ 0.95",
     "idle_socket_bytes": "aim ≤ 40,960",
@@ -40,7 +42,7 @@ AIMS = {
 }
 
 
-def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int, stream_interval: int) -> float:
+def bare_loop(driver: VllmDriver, prompts: list[list[int]], stream_interval: int) -> float:
     """Tokens per second of a bare engine loop over `prompts`; runs on the engine thread, with vLLM's statistics off."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -53,7 +55,7 @@ def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int, str
         for number, prompt in enumerate(prompts):
             params = SamplingParams(
                 temperature=0,
-                max_tokens=num_tokens,
+                max_tokens=NUM_TOKENS,
                 ignore_eos=True,
                 output_kind=RequestOutputKind.DELTA,
                 stream_interval=stream_interval,
@@ -69,9 +71,9 @@ def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int, str
     return count / elapsed_s
 
 
-async def run(module: str, *arguments: object) -> dict[str, Any]:
-    """The last line of another bench, which runs in a process of its own."""
-    return await asyncio.to_thread(last_line, sys.executable, "-m", module, *map(str, arguments))
+async def load(*arguments: object) -> dict[str, Any]:
+    """Run clients in a process of their own; return its last line."""
+    return await asyncio.to_thread(last_line, sys.executable, "-m", LOAD, *map(str, arguments))
 
 
 async def probe_stalls(samples_ms: list[float]) -> None:
@@ -83,39 +85,39 @@ async def probe_stalls(samples_ms: list[float]) -> None:
         samples_ms.append((loop.time() - due) * 1000)
 
 
-async def measure_streams(server: Server, repeats: int, num_tokens: int) -> dict[str, Any]:
+async def measure_streams(server: Server, repeats: int) -> dict[str, Any]:
     """Gateway and bare loop in turn, then the event loop's stalls under the same load."""
     rounds = iter(range(1, 1000))
 
     async def gateway_rate() -> float:
-        arguments = ("--streams", NUM_STREAMS, "--tokens", num_tokens, "--round", next(rounds))
-        result = await run("bench.live.load", "stream", server.port, *arguments)
+        """Return the tokens per second through the gateway's sockets."""
+        arguments = ("--streams", NUM_STREAMS, "--tokens", NUM_TOKENS, "--round", next(rounds))
+        result = await load("stream", server.port, *arguments)
         return result["num_tokens"] / result["elapsed_s"]
 
     async def bare_rate() -> float:
+        """Return the tokens per second of the bare engine loop."""
         node = server.services.node
         prompts = await node.run_on_engine(lambda driver: render(driver, next(rounds)))
         # The peer's best settings: it too makes an output of several tokens at a time.
         interval = node.stream_interval
-        return await node.run_on_engine(lambda driver: bare_loop(driver, prompts, num_tokens, interval))
+        return await node.run_on_engine(lambda driver: bare_loop(driver, prompts, interval))
 
     ours, bare = [await gateway_rate()], [await bare_rate()]  # warm both up
     for number in range(repeats):
-        # Whoever goes second in a round went first in the one before: a drift of the machine hits both.
-        for rate, into in ((gateway_rate, ours), (bare_rate, bare))[:: 1 if number % 2 else -1]:
+        for rate, into in in_turn(((gateway_rate, ours), (bare_rate, bare)), number + 1):
             into.append(await rate())
         print(
             f"  round {number + 1}/{repeats}: gateway {ours[-1]:.0f}, bare {bare[-1]:.0f} tokens/s",
             flush=True,
         )
     stalls_ms: list[float] = []
-    # By itself: waking the loop 200 times a second is a load of its own.
+    # Alone, because waking the loop 200 times a second is itself a load.
     probe = asyncio.create_task(probe_stalls(stalls_ms))
     await gateway_rate()
     probe.cancel()
     ratios = [mine / peer for mine, peer in zip(ours[1:], bare[1:], strict=True)]
     return {
-        "stream_efficiency": statistics.median(ratios),
         "loop_stall_ms_p99": statistics.quantiles(stalls_ms, n=100)[98],
         "gateway_tokens_per_s": ours[1:],
         "bare_tokens_per_s": bare[1:],
@@ -132,16 +134,14 @@ def render(driver: VllmDriver, round_number: int) -> list[list[int]]:
     ]
 
 
-async def measure_idle_sockets(server: Server, num_sockets: int) -> dict[str, Any]:
-    """Resident memory that `num_sockets` silent chat sockets add to this process, per socket."""
+async def measure_idle_sockets(server: Server) -> dict[str, Any]:
+    """Resident memory that NUM_SOCKETS silent chat sockets add to this process, per socket."""
     process = psutil.Process()
-    await run(
-        "bench.live.load", "idle", server.port, "--sockets", 50
-    )  # stdin is closed: opens, closes, and warms the path up
+    await load("idle", server.port, "--sockets", 50)  # stdin is closed: opens, closes, and warms the path up
     gc.collect()
     before = process.memory_info().rss
     holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.live.load", "idle", str(server.port), "--sockets", str(num_sockets)),
+        *(sys.executable, "-m", LOAD, "idle", str(server.port), "--sockets", str(NUM_SOCKETS)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -155,9 +155,9 @@ async def measure_idle_sockets(server: Server, num_sockets: int) -> dict[str, An
 
 
 async def bench(quick: bool) -> None:
+    """Measure streams and idle sockets, and report."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    repeats, num_tokens = (5, 512) if quick else (11, 512)
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             model=str(DEMO_MODEL_DIR),
@@ -170,56 +170,31 @@ async def bench(quick: bool) -> None:
         services = await build_services(config)
         async with Server(services) as server:
             await services.node.start()
-            streams = await measure_streams(server, repeats, num_tokens)
+            streams = await measure_streams(server, 5 if quick else 11)
             print("opening idle sockets …", flush=True)
-            sockets = await measure_idle_sockets(server, 5000)
-    print("measuring the LoRA wrappers …", flush=True)
-    lora = await run("bench.live.lora", *(["--quick"] if quick else []))
-    show(streams, sockets, lora)
+            sockets = await measure_idle_sockets(server)
+    show(streams, sockets)
 
 
-def show(streams: dict[str, Any], sockets: dict[str, Any], lora: dict[str, Any]) -> None:
-    keys = ("mixed_batch_identical", "lora_decode_ratio", "lora_prefill_ratio")
+def show(streams: dict[str, Any], sockets: dict[str, Any]) -> None:
+    """Print the report."""
+    ratios = streams["ratios"]
     result = {
-        "stream_efficiency": round(streams["stream_efficiency"], 3),
+        "stream_efficiency": round(statistics.median(ratios), 3),
         "idle_socket_bytes": round(sockets["idle_socket_bytes"]),
         "loop_stall_ms_p99": round(streams["loop_stall_ms_p99"], 2),
-        **{key: lora[key] for key in keys},
-        "spread": {"stream_efficiency": [round(edge(streams["ratios"]), 2) for edge in (min, max)]},
     }
-    report(
-        "gateway",
-        [
-            ("bare engine loop, 16 streams, tokens/s", spread(streams["bare_tokens_per_s"]), ""),
-            ("gateway, 16 chat sockets, tokens/s", spread(streams["gateway_tokens_per_s"]), ""),
-            ("gateway ÷ bare", spread(streams["ratios"]), AIMS["stream_efficiency"]),
-            ("event loop stall p99, ms", f"{result['loop_stall_ms_p99']}", AIMS["loop_stall_ms_p99"]),
-            (
-                f"memory per idle socket at {sockets['num_sockets']}, bytes",
-                f"{result['idle_socket_bytes']}",
-                AIMS["idle_socket_bytes"],
-            ),
-            (
-                "5 adapters + base in one batch = single runs",
-                f"{result['mixed_batch_identical']}",
-                "aim true",
-            ),
-            (
-                "LoRA decode step, ours ÷ vLLM's wrapper, time",
-                f"{result['lora_decode_ratio']}",
-                "smaller is better",
-            ),
-            (
-                "LoRA 64-token prefill, ours ÷ vLLM's wrapper, time",
-                f"{result['lora_prefill_ratio']}",
-                "smaller is better",
-            ),
-        ],
-        result,
-    )
+    rows = [
+        (f"{name}, {NUM_STREAMS} streams", spread(streams[name]), "")
+        for name in ("gateway_tokens_per_s", "bare_tokens_per_s", "ratios")
+    ]
+    rows += figures(result, AIMS)
+    extra = {"spread": {"stream_efficiency": [round(edge(ratios), 2) for edge in (min, max)]}}
+    report("gateway", rows, result | extra | {"num_sockets": sockets["num_sockets"]})
 
 
 def main() -> None:
+    """Run the bench from the command line."""
     args = options(__doc__, quick="fewer repeats, within 3 minutes").parse_args()
     logging.basicConfig(level=logging.WARNING)
     config = Config(model=str(DEMO_MODEL_DIR))

@@ -1,4 +1,4 @@
-"""What our server's KV tiers, advisories and adapters are worth on a GPU, as a client sees it over HTTP.
+"""What our server's KV tiers and advisories are worth on a GPU, as a client sees it over HTTP.
 
     python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu] [--logs FOLDER]
 
@@ -12,14 +12,13 @@ advisory. The device has room for four tenths of the histories. A history's turn
 The last line is JSON: `ttft_ms`, median by source and tokens (`device`: at once after the history, while its KV is still being saved; `resident`:
 the same turn once more, later); `host_vs_recompute`, `advised_vs_resident` (from host memory) and so on, by tokens; `restored_share`: of a turn's
 prompt, what was taken from KV; `copy_gb_s`: what the links give to plain copies of pinned memory; `restore_gb_s`: bytes of a history over what its
-restore from host memory adds to the TTFT, `restore_vs_link` the longest one's over what the link gives; `cold_adapter_ms`, `warm_adapter_ms`,
-`base_ms`: TTFT of an adapter's first request, its next, and the base model's. The first adapter of all has kernels compiled.
+restore from host memory adds to the TTFT, `restore_vs_link` the longest one's over what the link gives.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
+import argparse
+import asyncio
 import os
 import statistics
 import subprocess
@@ -27,17 +26,19 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench.live.models import ModelShape, adapter_folders, model_folder
+import aiohttp
+
 from bench.live.peers.play import text
-from bench.live.report import ROOT, Progress, options, report, spread
-from bench.live.serving import ServerProcess
-from bench.live.soak.server import HOST, free_port
+from bench.live.shared.asking import Streamed, streamed
+from bench.live.shared.models import ModelShape, model_folder
+from bench.live.shared.report import ROOT, Progress, last_line, options, report, spread
+from bench.live.shared.serving import OvertureServer
 from engine_bridge.protocol.node import ADVISORY_ENDS
 
 _shape = partial(ModelShape, max_model_len=17408, num_kv_heads=8, dtype="bfloat16")
@@ -50,95 +51,60 @@ SHAPES = {
 }
 HISTORY_TOKENS = (2048, 8192, 16384)
 REPEATS = 3
+FIRST_SERVER = {
+    "histories, and turns after each from the device": [("recompute", "device")],
+    "turns from host memory": [("host",)],
+    "turns from host memory with advisories": [("advised", "resident")],
+}
+SECOND_SERVER = {"turns from disk, each second one with an advisory": [("disk",), ("advised_disk",)]}
 SOURCES = ("recompute", "device", "host", "advised", "resident", "disk", "advised_disk")
+RATIOS = (
+    *(("host", "recompute"), ("disk", "recompute"), ("advised", "host"), ("advised", "resident")),
+    *(("advised_disk", "disk"), ("advised_disk", "resident")),
+)
 TURN_TOKENS, ANSWER_TOKENS = 32, 8
 DEVICE_SHARE = 0.4
 BLOCK_SIZE = 32
-ADAPTER_RANKS = (64, 64, 64)
 ADVISORY_TIMEOUT_S = 15.0
-# Of a GPU, beside weights and KV: CUDA itself, LoRA slots, a step's activations. A guess.
+# Of a GPU, beside weights and KV: CUDA itself, a step's activations. A guess.
 WORK_GIB = 2.5
 
 
-class Answer(NamedTuple):
-    """`tpot_s`: of the tokens after the first."""
-
-    ttft_s: float
-    tpot_s: float
-    text: str
-    cached_tokens: int
-
-
 class Client:
-    """Of one server."""
+    """Asks one server."""
 
-    def __init__(self, url: str) -> None:
-        self._port = int(url.rpartition(":")[2])
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url, self._http = url, http
 
-    def ask(self, session: str, prompt: list[int], model: str = "bench") -> Answer:
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=60)
-        started_s = time.perf_counter()
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json", "X-Session-Id": session},
-        )
-        reply = connection.getresponse()
-        if reply.status != 200:
-            raise RuntimeError(f"{reply.status}: {reply.read()[:500]!r}")
-        ttft_s, last_s, answer, cached = 0.0, 0.0, "", 0
-        for line in reply:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
-            for choice in event["choices"]:
-                last_s = time.perf_counter() - started_s
-                ttft_s = ttft_s or last_s
-                answer += choice.get("text") or ""
-            if event.get("usage"):
-                cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Answer(ttft_s, (last_s - ttft_s) / (ANSWER_TOKENS - 1), answer, cached)
+    async def ask(self, session: str, prompt: list[int]) -> Streamed:
+        """Ask with these token ids; return the answer. Raises RuntimeError if the server refuses or fails."""
+        body = {"model": "bench", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        return await streamed(self._http, f"{self._url}/v1/completions", body, {"X-Session-Id": session})
 
-    def advise(self, session: str) -> dict[str, Any]:
+    async def advise(self, session: str) -> dict[str, Any]:
         """Send an advisory and wait until no more comes of it."""
-        advisory = self._json("POST", "/v1/advisories", {"session_id": session, "model": "bench"})
-        deadline_s, states = time.monotonic() + ADVISORY_TIMEOUT_S, []
+        body = {"session_id": session, "model": "bench"}
+        async with self._http.post(f"{self._url}/v1/advisories", json=body, raise_for_status=True) as reply:
+            advisory: dict[str, Any] = await reply.json()
+        path, deadline_s = (
+            f"{self._url}/v1/advisories/{advisory['id']}",
+            time.monotonic() + ADVISORY_TIMEOUT_S,
+        )
         while time.monotonic() < deadline_s:
-            advisory = self._json("GET", f"/v1/advisories/{advisory['id']}")
-            states.append((advisory.get("state"), advisory.get("device_tokens"), advisory.get("tier")))
+            async with self._http.get(path, raise_for_status=True) as reply:
+                advisory = await reply.json()
             if advisory.get("tier") == "device" or advisory.get("state") in ADVISORY_ENDS:
                 break
-            time.sleep(0.05)
-        return advisory | {"states": [states[0], states[-1]] if states else []}
-
-    def _json(self, method: str, path: str, body: Any = None) -> Any:
-        return json.loads(self._text(method, path, body))
-
-    def _text(self, method: str, path: str, body: Any = None) -> str:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=60)
-        data = json.dumps(body) if body is not None else None
-        connection.request(method, path, data, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        found = reply.read().decode()
-        if reply.status >= 400:
-            raise RuntimeError(f"{path}: {reply.status}: {found[:500]}")
-        return found
+            await asyncio.sleep(0.05)
+        return advisory
 
 
 def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
-    """For a device with so much KV, about: a GPU is told its share of memory, with weights and what steps work with."""
+    """Return flags for a device with about `kv_gib` of KV.
+
+    A GPU is told its share of memory, which includes weights and the working space of steps.
+    """
     if device == "cpu":
         return [f"--kv-cache-gib={kv_gib}"]
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -150,49 +116,51 @@ def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
     return [f"--gpu-memory-utilization={needed_gib / total_gib:.4f}"]
 
 
-@contextmanager
-def serving(shape: ModelShape, device: str, folder: Path, log: Path, *flags: str) -> Iterator[Client]:
-    """A client of `overture serve` with this model, its adapters and tiers for all histories, until the block ends.
+@asynccontextmanager
+async def serving(
+    shape: ModelShape, device: str, folder: Path, log: Path, *flags: str
+) -> AsyncIterator[Client]:
+    """Serve this model with tiers for all histories; yield a client until the block ends.
 
-    folder: of the server's data. log: for what it prints.
+    Args:
+        shape: the model.
+        device: "cpu" or "cuda".
+        folder: the server's data folder.
+        log: the file for the server's output.
+        *flags: more flags of `overture serve`.
     """
     has_weights = shape != SHAPES["8b"]
     history_tokens = REPEATS * sum(HISTORY_TOKENS)
     kv_gib = history_tokens * shape.kv_token_bytes / 2**30
-    adapters = adapter_folders(shape, ADAPTER_RANKS)
-    port = free_port()
     command = [
-        *(sys.executable, "-m", "gateway.cli", "serve", f"--device={device}", f"--port={port}"),
-        *(f"--data-dir={folder}", f"--model={model_folder(shape, has_weights=has_weights)}"),
+        *(f"--device={device}", f"--data-dir={folder}"),
+        f"--model={model_folder(shape, has_weights=has_weights)}",
         *("--served-model-name=bench", f"--dtype={shape.dtype}", f"--max-model-len={shape.max_model_len}"),
         *(f"--block-size={BLOCK_SIZE}", "--max-lora-rank=64", "--max-loras=4"),
-        *(f"--lora-module={adapter.name}={adapter}" for adapter in adapters),
         *kv_flags(shape, device, DEVICE_SHARE * kv_gib),
         *([] if has_weights else ["--engine-arg=load_format=dummy"]),
         *(f"--kv-host-gib={1.5 * kv_gib:.1f}", f"--kv-disk-gib={2 * kv_gib:.1f}"),
         *flags,
     ]
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    }
-    with ServerProcess(command, port, log, ROOT, environ) as server:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    with OvertureServer(log, *command, PYTHONPATH=path) as server:
         server.wait(server.is_ready, timeout_s=150)
-        yield Client(server.url)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as http:
+            yield Client(server.url, http)
 
 
 class Played:
-    """What the turns gave, by source and length of history."""
+    """TTFTs, cached shares and answers of the turns, by source and length of history."""
 
     def __init__(self) -> None:
         self.ttft_s: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.cached: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.tpot_s: list[float] = []
         self.answers: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
 
-    def note(self, source: str, num_tokens: int, number: int, answer: Answer) -> None:
+    def note(self, source: str, num_tokens: int, number: int, answer: Streamed) -> None:
+        """Note one answer."""
         self.ttft_s[source, num_tokens].append(answer.ttft_s)
-        self.cached[source, num_tokens].append(answer.cached_tokens / (num_tokens + 1 + TURN_TOKENS))
-        self.tpot_s.append(answer.tpot_s)
+        self.cached[source, num_tokens].append(answer.num_cached / (num_tokens + 1 + TURN_TOKENS))
         if source != "recompute":
             self.answers[num_tokens, number][source] = answer.text
 
@@ -205,6 +173,7 @@ class Played:
         }
 
     def ratio(self, source: str, to: str) -> dict[int, float]:
+        """Return the medians of one source over those of another, by length of history."""
         theirs = self.ms(to)
         return {num_tokens: round(ms / theirs[num_tokens], 3) for num_tokens, ms in self.ms(source).items()}
 
@@ -228,58 +197,30 @@ def histories() -> list[tuple[int, int, str, list[int]]]:
 
 
 def turn_of(prompt: list[int]) -> list[int]:
+    """Return a prompt that continues this history."""
     return prompt + text(TURN_TOKENS, "turn", prompt[0])
 
 
-def warm_up(client: Client) -> None:
+async def play(
+    client: Client, played: Played, progress: Progress, rounds: Mapping[str, Sequence[Sequence[str]]]
+) -> list[Any]:
+    """Ask all histories in each round, by its name, from these sources, which take turns; return the outcomes of the advisories."""
     for number in range(3):
-        client.ask(f"w{number}", text(3000, "warm", number))
-
-
-def play_first_server(client: Client, played: Played, progress: Progress) -> list[Any]:
-    """Everything up to the restart. Returns what became of advisories."""
-    warm_up(client)
-    progress.say("histories, and turns after each from the device")
-    for num_tokens, number, session, prompt in histories():
-        played.note("recompute", num_tokens, number, client.ask(session, prompt))
-        played.note("device", num_tokens, number, client.ask(session, turn_of(prompt)))
-    progress.say("turns from host memory")
-    for num_tokens, number, session, prompt in histories():
-        played.note("host", num_tokens, number, client.ask(session, turn_of(prompt)))
-    progress.say("turns from host memory with advisories")
+        await client.ask(f"w{number}", text(3000, "warm", number))  # not counted
     advisories = []
-    for num_tokens, number, session, prompt in histories():
-        advisories.append(client.advise(session))
-        played.note("advised", num_tokens, number, client.ask(session, turn_of(prompt)))
-        played.note("resident", num_tokens, number, client.ask(session, turn_of(prompt)))
+    for said, turns in rounds.items():
+        progress.say(said)
+        for at, (num_tokens, number, session, prompt) in enumerate(histories()):
+            for source in turns[at % len(turns)]:
+                if source.startswith("advised"):
+                    advisories.append(await client.advise(session))
+                asked = prompt if source == "recompute" else turn_of(prompt)
+                played.note(source, num_tokens, number, await client.ask(session, asked))
     return advisories
 
 
-def play_second_server(client: Client, played: Played, progress: Progress) -> list[Any]:
-    warm_up(client)
-    progress.say("turns from disk, each second one with an advisory")
-    advisories = []
-    for at, (num_tokens, number, session, prompt) in enumerate(histories()):
-        source = "disk" if at % 2 == 0 else "advised_disk"
-        if source == "advised_disk":
-            advisories.append(client.advise(session))
-        played.note(source, num_tokens, number, client.ask(session, turn_of(prompt)))
-    return advisories
-
-
-def adapter_times(client: Client, adapters: Sequence[str]) -> dict[str, list[float]]:
-    """TTFT in ms of an adapter's first request and of its next, and of the base model."""
-    found: dict[str, list[float]] = {"cold_adapter_ms": [], "warm_adapter_ms": [], "base_ms": []}
-    for number, adapter in enumerate(adapters):
-        models = {"base_ms": "bench", "cold_adapter_ms": adapter, "warm_adapter_ms": adapter}
-        for name, model in models.items():
-            answer = client.ask(f"a{number}{name}", text(200, "adapter", number, name), model)
-            found[name].append(round(1e3 * answer.ttft_s, 2))
-    return found
-
-
-def copy_gb_s() -> dict[str, float]:
-    """Of plain copies between pinned memory and the GPU, in a process of their own."""
+def copy_gb_s() -> dict[str, Any]:
+    """Measure plain copies between pinned memory and the GPU in a process of their own, in GB/s."""
     code = """
 import json, torch
 a = torch.empty(1 << 30, dtype=torch.uint8).pin_memory(); b = torch.empty_like(a, device="cuda"); found = {}
@@ -292,12 +233,11 @@ for name, to, of in (("to_device", b, a), ("to_host", a, b)):
     found[name] = round(a.numel() / sorted(times)[2] / 1e6, 1)
 print(json.dumps(found | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    return last_line(sys.executable, "-c", code)
 
 
 def main() -> None:
+    """Run the bench from the command line."""
     parser = options(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="which model")
     parser.add_argument("--eager", action="store_true", help="compile nothing: the server starts sooner")
@@ -307,53 +247,47 @@ def main() -> None:
     parser.add_argument(
         "--logs", type=Path, help="folder for what the two servers print; otherwise it is not kept"
     )
-    args = parser.parse_args()
+    asyncio.run(run(parser.parse_args()))
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Measure everything and report."""
     shape, progress, played = SHAPES[args.shape], Progress(), Played()
     flags = ["--enforce-eager"] if args.eager else []
     details: dict[str, Any] = {"shape": args.shape, "copy_gb_s": copy_gb_s() if args.device == "cuda" else {}}
     with tempfile.TemporaryDirectory() as name:
         folder, logs = Path(name) / "data", args.logs or Path(name)
         progress.say("starting the server")
-        with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
-            progress.say("ready")
-            details["advisories"] = play_first_server(client, played, progress)
-            details |= adapter_times(client, [each.name for each in adapter_folders(shape, ADAPTER_RANKS)])
+        async with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
+            details["advisories"] = await play(client, played, progress, FIRST_SERVER)
         progress.say("starting it anew")
-        with serving(shape, args.device, folder, logs / "second.log", *flags) as client:
-            details["disk_advisories"] = play_second_server(client, played, progress)
-    resident_ms, link_gb_s = played.ms("resident"), details["copy_gb_s"].get("to_device")
+        async with serving(shape, args.device, folder, logs / "second.log", *flags) as client:
+            details["disk_advisories"] = await play(client, played, progress, SECOND_SERVER)
+    link_gb_s = details["copy_gb_s"].get("to_device")
     restore_gb_s = {
-        num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms[num_tokens], 0.1) / 1e6, 1)
-        for num_tokens, ms in played.ms("host").items()
+        num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms, 0.1) / 1e6, 1)
+        for (num_tokens, ms), resident_ms in zip(
+            played.ms("host").items(), played.ms("resident").values(), strict=True
+        )
     }
     rows = [
         (f"TTFT, {source}, {num_tokens} tokens [ms]", spread([1e3 * each for each in found]), "")
         for (source, num_tokens), found in sorted(played.ttft_s.items())
     ]
-    report(
-        f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}",
-        rows,
-        details
-        | {
-            "ttft_ms": {source: played.ms(source) for source in SOURCES},
-            "restored_share": {
-                f"{source} {num_tokens}": round(statistics.mean(found), 3)
-                for (source, num_tokens), found in played.cached.items()
-            },
-            "host_vs_recompute": played.ratio("host", "recompute"),
-            "disk_vs_recompute": played.ratio("disk", "recompute"),
-            "advised_vs_host": played.ratio("advised", "host"),
-            "advised_vs_resident": played.ratio("advised", "resident"),
-            "advised_disk_vs_disk": played.ratio("advised_disk", "disk"),
-            "advised_disk_vs_resident": played.ratio("advised_disk", "resident"),
-            "restore_gb_s": restore_gb_s,
-            "restore_vs_link": round(restore_gb_s[HISTORY_TOKENS[-1]] / link_gb_s, 3) if link_gb_s else None,
-            "tpot_ms": round(1e3 * statistics.median(played.tpot_s), 2),
-            "tokens_identical": not played.different(),
-            "different": played.different(),
-            "num_distinct_answers": len({answers["device"] for answers in played.answers.values()}),
+    details |= {f"{source}_vs_{to}": played.ratio(source, to) for source, to in RATIOS}
+    details |= {
+        "ttft_ms": {source: played.ms(source) for source in SOURCES},
+        "restored_share": {
+            f"{source} {num_tokens}": round(statistics.mean(found), 3)
+            for (source, num_tokens), found in played.cached.items()
         },
-    )
+        "restore_gb_s": restore_gb_s,
+        "restore_vs_link": round(restore_gb_s[HISTORY_TOKENS[-1]] / link_gb_s, 3) if link_gb_s else None,
+        "tokens_identical": not played.different(),
+        "different": played.different(),
+        "num_distinct_answers": len({answers["device"] for answers in played.answers.values()}),
+    }
+    report(f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}", rows, details)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Evidence: keep runs, and make bench/RESULTS.md and docs/plots of them.
 
 python -m bench.results keep NAME -- COMMAND...   run a bench and keep its last line as bench/results/NAME.json
-python -m bench.results sim                       keep every table of `python -m bench.sim` and `bench.emulated`, then write
-python -m bench.results write                     make the top of bench/RESULTS.md, and docs/plots
+python -m bench.results sim                       keep the benches of `python -m bench.emulated`, then write
+python -m bench.results write                     make bench/RESULTS.md and docs/plots
 python -m bench.results check                     exit status 1 if they are not what `write` would make
 """
 
@@ -20,57 +20,44 @@ from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
-PARTS_OF_SYMPHONY = ("--part", "paper", "--part", "chat8b", "--part", "agents", "--part", "missing")
 # What `sim` runs (aim: 40 minutes on two cores): by the name that a run is kept under, which begins with the package's, the table and its arguments.
 SIMULATED: dict[str, tuple[str, ...]] = {
-    "emulated-chameleon": ("chameleon", "--part", "main", "--part", "eviction", "--part", "forecast"),
-    "emulated-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "2"),
-    "emulated-caraserve": (
-        "caraserve",
-        "--part",
-        "cold",
-        "--part",
-        "production",
-        "--part",
-        "lengths",
-        "--seeds",
-        "2",
-    ),
-    "sim-caraserve": ("caraserve", "--part", "router", "--part", "mixed", "--seeds", "2"),
-    "emulated-symphony": ("symphony", "--part", "users", "--part", "missing", "--seeds", "2"),
-    "sim-symphony": ("symphony", *PARTS_OF_SYMPHONY, "--seeds", "2"),
-    "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "2"),
-    "sim-symphony-scale": ("symphony", "--part", "scale"),
+    "emulated-chameleon": ("chameleon",),
+    "emulated-caraserve": ("caraserve", "--seeds", "2"),
+    "emulated-routing": ("routing",),
+    "emulated-symphony": ("symphony", "--seeds", "2"),
     "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
     "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
     "emulated-adaptivellm-predictors": ("adaptivellm", "--part", "predictors"),
-    "emulated-order": ("order", "--quick"),
+    "emulated-order": ("order", "--quick", "--seeds", "3"),
     "emulated-scarce": ("scarce",),
     "emulated-urgent": ("urgent",),
+    "emulated-adaptercache": ("adapter_cache",),
+    "emulated-followers": ("followers",),
+    "emulated-hosttier": ("host_tier",),
 }
 
-# While one table imports vLLM, or waits for the last of its runs, the other has the cores; in virtual time neither sees that (but for the
-# events a second that `symphony --part scale` says it has played). Chosen.
+# While one table imports vLLM, or waits for the last of its runs, the other has the cores; in virtual time neither sees that. Chosen.
 RUNS_AT_ONCE = 2
 
 
 def made(root: Path = ROOT, folder: Path = FOLDER) -> dict[Path, str]:
-    """The files and their text as the kept runs say. Raises RunError."""
+    """Return the files and their text as the kept runs say. Raises RunError."""
     runs = load(folder)
-    results = root / "bench/RESULTS.md"
     texts = plots(runs) | {"orders.svg": frontier(runs.get("emulated-order"))}
     drawn = {root / "docs/plots" / name: text for name, text in texts.items()}
-    return {results: page(results.read_text(), runs)} | drawn
+    return {root / "bench/RESULTS.md": page(runs)} | drawn
 
 
 def write(root: Path = ROOT, folder: Path = FOLDER) -> None:
+    """Write all files that are made of kept runs."""
     for path, text in made(root, folder).items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
 
 def stale(root: Path = ROOT, folder: Path = FOLDER) -> list[str]:
-    """The files that `write` would change."""
+    """Return the files that `write` would change."""
     files = made(root, folder).items()
     return [
         str(path.relative_to(root)) for path, text in files if not path.exists() or path.read_text() != text
@@ -78,17 +65,18 @@ def stale(root: Path = ROOT, folder: Path = FOLDER) -> list[str]:
 
 
 def check(root: Path = ROOT, folder: Path = FOLDER) -> None:
+    """Raise RunError if a file is not what `write` would make."""
     if files := stale(root, folder):
         raise RunError(f"stale: {', '.join(files)}; run `python -m bench.results write`")
 
 
 def command_of(name: str) -> list[str]:
-    """What a run of `SIMULATED` is made by."""
+    """Return the command that makes a run of `SIMULATED`."""
     return ["python", "-m", f"bench.{name.split('-')[0]}", *SIMULATED[name]]
 
 
 def simulate() -> None:
-    """Keep each run of `SIMULATED`, go on when one fails, and write what there is. Raises RunError in the end if one failed."""
+    """Keep each run of `SIMULATED`, continue when one fails, and write the page. Raises RunError in the end if any failed."""
 
     def is_kept(number: int, name: str) -> bool:
         began = time.perf_counter()
@@ -110,6 +98,7 @@ def simulate() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Do what the arguments say, or print how to call. Raises SystemExit, RunError."""
     match list(arguments):
         case ["keep", name, "--", _, *_]:
             keep(name, arguments[3:])

@@ -20,9 +20,9 @@ ALIKE = 0.01
 
 
 def frontier(run: Run | None) -> str:
-    """Two panels, without and with adapters: change of P50 across, of P99 upwards.
+    """Return the plot's text: two panels, without and with adapters, the change of P50 across and of P99 upwards.
 
-    Means over traces, loads and seeds as marks, the worst P99 at the end of a stroke.
+    Means over traces, loads and seeds are marks; a stroke ends at the worst P99.
     """
     with matplotlib.rc_context(STYLE):
         return _drawn(run)
@@ -42,7 +42,7 @@ def _drawn(run: Run | None) -> str:
 
 
 def panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The marks of one panel, vLLM's own queue at the origin."""
+    """Draw the marks of one panel, vLLM's own queue at the origin."""
     orders = [name for name in rows[0] if name == "mlq" or name.startswith("bounded")]
     points = {order: _point([row[order] for row in rows]) for order in orders}
     shares = [points[order] for order in orders if order != "mlq"]
@@ -54,7 +54,7 @@ def panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.plot([p50, p50], [p99, worst], color=color, linewidth=1)
         axes.plot(p50, p99, mark, color=color, markersize=6)
     for order, (p50, _, worst) in points.items():
-        # Those that come to the same have one name.
+        # Orders with equal marks share one name.
         alike = [name for name, (other, *_) in points.items() if abs(other - p50) < ALIKE]
         if order == alike[0]:
             label = order if len(alike) == 1 else f"{order.split()[0]}, {len(alike)} shares"

@@ -8,75 +8,55 @@ from typing import Any
 
 from bench.results.runs import Run
 
-ADVISORIES = "A1 advisories: mean TTFT ÷ the best without them"
-SWAPPING = "D3 always swapping: throughput ÷ always recomputing"
+ADVISORIES = "A1 advisories: mean TTFT ÷ without them"
 BY_COST = "D3 the cheaper by predicted cost: throughput ÷ always recomputing"
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Values of one thing. key: under the run's `limits`. figure: of each value. unit: what values are divided by for the reader."""
+    """Values of one property. key: under the run's `limits`. unit: divides values for the reader."""
 
     mechanism: str
     run: str
     key: str
     changed: str
-    figure: str
     unit: float = 1.0
 
     def ratio(self, figures: Mapping[str, Any]) -> float:
-        value = float(figures[self.figure])
-        return 1.0 - value if self.figure.startswith("saved") else value
+        """Return the ratio at a value."""
+        return float(1.0 - figures["saved_ttft"] if "saved_ttft" in figures else figures["cost"])
 
     def pays(self, figures: Mapping[str, Any]) -> bool:
-        """The bench's own word goes first: it knows of more than this figure."""
+        """Return whether the mechanism pays: the bench's own word if it has one, since it knows more than this figure."""
         return bool(figures.get("pays", self.ratio(figures) > 1))
 
 
-def _advisories(key: str, changed: str, unit: float = 1.0) -> Sweep:
-    return Sweep(ADVISORIES, "sim-symphony-limits", key, changed, "saved_ttft", unit)
-
-
-def _swapping(key: str, changed: str) -> tuple[Sweep, Sweep]:
-    first = Sweep(SWAPPING, "emulated-adaptivellm-limits", key, changed, "swap")
-    return first, Sweep(BY_COST, "emulated-adaptivellm-limits", key, changed, "cost")
-
-
+_OF_ADVISORIES, _OF_SWAPPING = (ADVISORIES, "emulated-symphony"), (BY_COST, "emulated-adaptivellm-limits")
 SWEEPS = (
-    _advisories("lead_share", "when they come: share of the time that people type"),
-    _advisories("link_share", "share of the device's PCIe link that copies get"),
-    _advisories("network_bytes_per_s", "network between machines, GB/s", 1e9),
-    _advisories("disk_bytes_per_s", "disk, GB/s", 1e9),
-    _advisories("mean_turns", "turns of a conversation, mean, or a recorded trace"),
-    _advisories("host_bytes", "host memory for KV, GB", 1e9),
-    _advisories("device_bytes", "device memory, GB", 1e9),
-    *_swapping("link_gb_per_s", "link between device and host, GB/s"),
-    *_swapping("host_blocks", "host memory for KV, blocks of 16 tokens"),
-    *_swapping("prompt_tokens", "prompt, tokens, mean"),
-    *_swapping("prompt_tokens_at_3.1_gb_per_s", "prompt, tokens, mean, with a link of 3.1 GB/s"),
+    Sweep(*_OF_ADVISORIES, "lead_share", "when they come: share of the time that people type"),
+    Sweep(*_OF_ADVISORIES, "link_share", "share of the device's PCIe link that copies get"),
+    Sweep(*_OF_ADVISORIES, "disk_bytes_per_s", "disk, GB/s for each device", 1e9),
+    Sweep(*_OF_ADVISORIES, "mean_turns", "turns of a conversation, mean"),
+    Sweep(*_OF_ADVISORIES, "host_bytes", "host memory for KV, GB for each device", 1e9),
+    Sweep(*_OF_ADVISORIES, "device_bytes", "device memory, GB", 1e9),
+    Sweep(*_OF_SWAPPING, "link_gb_per_s", "link between device and host, GB/s"),
+    Sweep(*_OF_SWAPPING, "host_blocks", "host memory for KV, blocks of 16 tokens"),
+    Sweep(*_OF_SWAPPING, "prompt_tokens", "prompt, tokens, mean"),
+    Sweep(*_OF_SWAPPING, "prompt_tokens_at_3.1_gb_per_s", "prompt, tokens, mean, with a link of 3.1 GB/s"),
 )
-HEAD = ("mechanism", "what is changed", "ratio at each value", "run, commit")
+HEAD = ("mechanism", "what is changed", "ratio at each value")
 
 
 def rows(runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
-    """Of a table; sweeps that no run has are left out. Bold: does not pay."""
+    """Return the rows of the table, without sweeps that no kept run has. Bold: does not pay."""
     for sweep in SWEEPS:
         run = runs.get(sweep.run)
         found = run.result.get("limits", {}).get(sweep.key) if run is not None else None
-        if run is not None and found:
+        if found:
             ratios = "; ".join(_ratio(sweep, value, figures) for value, figures in found.items())
-            yield (
-                sweep.mechanism,
-                sweep.changed,
-                ratios,
-                f"[{run.name}](results/{run.name}.json) {run.commit}",
-            )
+            yield f"[{sweep.mechanism}](results/{sweep.run}.json)", sweep.changed, ratios
 
 
 def _ratio(sweep: Sweep, value: str, figures: Mapping[str, Any]) -> str:
-    try:
-        value = f"{float(value) / sweep.unit:.3g}"
-    except ValueError:
-        pass  # the name of a trace
-    text = f"{value}: {sweep.ratio(figures):.3g}×"
+    text = f"{float(value) / sweep.unit:.3g}: {sweep.ratio(figures):.3g}×"
     return text if sweep.pays(figures) else f"**{text}**"

@@ -18,8 +18,17 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import blended_transform_factory
 
-from bench.results.claim import CHANGE, RATIO, SHARE, Claim, Figure
-from bench.results.claims import ADAPTIVELLM, CARASERVE, CHAMELEON, CLAIMS, SYMPHONY
+from bench.results.claims import (
+    ADAPTIVELLM,
+    CARASERVE,
+    CHAMELEON,
+    CHANGE,
+    CLAIMS,
+    RATIO,
+    SHARE,
+    SYMPHONY,
+    Claim,
+)
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.page import NOT_MEASURED
 from bench.results.runs import Run
@@ -68,7 +77,7 @@ WIDTH_IN = 9.6
 
 
 def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str, str]:
-    """Each file's name and text."""
+    """Return each file's name and text."""
     rows = [row for row in rows_of(claims, runs) if row.claim.paper is not None]
     with matplotlib.rc_context(STYLE):
         found = {
@@ -79,21 +88,21 @@ def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str
 
 
 def drawing_of(height_in: float, title: str) -> Drawing:
-    """An empty one with its title. height_in: inches."""
+    """Return an empty drawing with its title. height_in: inches."""
     drawing = Drawing(figsize=(WIDTH_IN, height_in))
     drawing.text(0.012, 1 - 0.26 / height_in, title, fontsize=10.5, fontweight="bold")
     return drawing
 
 
 def not_measured(title: str) -> str:
-    """The file's text where there is no run to draw."""
+    """Return the file's text where there is no run to draw."""
     drawing = drawing_of(0.8, title)
     drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
     return written(drawing, title, NOT_MEASURED)
 
 
 def written(drawing: Drawing, title: str, description: str) -> str:
-    """The file's text, the same each time; a dark page gets the dark colours."""
+    """Return the file's text, the same each time; a dark page gets the dark colours."""
     text = io.StringIO()
     about = {"Title": title, "Description": description, "Date": None, "Creator": None}
     drawing.savefig(text, format="svg", metadata=about)
@@ -119,7 +128,7 @@ LOG_FROM = 6.0
 
 
 def compared(group: str, rows: Sequence[Row]) -> str:
-    """Claims in rows, a panel for each unit: the paper's figure as an upright bar, ours simulated as a dot, ours live as a diamond, and numbers."""
+    """Return claims in rows, a panel for each unit: the paper's figure as an upright bar, ours in virtual time as a dot, ours live as a diamond."""
     panels = {unit: [row for row in rows if row.claim.unit == unit] for unit in AXES}
     panels = {unit: own for unit, own in panels.items() if own}
     height_in = HEAD_IN + sum(ROW_IN * len(own) + FOOT_IN for own in panels.values()) + 0.2
@@ -194,7 +203,7 @@ def _row(axes: Axes, row: Row, y: float) -> None:
 
 
 def ticks(axis: Any, is_log: bool, form: Callable[[float, Any], str]) -> None:
-    """Few and round."""
+    """Set few and round ticks."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_log else MaxNLocator(6, steps=(1, 2, 5, 10)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(form))
@@ -205,9 +214,9 @@ def _paper(claim: Claim) -> str:
     return " … ".join([*(end.rstrip("%×") for end in ends[:-1]), ends[-1]])
 
 
-def _ours(row: Row, figure: Figure | None, found: Found | None) -> str:
+def _ours(row: Row, place: str, found: Found | None) -> str:
     if found is None:
-        return NOT_MEASURED if figure else "–"
+        return NOT_MEASURED if place else "–"
     return shown(found.value, row.claim.unit)
 
 
@@ -225,7 +234,7 @@ def _tick(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How an arm is drawn. shift: sideways, in shares of the load's range, so that arms of the same figures stay apart."""
+    """The look of an arm. shift: sideways, in shares of the load's range, so that arms of the same figures stay apart."""
 
     name: str
     color: str
@@ -243,7 +252,7 @@ PANELS = (("ttft_p99_s", "P99 TTFT, s", 0.07), ("ttft_p50_s", "P50 TTFT, s", 0.5
 
 
 def ttft_over_load(run: Run | None) -> str:
-    """Two panels, P99 and P50 TTFT over requests a second: medians over seeds as lines, least to most as upright strokes."""
+    """Return two panels, P99 and P50 TTFT over requests a second: medians over seeds as lines, least to most as upright strokes."""
     part = run.result.get("parts", {}).get("main", {}) if run else {}
     title = "Chameleon in virtual time: time to first token over the load"
     if run is None or "curve" not in part:

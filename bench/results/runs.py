@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.live.report import machine
+from bench.live.shared.report import machine
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
-NAME = re.compile(r"(sim|emulated|live)-[a-z0-9]+(-[a-z0-9]+)*")
+NAME = re.compile(r"(emulated|live)-[a-z0-9]+(-[a-z0-9]+)*")
 # The folders of an absolute path, alone or behind an option's "=".
 ABSOLUTE = re.compile(r"(?<![^=])/(?:[^/]+/)*(?=[^/])")
 # What runs write themselves: a second run in a row is not one on changed code.
@@ -55,7 +55,7 @@ class Run:
 
 
 def load(folder: Path = FOLDER) -> dict[str, Run]:
-    """All kept runs by name. Raises RunError for a file that is none."""
+    """Return all kept runs by name. Raises RunError for a file that is none."""
     runs = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
@@ -72,9 +72,7 @@ def keep(name: str, command: Sequence[str], folder: Path = FOLDER) -> Run:
     it says with `is_recorded` that it had to do without recorded data.
     """
     if not NAME.fullmatch(name):
-        raise RunError(
-            f"{name!r}: a name is sim-TABLE, emulated-TABLE or live-BENCH, for some of its parts with -PART"
-        )
+        raise RunError(f"{name!r}: a name is emulated-TABLE or live-BENCH, for some of its parts with -PART")
     commit, where = commit_of(ROOT), machine()
     del where["commit"]
     date, began = f"{datetime.now(UTC):%Y-%m-%d %H:%M}", time.perf_counter()
@@ -87,6 +85,7 @@ def keep(name: str, command: Sequence[str], folder: Path = FOLDER) -> Run:
 
 
 def last_line(command: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON that a command prints last. Raises RunError."""
     program = sys.executable if command[0] in ("python", "python3") else command[0]
     last = ""
     with subprocess.Popen([program, *command[1:]], stdout=subprocess.PIPE, text=True) as process:
@@ -106,12 +105,12 @@ def last_line(command: Sequence[str]) -> dict[str, Any]:
 
 
 def shown(command: Sequence[str]) -> str:
-    """The command as a reader can type it: of absolute paths, which are one machine's, the last part."""
+    """Return the command as a reader can type it: of absolute paths, which are one machine's, the last part."""
     return shlex.join(ABSOLUTE.sub("", word) for word in command)
 
 
 def commit_of(root: Path) -> str:
-    """The commit that is checked out, `+changes` if any file of the tree differs from it, but for what runs write."""
+    """Return the commit that is checked out, `+changes` if any file of the tree differs from it, but for what runs write."""
     commit = _git(root, "rev-parse", "--short", "HEAD").strip()
     others = [f":(exclude){path}" for path in WRITTEN]
     return commit + "+changes" * bool(_git(root, "status", "--porcelain", "--", ".", *others))

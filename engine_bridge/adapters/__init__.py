@@ -1,0 +1,1 @@
+"""LoRA adapters as files: what is accepted, their versions, and the folder that is watched."""

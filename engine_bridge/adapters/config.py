@@ -1,4 +1,4 @@
-"""What adapter_config.json says, checked before anything relies on it.
+"""The content of adapter_config.json, checked before anything relies on it.
 
 Source: PEFT 0.17 `LoraConfig`, and vLLM 0.32 `lora/peft_helper.py`, which reads the same file later.
 """
@@ -14,10 +14,8 @@ from typing import Any, Final
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 
 CONFIG_FILE: Final = "adapter_config.json"
-MAX_CONFIG_BYTES: Final = (
-    1 << 20
-)  # Chosen: PEFT writes 1 KB, and 100 KB with an entry of rank_pattern for every module.
-MAX_PHRASE_CHARS: Final = 500  # vLLM's own explanations of what it does not support fit.
+MAX_CONFIG_BYTES: Final = 1 << 20  # Chosen: PEFT writes 1 KB, 100 KB with a rank_pattern for every module.
+MAX_PHRASE_CHARS: Final = 500  # vLLM's own explanations of unsupported options fit.
 MAX_PHRASES: Final = 5
 # Chosen; they bound the time that the patterns of a hostile file can take.
 MAX_PATTERN_CHARS: Final = 200
@@ -35,7 +33,7 @@ _MAX_REPEATS = 4
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8, no key of which, at any depth, comes twice. Raises ValueError with a phrase that says what it is instead."""
+    """Parse a JSON object in UTF-8 without doubled keys at any depth. Raises ValueError with a phrase for a message."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -55,7 +53,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_config(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """The configuration, and the same in canonical form (sorted keys, nothing dropped). Raises AdapterRejected."""
+    """Return the configuration, and the same in canonical form (sorted keys, nothing dropped). Raises AdapterRejected."""
     try:
         config = parse_object(raw)
         canonical = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
@@ -67,7 +65,7 @@ def parse_config(raw: bytes) -> tuple[dict[str, Any], bytes]:
 def check_config(config: dict[str, Any], max_rank: int, engine_check: CheckConfig) -> None:
     """Raise AdapterRejected unless everything in `config` is well formed, supported and within `max_rank`.
 
-    engine_check: names, as phrases, what the engine does not support beyond what is known here.
+    engine_check: names, as phrases, further options that the engine does not support.
     """
     _check_fields(config)
     phrases = unsupported_options(config)
@@ -124,7 +122,7 @@ def _check_pattern(config: dict[str, Any], field: str, is_valid: Callable[[Any],
 
 
 def _is_bounded(pattern: str) -> bool:
-    """Whether a match against a module's name ends soon, whatever the name is, and compiles."""
+    """Return whether a pattern compiles, and a match against any module's name ends soon."""
     if len(pattern) > MAX_PATTERN_CHARS or not _PATTERN.fullmatch(pattern):
         return False
     if len(_AMBIGUOUS.findall(pattern)) > _MAX_AMBIGUOUS or pattern.count("+") > _MAX_REPEATS:
@@ -137,7 +135,7 @@ def _is_bounded(pattern: str) -> bool:
 
 
 def unsupported_options(config: dict[str, Any]) -> tuple[str, ...]:
-    """What this adapter asks for and no part of the server does, as phrases; empty if there is nothing."""
+    """Return the adapter's options that no part of the server supports, as phrases."""
     phrases = []
     if config.get("peft_type", "LORA") != "LORA":
         phrases.append(f"peft_type {quoted(config['peft_type'])} (only LORA is)")
@@ -152,46 +150,46 @@ def unsupported_options(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(phrases)
 
 
-class ModuleRanks:
-    """The rank that a configuration gives to each module.
+def ranks_of(rank: int, pattern: Mapping[str, int] | None) -> Callable[[str], int]:
+    r"""Return a function that returns the rank of a module, by its name in the checkpoint without `base_model.model.`.
 
     Source: PEFT `get_pattern_key`, `re.match(rf"(.*\\.)?({key})$", module)`, the first key that matches wins. Departs in that the dots of
     a plain name match dots only, which makes it one look-up per part of the name where PEFT tries a thousand keys on a thousand modules.
+
+    Args:
+        rank: for modules that no key matches.
+        pattern: checked by `check_config` before.
     """
+    plain: dict[str, tuple[float, int]] = {}
+    regexes: list[tuple[int, re.Pattern[str], int]] = []
+    for place, (key, value) in enumerate((pattern or {}).items()):
+        if _PLAIN_NAME.fullmatch(key):
+            plain[key] = (place, value)
+        else:
+            regexes.append((place, re.compile(rf"(.*\.)?({key})$"), value))
 
-    def __init__(self, rank: int, pattern: Mapping[str, int] | None) -> None:
-        """rank: for modules that no key matches. pattern: checked by `check_config` before."""
-        self._rank = rank
-        self._plain: dict[str, tuple[int, int]] = {}
-        self._regexes: list[tuple[int, re.Pattern[str], int]] = []
-        for place, (key, value) in enumerate((pattern or {}).items()):
-            if _PLAIN_NAME.fullmatch(key):
-                self._plain[key] = (place, value)
-            else:
-                self._regexes.append((place, re.compile(rf"(.*\.)?({key})$"), value))
-
-    def of(self, module: str) -> int:
-        """The rank of a module, by its name in the checkpoint, without `base_model.model.`."""
+    def rank_of(module: str) -> int:
+        """Return the rank of one module."""
         parts = module.split(".")
-        tails = (".".join(parts[start:]) for start in range(len(parts))) if self._plain else ()
-        place, rank = min(
-            (self._plain[tail] for tail in tails if tail in self._plain), default=(math.inf, self._rank)
-        )
-        for regex_place, regex, value in self._regexes:
+        tails = (".".join(parts[start:]) for start in range(len(parts))) if plain else ()
+        place, found = min((plain[tail] for tail in tails if tail in plain), default=(math.inf, rank))
+        for regex_place, regex, value in regexes:
             if regex_place < place and regex.match(module):
                 return value
-        return rank
+        return found
+
+    return rank_of
 
 
 def plain_scales(config: dict[str, Any]) -> Callable[[str], float]:
-    """What every module's product is multiplied with where no pattern says otherwise. Source: PEFT `LoraLayer.update_layer`."""
+    """Return the scale of every module's product, for configurations without patterns. Source: PEFT `LoraLayer.update_layer`."""
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return lambda module: float(scale)
 
 
 def bad_config(text: str) -> AdapterRejected:
-    """The error for an adapter's configuration that cannot be used; `text` ends the sentence that says why."""
+    """Make the error for an unusable configuration; `text` ends the sentence that says why."""
     return AdapterRejected(f"The adapter's {CONFIG_FILE} is not valid: {text}", code="bad_config")
 
 
@@ -209,7 +207,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_target(value: Any) -> bool:
-    """PEFT writes a list, one regular expression, or null when only parameters were trained; what counts are the tensors."""
+    """Return whether PEFT could have written this: a list, one regular expression, or null when only parameters were trained. The tensors count."""
     if isinstance(value, list):
         return all(isinstance(name, str) for name in value)
     return value is None or isinstance(value, str)

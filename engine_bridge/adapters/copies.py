@@ -1,4 +1,4 @@
-"""Copies of what is served, so that its files may be replaced, half written or taken away at any time.
+"""Copies of served adapters, so that their files may be replaced, half written or taken away at any time.
 
 An adapter is read again whenever host memory had no room for it. By then its files may be others: a trainer writes the next version over them, and
 for seconds there is nothing whole. So the version that is served answers from its copy, until the next one has come to rest, is checked, copied and
@@ -22,7 +22,7 @@ from engine_bridge.protocol.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 FOLDER_NAME: Final = "adapter-copies"
-# Of a version that is served no more: requests under way may need it. Chosen: with a new version every few seconds they are many.
+# How long the copy of a version out of service is kept: requests under way may need it. Chosen: a new version every few seconds makes many.
 KEEP_S: Final = 300.0
 # After a copy that failed, a full disk most likely. Chosen.
 PAUSE_S: Final = 30.0
@@ -30,27 +30,32 @@ CLEAR_EVERY_S: Final = 60.0
 
 
 class Copies:
-    """All methods but `path_of` wait for the disk: for worker threads.
+    """A node's copies. All methods but `path_of` wait for the disk: for worker threads.
 
     Args:
         state_dir: the data folder; None: nothing is copied.
     """
 
     def __init__(self, state_dir: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        folder = state_dir / FOLDER_NAME if state_dir is not None else None
-        self._store = AdapterStore(folder, keep_s=KEEP_S) if folder is not None else None
+        self._has_folder = state_dir is not None
+        self._store = AdapterStore(state_dir / FOLDER_NAME if state_dir is not None else None, keep_s=KEEP_S)
         self._clock = clock
         self._paused_until_s = self._cleared_s = float("-inf")
         self._is_failing = False
 
     def path_of(self, content_hash: str) -> str:
-        """Where a copy of this content lies, "" for nowhere. From any thread, at once."""
-        return self._store.path_of(content_hash) if self._store is not None else ""
+        """Return the path of this content's copy, "" for none. From any thread, without waiting."""
+        return self._store.path_of(content_hash)
 
     def make(self, content_hash: str, path: str, wanted: Iterable[str]) -> None:
-        """Copy an adapter, where there is room. wanted: contents whose copies must not go for it. Raises AdapterRejected (`changed`) where it lies
-        there no longer."""
-        if self._store is None or self._is_kept(content_hash, path) or self._clock() < self._paused_until_s:
+        """Copy an adapter if there is room. Raises AdapterRejected (`changed`) if its files have changed.
+
+        Args:
+            content_hash: names the content.
+            path: the adapter's folder.
+            wanted: contents whose copies must not be deleted to make room.
+        """
+        if not self._has_folder or self._is_kept(content_hash, path) or self._clock() < self._paused_until_s:
             return
         try:
             self._store.keep({content_hash, *wanted})
@@ -78,16 +83,16 @@ class Copies:
         for record in records:
             if self._clock() - started_s >= budget_s:
                 return
-            with suppress(AdapterRejected):  # whoever watches its folder sees that, too
+            with suppress(AdapterRejected):  # the watch of its folder sees the change, too
                 self.make(record.content_hash, record.path, wanted)
 
     def _clear(self, wanted: Collection[str], now: float) -> None:
-        """Delete copies that nobody wants any more, once every CLEAR_EVERY_S."""
-        if self._store is not None and now - self._cleared_s >= CLEAR_EVERY_S:
+        """Delete copies of adapters out of service, once every CLEAR_EVERY_S."""
+        if now - self._cleared_s >= CLEAR_EVERY_S:
             self._cleared_s = now
-            with suppress(OSError):  # the next copy says what is wrong
+            with suppress(OSError):  # the next copy reports the fault
                 self._store.keep(wanted)
 
     def _is_kept(self, content_hash: str, path: str) -> bool:
-        """Whether an adapter needs no copy: it has one, or it lies in a store, whose folders are named by content and written by nobody else."""
+        """Return whether an adapter needs no copy: it has one, or it lies in a store, whose folders are named by content and never rewritten."""
         return Path(path).name == content_hash or bool(self.path_of(content_hash))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from engine_bridge.protocol.errors import BridgeError
 
@@ -26,37 +26,19 @@ RejectCode = Literal[
     "not_finite",
     "not_ready",  # it was sound, and could not be laid out: the log says why
     "gone",  # the version that a request was let in with is served no more
-    "changed",  # the files are not those that were inspected: worth another try
+    "changed",  # the files have changed since the inspection: worth another try
 ]
-# Codes of what would be the same at another try, for the files are, or the name is. All others may pass: a full disk, a file that may not be read
-# yet, files that change, too many open files, a database in use, a node that is away.
-FINAL_CODES: Final = frozenset[str](
-    {
-        "bad_name",
-        "adapter_not_found",
-        "bad_config",
-        "unsupported_option",
-        "unsupported_format",
-        "rank_too_large",
-        "too_large",
-        "no_weights",
-        "corrupt_file",
-        "unexpected_tensor",
-        "unknown_module",
-        "missing_tensor",
-        "wrong_shape",
-        "wrong_dtype",
-        "not_finite",
-        "not_supported",
-    }
-)
+# Codes of faults that stay while files and name are the same. The others may pass: a full disk, a file that may not be read yet, files that change,
+# too many open files, a database in use, a node that is away.
+_PASSING: Final = frozenset(("name_taken", "unreadable", "not_ready", "gone", "changed"))
+FINAL_CODES: Final = frozenset[str]((*get_args(RejectCode), "not_supported")) - _PASSING
 RegistryCode = Literal["disk_full", "busy", "closed", "registry_failed"]
 
 MAX_QUOTED_CHARS: Final = 100  # Chosen: enough to recognise a tensor's name; a hostile file fills no log.
 
 
 class AdapterRejected(BridgeError):
-    """The adapter cannot be served as its files are now. The message says what is wrong and, where it is known, what to do.
+    """The adapter cannot be served as its files are now. The message names the fault and, if known, the remedy.
 
     Attributes:
         code: a short machine-readable reason.
@@ -68,7 +50,7 @@ class AdapterRejected(BridgeError):
 
 
 class RegistryFailed(BridgeError):
-    """The registry's database did not do what it was asked; nothing was changed. The cause is chained.
+    """The registry's database refused a call; nothing was changed. The cause is chained.
 
     Attributes:
         code: `disk_full`, `busy` (another program holds the file), `closed` or `registry_failed`.
@@ -80,14 +62,14 @@ class RegistryFailed(BridgeError):
 
 
 def status_of(error: AdapterRejected | RegistryFailed) -> tuple[int, str]:
-    """The status and the code with which a client is told of it over HTTP."""
+    """Return the HTTP status and the code for a client."""
     if isinstance(error, RegistryFailed):
         return 503, "storage_failed"
     return (404 if error.code == "adapter_not_found" else 400), error.code
 
 
 def quoted(value: object) -> str:
-    """A value from a file or a client, fit for a message: one line, control characters escaped, about 100 characters at most."""
+    """Quote a value from a file or a client for a message: one line, control characters escaped, about 100 characters at most."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """One PEFT LoRA adapter on disk: checked against the model before the engine sees it, then read whole into the caller's memory.
 
 vLLM meets most faults of an adapter inside the engine's step, where one wedges the engine, or not at all: a layer too many is dropped, a
-matrix too narrow is used in part, and a NaN spreads through the KV cache to other users. So everything that can be told from the files is
-told here. The steps are `inspect` (headers only, a millisecond), `read`, `check_finite` and `content_hash`; all run in a worker thread.
+matrix too narrow is used in part, and a NaN spreads through the KV cache to other users. So every fault that shows in the files is
+found here. The steps are `inspect` (headers only, a millisecond), `read`, `check_finite` and `content_hash`; all run in a worker thread.
 
 The weights are copied out of the file, never mapped: a file overwritten in place would change the weights under the engine.
 """
@@ -19,31 +19,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64
 
-from engine_bridge.adapters.checksum import Checksum
 from engine_bridge.adapters.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
-    ModuleRanks,
+    CheckConfig,
     bad_config,
     check_config,
     parse_config,
     plain_scales,
+    ranks_of,
 )
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.header import ITEM_BYTES, WEIGHTS_FILE, Header, TensorSpan, corrupt, read_header
 
 PICKLE_FILES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-CHUNK_BYTES: Final = (
-    1 << 20
-)  # Chosen: reads at full speed, and what was read is still in the processor's cache when it is summed.
-CHUNK_ITEMS: Final = (
-    1 << 18
-)  # Chosen: half a megabyte of BF16 and its scratch copy stay in the processor's cache.
-# What a header can need for one tensor beyond its module's name, and for its metadata; chosen, far above what PEFT writes (100 bytes).
+# Chosen: reads at full speed, and a chunk is still in the processor's cache when it is summed.
+CHUNK_BYTES: Final = 1 << 20
+# Chosen: half a megabyte of BF16 and its scratch copy stay in the processor's cache.
+CHUNK_ITEMS: Final = 1 << 18
+# A header's bytes for one tensor beyond its module's name, and for its metadata; chosen, far above PEFT's (100 bytes).
 ENTRY_BYTES: Final = 512
 METADATA_BYTES: Final = 1 << 20
 
@@ -55,20 +54,20 @@ _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOO
 
 @dataclass(frozen=True, slots=True)
 class ModelContract:
-    """What an adapter must fit.
+    """The model's side: the modules, ranks and types that an adapter must fit.
 
     Attributes:
         modules: full name of each module that takes an adapter -> (in features, out features); for an embedding (vocabulary, hidden).
         max_rank: the largest rank that the engine has room for.
         base_models: names and paths under which adapters may know the model.
-        module_of: name of a tensor -> (name of its module, whether it is lora_A). Raises ValueError for what is no LoRA weight.
-        check_config: what the engine does not support in a configuration, as phrases; empty if it is fine. May raise ValueError, TypeError.
+        module_of: name of a tensor -> (name of its module, whether it is lora_A). Raises ValueError for any other tensor.
+        check_config: options of a configuration that the engine does not support, as phrases; empty if it is fine. May raise ValueError, TypeError.
         embedding_modules: those of `modules` that are embeddings, whose lora_A is [rank, vocabulary].
         parts_of: modules of the engine's model that take no adapter under their own name -> the last names of their parts, which do.
         unused_modules: those of `modules` whose adapters the engine takes and does not apply.
-        dtype: what the engine computes adapters in, `F32`, `F16` or `BF16`: weights are converted to it.
-        scales: of a configuration: name of a module as in the checkpoint -> what the engine multiplies its lora_B with. May raise ValueError,
-            TypeError.
+        dtype: the type that the engine computes adapters in, `F32`, `F16` or `BF16`: weights are converted to it.
+        scales: makes of a configuration: name of a module as in the checkpoint -> factor by which the engine multiplies its lora_B. May raise
+            ValueError, TypeError.
     """
 
     modules: Mapping[str, tuple[int, int]]
@@ -84,7 +83,7 @@ class ModelContract:
 
     @property
     def max_header_bytes(self) -> int:
-        """More than any adapter for this model can need in the header of its weights."""
+        """A bound on the header of any adapter for this model, in bytes."""
         names_bytes = sum(len(name) for name in self.modules)
         return METADATA_BYTES + 2 * (names_bytes + ENTRY_BYTES * len(self.modules))
 
@@ -97,7 +96,7 @@ class TensorInfo:
         name, module, is_a: as in the file; the model's module; whether it is lora_A.
         dtype: `F32`, `F16` or `BF16`.
         shape: [rank, in] for lora_A, [out, rank] for lora_B.
-        offset, num_bytes: where it lies in the file. Nothing promises that the offset is a multiple of the item's size.
+        offset, num_bytes: its place in the file. The offset may be no multiple of the item's size.
     """
 
     name: str
@@ -111,20 +110,20 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter whose configuration and header are sound and fit the model. Of its weights nothing is known yet.
+    """An adapter whose configuration and header are sound and fit the model. Its weights have not been read yet.
 
     Attributes:
         path: its folder.
-        config: adapter_config.json; what scales the adapter (lora_alpha, alpha_pattern, use_rslora) stays there.
+        config: adapter_config.json. The scaling options (lora_alpha, alpha_pattern, use_rslora) stay there.
         rank: the largest rank of its modules.
         tensors: in the order of their bytes.
-        num_bytes: of all tensors, and so of the buffer that `read` fills: the format allows no holes.
-        held_bytes: of the same in the type that the engine computes in, which is what they take once they are loaded.
-        data_offset: where in the file the tensors begin; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
+        num_bytes: size of all tensors, and so of the buffer that `read` fills: the format allows no holes.
+        held_bytes: size of the same tensors once they are loaded, in the type that the engine computes in.
+        data_offset: start of the tensors in the file; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
         target_modules: the last parts of its modules' names, sorted.
-        base_model: what it was trained on, as its configuration names it.
+        base_model: the model that it was trained on, as its configuration names it.
         signature: changes when one of the two files does (size, time of change, inode); good for one machine.
-        notes: what is odd and no error, as sentences.
+        notes: oddities that are no errors, as sentences.
         head_digest: SHA-256 over the canonical configuration and the header.
     """
 
@@ -148,18 +147,15 @@ class AdapterFiles:
 def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
     """Check an adapter's folder against the model without reading its weights. Raises AdapterRejected, and nothing else, for any content."""
     folder = Path(path)
-    check_folder(folder)
-    raw, config_stat = read_config(folder)
-    config, canonical = parse_config(raw)
-    check_config(config, contract.max_rank, contract.check_config)
-    check_format(folder)
-    with opened(folder, WEIGHTS_FILE) as file:
-        weights_stat = os.fstat(file.fileno())
-        header = read_header(file, weights_stat.st_size, contract.max_header_bytes)
+    with opened_adapter(folder, contract.max_rank, contract.check_config, contract.max_header_bytes) as (
+        found,
+        _,
+    ):
+        config, header = found.config, found.header
     tensors = tuple(_tensor(entry, header, contract) for entry in header.entries)
     rank = _check_tensors(tensors, config, contract)
     _check_tying(tensors, config, contract)
-    base_model, notes = _base_model(config, contract)
+    base_model = base_model_of(config)
     return AdapterFiles(
         path=folder,
         config=config,
@@ -170,14 +166,45 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         data_offset=header.data_offset,
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
-        signature=signature_from(config_stat, weights_stat),
-        notes=notes + _unused(tensors, contract),
-        head_digest=digest_of((canonical, header.raw)),
+        signature=found.signature,
+        notes=_other_base_model(base_model, contract) + _unused(tensors, contract),
+        head_digest=found.head_digest,
     )
 
 
+class AdapterHead(NamedTuple):
+    """An adapter's configuration and header, sound in themselves. sizes: of both files, in bytes, by name."""
+
+    config: dict[str, Any]
+    header: Header
+    signature: str
+    head_digest: bytes
+    sizes: dict[str, int]
+
+
+@contextmanager
+def opened_adapter(
+    folder: Path, max_rank: int, engine_check: CheckConfig, max_header_bytes: int
+) -> Iterator[tuple[AdapterHead, FileIO]]:
+    """Check an adapter's configuration and header, and hold its weights open, at the start of their data. Raises AdapterRejected."""
+    _check_folder(folder)
+    raw, config_stat = _read_config(folder)
+    config, canonical = parse_config(raw)
+    check_config(config, max_rank, engine_check)
+    _check_format(folder)
+    with opened(folder, WEIGHTS_FILE) as file:
+        weights_stat = os.fstat(file.fileno())
+        header = read_header(file, weights_stat.st_size, max_header_bytes)
+        signature = signature_from(config_stat, weights_stat)
+        # Each with its length in front, so that no end of one can pass for the start of the next.
+        parts = (len(part).to_bytes(8, "little") + part for part in (canonical, header.raw))
+        digest = hashlib.sha256(b"".join(parts)).digest()
+        sizes = {CONFIG_FILE: len(raw), WEIGHTS_FILE: weights_stat.st_size}
+        yield AdapterHead(config, header, signature, digest, sizes), file
+
+
 def signature_of(folder: Path) -> str:
-    """The signature that `inspect` would give, without a look at the content. Raises OSError if there is no adapter_config.json."""
+    """Return the signature that `inspect` would give, without a look at the content. Raises OSError if there is no adapter_config.json."""
     config_stat = os.stat(folder / CONFIG_FILE)
     try:
         return signature_from(config_stat, os.stat(folder / WEIGHTS_FILE))
@@ -186,25 +213,17 @@ def signature_of(folder: Path) -> str:
 
 
 def signature_from(*stats: os.stat_result | None) -> str:
-    """A text that changes when one of these files does: size, time of change and inode of each, `-` where a file is missing.
+    """Return a text that changes when one of these files does: size, time of change and inode of each, `-` where a file is missing.
 
     The inode's own time of change belongs to it, too: what copies a file over another can set back the file's, but not that.
     """
     return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{s.st_ino}" if s else "-" for s in stats)
 
 
-def digest_of(parts: Iterable[bytes]) -> bytes:
-    """Lengths stand in front of the parts, so that no end of one can pass for the start of the next."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
-
-
-def check_folder(folder: Path) -> None:
-    """Raises `AdapterRejected` unless `folder` is a folder that can be read and whose name can be stored."""
+def _check_folder(folder: Path) -> None:
+    """Raise AdapterRejected unless `folder` is a readable folder whose name can be stored."""
     try:
-        str(folder).encode()  # What is not UTF-8 can be neither stored nor shown.
+        str(folder).encode()  # A name that is not UTF-8 can be neither stored nor shown.
         mode = os.stat(folder).st_mode
     except ValueError as error:  # or holds a NUL
         raise AdapterRejected(
@@ -219,8 +238,8 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def read_config(folder: Path) -> tuple[bytes, os.stat_result]:
-    """The configuration's bytes, with the facts of the file as it was opened. Raises `AdapterRejected` for one that is too large."""
+def _read_config(folder: Path) -> tuple[bytes, os.stat_result]:
+    """Read the configuration; returns its bytes, and its file's facts when it was opened. Raises AdapterRejected for a file that is too large."""
     with opened(folder, CONFIG_FILE) as file:
         config_stat = os.fstat(file.fileno())
         raw = bytearray()
@@ -231,8 +250,8 @@ def read_config(folder: Path) -> tuple[bytes, os.stat_result]:
     return bytes(raw), config_stat
 
 
-def check_format(folder: Path) -> None:
-    """Raises `AdapterRejected` for a folder without safetensors weights, and says how a pickle is converted."""
+def _check_format(folder: Path) -> None:
+    """Raise AdapterRejected for a folder without safetensors weights; the message says how to convert a pickle."""
     if os.path.lexists(folder / WEIGHTS_FILE):
         return
     pickle = next((name for name in PICKLE_FILES if os.path.lexists(folder / name)), None)
@@ -247,7 +266,7 @@ def check_format(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[FileIO]:
-    """A file of the adapter, open for reading; the system's errors in the `with` block are told as AdapterRejected."""
+    """Open a file of the adapter for reading; errors of the system in the `with` block become AdapterRejected."""
     try:
         with FileIO(folder / name, opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -258,7 +277,7 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # It may be a pipe that nobody writes to.
+    return os.open(path, flags | os.O_NONBLOCK)  # It may be a pipe without a writer.
 
 
 def _system_error(name: str, error: OSError) -> AdapterRejected:
@@ -281,7 +300,7 @@ def _system_error(name: str, error: OSError) -> AdapterRejected:
 
 
 def _tensor(entry: TensorSpan, header: Header, contract: ModelContract) -> TensorInfo:
-    """An entry of the header as half of a module's adapter. Raises AdapterRejected (`unexpected_tensor`, `unknown_module`, `wrong_shape`)."""
+    """Make an entry of the header half of a module's adapter. Raises AdapterRejected (`unexpected_tensor`, `unknown_module`, `wrong_shape`)."""
     try:
         module, is_a = contract.module_of(entry.name)
     except ValueError as error:
@@ -313,13 +332,13 @@ def _unknown_module(module: str, parts: tuple[str, ...]) -> AdapterRejected:
 
 
 def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], contract: ModelContract) -> int:
-    """The largest rank, if every module has both halves in the shapes that model and configuration ask for. Raises AdapterRejected."""
+    """Return the largest rank, if each module has both halves in the shapes of model and configuration. Raises AdapterRejected."""
     if not tensors:
         raise AdapterRejected(f"The adapter's {WEIGHTS_FILE} holds no tensors.", code="no_weights")
-    ranks = ModuleRanks(config["r"], config.get("rank_pattern"))
+    rank_of = ranks_of(config["r"], config.get("rank_pattern"))
     largest = 0
     for module, (a, b) in _halves(tensors).items():
-        rank = ranks.of(_checkpoint_module(a.name))
+        rank = rank_of(_checkpoint_module(a.name))
         _check_rank(module, a.shape[0], b.shape[1], rank)
         _check_features(module, a.shape[1], b.shape[0], contract)
         largest = max(largest, rank)
@@ -327,7 +346,7 @@ def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], cont
 
 
 def _check_tying(tensors: Iterable[TensorInfo], config: dict[str, Any], contract: ModelContract) -> None:
-    """PEFT then has embedding and output layer share one adapter; the engine would apply it to the one that it names. Raises AdapterRejected."""
+    """Refuse one adapter for both embedding and output layer: the engine would apply it to one of them only. Raises AdapterRejected."""
     ends = contract.embedding_modules | {"lm_head"}
     if config.get("ensure_weight_tying") and any(
         tensor.module in ends or tensor.module.endswith(".lm_head") for tensor in tensors
@@ -339,7 +358,7 @@ def _check_tying(tensors: Iterable[TensorInfo], config: dict[str, Any], contract
 
 
 def _halves(tensors: Iterable[TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    """module -> (lora_A, lora_B). Raises AdapterRejected if one is missing or there twice."""
+    """Pair the tensors: module -> (lora_A, lora_B). Raises AdapterRejected for a missing or doubled half."""
     found: dict[tuple[str, bool], TensorInfo] = {}
     for tensor in tensors:
         if found.setdefault((tensor.module, tensor.is_a), tensor) is not tensor:
@@ -378,25 +397,27 @@ def _wrong_shape(module: str, text: str) -> AdapterRejected:
 
 
 def _checkpoint_module(tensor_name: str) -> str:
-    """The module as PEFT names it: rank_pattern goes by that name, which may differ from the engine's."""
+    """Return the module's name in PEFT: rank_pattern goes by it, and the engine's may differ."""
     name = tensor_name.removeprefix(PEFT_PREFIX)
     suffix = next((suffix for suffix in _PEFT_SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
 
 
-def _base_model(config: dict[str, Any], contract: ModelContract) -> tuple[str | None, tuple[str, ...]]:
-    """What the adapter was trained on, and a note if that is not the model served: people train from folders of any name."""
+def base_model_of(config: dict[str, Any]) -> str | None:
+    """Return the model that the adapter was trained on, as its configuration names it."""
     name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        return None, ()
-    name = name.encode("utf-8", "replace").decode()
-    if name.rstrip("/") in {known.rstrip("/") for known in contract.base_models}:
-        return name, ()
-    return name, (f"It was trained on {quoted(name)}, which is not a name of the model served here.",)
+    return name.encode("utf-8", "replace").decode() if isinstance(name, str) and name else None
+
+
+def _other_base_model(name: str | None, contract: ModelContract) -> tuple[str, ...]:
+    """Return a note if the adapter was trained on another model than the one served. It is no error: people train from folders of any name."""
+    if name is None or name.rstrip("/") in {known.rstrip("/") for known in contract.base_models}:
+        return ()
+    return (f"It was trained on {quoted(name)}, which is not a name of the model served here.",)
 
 
 def _unused(tensors: Iterable[TensorInfo], contract: ModelContract) -> tuple[str, ...]:
-    """A note on what the engine leaves out, as vLLM does."""
+    """Return a note on weights that the engine, like vLLM, does not apply."""
     names = sorted({t.module.rpartition(".")[2] for t in tensors if t.module in contract.unused_modules})
     if not names:
         return ()
@@ -409,13 +430,13 @@ def _unused(tensors: Iterable[TensorInfo], contract: ModelContract) -> tuple[str
 
 
 def read(files: AdapterFiles, buffer: memoryview) -> int:
-    """Fill `buffer` with the data that `inspect` found and return its checksum. For a worker thread: it waits for the disk, without the GIL.
+    """Fill `buffer` with the adapter's tensors and return their checksum. For a worker thread: it waits for the disk, without the GIL.
 
-    buffer: writable and contiguous, `files.num_bytes` long. Nothing about its content holds if this raises.
+    buffer: writable and contiguous, `files.num_bytes` long. Its content is undefined if this raises.
     Raises AdapterRejected: `changed` (inspect it again), `no_weights`, `unreadable`, `corrupt_file`; ValueError for a wrong buffer.
     """
     view = _bytes(files, buffer)
-    checksum = Checksum()
+    checksum = xxh3_64()
     with opened(files.path, WEIGHTS_FILE) as file:
         _check_unchanged(files, file)
         file.seek(files.data_offset)
@@ -428,11 +449,19 @@ def read(files: AdapterFiles, buffer: memoryview) -> int:
             checksum.update(view[position : position + num_read])
             position += num_read
         _check_unchanged(files, file)
-    return checksum.value
+    return checksum_of(checksum)
+
+
+def checksum_of(digest: xxh3_64) -> int:
+    """Return the checksum of weights, compared each time that they are read, against faults of disks and of power, not against people.
+
+    XXH3, some 10 GB/s, without its first bit: SQLite's integers have a sign.
+    """
+    return digest.intdigest() & (1 << 63) - 1
 
 
 def _check_unchanged(files: AdapterFiles, file: FileIO) -> None:
-    """Whether the open file and the configuration beside it are still those that were inspected."""
+    """Raise AdapterRejected if the open file or the configuration beside it has changed since the inspection."""
     try:
         signature = signature_from(os.stat(files.path / CONFIG_FILE), os.fstat(file.fileno()))
     except OSError:
@@ -444,8 +473,9 @@ def _check_unchanged(files: AdapterFiles, file: FileIO) -> None:
 
 
 def check_finite(files: AdapterFiles, buffer: memoryview, contract: ModelContract) -> None:
-    """Raise AdapterRejected (`not_finite`) if a weight in `buffer`, as `read` filled it, is NaN or infinite, or becomes so in the engine: when it
-    is converted to the engine's type, or lora_B is scaled there. Half a megabyte of scratch.
+    """Raise AdapterRejected (`not_finite`) if a weight in `buffer`, as `read` filled it, is NaN or infinite, or becomes so in the engine.
+
+    It may become so when it is converted to the engine's type, or when lora_B is scaled there. Takes half a megabyte of scratch.
 
     Source: vllm-notes part 2 F: one NaN reaches other users through the KV cache. vLLM 0.32 `LoRALayerWeights.optimize` scales lora_B after the
     conversion, in the engine's type.
@@ -478,7 +508,7 @@ def check_finite(files: AdapterFiles, buffer: memoryview, contract: ModelContrac
 
 
 def _rounded(value: float, dtype: str) -> float:
-    """To the nearest number of the type, infinite where that is too large for it."""
+    """Round to the nearest number of the type, or to infinity beyond its range."""
     with np.errstate(over="ignore"):
         if dtype == "F16":
             return float(np.float16(np.float32(value)))
@@ -491,7 +521,7 @@ def _rounded(value: float, dtype: str) -> float:
 
 
 def _largest(data: memoryview, dtype: str) -> float:
-    """The largest magnitude: NaN or infinite if one of the values is. Without its sign a float's bits rise with its value, NaN above all."""
+    """Return the largest magnitude: NaN or infinite if one of the values is. Without its sign a float's bits rise with its value, NaN above all."""
     is_wide = dtype == "F32"
     bits = np.frombuffer(data, "<u4" if is_wide else "<u2")
     without_sign = bits.dtype.type(0x7FFFFFFF if is_wide else 0x7FFF)
@@ -508,9 +538,9 @@ def _largest(data: memoryview, dtype: str) -> float:
 
 
 def content_hash(files: AdapterFiles, buffer: memoryview) -> str:
-    """SHA-256 in hex over configuration (whatever its layout), header and weights: equal for equal adapters, wherever and whenever written.
+    """Return the SHA-256 in hex over configuration (in any layout), header and weights: equal for equal adapters, wherever and whenever written.
 
-    buffer: as `read` filled it. KV of equal hashes may be shared, so nothing of the configuration is left out.
+    buffer: as `read` filled it. KV of equal hashes may be shared, so the whole configuration counts.
     """
     digest = hashlib.sha256(files.head_digest)
     digest.update(_bytes(files, buffer))

@@ -1,7 +1,7 @@
-"""Keeps in service what lies in a folder of adapters, and what was named one by one: as it comes, changes and goes, until it is as it should be.
+"""Serves the adapters of a folder, and those that were named at the start, as they come, change and go.
 
-A name belongs to whoever brought what is served under it. An adapter that was loaded from another place, over HTTP or by name from the start on, is
-neither replaced nor ended by what comes or goes in the folder; the folder's own of that name is served once the other has been unloaded.
+A name belongs to the place whose adapter is served under it. An adapter that was loaded from elsewhere, over HTTP or by name from the start on, is
+neither replaced nor ended by changes in the folder; the folder's own adapter of that name is served once the other has been unloaded.
 """
 
 from __future__ import annotations
@@ -24,30 +24,27 @@ WATCH_EVERY_S = 2.0
 
 
 class AdapterServer(Protocol):
-    """What serves adapters."""
+    """A node, or a group of nodes, that serves adapters."""
 
     def served_paths(self) -> Mapping[str, str]:
-        """By name, where each lies that is served now."""
-        ...
+        """Return the path of each served adapter by name."""
 
     def unloaded_paths(self) -> Mapping[str, str]:
-        """By name, where each lay that was unloaded on purpose and that nothing has taken the place of."""
-        ...
+        """Return the path of each adapter that was unloaded on purpose and not replaced, by name."""
 
     async def serve_found(self, name: str, path: str) -> AdapterRefusal | None:
         """Check an adapter and serve it, in place of an earlier one from the same path. None: it is served."""
-        ...
 
     async def drop_found(self, name: str, path: str) -> None:
-        """Its files have gone. Nothing happens where the name is served from another path."""
-        ...
+        """End the service of an adapter whose files were removed. Nothing happens if the name is served from another path."""
 
 
 class FolderFollower:
-    """Of one folder. Every method but `problems` is called from the event loop.
+    """Follows one folder. Every method but `problems` is called from the event loop.
 
     Args:
-        folder: None: there is none. given: (name, path) of others, which are served from the start on, or once they can be.
+        folder: None: no folder is followed.
+        given: (name, path) of further adapters, which are served from the start on, or once they can be.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class FolderFollower:
         self._clock = clock
 
     async def start(self, report: Callable[[str], None] = lambda stage: None) -> None:
-        """Serve what there is. What cannot be served is left out, with a line in the log."""
+        """Serve all adapters so far. An adapter that cannot be served is left out, with a line in the log."""
         for name, path in self._given.items():
             report(f"checking adapter {name}")
             await self._serve(name, path, self._given_retries)
@@ -74,7 +71,7 @@ class FolderFollower:
             await self._serve(name, str(path_found), self._retries)
 
     async def follow(self) -> None:
-        """Look once at what has changed, and try again what is due."""
+        """Look for changes once, and repeat tries that are due."""
         for name in self._given_retries.due(self._clock()):
             await self._serve(name, self._given[name], self._given_retries)
         changes = await self._changes()
@@ -86,7 +83,7 @@ class FolderFollower:
             await self._serve(name, str(path), self._retries)
 
     def problems(self) -> dict[str, str]:
-        """By name, why it is not served as its files are. From any thread."""
+        """Return by name why an adapter is not served as its files are. From any thread."""
         return self._retries.texts() | self._given_retries.texts()
 
     async def _changes(self, *, is_settled: bool = False) -> FolderChanges:
@@ -96,13 +93,13 @@ class FolderFollower:
         served, unloaded = self._server.served_paths(), self._server.unloaded_paths()
         elsewhere = {name for name, path in served.items() if path != str(folder.path / name)}
         own = {name for name, path in unloaded.items() if path == str(folder.path / name)}
-        # Whatever took one out of service, and be it another of its name that has gone again: it comes back, unless it was unloaded itself.
+        # An adapter out of service comes back unless it was unloaded itself; another one of its name may have replaced it for a while.
         folder.tell_again(folder.told - served.keys() - own - self._retries.names)
         now = self._clock()
         return await asyncio.to_thread(folder.changes, now, elsewhere, is_settled=is_settled)
 
     async def _serve(self, name: str, path: str, retries: Retries) -> None:
-        """retries: of the folder's adapters, or of those that were named. Both may have one of this name."""
+        """Try to serve an adapter. retries: the folder's, or that of the given adapters. Both may have this name."""
         refusal = await self._contained(name, self._server.serve_found(name, path))
         if refusal is None:
             retries.forget(name)
@@ -111,7 +108,7 @@ class FolderFollower:
 
     @staticmethod
     async def _contained(name: str, doing: Awaitable[AdapterRefusal | None]) -> AdapterRefusal | None:
-        """One adapter's trouble is not the others'."""
+        """Turn any error into a refusal: one adapter's trouble must not reach the others."""
         try:
             return await doing
         except Exception as error:

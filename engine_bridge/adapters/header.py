@@ -33,7 +33,7 @@ class TensorSpan(NamedTuple):
 
 
 class Header(NamedTuple):
-    """raw: the header's bytes. data_offset: where in the file the tensors begin. entries: in the order of their bytes."""
+    """A header. raw: its bytes. data_offset: start of the tensors in the file. entries: in the order of their bytes."""
 
     raw: bytes
     data_offset: int
@@ -41,9 +41,9 @@ class Header(NamedTuple):
 
 
 def read_header(file: RawIOBase, file_bytes: int, max_bytes: int) -> Header:
-    """The checked header of an open file of `file_bytes` bytes, read from its start. Not one byte of the tensors is read.
+    """Read and check the header of an open file of `file_bytes` bytes, from its start. Reads no byte of the tensors.
 
-    max_bytes: no longer header is looked at (its JSON is parsed with the interpreter locked). Raises AdapterRejected (`corrupt_file`,
+    max_bytes: a longer header is not parsed (parsing its JSON locks the interpreter). Raises AdapterRejected (`corrupt_file`,
     `wrong_dtype`), OSError.
     """
     prefix = read_exactly(file, LENGTH_BYTES)
@@ -65,7 +65,7 @@ def read_header(file: RawIOBase, file_bytes: int, max_bytes: int) -> Header:
 
 
 def read_exactly(file: RawIOBase, num_bytes: int) -> bytes:
-    """The next `num_bytes` bytes. Raises AdapterRejected (`corrupt_file`) if the file ends before."""
+    """Read the next `num_bytes` bytes. Raises AdapterRejected (`corrupt_file`) if the file ends before."""
     chunks = bytearray()
     while len(chunks) < num_bytes:
         chunk = file.read(num_bytes - len(chunks))
@@ -76,7 +76,7 @@ def read_exactly(file: RawIOBase, num_bytes: int) -> bytes:
 
 
 def corrupt(text: str) -> AdapterRejected:
-    """The error for weights whose file contradicts itself; `text` says where."""
+    """Make the error for weights whose file contradicts itself; `text` says where."""
     return AdapterRejected(f"The adapter's {WEIGHTS_FILE} is damaged: {text}", code="corrupt_file")
 
 
@@ -113,7 +113,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def _check_coverage(entries: list[TensorSpan], data_bytes: int) -> None:
-    """The tensors must fill the data exactly: no overlap, no hole, nothing after them."""
+    """Check that the tensors fill the data exactly: no overlap, no hole, nothing after them."""
     position = 0
     for entry in entries:
         if entry.begin != position:

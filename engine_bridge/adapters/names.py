@@ -1,4 +1,4 @@
-"""What an adapter may be called: one check for every door that a name comes through."""
+"""The check of adapters' names, one for every door that a name comes through."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Final
 
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 
-MAX_NAME_CHARS: Final = (
-    200  # Chosen: names are shown in lists and typed in requests, and stored with each turn.
-)
+MAX_NAME_CHARS: Final = 200  # Chosen: names are shown in lists, typed in requests, and stored with each turn.
 
 
 def problem_of(name: str) -> str:
-    """What is wrong with a name, as the end of a sentence; "" for nothing.
+    """Return the fault of a name, as the end of a sentence; "" for none.
 
     Names stand in lists, in logs, in JSON, in addresses (`/v1/adapters/NAME/pin`) and in stored conversations, and people type them.
     """
@@ -24,7 +22,7 @@ def problem_of(name: str) -> str:
 
 
 def problem_as_text(name: str) -> str:
-    """The same of a name that is only shown and compared, as the model's own, which may be a path."""
+    """Return the fault of a name that is only shown and compared, such as the model's own, which may be a path."""
     if not name:
         return "is empty"
     if len(name) > MAX_NAME_CHARS:
@@ -39,7 +37,7 @@ def problem_as_text(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterRejected (`bad_name`)."""
+    """Raise AdapterRejected (`bad_name`) for a name that no adapter may have."""
     problem = problem_of(name)
     if problem:
         raise AdapterRejected(

@@ -1,7 +1,7 @@
 """Which adapters this node has: their versions, in one SQLite file.
 
 Replacing an adapter's files makes a new version under a new number; numbers are never used again, so a request that runs on an old version
-is never taken for one of the new. What the rest may rely on:
+is never taken for a request on the new one. Callers may rely on these:
 
 * A method that returned has its changes on disk (WAL with ``synchronous=FULL``). One that raised changed nothing.
 * A name has at most one current version (`ready` or `missing`); the database itself enforces it.
@@ -41,17 +41,13 @@ SAY_AGAIN_S: Final = (
 BUSY_TIMEOUT_S: Final = 5.0  # How long a write waits for another program (a backup, say) that holds the file.
 
 
-class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of an adapter.
+class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of an adapter's two files.
 
-    state: `ready`; `missing` (current, but its files are away); `replaced` by a newer version of its name; `removed`.
-    checksum: of the weights in the file, as `checksum.Checksum`. signature: see `files.signature_of`. num_bytes: of the weights.
-    Times are Unix seconds.
+    content_hash: as `files.content_hash`. checksum: of the weights in the file, see `files.checksum_of`. signature: see `files.signature_of`.
+    num_bytes: of the weights.
     """
 
-    version_id: int
-    name: str
-    path: str
     content_hash: str
     checksum: int
     signature: str
@@ -59,6 +55,17 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     target_modules: tuple[str, ...]
     base_model: str | None
+
+
+class AdapterRecord(AdapterFacts, frozen=True, kw_only=True):
+    """One version of an adapter.
+
+    state: `ready`; `missing` (current, but its files are away); `replaced` by a newer version of its name; `removed`. Times are Unix seconds.
+    """
+
+    version_id: int
+    name: str
+    path: str
     state: State
     is_pinned: bool
     added_at: float
@@ -108,7 +115,7 @@ class Registry:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = _open(path)
         self._said: dict[str, float] = {}
-        """Of late: what went wrong, and when the log said so, on the monotonic clock."""
+        """Recent errors: text -> time of its line in the log, on the monotonic clock."""
 
     def close(self) -> None:
         """Close the file. A second call does nothing; any other call afterwards raises RegistryFailed (`closed`)."""
@@ -117,66 +124,32 @@ class Registry:
                 self._connection.close()
             self._connection = None
 
-    # --- reading -----------------------------------------------------------------------------------------------------------------------
-
-    def current(self, name: str) -> AdapterRecord | None:
-        """The version that new requests for `name` get. Look at its state: it may be `missing`."""
-        return next(iter(self._select(_CURRENT, name)), None)
-
-    def get(self, version_id: int) -> AdapterRecord | None:
-        """Any version there ever was, whatever became of it."""
-        return next(iter(self._select("version_id = ?", version_id)), None)
-
-    def all_current(self) -> list[AdapterRecord]:
-        """The current versions of all names, in the order of the names."""
-        return self._select("state IN ('ready', 'missing') ORDER BY name")
-
     def known(self, path: str, signature: str) -> AdapterRecord | None:
-        """A `ready` version that was read from these very files: its facts hold, and they need not be read and hashed again."""
+        """Return the `ready` version that was read from these very files, which then need not be read and hashed again."""
         where = "path = ? AND signature = ? AND state = 'ready' ORDER BY version_id DESC LIMIT 1"
-        return next(iter(self._select(where, path, signature)), None)
+        with self._use() as connection:
+            return next(iter(_select(connection, where, path, signature)), None)
 
-    # --- writing -----------------------------------------------------------------------------------------------------------------------
+    def register(self, name: str, path: str, facts: AdapterFacts, now: float) -> AdapterRecord:
+        """Make the adapter at `path` the current version of `name`, and return its record.
 
-    def register(
-        self,
-        name: str,
-        path: str,
-        *,
-        content_hash: str,
-        checksum: int,
-        signature: str,
-        rank: int,
-        num_bytes: int,
-        target_modules: tuple[str, ...],
-        base_model: str | None,
-        now: float,
-    ) -> AdapterRecord:
-        """Make what was read from `path` the current version of `name`, and return its record.
-
-        The same path and content as the current version's is that version, ready again if it was missing. Anything else becomes a new
-        version, pinned if the old one was; the old one becomes `replaced`. Raises RegistryFailed; ValueError for text with lone surrogates.
+        With the path and content of the current version it stays that version, ready again if it was missing. Otherwise it becomes a new
+        version, pinned if the old one was, and the old one becomes `replaced`. Raises RegistryFailed; ValueError for text with lone surrogates.
         """
         with self._transaction() as connection:
             old = _current(connection, name)
-            if old is not None and (old.path, old.content_hash) == (path, content_hash):
+            if old is not None and (old.path, old.content_hash) == (path, facts.content_hash):
                 connection.execute(
                     "UPDATE versions SET signature = ?, checksum = ?, state = 'ready' WHERE version_id = ?",
-                    (signature, checksum, old.version_id),
+                    (facts.signature, facts.checksum, old.version_id),
                 )
                 return _record(connection, old.version_id)
             if old is not None:
                 _end(connection, old.version_id, "replaced", now)
-            fields = {
+            fields = {name: getattr(facts, name) for name in AdapterFacts.__struct_fields__} | {
+                "target_modules": msgspec.json.encode(facts.target_modules).decode(),
                 "name": name,
                 "path": path,
-                "content_hash": content_hash,
-                "checksum": checksum,
-                "signature": signature,
-                "rank": rank,
-                "num_bytes": num_bytes,
-                "target_modules": msgspec.json.encode(target_modules).decode(),
-                "base_model": base_model,
                 "state": "ready",
                 "is_pinned": old is not None and old.is_pinned,
                 "added_at": now,
@@ -207,7 +180,7 @@ class Registry:
             return cursor.rowcount > 0
 
     def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
-        """Pin or unpin the name's current version, and with it those that replace it. Returns it; None if there is none."""
+        """Pin or unpin the name's current version, and later versions with it. Returns the version; None if there is none."""
         with self._transaction() as connection:
             old = _current(connection, name)
             if old is None:
@@ -230,10 +203,6 @@ class Registry:
 
     # --- the connection ----------------------------------------------------------------------------------------------------------------
 
-    def _select(self, where: str, *args: Any) -> list[AdapterRecord]:
-        with self._use() as connection:
-            return _select(connection, where, *args)
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._use() as connection, _transaction(connection):
@@ -251,7 +220,7 @@ class Registry:
                 raise _failed(error) from error
 
     def _say(self, error: Exception) -> None:
-        """Tell the operator what to mend, but not each time that the same thing is tried again."""
+        """Log an error for the operator, but not each time that the same call is repeated."""
         text, now = str(error), time.monotonic()
         self._said = {each: at_s for each, at_s in self._said.items() if now - at_s < SAY_AGAIN_S}
         logger.log(logging.DEBUG if text in self._said else logging.ERROR, "registry of adapters: %s", text)
@@ -305,7 +274,7 @@ def _end(connection: sqlite3.Connection, version_id: int, state: State, now: flo
 
 
 def _failed(error: Exception) -> RegistryFailed:
-    """What a client may know; the cause is for the log."""
+    """Make the error for a client; its cause is for the log."""
     code = _code(error)
     if code == sqlite3.SQLITE_FULL:
         return RegistryFailed("The server's disk is full; nothing was stored.", code="disk_full")
@@ -327,7 +296,7 @@ def _code(error: Exception) -> int:
 
 
 class _Unusable(Exception):
-    """The file is no registry that this version can go on with. The text says why, for the log."""
+    """The file is no registry that this version can use. The text says why, for the log."""
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
@@ -376,9 +345,9 @@ def _connect(path: Path | None, first_id: int) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection) -> bool:
-    """Whether the database is new, that is, empty. One of version 1 is brought up to date.
+    """Return whether the database is new, that is, empty. Version 1 is brought up to date.
 
-    Raises _Unusable for one that is damaged or not ours; nothing is written to it.
+    Raises _Unusable for a damaged or foreign database; nothing is written to it.
     """
     try:
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
@@ -401,7 +370,7 @@ def _check(connection: sqlite3.Connection) -> bool:
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:
-    """All of it, or nothing if a row is not one of ours, or if another process has done it meanwhile."""
+    """Upgrade the whole database, or nothing if a row is not ours, or another process has done it meanwhile."""
     with _transaction(connection):
         is_done = _pragma(connection, "user_version") == SCHEMA_VERSION
         for statement in () if is_done else _FROM_VERSION_1:

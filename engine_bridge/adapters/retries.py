@@ -7,14 +7,14 @@ from typing import Final, NamedTuple
 
 from engine_bridge.adapters.errors import FINAL_CODES
 
-# The first wait, doubled after each try up to the last. Chosen: a disk that has room again is noticed while somebody looks.
+# The first wait, doubled after each try up to the longest. Chosen: room on a disk is noticed while its operator still looks.
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 10.0
 MAX_DOUBLED: Final = math.ceil(math.log2(LONGEST_WAIT_S / FIRST_WAIT_S))
 
 
 class AdapterRefusal(NamedTuple):
-    """Why an adapter is not served as its files are. code: as of `AdapterRejected` or `RegistryFailed`; "" where nothing is known."""
+    """Why an adapter is not served as its files are. code: as of `AdapterRejected` or `RegistryFailed`; "" for none."""
 
     reason: str
     code: str = ""
@@ -27,6 +27,7 @@ class _Failed(NamedTuple):
 
     @property
     def wait_s(self) -> float | None:
+        """The wait before the next try; None: only other files or another name help."""
         if self.refusal.code in FINAL_CODES:
             return None
         # Of a disk that is full for hours there are thousands of tries.
@@ -35,13 +36,13 @@ class _Failed(NamedTuple):
 
 
 class Retries:
-    """By name. What is the files' own fault, or the name's, is not tried again until the files are others: whoever sees that says `forget`."""
+    """Failed adapters by name. A fault of the files or of the name is final: the watcher calls `forget` when the files change."""
 
     def __init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
 
     def failed(self, name: str, refusal: AdapterRefusal, now: float) -> bool:
-        """A try has failed. Whether that is news: another reason than the last time."""
+        """Note a failed try. Returns whether its reason is another one than the last time."""
         before = self._failed.get(name)
         num_tries = before.num_tries + 1 if before is not None else 1
         self._failed[name] = _Failed(refusal, num_tries, now)
@@ -49,24 +50,24 @@ class Retries:
 
     @property
     def names(self) -> set[str]:
-        """Of all that failed."""
+        """The names of all failed adapters."""
         return set(self._failed)
 
     def forget(self, name: str) -> None:
-        """It is served, or gone, or its files are others."""
+        """Forget an adapter that is served now, has been removed, or has other files."""
         self._failed.pop(name, None)
 
     def is_due(self, name: str, now: float) -> bool:
-        """Whether it failed, and is to be tried again now. A clock that was set back does not put that off."""
+        """Return whether a failed adapter is due for another try. A clock that was set back does not put that off."""
         failed = self._failed.get(name)
         return failed is not None and failed.wait_s is not None and not 0 <= now - failed.at_s < failed.wait_s
 
     def due(self, now: float) -> list[str]:
-        """What is to be tried again now, in order."""
+        """Return the names that are due for another try, in order."""
         return sorted(name for name in self._failed if self.is_due(name, now))
 
     def texts(self) -> dict[str, str]:
-        """By name, why it is not served as its files are. From any thread."""
+        """Return the reason of each failure by name. From any thread."""
         return {name: _text(failed) for name, failed in sorted(self._failed.copy().items())}
 
 

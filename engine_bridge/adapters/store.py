@@ -1,7 +1,7 @@
-"""Adapters that a node was sent by its gateway: each in a folder named by its content, whole or not there.
+"""Adapters that a gateway sent to its node: each in a folder named by its content, whole or not there.
 
-Files come in pieces, into a folder with a name that nothing looks for. Only when all of it hashes to what was asked for is it renamed, so a sender
-that dies, a full disk or a kill in the middle leave nothing that could be taken for whole; what they left is deleted when the next one comes.
+Files come in pieces, into a folder with a name that nothing looks for. It is renamed only when its content has the announced hash, so a sender
+that dies, a full disk or a kill in the middle leave nothing that could be taken for whole; such remains are deleted before the next transfer.
 Nothing in here is lost for good: it can all be sent again.
 """
 
@@ -27,13 +27,13 @@ from engine_bridge.protocol.errors import InvalidRequest, NotSupported
 
 log = logging.getLogger(__name__)
 
-# Of one message. Chosen: small beside what a connection carries in the time of a token, large beside what asking for each costs.
+# Largest piece in one message. Chosen: small beside a connection's bytes in the time of a token, large beside the cost of a call.
 MAX_PIECE_BYTES: Final = 1 << 20
 # Chosen: some two hundred adapters of rank 64 for a model of 8 billion weights.
 MAX_STORE_BYTES: Final = 32 << 30
 # Left free for others on the disk: the KV tiers and the registry stop at a full disk, too. Chosen.
 FREE_BYTES: Final = 1 << 30
-# What nobody wants any more is kept so long: requests under way may still need it, and what is taken out is often put back. Chosen.
+# How long unwanted adapters are kept: requests under way may still need them, and removed ones are often put back. Chosen.
 KEEP_S: Final = 900.0
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -45,7 +45,7 @@ class AdapterStore:
 
     Args:
         folder: made when it is needed; None: nothing is kept here, adapters are found at the gateway's own paths or not at all.
-        max_bytes: of all that is kept. free_bytes: of the disk, left free. keep_s: how long what nobody wants is kept. clock: Unix seconds.
+        max_bytes: of all adapters together. free_bytes: left free on the disk. keep_s: how long unwanted adapters are kept. clock: Unix seconds.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class AdapterStore:
         self._keep_s, self._clock = keep_s, clock
         self._lock = threading.Lock()
         self._hashes: dict[str, tuple[str, str]] = {}
-        """Of what was read: path -> its signature then, and its hash."""
+        """Path -> signature and hash when it was read."""
         self._sizes: dict[str, Mapping[str, int]] = {}
-        """Of what is coming: hash -> the size of each file."""
+        """Announced adapters: hash -> size of each file."""
         self._wanted: frozenset[str] = frozenset()
         self._is_cleared = False
 
     def find(self, content_hash: str, path: str) -> str:
-        """Where this content lies on this machine, "" for nowhere. path: where the gateway has it, which may be here, too."""
+        """Return the path of this content on this machine, "" for none. path: the gateway's own, which may exist here, too."""
         _check_hash(content_hash)
         with self._lock:
             if self._folder is not None and not self._is_cleared:
@@ -83,7 +83,7 @@ class AdapterStore:
             return path if self._hash_of(Path(path)) == content_hash else ""
 
     def begin(self, content_hash: str, sizes: Mapping[str, int]) -> None:
-        """Make room for what will be sent, one adapter at a time: what came of another one is given up. Raises InvalidRequest, NotSupported."""
+        """Make room for an adapter. One comes at a time: the pieces of another one are given up. Raises InvalidRequest, NotSupported."""
         _check_hash(content_hash)
         _check_sizes(sizes)
         with self._lock:
@@ -96,7 +96,7 @@ class AdapterStore:
             self._sizes[content_hash] = dict(sizes)
 
     def put(self, content_hash: str, name: str, offset: int, piece: bytes) -> None:
-        """The next piece of a file. Raises InvalidRequest."""
+        """Append the next piece of a file. Raises InvalidRequest."""
         with self._lock:
             sizes = self._sizes.get(content_hash)
             if sizes is None or name not in sizes or len(piece) > MAX_PIECE_BYTES:
@@ -111,12 +111,12 @@ class AdapterStore:
                 with _told_plainly(), open(path, "ab", opener=_privately) as file:
                     file.write(piece)
             except InvalidRequest:
-                # Of a full disk, too: what cannot become whole must not take the room that others need.
+                # For example a full disk: pieces that cannot become whole must not take the room that others need.
                 self._clear_incoming(self._own_folder())
                 raise
 
     def finish(self, content_hash: str) -> str:
-        """Where the content lies now; "" if what came is something else. Raises InvalidRequest."""
+        """Check and keep an adapter; returns its path, "" if it came damaged. Raises InvalidRequest."""
         with self._lock:
             folder = self._own_folder()
             if self._sizes.pop(content_hash, None) is None:
@@ -141,7 +141,7 @@ class AdapterStore:
             return str(kept)
 
     def copy(self, content_hash: str, source: Path) -> None:
-        """Keep what lies at a path of this machine. Raises InvalidRequest where it finds no room, or is not this content any more, NotSupported."""
+        """Copy an adapter of this machine. Raises InvalidRequest for want of room, or if its files have changed; NotSupported."""
         _check_hash(content_hash)
         with self._lock:
             folder = self._own_folder()
@@ -172,12 +172,12 @@ class AdapterStore:
             raise InvalidRequest("Another adapter lies there by now.", code="changed")
 
     def path_of(self, content_hash: str) -> str:
-        """Where this content is kept, "" for nowhere: whoever reads it makes sure that it is what it should be. From any thread, at once."""
+        """Return the path of this content, "" for none, unchecked: its reader checks it. From any thread, without waiting."""
         kept = self._folder / content_hash if self._folder is not None else None
         return str(kept) if kept is not None and kept.is_dir() else ""
 
     def keep(self, hashes: Collection[str]) -> None:
-        """These are wanted; others are deleted when nobody has wanted them for `keep_s`, or earlier where their room is needed."""
+        """Set the wanted adapters. Others are deleted after `keep_s`, or earlier if their room is needed."""
         with self._lock:
             self._wanted = frozenset(hashes)
             if self._folder is None or not self._folder.is_dir():
@@ -198,7 +198,7 @@ class AdapterStore:
         return self._folder
 
     def _hash_of(self, path: Path) -> str:
-        """Of what lies there; "" for what is no adapter."""
+        """Return the content's hash at a path; "" for no adapter."""
         try:
             known = self._hashes.get(str(path))
             if known is None or known[0] != signature_of(path):
@@ -209,7 +209,7 @@ class AdapterStore:
         return known[1]
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
-        """Delete what is not wanted, the longest unused first, until there is room. Raises InvalidRequest."""
+        """Delete unwanted adapters, the longest unused first, until there is room. Raises InvalidRequest."""
         with _told_plainly():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             taken = {path: _size(path) for path in folder.iterdir()}
@@ -230,7 +230,7 @@ class AdapterStore:
             _delete(gone)
 
     def _kept(self, folder: Path) -> list[Path]:
-        """Whole ones, the longest unused first."""
+        """Return the folders of whole adapters, the longest unused first."""
         whole = [path for path in folder.iterdir() if _HASH.fullmatch(path.name)]
         return sorted(whole, key=lambda path: path.stat().st_mtime)
 
@@ -247,7 +247,7 @@ class AdapterStore:
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """Errors of the system, in words for whoever sends."""
+    """Turn errors of the system into texts for the sender."""
     try:
         yield
     except OSError as error:
@@ -262,7 +262,7 @@ def _told_plainly() -> Iterator[None]:
 
 
 def _check_hash(content_hash: str) -> None:
-    """It becomes the name of a folder."""
+    """Raise InvalidRequest for another form: the hash becomes the name of a folder."""
     if not _HASH.fullmatch(content_hash):
         raise InvalidRequest("This is no hash of an adapter.", code="not_announced")
 
@@ -291,7 +291,7 @@ def _sync(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Renamed first: what is half deleted must not be found."""
+    """Delete a folder, renamed first: a half-deleted adapter must not be found."""
     if _HASH.fullmatch(path.name):
         with suppress(OSError):
             path = path.rename(path.with_name(f"{_INCOMING}{path.name}-gone"))

@@ -1,4 +1,4 @@
-"""What came, changed and went in a folder of adapters, told scan by scan."""
+"""Changes in a folder of adapters, told scan by scan."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from engine_bridge.adapters.retries import AdapterRefusal, Retries
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S: Final = (
-    0.1  # Chosen: between deleting a folder and renaming another one, a thousand times as long as that takes.
-)
+# Between two looks at a missing folder. Chosen: a thousand times as long as it takes to move another folder into its place.
+LOOK_AGAIN_S: Final = 0.1
 SETTLE_S: Final = 2.0  # Chosen: longer than a copy pauses between two writes.
-# A served adapter whose files do not rest for so many settle times, since a trainer writes them anew all the time, is told in a pause of a part of
-# that time. Chosen: writing one adapter hardly pauses so long, and what is torn in spite of it the check refuses or the next version replaces.
+# A trainer may write a served adapter anew all the time. When its files have not rested for PATIENCE settle times, it is told in a pause of
+# SHORT_REST of one. Chosen: writing one adapter hardly pauses so long, and a torn one is refused by the check or replaced by the next version.
 PATIENCE: Final = 4
 SHORT_REST: Final = 0.25
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -35,12 +34,12 @@ _TAKEN: Final = AdapterRefusal(
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """What is to be done since the last scan, each in the order of names.
+    """Changes since the last scan, each in the order of names.
 
     Attributes:
         added: (name, path) of adapters not told before, whether or not they are sound.
-        changed: (name, path) of adapters whose files are others than when they were last told, or that are to be tried again.
-        removed: names of adapters told before that are there no longer.
+        changed: (name, path) of adapters with other files than when they were last told, or due for another try.
+        removed: names of adapters told before that have been removed.
     """
 
     added: tuple[tuple[str, Path], ...] = ()
@@ -50,7 +49,7 @@ class FolderChanges:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """signature: see `files.signature_of`. newest_s: when the last of the files, or the folder itself, was changed, in Unix seconds."""
+    """An adapter at a scan. signature: see `files.signature_of`. newest_s: last change of a file or of the folder itself, in Unix seconds."""
 
     signature: str
     newest_s: float
@@ -60,13 +59,13 @@ class Folder:
     """A folder whose subfolders with an adapter_config.json are adapters, named like them. Scan it from one thread, and not the event loop.
 
     Args:
-        retries: what became of adapters that were told: one that failed, and not by its files' fault, is told again when it is due.
-        settle_s: how long an adapter's files must have been left alone before it is told, so that half a copy is not taken for a whole.
+        retries: failures of told adapters; a failure that is not the files' fault is told again when due.
+        settle_s: how long an adapter's files must have rested before it is told, so that half a copy is not taken for a whole.
     """
 
-    def __init__(self, path: Path, retries: Retries | None = None, *, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, path: Path, retries: Retries, *, settle_s: float = SETTLE_S) -> None:
         self.path = Path(os.path.abspath(path))
-        self._retries = retries or Retries()
+        self._retries = retries
         self._settle_s = settle_s
         self._told: dict[str, str] = {}
         self._restless_since: dict[str, float] = {}
@@ -87,13 +86,14 @@ class Folder:
     def changes(
         self, now: float, elsewhere: Collection[str] = (), *, is_settled: bool = False
     ) -> FolderChanges:
-        """Scan the folder one level deep. now: Unix seconds, by the clock that stamps the files.
+        """Scan the folder one level deep.
 
-        A folder that is missing is empty. One that cannot be read for another reason (a disk that is away for a moment) has no changes.
+        A missing folder counts as empty. A folder that cannot be read for another reason (a disk that is away for a moment) has no changes.
 
         Args:
-            elsewhere: names under which an adapter from another place is served: the folder's own of such a name waits until that one has gone.
-            is_settled: whatever lies there is told at once.
+            now: Unix seconds, by the clock that stamps the files.
+            elsewhere: names under which an adapter from another place is served: the folder's own of such a name waits until that is unloaded.
+            is_settled: all adapters are told at once.
         """
         try:
             seen = self._scan(now)
@@ -106,10 +106,10 @@ class Folder:
         return self._compare(self._named_well(seen), elsewhere, now, 0.0 if is_settled else self._settle_s)
 
     def _named_well(self, seen: dict[str, _Seen | None]) -> dict[str, _Seen | None]:
-        """The entries whose names an adapter may have. The log says once of each other entry what is wrong with its name."""
+        """Return the entries with valid names. The log names the fault of each other one once."""
         problems = {name: problem for name, entry in seen.items() if (problem := problem_of(name))}
         for name in sorted(problems.keys() - self._skipped):
-            # Folders that begin with a dot are how copies are made that nobody should see yet.
+            # Copying tools use folders that begin with a dot for copies that should not be seen yet.
             level = logging.DEBUG if name.startswith(".") else logging.WARNING
             if seen[name] is not None:
                 logger.log(level, "the folder %s is no adapter: its name %s", quoted(name), problems[name])
@@ -140,7 +140,7 @@ class Folder:
         return FolderChanges(tuple(added), tuple(changed), removed)
 
     def _gone(self, names: Collection[str], now: float) -> list[str]:
-        """Those of `names` whose folder is still missing at a second look: while one folder is moved into the place of another, both are away."""
+        """Return the names whose folder is still missing at a second look: while one folder is moved into the place of another, both are away."""
         if names:
             time.sleep(LOOK_AGAIN_S)
         return [name for name in names if not self._is_there(name, now)]
@@ -169,8 +169,10 @@ class Folder:
         return abs(now - entry.newest_s) >= settle_s
 
     def _scan(self, now: float) -> dict[str, _Seen | None]:
-        """Name -> what is there; None: something that cannot be looked at just now, or is just being written. Raises OSError if the folder itself
-        cannot be read."""
+        """Return the entries by name; None for an entry that is unreadable just now, or just being written.
+
+        Raises OSError if the folder itself cannot be read.
+        """
         try:
             with os.scandir(self.path) as entries:
                 names = [entry.name for entry in entries]
@@ -186,7 +188,7 @@ class Folder:
         return seen
 
     def _may_come_back(self, name: str, error: OSError, now: float) -> bool:
-        """Whether a folder that `error` says is no adapter may be one soon: a writer may delete all files first and write the configuration last."""
+        """Return whether a folder without an adapter may soon have one: a writer may delete all files first and write the configuration last."""
         if error.errno not in _NOT_THERE:
             return True
         try:
@@ -196,12 +198,12 @@ class Folder:
 
 
 def _look(folder: Path) -> _Seen:
-    """Raises OSError: ENOENT or ENOTDIR for what is no adapter."""
+    """Look at an adapter's folder. Raises OSError: ENOENT or ENOTDIR if it holds none."""
     return _Seen(signature_of(folder), _newest_s(folder))
 
 
 def _newest_s(folder: Path) -> float:
-    """The time of the last change of a folder or of a file in it, in Unix seconds. Raises OSError."""
+    """Return the last change of a folder or of a file in it, in Unix seconds. Raises OSError."""
     newest_ns = os.stat(folder).st_mtime_ns
     with os.scandir(folder) as entries:
         for entry in entries:  # all of them: a download grows under another name first

@@ -12,16 +12,19 @@ from typing import Any
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
-# How many tokens an answer may have, in each API. More than the model reads is as many as it reads.
+# The fields that bound an answer's tokens, in each API.
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# Anthropic's API: of a thinking budget.
+# The least thinking budget of Anthropic's API.
 _MIN_BUDGET = 1024
 _TEXTS = ("output_text", "input_text", "text", "summary_text", "reasoning_text")
 
 
 def usual_form(api: Api, body: Any, max_model_len: int) -> Any:
-    """The body as vLLM's class for this API takes it. What is malformed stays as it is, for vLLM to explain. Raises InvalidRequest for what it would
-    pass over without a word."""
+    """Return a body as vLLM's class for this API takes it. Malformed fields stay as they are, for vLLM to explain.
+
+    Raises:
+        InvalidRequest: for a field that vLLM would ignore without a word.
+    """
     if not isinstance(body, dict):
         return body
     body = _clipped(_without_nulls(api, body), max_model_len)
@@ -30,19 +33,19 @@ def usual_form(api: Api, body: Any, max_model_len: int) -> Any:
 
 
 def _without_nulls(api: Api, body: dict[str, Any]) -> dict[str, Any]:
-    """Null is as good as nothing, but for `/v1/completions`, where vLLM takes it for an answer of any length."""
+    """Return a body without nulls, which mean nothing; for `/v1/completions` as it is, where vLLM takes null for an answer of any length."""
     means_something = ("max_tokens",) if api == "completions" else ()
     return {name: value for name, value in body.items() if value is not None or name in means_something}
 
 
 def _clipped(body: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """With at most as many tokens for the answer as the model reads: vLLM clips only what is below that and too much for this prompt."""
+    """Return a body whose answer has no more tokens than the model reads: vLLM clips only smaller numbers that are too large for this prompt."""
     clipped = {name: max_model_len for name in _MAX_TOKENS if _as_number(body.get(name)) > max_model_len}
     return body | clipped if clipped else body
 
 
 def _as_number(value: Any) -> float:
-    """As vLLM's models read it: "16" and 16.0 are 16. 0 for what is no number."""
+    """Return a field as vLLM's models read it: "16" and 16.0 are 16. Returns 0 for a value that is no number."""
     try:
         return float(value) if isinstance(value, int | float | str) else 0
     except (ValueError, OverflowError):
@@ -50,14 +53,14 @@ def _as_number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """An object without its nulls; anything else as it is."""
+    """Return an object without its nulls; any other value as it is."""
     return (
         {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
     )
 
 
 def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
-    """A list with each object in it changed; anything else as it is."""
+    """Return a list with each object in it changed; any other value as it is."""
     return (
         [change(each) if isinstance(each, dict) else each for each in value]
         if isinstance(value, list)
@@ -77,7 +80,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients send an answer back with all fields that it might have had. The content alone may be null, beside calls of tools."""
+    """Return a message without nulls: clients send an answer back with all fields that it may have. The content may be null beside tool calls."""
     kept = {name: value for name, value in message.items() if value is not None or name == "content"}
     for name in ("content", "tool_calls"):
         if isinstance(kept.get(name), list):
@@ -98,8 +101,8 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _item(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of `input`. One with a role is a message, whether it says so or not."""
-    item = {name: each for name, each in item.items() if each is not None}
+    """Return an item of `input`. An item with a role is a message, whether it says so or not."""
+    item = _plain(item)
     if item.get("type", "message") == "message" and "role" in item:
         return _assistant(item) if item["role"] == "assistant" else item | _parts(item, "content")
     if item.get("type") == "reasoning":
@@ -108,17 +111,18 @@ def _item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(item: dict[str, Any], name: str) -> dict[str, Any]:
-    """The item's parts under this name without nulls; pictures have the detail that is usual where none is said."""
+    """Return an item with its parts of this name without nulls; pictures get the usual detail where they name none."""
 
     def part(value: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: each for name, each in value.items() if each is not None}
+        """Return one part."""
+        kept: dict[str, Any] = _plain(value)
         return {"detail": "auto"} | kept if value.get("type") == "input_image" else kept
 
     return {name: _changed(item[name], part)} if isinstance(item.get(name), list) else {}
 
 
 def _assistant(item: dict[str, Any]) -> dict[str, Any]:
-    """A message of the model's, with all of its text in one part: vLLM reads the first one only."""
+    """Return a message of the model's, with all of its text in one part: vLLM reads the first one only."""
     content = item.get("content")
     if not isinstance(content, list):
         return item | {"type": "message", "content": "" if content is None else content}
@@ -127,7 +131,7 @@ def _assistant(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(part: Any) -> str:
-    """What a part of a message says: its text, or why the model refused. Raises InvalidRequest for a part of another kind."""
+    """Return the text of a message's part, or why the model refused. Raises InvalidRequest for a part of another kind."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
@@ -139,7 +143,7 @@ def _text_of(part: Any) -> str:
 
 
 def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
-    """What the model thought, with all of it in one part."""
+    """Return the model's reasoning, with all of it in one part."""
     joined = {
         name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
@@ -171,7 +175,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _thinking(body: dict[str, Any]) -> dict[str, Any]:
-    """A budget for thinking is below the answer's tokens, which may have been clipped. Where no budget is left the model thinks as it likes."""
+    """Return a body whose thinking budget is below the answer's tokens. Without room for a budget, thinking is adaptive."""
     thinking, num_tokens = body.get("thinking"), _as_number(body.get("max_tokens"))
     if not isinstance(thinking, dict):
         return body
@@ -188,7 +192,7 @@ def _anthropic_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _block(block: dict[str, Any]) -> dict[str, Any]:
-    """A block of a message. Documents and results of a search are text to the model."""
+    """Return a block of a message. Documents and results of a search are text to the model."""
     if block.get("type") == "document":
         return _document(block)
     if block.get("type") == "search_result":
@@ -201,7 +205,7 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result_block(block: Any) -> Any:
-    """Of a tool's result. vLLM passes over what it does not know."""
+    """Return a block of a tool's result. Raises InvalidRequest for a block of another kind, which vLLM would ignore."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in ("text", "image", "document", "search_result", "tool_reference"):
         raise InvalidRequest(
@@ -228,7 +232,7 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """The texts of a document's or a search result's content."""
+    """Return the texts of a document's or a search result's content."""
     if isinstance(content, str):
         return [content]
     blocks = content if isinstance(content, list) else []

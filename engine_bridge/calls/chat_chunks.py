@@ -1,4 +1,4 @@
-"""The chunks of a chat completion's stream in the form in which clients know them: one thing in each. Pure, but for the JSON."""
+"""The chunks of a chat completion's stream in the form in which clients know them: one thing in each. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ _DATA = "data: "
 
 
 def ends_with_stop_token(finish_reason: str | None, stop_reason: Any) -> bool:
-    """Whether the last token of an answer is one that ends it, and so no part of its text. A stop string is many tokens, or none of its own."""
+    """Return whether the last token of an answer is a token that ends it, and so no part of its text. A stop string has no such token."""
     return finish_reason in ("stop", "tool_calls") and not isinstance(stop_reason, str)
 
 
 def split_event(event: str, *, has_stop_token: bool = False) -> Iterator[str]:
-    """An event of a chat completion's stream as one or more events whose chunks hold one thing each.
+    """Return an event of a chat completion's stream as one or more events whose chunks hold one thing each.
 
-    has_stop_token: the text holds the token that ended it; else that one has no log probability in the last chunk, as it has no text.
+    Args:
+        event: vLLM's event.
+        has_stop_token: whether the text holds the token that ended it; if not, that token has no log probability in the last chunk either.
     """
     if not event.startswith(_DATA + '{"id":'):  # `[DONE]`, an error
         yield event
@@ -29,7 +31,7 @@ def split_event(event: str, *, has_stop_token: bool = False) -> Iterator[str]:
 
 
 def single_chunks(chunk: dict[str, Any], *, has_stop_token: bool = False) -> Iterator[dict[str, Any]]:
-    """What a chunk says, one thing a chunk: text or reasoning, one tool call's next piece, the reason of the end. As OpenAI's server does it.
+    """Yield a chunk as chunks of one thing each: text or reasoning, one tool call's next piece, the reason of the end. OpenAI's server does the same.
 
     Clients read the first entry of `delta.tool_calls` only, or pass over a delta that comes with a `finish_reason`: they would lose arguments.
     """
@@ -47,7 +49,7 @@ def single_chunks(chunk: dict[str, Any], *, has_stop_token: bool = False) -> Ite
     deltas = list(single_deltas(choice["delta"]))
     if reason is not None and not deltas and (choice.get("logprobs") or choice.get("token_ids")):
         deltas = [{}]
-    # What is said of the whole chunk goes with its first piece, the reason of the end with its last one.
+    # Fields of the whole chunk go with its first piece, the reason of the end with its last one.
     carried = {name: value for name, value in choice.items() if name not in ("stop_reason", "delta")}
     before = {name: value for name, value in chunk.items() if name != "system_fingerprint"}
     for number, delta in enumerate(deltas):
@@ -59,7 +61,7 @@ def single_chunks(chunk: dict[str, Any], *, has_stop_token: bool = False) -> Ite
 
 
 def single_deltas(delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A delta's parts: all but tool calls, then each call once, with all that is said of it."""
+    """Yield a delta's parts: all fields but tool calls, then each call once, with all of its fields."""
     rest = {name: value for name, value in delta.items() if name != "tool_calls" and value not in (None, "")}
     if rest:
         yield rest
@@ -68,7 +70,7 @@ def single_deltas(delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def merged_calls(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The pieces of tool calls, one for each index in the order in which they came. Arguments of the same call are joined."""
+    """Return the pieces of tool calls, one for each index in the order in which they came. Arguments of the same call are joined."""
     calls: dict[int, dict[str, Any]] = {}
     for entry in entries:
         known = {name: value for name, value in entry.items() if value is not None}

@@ -7,13 +7,12 @@ tools that the model cannot call or that are most of the prompt, or the oldest t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from engine_bridge.policy.limits.request_limits import measure
 from engine_bridge.protocol.node import Api, Dropped
 
 ContextOverflow = Literal["error", "drop-tools", "drop-oldest"]
-CONTEXT_OVERFLOWS: tuple[ContextOverflow, ...] = get_args(ContextOverflow)
 
 # Where each API has its turns. The other APIs have none.
 _TURNS: Mapping[Api, str] = {"chat": "messages", "responses": "input", "messages": "messages"}
@@ -28,12 +27,12 @@ _EVENT = ": overture left out "
 
 
 def dropped_event(dropped: Dropped) -> str:
-    """A server-sent comment with what was left out of a stream's prompt. Its clients may show it; SDKs skip comments."""
+    """Return a server-sent comment that names the parts left out of a stream's prompt. Clients may show it; SDKs skip comments."""
     return f"{_EVENT}{dropped}\n\n"
 
 
 def dropped_of(event: bytes) -> Dropped:
-    """What `dropped_event` was given; nothing for any other event."""
+    """Return the parts that `dropped_event` named; an empty `Dropped` for any other event."""
     text = event.decode() if event.startswith(_EVENT.encode()) else ""
     return Dropped.parse(text.removeprefix(_EVENT).strip())
 
@@ -41,11 +40,17 @@ def dropped_of(event: bytes) -> Dropped:
 def shorter(
     setting: ContextOverflow, api: Api, body: Any, *, calls_tools: bool
 ) -> Iterator[tuple[Any, Dropped]]:
-    """Ever shorter versions of a body whose prompt is too long, with what each leaves out of the first one.
+    """Yield ever shorter versions of a body whose prompt is too long, each with the parts that it leaves out of the first one.
 
-    calls_tools: whether the model has a form of tool calls of its own; then its tools go only where they are longer than the conversation. That
-    is where they take at least half of the context, so that no conversation could get far with them. Tools go whole, so that the model is not
-    shown a part of what it may call.
+    Args:
+        setting: which parts may be left out.
+        api: the call's API.
+        body: the call's body.
+        calls_tools: whether the model knows a form of tool calls. Then its tools are left out only where they are longer than the conversation: there
+            they
+            take at least half of the context, so that no conversation could get far with them. All tools are left out at once, so that the model is
+            never
+            shown a part of them.
     """
     turns = _TURNS.get(api)
     if setting == "error" or turns is None or not isinstance(body, dict):
@@ -65,7 +70,7 @@ def shorter(
 
 
 def _without_oldest(messages: list[Any]) -> Iterator[list[Any]]:
-    """Ever fewer messages: the oldest turns go, instructions and the last turn stay."""
+    """Yield ever fewer messages: the oldest turns go, instructions and the last turn stay."""
     kept = _turns_of(messages)
     sizes = [_num_chars(turn) for turn in kept]
     while len(kept) > 1:
@@ -78,7 +83,7 @@ def _without_oldest(messages: list[Any]) -> Iterator[list[Any]]:
 
 
 def _turns_of(messages: Sequence[Any]) -> list[list[Any]]:
-    """Messages by turn: what a person says, with all that followed from it, so that no tool's result stands without its call."""
+    """Return messages by turn: a person's message with all that followed from it, so that no tool's result stands without its call."""
     turns: list[list[Any]] = []
     for message in messages:
         if _role(message) in _INSTRUCTING:
@@ -94,7 +99,7 @@ def _role(message: Any) -> Any:
 
 
 def _is_tool_result(message: Any) -> bool:
-    """Anthropic's API sends the results of tools as the user's."""
+    """Return whether a user's message is a tool's result: Anthropic's API sends them so."""
     content = message.get("content")
     blocks = content if isinstance(content, list) else []
     return any(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks)
@@ -105,7 +110,7 @@ def _num_chars(turn: Sequence[Any]) -> int:
 
 
 def _demands_tool(choice: Any) -> bool:
-    """Whether a call must answer with a tool: a tool's name, OpenAI's "required", Anthropic's "any"."""
+    """Return whether a call must answer with a tool: a tool's name, OpenAI's "required", Anthropic's "any"."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     return kind not in (None, "auto", "none")
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from engine_bridge.protocol.node import PromptOrigin
 
-# What decoders write for bytes that are no whole character (yet). A character has four bytes at most, so as many tokens.
+# The character that decoders write for bytes that are no whole character (yet). A character has four bytes at most, so as many tokens.
 INCOMPLETE = "\ufffd"
 MAX_TOKENS_PER_CHARACTER = 4
 # Chosen: from the whole history, which mostly matches, down to the token. A history of n tokens that stops to match somewhere costs
@@ -28,9 +28,11 @@ STEPS_TOKENS = (256, 16, 1)
 class TextTokenizer(Protocol):
     """The two methods of vLLM's tokenizers that are used here."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str:
+        """Return the text of these ids."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """Return the ids of this text."""
 
 
 class Continued(Struct, frozen=True):
@@ -44,11 +46,15 @@ class Continued(Struct, frozen=True):
 def continue_prompt(
     history: Sequence[int], text: str, rendered: list[int], tokenizer: TextTokenizer
 ) -> Continued:
-    """The prompt for `text` that begins with as many ids of `history` as fit.
+    """Return the prompt for `text` that begins with as many ids of `history` as fit.
 
-    history: ids of the conversation so far. text: the whole prompt as the chat template renders it now. rendered: its encoding, taken
-    when nothing of the history fits, and when the pieces together would not decode to `text`: some tokenizers put a space in front
-    of whatever they encode.
+    Args:
+        history: ids of the conversation so far.
+        text: the whole prompt as the chat template renders it now.
+        rendered: its encoding, taken when nothing of the history fits, and when the pieces together would not decode to `text`: some tokenizers put a
+            space
+            in front of every text that they encode.
+        tokenizer: the model's.
     """
     num_kept, num_chars = _longest_match(history, text, tokenizer)
     if num_kept == 0:
@@ -62,10 +68,11 @@ def continue_prompt(
 def continue_between_tokens(
     history: Sequence[int], text: str, rendered: list[int], tokenizer: TextTokenizer, known: Collection[int]
 ) -> Continued:
-    """`continue_prompt` where a text may spell a special token that is none, so that its encoding cannot be made from the text alone.
+    """Return the prompt as `continue_prompt` does, where a text may spell a special token without meaning it.
 
-    The history is kept as far as it and `rendered` have the same of the `known` tokens and the same texts between them; from there on
-    `rendered` goes on. Behind the history's last known token (an answer that was cut short) all is kept or nothing.
+    There the text alone does not give its encoding. The history is kept as far as it and `rendered` have the same of the `known` tokens and the
+    same texts between them; the rest is as `rendered` has it. Behind the history's last known token (an answer that was cut short)
+    all ids are kept or none.
     """
     ours, theirs = _runs(history, known), _runs(rendered, known)
     num_kept = num_left_out = 0
@@ -87,7 +94,7 @@ def continue_between_tokens(
 
 
 def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence[int], int | None]]:
-    """The tokens up to each known one, with that; at last those behind it, with None."""
+    """Yield the tokens up to each known token, with that token; at last the tokens behind it, with None."""
     start = 0
     for place, token_id in enumerate(ids):
         if token_id in known:
@@ -97,7 +104,7 @@ def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence
 
 
 def _num_same(own: Sequence[int], new: Sequence[int], tokenizer: TextTokenizer) -> int:
-    """How many ids of `new` spell what all of `own` spell; 0 where none do."""
+    """Return how many ids of `new` spell what all of `own` spell; 0 where none do."""
     text = _text(own, tokenizer)
     num = bisect_left(range(len(new) + 1), len(text), key=lambda num: len(_text(new[:num], tokenizer)))
     return num if _text(new[:num], tokenizer) == text else 0
@@ -127,7 +134,7 @@ def _longest_match(ids: Sequence[int], text: str, tokenizer: TextTokenizer) -> t
 
 
 def _whole_characters(ids: Sequence[int], step: int, tokenizer: TextTokenizer) -> tuple[int, str]:
-    """The text of the first `step` ids, or of a few more where a character is not over there; and how many ids that took."""
+    """Return how many ids, `step` or a few more, end with a whole character, and their text."""
     for num_taken in range(min(step, len(ids)), len(ids) + 1):
         piece = tokenizer.decode(ids[:num_taken], skip_special_tokens=False)
         if not piece.endswith(INCOMPLETE):

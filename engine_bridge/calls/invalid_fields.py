@@ -1,4 +1,4 @@
-"""What is wrong with a body, in plain words: from the errors of a pydantic model to a sentence for each field. Pure.
+"""The faults of a body in plain words: a sentence for each field, from the errors of a pydantic model. Pure.
 
 Where a field may have one of several forms, pydantic reports what is wrong by each of them, also by those that nobody meant: a user's message whose
 content is a number has 22 errors. The form that fits best is taken: whose tag (`role`, say) fits, then with the fewest fields that do not.
@@ -13,7 +13,7 @@ Error = Mapping[str, Any]
 """Of `pydantic.ValidationError.errors()`: its `loc`, `type` and `msg` are read."""
 
 MOST_SENTENCES: Final = 3
-MOST_NAME_CHARS: Final = 100  # of a field, which may be one that the client has named
+MOST_NAME_CHARS: Final = 100  # of a field's name, which the client may have made up
 MOST_ERRORS: Final = 2000  # looked at: 20 ms. A call may have as many messages, each with 22 errors
 _SHOULD_BE: Final = "Input should be "
 _TAGS: Final = frozenset({"literal_error", "enum", "union_tag_invalid"})
@@ -33,7 +33,7 @@ _TYPE_NAMES: Final = frozenset(
 
 
 def explain(errors: Sequence[Error]) -> tuple[str, str | None]:
-    """A text for whoever sent the body, and the first field that it names, as in `messages[0].content`; None if that is the body itself.
+    """Return a text for the client that sent the body, and the first field that it names, as in `messages[0].content`; None for the body itself.
 
     Nothing of the body is quoted, but for the names of its fields.
     """
@@ -47,7 +47,7 @@ def explain(errors: Sequence[Error]) -> tuple[str, str | None]:
 
 
 def _best(errors: Sequence[tuple[Sequence[Any], Error]]) -> list[Error]:
-    """Those to tell of. errors: each with what is left of its place."""
+    """Return the errors to report. errors: each with the rest of its place."""
     chosen = [error for rest, error in errors if not rest]
     fields: dict[Any, list[tuple[Sequence[Any], Error]]] = {}
     forms: dict[Any, list[tuple[Sequence[Any], Error]]] = {}
@@ -61,7 +61,10 @@ def _best(errors: Sequence[tuple[Sequence[Any], Error]]) -> list[Error]:
 
 
 def _best_form(forms: Sequence[Sequence[tuple[Sequence[Any], Error]]]) -> list[Error]:
-    """Of alternatives: all where each is a plain value; else what is wrong by the one that fits best, or that no tag is known."""
+    """Return the errors to report of a field's alternative forms.
+
+    These are all errors where each form is a plain value; else the errors of the form that fits best, or that its tag is unknown.
+    """
     objects = [_best(found) for found in forms if any(rest for rest, _ in found)]
     if not objects:
         return [error for found in forms for _, error in found]
@@ -72,7 +75,7 @@ def _best_form(forms: Sequence[Sequence[tuple[Sequence[Any], Error]]]) -> list[E
 
 
 def _misfit(errors: Sequence[Error]) -> tuple[int, int, int]:
-    """How far a body is from a form, the nearest first; of equals, the one that allows the most for its fields."""
+    """Return how far a body is from a form; of equally far forms, the form that allows the most for its fields comes first."""
     return sum(map(_is_tag, errors)), len({_field(error["loc"]) for error in errors}), -len(errors)
 
 
@@ -81,14 +84,14 @@ def _is_tag(error: Error) -> bool:
 
 
 def _is_form(part: Any) -> bool:
-    """Whether this part of a place names one of a field's forms, and no field or index."""
+    """Return whether this part of a place names one of a field's forms, and no field or index."""
     return isinstance(part, str) and (
         part in _TYPE_NAMES or part[:1].isupper() or any(sign in part for sign in "[(-")
     )
 
 
 def _field(loc: Sequence[Any]) -> str:
-    """`("messages", 0, "UserMessage", "content", "str")` → `messages[0].content`."""
+    """Return the name of a place: `("messages", 0, "UserMessage", "content", "str")` → `messages[0].content`."""
     text = ""
     for part in loc:
         if isinstance(part, int):

@@ -13,16 +13,15 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from msgspec import Struct
 
 SpecialTokensInContent = Literal["keep", "split"]
-SPECIAL_TOKENS_IN_CONTENT: tuple[SpecialTokensInContent, ...] = get_args(SpecialTokensInContent)
 
-# Text of these comes from anywhere. The others' may hold, say, the reasoning that a model wrote between tags of its own.
+# Texts of these roles come from anywhere. Texts of other roles may hold, for example, reasoning that a model wrote between its tags.
 _UNTRUSTED_ROLES = ("user", "tool", "function")
-# Neither is read by the model: names of kinds, and media.
+# Fields that the model does not read: names of kinds, and media.
 _NO_TEXT = frozenset(
     {
         "type",
@@ -46,7 +45,7 @@ class KnownToken(Struct, frozen=True):
 
     @property
     def is_tag(self) -> bool:
-        """Whether it is written like one: `<think>`, `[INST]`."""
+        """Whether it is written as a tag: `<think>`, `[INST]`."""
         return (self.content[0], self.content[-1]) in (("<", ">"), ("[", "]"))
 
 
@@ -64,7 +63,7 @@ class Marks:
         # Of the private use areas: no letters, no blanks, nothing that a normaliser changes.
         self._mark = f"\ue000{secret}\ue001"
         self.aliases = {token.content: f"\ue002{secret}{number}\ue001" for number, token in enumerate(tokens)}
-        """By the token's text: what its tokenizer is to know it by."""
+        """The alias by which the tokenizer knows a token, by the token's text."""
         special = [token.content for token in tokens if token.is_special]
         self._special = _any_of(special)
         self._tokens = _any_of([*special, *(token.content for token in tokens if token.is_tag)])
@@ -76,7 +75,7 @@ class Marks:
         self._own = re.compile(f"{plain}{_any_of([token.content for token in tokens]).pattern}")
 
     def messages(self, messages: Iterable[Any]) -> tuple[list[Any], bool]:
-        """The messages of a chat with marks, and whether there are any. Values other than JSON's stay as they are."""
+        """Return the messages of a chat with marks, and whether there are any. Values other than JSON's stay as they are."""
         marked, has_marks = [], False
         for message in messages:
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -86,7 +85,10 @@ class Marks:
         return marked, has_marks
 
     def value(self, value: Any, *, is_trusted: bool = True) -> tuple[Any, bool]:
-        """The same of any JSON value. is_trusted: it may write tokens that are not special, such as `<think>`."""
+        """Return any JSON value with marks, and whether there are any.
+
+        is_trusted: whether it may write tokens that are not special, such as `<think>`.
+        """
         if isinstance(value, str):
             return self._text(value, is_trusted)
         if isinstance(value, Mapping):
@@ -100,7 +102,7 @@ class Marks:
         return _with(self._mark, text, places), bool(places)
 
     def _places(self, text: str, is_trusted: bool) -> list[int]:
-        """Where marks go: behind the first character of each token, those that overlap included."""
+        """Return where marks go: behind the first character of each token, also where tokens overlap."""
         tokens = self._special if is_trusted else self._tokens
         places, at = [], 0
         while found := tokens.search(text, at):
@@ -121,7 +123,7 @@ class Marks:
         return marked, has_marks
 
     def _arguments(self, text: str, *, is_trusted: bool) -> tuple[str, bool]:
-        """Arguments of a tool call come as a JSON text, in which a token may be spelled with escapes."""
+        """Return the arguments of a tool call with marks: they come as a JSON text, in which a token may be spelled with escapes."""
         try:
             value, has_marks = self.value(json.loads(text), is_trusted=is_trusted)
         except (ValueError, RecursionError):
@@ -129,7 +131,7 @@ class Marks:
         return (json.dumps(value, ensure_ascii=False), True) if has_marks else (text, False)
 
     def _list(self, values: list[Any], is_trusted: bool) -> tuple[list[Any], bool]:
-        """Parts of a text one after the other: templates and parsers join them, so a token may begin in one and end in another."""
+        """Return the parts of a text with marks: templates and parsers join them, so a token may begin in one part and end in another."""
         texts = [_text_of(part) for part in values]
         around = {place for joint in ("", "\n") for place in self._over_edges(texts, joint, is_trusted)}
         marked, has_marks = [], bool(around)
@@ -146,7 +148,7 @@ class Marks:
         return marked, has_marks
 
     def _over_edges(self, texts: Sequence[str | None], joint: str, is_trusted: bool) -> Iterable[int]:
-        """Numbers of the texts behind which a mark must stand, lest they spell a token with the next ones."""
+        """Return the numbers of the texts behind which a mark must stand, lest they spell a token with the next ones."""
         numbers = [number for number, text in enumerate(texts) if text is not None]
         if len(numbers) < 2:
             return
@@ -162,14 +164,14 @@ class Marks:
             if edge < len(ends) - 1 and ends[edge] < found.end():
                 yield numbers[edge]
 
-    # -- in what was rendered ------------------------------------------------------------------------------------------
+    # -- in the rendered text ------------------------------------------------------------------------------------------
 
     def are_in(self, text: str) -> bool:
-        """Whether a client's text has spelled a token in it."""
+        """Return whether a client's text has spelled a token in it."""
         return self._marks.search(text) is not None
 
     def without(self, value: Any) -> Any:
-        """A text, or any JSON value, without marks."""
+        """Return a text, or any JSON value, without marks."""
         if isinstance(value, str):
             return self._marks.sub("", value)
         if isinstance(value, dict):
@@ -179,11 +181,11 @@ class Marks:
         return value
 
     def with_aliases(self, text: str) -> str:
-        """A rendered text with an alias for each of the template's own tokens, and with its marks."""
+        """Return a rendered text with an alias for each of the template's own tokens, and with its marks."""
         return self._own.sub(lambda found: self.aliases.get(found[0], found[0]), text)
 
     def pieces(self, text: str) -> list[str]:
-        """A text as it stands between its marks."""
+        """Return the pieces of a text between its marks."""
         return self._marks.split(text)
 
 
@@ -200,8 +202,12 @@ def _text_of(part: Any) -> str | None:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """What finds the longest of these texts. As a tree by their characters: at each place it is tried at most as long as the longest is, however many
-    there are (some tokenizers keep a thousand in reserve)."""
+    """Return a pattern that finds the longest of these texts.
+
+    It is a tree by their characters: at each place it is tried at most as long as the longest text is, however many texts there are (some tokenizers
+    keep a
+    thousand in reserve).
+    """
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

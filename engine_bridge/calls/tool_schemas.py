@@ -54,7 +54,7 @@ def _closed(schema: Any) -> Any:
         if isinstance(found.get(key), dict):
             found[key] = {name: _closed(each) for name, each in found[key].items()}
     for key in _LISTED:
-        # Beside properties of its own, what a branch names is not all that the object may have.
+        # Beside the object's own properties, a branch does not name all that the object may have.
         if isinstance(found.get(key), list) and not has_properties:
             found[key] = [_closed(each) for each in found[key]]
     for key in _SINGLE:
@@ -68,16 +68,19 @@ def _closed(schema: Any) -> Any:
 
 
 def at_most_one(schema: Any) -> Any:
-    """Of a list of calls, as vLLM writes it for `tool_choice: "required"`; the arguments of one named call stay as they are."""
+    """Return the schema of a list of calls, as vLLM writes it for `tool_choice: "required"`, with one call at most; other schemas as they are."""
     is_list = isinstance(schema, dict) and schema.get("type") == "array" and schema.get("minItems") == 1
     return schema | {"maxItems": 1} if is_list else schema
 
 
 def held_calls(tools: Mapping[str, Any]) -> str:
-    """A grammar (Lark, as llguidance reads it) of answers: free text, or one call in the form of vLLM's `hermes` parser on one line.
+    """Return a grammar (Lark, as llguidance reads it) of answers: free text, or one call in the form of vLLM's `hermes` parser on one line.
 
-    `<tool_call>` and `</tool_call>` must be tokens of the model's. tools: the schema of each tool's arguments by the tool's name. Each schema is a
-    document of its own, so that its references (`#/$defs/...`) stay right.
+    `<tool_call>` and `</tool_call>` must be tokens of the model's. Each schema is a separate document, so that its references (`#/$defs/...`) stay
+    right.
+
+    Args:
+        tools: the schema of each tool's arguments, by the tool's name.
     """
     form = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
     calls, rules = [], []
@@ -92,5 +95,5 @@ def held_calls(tools: Mapping[str, Any]) -> str:
 
 
 def is_held(grammar: str | None) -> bool:
-    """Whether a grammar is one of `held_calls`: help for the model, which no client has asked for."""
+    """Return whether a grammar is one of `held_calls`: help for the model, which no client has asked for."""
     return grammar is not None and grammar.startswith(HELD)

@@ -8,7 +8,9 @@ on the machine of whoever asked for them.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import importlib
+import ipaddress
 import json
 import logging
 import os
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -30,9 +32,8 @@ from msgspec import Struct
 
 from engine_bridge.cluster import orders
 from engine_bridge.cluster.guard import descendants, die_with_parent
-from engine_bridge.cluster.host import CLOSE_S, NodeAddress, NodeHost
+from engine_bridge.cluster.host import CLOSE_S, OOM_SCORE, NodeAddress, NodeHost
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
-from engine_bridge.cluster.ray_settings import environment_of
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.process_end import stop_collecting
 from engine_bridge.protocol.errors import ClusterError
@@ -51,9 +52,27 @@ START_S = 180.0
 # Nothing of ours goes through Ray's object store; it takes no less.
 OBJECT_STORE_BYTES = 80 << 20
 JOINED = "Ray runtime started"
-# Of what is told of one node's error. Chosen.
+# Longest text of one node's error. Chosen.
 MAX_PROBLEM_CHARS = 2000
 CORE_PROCESSES = {"raylet", "gcs_server"}
+# The environment of all of Ray's processes, which must be set before ray is imported.
+FIXED = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": str(OOM_SCORE),
+    # The kernel has a killer of its own.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # On a machine at its limit Ray's agents take longer than the 30 s after which the raylet would give up. Measured.
+    "RAY_agent_register_timeout_ms": "120000",
+    # A machine that lost its head joins again when the head is back; a head that is started anew is another cluster. Chosen.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "PYTHONUNBUFFERED": "1",
+}
+# On Linux, too, this makes Ray listen on loopback alone; an address of 127.0.0.1 does not.
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 # -- in the actor's process --------------------------------------------------------------------------------------------
@@ -102,34 +121,34 @@ class NodeActor:
         self._place = self._host.start()
 
     def where(self) -> bytes:
-        """Its `NodeAddress` as JSON."""
+        """Return the node's `NodeAddress` as JSON."""
         return msgspec.json.encode(self._place)
 
     def leave(self) -> None:
-        """Who made this actor is to end it."""
+        """Ask the gateway that made this actor to end it."""
         self._place = msgspec.structs.replace(self._place, is_leaving=True)
 
     def close(self) -> None:
-        """Who asks for this ends the process next."""
+        """Close the node. The driver ends the process next."""
         stop_collecting()
         self._host.close()
 
 
 def _settle(settings: ActorSettings) -> None:
-    """What Ray has set for its actors, and a node wants otherwise."""
+    """Undo settings of Ray's that do not suit a node: core dumps, threads, cores."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.environ.pop("OMP_NUM_THREADS", None)
     if settings.num_threads_given is not None:
         os.environ["OMP_NUM_THREADS"] = settings.num_threads_given
     if settings.node.cores:
-        # Of all threads that are there already: others take after the one that makes them.
+        # All threads so far; a later thread inherits its maker's cores.
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), settings.node.cores)
 
 
 def _take_stderr(folder: Path) -> None:
-    """What a node logs goes where the gateway's log goes; Ray would keep it in a file."""
+    """Send this node's log where the gateway's log goes; Ray would keep it in a file."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as there:
         there.connect(str(folder / "log"))
         _, (fd, *_), _, _ = socket.recv_fds(there, 1, 1)
@@ -141,10 +160,11 @@ def _take_stderr(folder: Path) -> None:
 
 
 def drive(control: socket.socket, log_to: int) -> None:
-    """Until the gateway says so or has gone. Whoever started this process sees to it that nothing of Ray is left; it does not return.
+    """Drive Ray until the gateway ends or says so. Does not return; the guard that started this process removes what is left of Ray.
 
     Args:
-        log_to: where actors log; this process's own standard streams are Ray's to write to.
+        control: the socket to the gateway.
+        log_to: the file descriptor that actors log to; Ray writes to this process's own standard streams.
     """
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -152,7 +172,7 @@ def drive(control: socket.socket, log_to: int) -> None:
     lines = control.makefile("rb")
 
     def tell(news: orders.News) -> None:
-        # A gateway that has gone is noticed by what it does not send.
+        # The end of the gateway is noticed by the thread that reads its orders.
         with suppress(OSError):
             control.sendall(orders.line_of(news))
 
@@ -198,7 +218,6 @@ class _Driver:
         self._num_threads_given = os.environ.get("OMP_NUM_THREADS")
         os.environ.update(environment_of(settings, os.environ))
         self._joining: subprocess.Popen[bytes] | None = None
-        # What it prints of its own accord is for who runs Ray by hand.
         import ray
 
         self._ray = ray
@@ -277,6 +296,7 @@ class _Driver:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     async def run(self, lines: IO[bytes]) -> None:
+        """Start and watch the nodes, and carry out orders, until the gateway ends or says so."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(lines, loop), name="orders", daemon=True).start()
         self._watch_core(loop)
@@ -292,7 +312,7 @@ class _Driver:
                 await asyncio.to_thread(self._joining.wait, CONNECT_S)
 
     def _read(self, lines: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread of its own: the gateway's orders, until it has gone."""
+        """Read the gateway's orders until it ends. Runs on a separate thread."""
         try:
             with suppress(OSError):
                 for line in lines:
@@ -354,7 +374,7 @@ class _Driver:
             return _told(error)
 
     async def _follow(self, node_id: str) -> str:
-        """Tell where a node is, whenever that changes, until it is gone for good; returns why."""
+        """Tell a node's address whenever it changes, until the node has ended for good; returns the reason."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         handle = self._handles[node_id]
@@ -391,12 +411,12 @@ class _Driver:
     async def _meet(self, name: str) -> None:
         node_id = name.removeprefix(PREFIX)
         if name.startswith(PREFIX) and node_id not in self._handles.keys() | self._ours:
-            with suppress(ValueError):  # it has gone meanwhile
+            with suppress(ValueError):  # it has ended meanwhile
                 self._handles[node_id] = await asyncio.to_thread(self._ray.get_actor, name)
                 self._do(node_id, self._follow_other(node_id))
 
     async def _follow_other(self, node_id: str) -> None:
-        """Until it is gone for good. One that errs, being of another version perhaps, is not ours to end: it is asked again."""
+        """Follow another gateway's node until it has ended for good. If it errs (another version, say) it is not ours to end: it is asked again."""
         problem = ""
         while node_id in self._handles:
             try:
@@ -436,7 +456,7 @@ class _Driver:
 
     async def _close(self, node_id: str) -> None:
         handle = self._handles.get(node_id)
-        # One that has no place yet has nothing to close.
+        # A node without an address has nothing to close yet.
         if handle is not None and self._places.get(node_id) is not None:
             with suppress(TimeoutError, self._ray.exceptions.RayError):
                 await asyncio.wait_for(handle.close.remote(), CLOSE_S + 1)
@@ -449,14 +469,40 @@ class _Driver:
             with suppress(self._ray.exceptions.RayError):
                 await asyncio.to_thread(self._ray.kill, handle, no_restart=is_final)
         elif (place := self._places.get(node_id)) is not None:
-            # Ray asks a process to kill itself, and one that is stopped would not.
+            # Ray asks a process to kill itself, and a stopped process would not.
             with suppress(ProcessLookupError):
                 os.kill(place.pid, signal.SIGKILL)
 
 
 def _folder_of_rays(settings: ClusterSettings) -> str:
-    """Ray lets everybody write to its folder: it lies in one that only we can enter, beside what is ours."""
+    """Return Ray's folder. Ray lets everybody write to it, so it lies in our own folder, which only we can enter."""
     return f"{settings.folder}/r"
+
+
+def environment_of(settings: ClusterSettings, given: Mapping[str, str]) -> dict[str, str]:
+    """Return what to set in the environment of Ray's processes. Writes Ray's token to a file that only we can read.
+
+    Args:
+        settings: of the cluster.
+        given: the environment as it is. A cluster that is run by hand has its token there.
+    """
+    found = dict(FIXED)
+    # A cluster that is there listens where it listens; with this set, Ray would not join it.
+    if ipaddress.ip_address(settings.host).is_loopback and not settings.address:
+        found |= LOOPBACK
+    if settings.port:
+        found["RAY_GCS_SERVER_PORT"] = str(settings.port)
+    if not (settings.address and any(name.startswith(("RAY_AUTH_", "RAY_USE_TLS")) for name in given)):
+        path = Path(settings.folder) / "token"
+        path.touch(mode=0o600)
+        # Ray's token tells nothing of ours.
+        path.write_text(hmac.digest(settings.trust.token, b"ray", "sha256").hex())
+        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+        # Ray's token, read on the way, would let anybody run programs on these machines.
+        if cert := settings.trust.cert:
+            found |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_CERT": cert, "RAY_TLS_CA_CERT": cert}
+            found |= {"RAY_TLS_SERVER_KEY": settings.trust.key}
+    return found
 
 
 def _check_reachable(address: str) -> None:

@@ -15,10 +15,10 @@ LOOK_EVERY_S = 0.2
 
 @asynccontextmanager
 async def locked(path: Path) -> AsyncIterator[None]:
-    """Waits for as long as others hold it."""
+    """Hold the lock; waits for as long as other processes hold it."""
     fd = _open(path)
     try:
-        while not _is_ours(fd):  # noqa: ASYNC110 (the kernel tells nobody)
+        while not _is_ours(fd):  # noqa: ASYNC110 (the kernel sends no event)
             await asyncio.sleep(LOOK_EVERY_S)
         yield
     finally:
@@ -26,7 +26,7 @@ async def locked(path: Path) -> AsyncIterator[None]:
 
 
 def wait_until_free(path: Path, patience_s: float) -> bool:
-    """Whether nobody holds it any more within that time. For worker threads. Makes the file."""
+    """Return whether the lock is free within `patience_s`. For worker threads. Makes the file."""
     deadline_s = time.monotonic() + patience_s
     while not _is_free(path):
         if time.monotonic() > deadline_s:

@@ -1,9 +1,9 @@
-"""Outlives whoever started it for as long as it takes to end all that ran under it: `python -m engine_bridge.cluster.guard FD FOLDER COMMAND…`.
+"""A process that outlives its starter until all processes below it have ended: `python -m engine_bridge.cluster.guard FD FOLDER COMMAND…`.
 
-Ray's processes outlive the one that started them by tens of seconds, some are nobody's children, and a gateway that is killed can end nothing. So a
-process stands between: it adopts whatever loses its parent below it, and when the command or the gateway has gone it leaves nobody behind.
-FD is the read end of a pipe that only the gateway holds open. Its end is the gateway's: the command, which notices for itself, is given PATIENCE_MS
-to put its things in order. A byte in it asks for the end at once. FOLDER is removed in the end, if it is not empty.
+Ray's processes outlive the process that started them by tens of seconds, some lose their parents, and a killed gateway can end nothing. So the
+guard stands between: it adopts processes that lose their parent below it, and when the command or the gateway has ended it kills them all.
+FD is the read end of a pipe that only the gateway holds open. When the gateway ends, the pipe does: the command, which notices for itself, is given
+PATIENCE_MS to finish its work. A byte in it asks for the end at once. FOLDER is removed in the end, if it is not empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# In the environment of all that runs under a guard: its folder.
+# The name of the guard's folder, in the environment of all processes under it.
 MARK = "OVERTURE_GUARDED_BY"
 # Linux's prctl(2).
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# For KV that is on its way to the disk. Chosen: as `child.CLOSE_S`, and a little for who waits for that.
+# For KV that is on its way to the disk. Chosen: `host.CLOSE_S` and a little more.
 PATIENCE_MS = 25_000
 # How long killed processes may hang in the kernel. Chosen.
 REAP_S = 10.0
@@ -33,7 +33,7 @@ REAP_EVERY_MS = 60_000
 
 
 def die_with_parent() -> None:
-    """This process is killed when its parent ends, however that ends."""
+    """Let the kernel kill this process when its parent ends in any way."""
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -41,7 +41,7 @@ def die_with_parent() -> None:
 
 
 def own_group() -> None:
-    """Ctrl-C in the terminal is not for this process from now on.
+    """Keep Ctrl-C in the terminal away from this process.
 
     It stays in its session: Linux shares processor time among sessions before it looks at processes (sched(7), "autogroup"), and a gateway that
     is busy for a hundredth of the time would wait for up to two seconds for its turn beside engines in a session of theirs (seen).
@@ -57,7 +57,7 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def run(life: int, folder: str, command: Sequence[str]) -> None:
-    """Until the command has ended, or is to end. Nothing that it started is left then."""
+    """Run the command until it has ended, or is to end; then end all that it started."""
     own_group()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -84,7 +84,7 @@ def _wait(life: int, ended: int) -> None:
 
 
 def end_all() -> None:
-    """Kill all descendants, and theirs who were born meanwhile, until there is none."""
+    """Kill all descendants, and those started meanwhile, until there is none."""
     deadline_s = time.monotonic() + REAP_S
     while time.monotonic() < deadline_s:
         for pid in descendants(os.getpid()):
@@ -96,7 +96,7 @@ def end_all() -> None:
 
 
 def _reap() -> bool:
-    """Take note of children that have ended; whether there are others."""
+    """Reap children that have ended; return whether others live."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -106,17 +106,17 @@ def _reap() -> bool:
 
 
 def clear(folder: str) -> None:
-    """For who started a guard with this folder, and sees it gone before its time: end what it would have ended."""
+    """Kill the processes of a guard that ended too early, and delete its folder."""
     mark = f"{MARK}={folder}".encode()
     for pid, _ in _processes():
-        with suppress(OSError):  # somebody else's, or it has gone meanwhile
+        with suppress(OSError):  # another user's process, or it has ended meanwhile
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below one, as far as it goes."""
+    """Return all processes below `root`, at any depth."""
     children: dict[int, list[int]] = {}
     for pid, parent in _processes():
         children.setdefault(parent, []).append(pid)
@@ -130,10 +130,10 @@ def descendants(root: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """The process and its parent, of all. Source: proc_pid_stat(5); the name in brackets may hold anything."""
+    """Yield each process with its parent. Source: proc_pid_stat(5); the name in brackets may hold anything."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError, IndexError):  # it has gone meanwhile
+            with suppress(OSError, IndexError):  # it has ended meanwhile
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 yield int(entry.name), int(fields[1])
 

@@ -5,28 +5,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from engine_bridge.cluster import wire
+from engine_bridge.cluster.connection import WireConnection
 from engine_bridge.protocol.node import ADVISORY_ENDS, AdvisoryReport
 
 log = logging.getLogger(__name__)
 
 
 class AnswerBuffer:
-    """Pieces of one answer that nobody has taken yet. There are no more of them than the answer has: the request's bounds are theirs, too."""
+    """Pieces of one answer that have not been read yet. The request's own bounds limit them."""
 
     def __init__(self) -> None:
         self._pieces: asyncio.Queue[Any] = asyncio.Queue()
         self.is_over = False
 
     def put(self, piece: Any) -> None:
+        """Add a piece, or the `wire.Ended` behind the last one."""
         self._pieces.put_nowait(piece)
 
     async def next(self) -> Any:
-        """Raises what cut the answer off, StopAsyncIteration after the last piece."""
+        """Return the next piece. Raises the error that cut the answer off, StopAsyncIteration after the last piece."""
         if self.is_over:
             raise StopAsyncIteration
         piece = await self._pieces.get()
@@ -38,13 +39,13 @@ class AnswerBuffer:
         return piece
 
 
-class NodeLink(asyncio.Protocol):
-    """Made by `loop.create_connection(lambda: Link(…), …)`; then `await greeted`.
+class NodeLink(WireConnection):
+    """The gateway's end. Make it by `loop.create_connection(lambda: NodeLink(…), …)`; then `await greeted`.
 
     Args:
-        token: as the node has it.
+        token: the node's token.
         on_report: called with each report, the first time before `greeted` is done.
-        on_lost: called once when the connection has ended, whoever ended it; what was under way has failed by then.
+        on_lost: called once when the connection has ended, by either end; calls and answers under way have failed by then.
 
     Attributes:
         greeted: done when both ends have proved themselves; fails with ConnectionError if they do not.
@@ -57,16 +58,13 @@ class NodeLink(asyncio.Protocol):
         on_report: Callable[[wire.NodeReport], None] = lambda report: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(wire.ToGateway, "node")
         self._token, self._on_report, self._on_lost = token, on_report, on_lost
         self._loop = asyncio.get_running_loop()
-        self._frames = wire.Frames(wire.ToGateway)
-        self._nonce = secrets.token_bytes(wire.CHALLENGE_BYTES)
         self._numbers = itertools.count(1)
         self._streams: dict[int, AnswerBuffer] = {}
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._advisories: dict[str, Callable[[AdvisoryReport], None]] = {}
-        self._can_write = asyncio.Event()
-        self._can_write.set()
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self.is_up = False
         self.node_id = self.incarnation = ""
@@ -74,28 +72,8 @@ class NodeLink(asyncio.Protocol):
 
     # -- the transport's side ------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none of asyncio's classes.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for number, message in self._frames.feed(data):
-                self._take(number, message)
-        except wire.WireError as error:
-            log.error("the connection to a node is cut: %s", error)
-            self._transport.abort()
-        except Exception:
-            log.exception("what a node said could not be taken; its connection is cut")
-            self._transport.abort()
-
-    def pause_writing(self) -> None:
-        self._can_write.clear()
-
-    def resume_writing(self) -> None:
-        self._can_write.set()
-
     def connection_lost(self, error: Exception | None) -> None:
+        """Let all that is under way fail."""
         self.is_up = False
         self._can_write.set()
         if not self.greeted.done():
@@ -107,7 +85,7 @@ class NodeLink(asyncio.Protocol):
                 reply.set_result(wire.Reply(problem=wire.GONE))
         changes, self._advisories = self._advisories, {}
         for advisory_id, on_change in changes.items():
-            # What was moved for it has gone with the node.
+            # The KV that was moved for this advisory is lost with the node.
             _tell(on_change, AdvisoryReport(advisory_id=advisory_id, session_id="", state="expired"))
         self._on_lost()
 
@@ -125,7 +103,7 @@ class NodeLink(asyncio.Protocol):
 
     def _take(self, number: int, message: Any) -> None:
         match message:
-            case wire.Deltas(items=items) | wire.Events(items=items):
+            case wire.Pieces(items=items):
                 for each, piece in items:
                     if (stream := self._streams.get(each)) is not None:
                         stream.put(piece)
@@ -176,7 +154,7 @@ class NodeLink(asyncio.Protocol):
     # -- the gateway's side --------------------------------------------------------------------------------------------
 
     async def call(self, method: str, *arguments: Any, number: int = 0) -> Any:
-        """What a method of METHODS gives. Raises what the node raised; EngineUnavailable when it is gone; InvalidRequest for what cannot be sent."""
+        """Call a method of METHODS. Raises the node's error; EngineUnavailable for a lost node; InvalidRequest for arguments that cannot be sent."""
         number = number or next(self._numbers)
         reply = self._calls[number] = self._loop.create_future()
         is_answered = False
@@ -194,42 +172,43 @@ class NodeLink(asyncio.Protocol):
                 self.stop(number)
 
     def notice(self, method: str, *arguments: Any) -> None:
-        """A method of NOTICES. Nothing happens while the node is away."""
+        """Call a method of NOTICES, which has no reply. Nothing happens while the node is away."""
         if self.is_up:
             self._send(wire.Notice(method, wire.raw(arguments)))
 
     def stop(self, number: int) -> None:
+        """Tell the node that nothing waits for this number any more."""
         if self.is_up:
             self._send(wire.Stop(), number)
 
     async def send(self, message: wire.Message, number: int) -> None:
-        """Raises EngineUnavailable, InvalidRequest."""
+        """Send a message when the node reads. Raises EngineUnavailable, InvalidRequest."""
         await self._can_write.wait()
         self._send(message, number)
 
     def open(self) -> tuple[int, AnswerBuffer]:
-        """A number of its own, and where its pieces come; to be closed by `close`."""
+        """Return a new number and the buffer for its pieces. Call `close` at the end."""
         number, stream = next(self._numbers), AnswerBuffer()
         self._streams[number] = stream
         return number, stream
 
     def close(self, number: int) -> None:
-        """Nobody reads this answer any more. What is still computed of it is stopped."""
+        """Forget an answer, and stop the node's work on it if it is not over."""
         stream = self._streams.pop(number, None)
         if stream is not None and not stream.is_over:
             self.stop(number)
 
     def follow_advisory(self, advisory_id: str, on_change: Callable[[AdvisoryReport], None]) -> None:
-        """Calls `on_change` with each report of this advisory request until `forget_advisory`."""
+        """Call `on_change` with each report of this advisory request until `forget_advisory`."""
         self._advisories[advisory_id] = on_change
 
     def forget_advisory(self, advisory_id: str) -> None:
-        """Ends what `follow_advisory` began. An unknown id is no error."""
+        """End what `follow_advisory` began. An unknown id is no error."""
         self._advisories.pop(advisory_id, None)
 
 
 def _tell(on_change: Callable[[AdvisoryReport], None], report: AdvisoryReport) -> None:
-    """A follower that raises is its own affair: the connection, and who follows other advisories, go on."""
+    """Call a follower. An error of it harms neither the connection nor other followers."""
     try:
         on_change(report)
     except Exception:

@@ -1,4 +1,4 @@
-"""What a gateway and the process that drives Ray for it say to each other: a line of JSON each, over a pair of sockets that nobody else can reach."""
+"""Messages between a gateway and the process that drives Ray for it: a line of JSON each, over a private pair of sockets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from engine_bridge.cluster.trust import Trust
 class NodeToStart(Struct, frozen=True, kw_only=True):
     """A node of this machine.
 
-    settings: what `ClusterSettings.make_node` is called with. cores: it keeps to these; none: to all that there are. folder, turns: see
-    `NodeHost`.
+    settings: the argument of `ClusterSettings.make_node`. cores: the node keeps to these; none: to all cores. folder, turns: see `NodeHost`.
     """
 
     node_id: str
@@ -25,12 +24,12 @@ class NodeToStart(Struct, frozen=True, kw_only=True):
 
 
 class ClusterSettings(Struct, frozen=True, kw_only=True):
-    """What the driving process is to do.
+    """Orders for the whole life of the driving process.
 
-    address: of a Ray cluster that is there, host:port; empty: start one. host: what nodes, and a Ray that is started, listen on. port: where
+    address: host:port of an existing Ray cluster; empty: start one. host: the address that nodes, and a Ray that is started, listen on. port: where
     others join a Ray that is started; 0: any. folder: for Ray's own files, with a short path. make_node: `module:function`, which makes a node of
-    its settings in the actor's process; the module's `load(node)` is what can be done before the node's turn to start.
-    follows_all: tell of the nodes of others, too.
+    its settings in the actor's process; the module's `load(node)` does the work that needs no turn to start. follows_all: report the nodes of
+    others, too.
     """
 
     address: str
@@ -44,27 +43,29 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
 
 class Order(Struct, frozen=True, tag_field="type", tag=str.lower):
-    """From the gateway."""
+    """Base of the gateway's messages."""
 
 
 class Begin(Order, frozen=True):
+    """The first message."""
+
     settings: ClusterSettings
 
 
 class Kill(Order, frozen=True):
-    """It hangs: end its process at once, and start it again."""
+    """End the process of a hanging node at once, and start it again."""
 
     node_id: str
 
 
 class Restart(Order, frozen=True):
-    """Close it, and start it again."""
+    """Close a node, and start it again."""
 
     node_id: str
 
 
 class Remove(Order, frozen=True):
-    """Close it for good."""
+    """Close a node for good."""
 
     node_id: str
 
@@ -74,7 +75,7 @@ class Close(Order, frozen=True):
 
 
 class News(Struct, frozen=True, tag_field="type", tag=str.lower):
-    """To the gateway."""
+    """Base of the driver's messages."""
 
 
 class StartStage(News, frozen=True):
@@ -84,7 +85,7 @@ class StartStage(News, frozen=True):
 
 
 class Placed(News, frozen=True):
-    """A node is there, or again. place: None while its process starts. problem: why the last attempt to start it failed, if it did."""
+    """A node's address, None while its process starts. problem: why the last attempt to start it failed, if it did."""
 
     node_id: str
     place: NodeAddress | None
@@ -92,7 +93,7 @@ class Placed(News, frozen=True):
 
 
 class NodeLeft(News, frozen=True):
-    """A node is gone for good."""
+    """A node has ended for good."""
 
     node_id: str
 
@@ -110,15 +111,15 @@ _news: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(FromDriver)
 
 
 def line_of(message: Order | News) -> bytes:
-    """A message as one line of JSON, as it goes through a pipe."""
+    """Encode a message as one line of JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def order_of(line: bytes) -> FromGateway:
-    """The gateway's message in this line. Raises `msgspec.DecodeError` for any other line."""
+    """Decode the gateway's message in this line. Raises `msgspec.DecodeError` for any other line."""
     return _orders.decode(line)
 
 
 def news_of(line: bytes) -> FromDriver:
-    """The driver process's message in this line. Raises `msgspec.DecodeError` for any other line."""
+    """Decode the driver's message in this line. Raises `msgspec.DecodeError` for any other line."""
     return _news.decode(line)

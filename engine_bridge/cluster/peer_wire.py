@@ -1,16 +1,16 @@
-"""What crosses between two nodes, one of which asks the other for KV blocks. Bytes in, messages out; no sockets here.
+"""The protocol between two nodes, one of which asks the other for KV blocks. Bytes in, messages out; no sockets here.
 
 A frame is the length of its message (u32, little-endian), the length of the raw bytes behind that (u32), the message in msgpack, and those bytes.
-Who takes a connection speaks first; a connection serves one question:
+The end that accepts a connection speaks first; a connection serves one question:
 
   lender   Challenge        asker   Hello, with a proof that it knows the cluster's token, and a challenge of its own
-  lender   PeerWelcome, with its own proof, and what its blocks are
+  lender   PeerWelcome, with its own proof, and the kind of its blocks
                             asker   Ask, for blocks by their keys, from a layer on
   lender   Offer, of the first of them; then layer by layer, within a layer in the order of the keys, Parts, each with its blocks' raw bytes.
-           Cut: of the offered blocks only the first so many will come. Done. Or Refused in the place of any.
+           Cut: only the first blocks of the offer will come. Done. Or Refused in the place of any.
 
-The asker has made the keys from tokens, tenant and adapter of its own. A lender can only give what was asked for, or not; what it gives is checked
-against the sum that stands with it. Whether those are the bytes that were computed nobody can check: that is what the token is for.
+The asker has made the keys from tokens, tenant and adapter of its own. A lender can only give those blocks, or not; their bytes are checked
+against the sums that come with them. Whether the bytes are the computed ones cannot be checked: the token is there for that.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvtiers.lending import CHUNK_BYTES
 
 PEER_PROTOCOL = 2
 MAX_GREETING_BYTES = 4096
-# That one question may name. Chosen: a million tokens in blocks of 32.
+# Most keys of one question. Chosen: a million tokens in blocks of 32.
 MAX_KEYS = 1 << 15
 _HEAD = struct.Struct("<II")
 _SUM_BYTES = 8
-# Whose proof it is, so that none can be sent back.
+# The role that a proof is of, so that it cannot be sent back.
 ASKER, LENDER = "kv asker", "kv lender"
 
 MissReason = Literal["dead", "late", "token", "foreign", "busy", "malformed", "damaged", "absent"]
@@ -41,7 +41,7 @@ not of our kind; it has too much to do; it does not keep to the protocol; a bloc
 
 
 class PeerFault(Exception):
-    """The other end is of no use. Nobody but this connection is concerned."""
+    """The other end is of no use. Only this connection is concerned."""
 
     def __init__(self, reason: MissReason, text: str) -> None:
         super().__init__(text)
@@ -49,6 +49,8 @@ class PeerFault(Exception):
 
 
 class PeerWelcome(Message, frozen=True):
+    """The lender's proof, and the kind of its blocks."""
+
     proof: bytes
     fingerprint: str
     num_layers: int
@@ -56,7 +58,7 @@ class PeerWelcome(Message, frozen=True):
 
 
 class BlocksWanted(Message, frozen=True):
-    """keys: back to back."""
+    """The asker's question. keys: back to back."""
 
     fingerprint: str
     first_layer: int
@@ -64,11 +66,11 @@ class BlocksWanted(Message, frozen=True):
 
 
 class Queued(Message, frozen=True):
-    """The question waits behind others'; said again and again until its turn comes, so that the node is not taken for dead."""
+    """The question waits behind others'. Repeated until its turn comes, so that the node is not taken for dead."""
 
 
 class Offer(Message, frozen=True):
-    """keys: the first of those that were asked for, back to back."""
+    """The blocks that will come. keys: the first of the wanted ones, back to back."""
 
     keys: bytes
 
@@ -82,14 +84,18 @@ class Parts(Message, frozen=True):
 
 
 class Cut(Message, frozen=True):
+    """Only the first `num_blocks` of the offer will come."""
+
     num_blocks: int
 
 
 class Done(Message, frozen=True):
-    pass
+    """The lender has sent all layers of the offered blocks."""
 
 
 class Refused(Message, frozen=True):
+    """The question is not answered, or no further. reason: `foreign` or `busy`."""
+
     reason: str
 
 
@@ -99,33 +105,33 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, num_raw_bytes: int = 0) -> bytes:
-    """A frame up to its raw bytes."""
+    """Encode a frame up to its raw bytes."""
     body = _encoder.encode(message)
     return _HEAD.pack(len(body), num_raw_bytes) + body
 
 
 def sums_of(blocks: Sequence[memoryview]) -> bytes:
-    """The blocks' checksums, eight bytes each, in the blocks' order."""
+    """Return the blocks' checksums, eight bytes each, in the blocks' order."""
     return struct.pack(f"<{len(blocks)}Q", *map(checksum, blocks))
 
 
 def split(views: Sequence[memoryview], size: int) -> list[memoryview]:
-    """Views of one or several blocks, block by block."""
+    """Split views of one or several blocks into views of one block each."""
     return [view[start : start + size] for view in views for start in range(0, len(view), size)]
 
 
 def keys_of(packed: bytes) -> list[BlockKey]:
-    """Raises WireError."""
+    """Split packed keys. Raises WireError for a wrong size, or too many."""
     if len(packed) % KEY_BYTES or len(packed) > MAX_KEYS * KEY_BYTES:
         raise WireError("keys of a wrong size, or too many")
     return [BlockKey(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
 
 
 class PeerFrames:
-    """Bytes as they come, in one buffer of a bounded size. For `asyncio.BufferedProtocol`: `space` is what to read into.
+    """Cuts bytes into frames, in one buffer of a bounded size. For `asyncio.BufferedProtocol`, which reads into `space`.
 
     Args:
-        direction: `ToLender` or `ToAsker`, what the other end may say.
+        direction: `ToLender` or `ToAsker`, the messages that the other end may send.
     """
 
     def __init__(self, direction: Any) -> None:
@@ -135,14 +141,14 @@ class PeerFrames:
         self._start = self._end = 0
 
     def allow(self, max_bytes: int) -> None:
-        """Frames may be so large from now on."""
+        """Take frames of up to `max_bytes` from now on."""
         memory = memoryview(bytearray(2 * (max_bytes + _HEAD.size)))
         kept = self._end - self._start
         memory[:kept] = self._memory[self._start : self._end]
         self._memory, self._max_bytes, self._start, self._end = memory, max_bytes, 0, kept
 
     def space(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Return the memory for the next bytes; never empty."""
         kept = self._end - self._start
         if not kept:
             self._start = self._end = 0
@@ -152,11 +158,11 @@ class PeerFrames:
         return self._memory[self._end :]
 
     def received(self, num_bytes: int) -> None:
-        """So many have come."""
+        """Note that `num_bytes` have been read into `space`."""
         self._end += num_bytes
 
     def next(self) -> tuple[Any, memoryview] | None:
-        """The next frame that is whole: its message and its raw bytes, which are to be read before `space` is asked for. Raises WireError."""
+        """Return the next whole frame: its message and its raw bytes, which must be read before the next `space`. Raises WireError."""
         have = self._end - self._start
         if have < _HEAD.size:
             return None
@@ -178,7 +184,7 @@ class PeerFrames:
 
 
 class BorrowerSide:
-    """An asker's side of one connection. Frames come in by `take`.
+    """The asker's side of one connection. Frames come in by `take`.
 
     Args:
         keys: of the blocks that are wanted.
@@ -187,10 +193,9 @@ class BorrowerSide:
         nonce: random bytes.
 
     Attributes:
-        num_blocks: that will come, as far as is known; None before the offer.
+        num_blocks: blocks that will come, as far as is known; None before the offer.
         is_over: nothing more will come.
-        num_bytes: of blocks that came and were whole.
-        num_damaged: blocks.
+        num_bytes: bytes of undamaged blocks so far.
     """
 
     def __init__(
@@ -222,21 +227,21 @@ class BorrowerSide:
 
     @property
     def has_just_greeted(self) -> bool:
-        """Whether the other end is looking at our proof."""
+        """Whether the other end is checking our proof."""
         return self._turn is PeerWelcome
 
     @property
     def num_damaged(self) -> int:
-        """How many of the blocks that arrived did not match their checksums."""
+        """Number of blocks that did not match their checksums."""
         return len(self._bad)
 
     @property
     def num_whole(self) -> int:
-        """Blocks of which all layers came. Who waited for them may be gone before the other end has said that it is done."""
+        """Number of blocks whose layers have all come. The reader of the blocks may stop waiting before the other end sends Done."""
         return (self.num_blocks or 0) - self.num_damaged if self._layer == self._shape.num_layers else 0
 
     def take(self, message: Any, raw: memoryview, frames: PeerFrames) -> bytes:
-        """Returns what is to be sent. Raises PeerFault, WireError."""
+        """Handle one frame; returns the bytes to send. Raises PeerFault, WireError."""
         match message:
             case Refused():
                 raise PeerFault("foreign" if message.reason == "foreign" else "busy", "it has refused")
@@ -334,12 +339,12 @@ class BorrowerSide:
 
 
 def max_frame_bytes(shape: BlockShape, num_keys: int) -> int:
-    """The largest that a lender sends: parts with their sums, or an offer of so many keys."""
+    """Return the size of a lender's largest frame: parts with their sums, or an offer of `num_keys` keys."""
     num_blocks = max(CHUNK_BYTES // shape.layer_bytes, 1)
     parts = num_blocks * (shape.layer_bytes + _SUM_BYTES)
     return max(parts, num_keys * KEY_BYTES) + MAX_GREETING_BYTES
 
 
 def max_ask_bytes() -> int:
-    """The longest question a peer may send, in bytes."""
+    """Return the size of the longest question, in bytes."""
     return MAX_KEYS * KEY_BYTES + MAX_GREETING_BYTES

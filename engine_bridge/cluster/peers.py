@@ -1,4 +1,4 @@
-"""KV straight from node to node: what a node asks another for, and what it lends.
+"""KV straight from node to node: a node asks others for blocks, and lends its own.
 
 All of it runs on the thread of the KV tiers' files, so neither the gateway's loop nor the engine waits for a peer. A peer that is dead, late, foreign
 or damaged is a miss: counted, told once in the log, and its blocks are computed.
@@ -12,14 +12,16 @@ import secrets
 import socket
 import ssl
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine_bridge.cluster import peer_wire as wire
+from engine_bridge.cluster.connection import StreamEnd
 from engine_bridge.cluster.peer_wire import BorrowerSide, MissReason, PeerFault
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.cluster.wire import (
@@ -41,43 +43,39 @@ from kvtiers.store import KvStore
 
 log = logging.getLogger(__name__)
 
-# Until the other end has proved itself, and until it says what it has. Chosen: several round trips round the earth, and a wait for others' questions.
+# For the greeting, and for the offer of blocks. Chosen: several round trips round the earth, and a wait for others' questions.
 GREETING_S = 2.0
-# Nothing has come, or gone, for so long: the other end hangs. Chosen.
+# Without a byte in or out for this long the other end counts as hanging. Chosen.
 STALL_S = 2.0
-# Who cannot be reached, hangs, does not know the token or is of another kind is left alone for so long. Chosen: nodes come back in tens of seconds.
+# How long a peer is not asked that is dead, late, foreign or without the token. Chosen: nodes come back in tens of seconds.
 REST_S = 5.0
 # Questions that one node has under way at one peer, and answers that a node gives at once, and connections that may wait for that. Chosen: a few
 # fill a network, and more would only share it.
 MAX_ASKED, MAX_LENT, MAX_CONNECTIONS = 4, 4, 64
-# An answer takes so long and is no slower, whoever sends or reads it. Chosen: what is lent or awaited stays in host memory meanwhile.
+# Bounds of an answer, for its sender and its reader. Chosen: lent and awaited blocks stay in host memory meanwhile.
 ANSWER_S, MIN_BYTES_PER_S = 10.0, 4e6
-# A question waits so long at most for its turn among others'. Chosen: as long as a slow answer to one of those takes.
+# The longest wait of a question behind others'. Chosen: as long as a slow answer takes.
 QUEUE_S = 10.0
 # Addresses that are remembered; nodes that were started again have new ones. Chosen.
 MAX_KNOWN = 256
-# What peers have of what they are asked for: an answer counts half after so long, and so many blocks are taken to have been found before. Chosen.
+# For the share of wanted blocks that peers have: the half-life of an answer, and the blocks that are assumed found at first. Chosen.
 FOUND_HALF_LIFE_S, NUM_ASSUMED_BLOCKS = 60.0, 64.0
 _RESTING: frozenset[MissReason] = frozenset(("dead", "late", "token", "foreign", "malformed"))
 
 
 class PeerConfig(Struct, frozen=True, kw_only=True):
-    """Where a node lends KV to others, and what they must know.
+    """The settings of a node that lends KV to others.
 
-    host, port: to listen at; port 0: any. name: under which others reach it; "": the host. token: the cluster's, never empty. certificate, key: files
-    for TLS, the same on all machines, which a network that others can read needs.
+    Attributes:
+        trust: the cluster's; its token is never empty, its certificate for TLS is for networks that others can read.
+        host, port: the address to listen at; port 0: any.
+        name: the host name that others use; "": the host.
     """
 
-    token: str
+    trust: Trust
     host: str = "127.0.0.1"
     port: int = 0
     name: str = ""
-    certificate: Path | None = None
-    key: Path | None = None
-
-    @property
-    def trust(self) -> Trust:
-        return Trust(token=self.token.encode(), cert=str(self.certificate or ""), key=str(self.key or ""))
 
     def __repr__(self) -> str:
         return f"PeerConfig(host={self.host!r}, port={self.port})"
@@ -90,13 +88,13 @@ class Peering:
     """
 
     def __init__(self, config: PeerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        if not config.token:
+        if not config.trust.token:
             raise ValueError("KV is lent to nodes that know the cluster's token only; there is none")
-        self.token = config.token.encode()
+        self.token = config.trust.token
         self.clock = clock
         self.stats = PeerStats(is_on=True)
         self.found = FadingShare(FOUND_HALF_LIFE_S, NUM_ASSUMED_BLOCKS)
-        """Of the blocks that peers were asked for."""
+        """The share of wanted blocks that peers had."""
         self._config = config
         self._listening: socket.socket | None = None
         self._told: set[tuple[str, str]] = set()
@@ -123,19 +121,20 @@ class Peering:
 
     @property
     def address(self) -> str:
-        """ "" before `open`."""
+        """Return where other nodes may ask, as host:port; "" before `open`."""
         if self._listening is None:
             return ""
         return f"{self._config.name or self._config.host}:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
+        """Stop lending and listening."""
         self.detach()
         if self._listening is not None:
             self._listening.close()
             self._listening = None
 
     def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None:
-        """Lend what this store has, and let it ask others. The store's files are read on `io`."""
+        """Lend this store's blocks, and let it ask others. The store's files are read on `io`."""
         self.open()
         assert self._listening is not None
         self._lender, self._io = Lender(self, store, fingerprint), io
@@ -153,26 +152,24 @@ class Peering:
         io.start(self._lender.listen(self._listening.dup(), self._server_ssl)).result()
 
     def detach(self) -> None:
-        """Lend no more; who is being answered is cut off."""
+        """Stop lending; answers under way are cut off."""
         lender, io, self._lender, self._io = self._lender, self._io, None, None
         if lender is not None and io is not None:
             io.start(lender.close()).result()
 
     def snapshot(self) -> PeerStats:
-        """From any thread."""
-        fields = {name: getattr(self.stats, name) for name in PeerStats.__struct_fields__}
-        changing = {"misses": dict(self.stats.misses), "share_found": self.found.at(self.clock())}
-        return PeerStats(**fields | changing)
+        """Copy the figures. From any thread."""
+        return replace(self.stats, misses=dict(self.stats.misses), share_found=self.found.at(self.clock()))
 
     def missed(self, who: str, reason: MissReason, why: object) -> None:
-        """Count it, and tell it the first time."""
+        """Count a question without an answer, and log the first of each peer and reason."""
         self.stats.misses[reason] = self.stats.misses.get(reason, 0) + 1
         if (who, reason) not in self._told and reason != "absent":
             self._told.add((who, reason))
             log.warning("no KV comes from the node at %s (%s: %s); it is computed instead", who, reason, why)
 
     def refused(self, reason: str, why: object) -> None:
-        """Another node's question was not answered to its end."""
+        """Count another node's question that was not answered to its end, and log the first of each reason."""
         self.stats.refusals[reason] = self.stats.refusals.get(reason, 0) + 1
         if ("", reason) not in self._told:
             self._told.add(("", reason))
@@ -213,7 +210,7 @@ class Peer:
         on_bad: Callable[[int], None],
         on_bytes: Callable[[int], None],
     ) -> None:
-        """See `kvtiers.reader.BlockSource`. Never raises for what a peer does: what has not come when this returns does not come."""
+        """See `kvtiers.reader.BlockSource`. Raises nothing for a peer's faults: blocks that are missing when this returns will not come."""
         stats = self._peering.stats
         async with self._turns:
             nonce = secrets.token_bytes(CHALLENGE_BYTES)
@@ -277,17 +274,46 @@ class Peer:
             transport.abort()
 
 
-class _Asking(asyncio.BufferedProtocol):
-    """One question over one connection."""
+class _PeerConnection(StreamEnd, asyncio.BufferedProtocol):
+    """One end of a connection between two nodes: cuts bytes into frames, which `_take_frames` handles, and hands faults to `_fail`."""
 
-    def __init__(self, question: BorrowerSide) -> None:
-        self._question: BorrowerSide | None = question
-        self._frames = wire.PeerFrames(wire.ToAsker)
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, direction: Any) -> None:
+        self._frames = wire.PeerFrames(direction)
+        super().__init__()
         self._num_received = 0
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory for the next bytes."""
+        return self._frames.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take the frames that are whole now."""
+        self._num_received += nbytes
+        self._frames.received(nbytes)
+        try:
+            self._take_frames()
+        except (PeerFault, WireError) as error:
+            self._fail(error)
+
+    @abstractmethod
+    def _take_frames(self) -> None:
+        """Handle the whole frames. Raises PeerFault, WireError."""
+
+    @abstractmethod
+    def _fail(self, error: PeerFault | WireError) -> None:
+        """End the connection because of this error."""
+
+
+class _Asking(_PeerConnection):
+    """The asker's connection for one question."""
+
+    def __init__(self, question: BorrowerSide) -> None:
+        super().__init__(wire.ToAsker)
+        self._question: BorrowerSide | None = question
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
     async def end(self) -> None:
-        """Returns when the question is answered. Raises PeerFault."""
+        """Wait for the end of the answer. Raises PeerFault."""
         seen = -1
         while not self._over.done():
             if seen == self._num_received:
@@ -297,34 +323,25 @@ class _Asking(asyncio.BufferedProtocol):
         self._over.result()
 
     def ignore(self) -> None:
-        """Whatever comes from now on: nobody wants it, and its place is another's."""
+        """Drop all further bytes: their place in memory belongs to another reader by now."""
         self._question = None
         if not self._over.cancel():
             self._over.exception()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    def _take_frames(self) -> None:
+        while (question := self._question) is not None and (frame := self._frames.next()) is not None:
+            if reply := question.take(*frame, self._frames):
+                self._transport.write(reply)
+            if question.is_over:
+                self._question = None
+                self._finish(None)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._frames.space()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._num_received += nbytes
-        self._frames.received(nbytes)
-        try:
-            while (question := self._question) is not None and (frame := self._frames.next()) is not None:
-                if reply := question.take(*frame, self._frames):
-                    self._transport.write(reply)
-                if question.is_over:
-                    self._question = None
-                    self._finish(None)
-        except PeerFault as fault:
-            self._finish(fault)
-        except WireError as error:
-            self._finish(PeerFault("malformed", str(error)))
+    def _fail(self, error: PeerFault | WireError) -> None:
+        self._finish(error if isinstance(error, PeerFault) else PeerFault("malformed", str(error)))
 
     def connection_lost(self, error: Exception | None) -> None:
-        # To a proof that is none there is no other answer.
+        """Let an unanswered question fail."""
+        # A lender answers a wrong proof in no other way.
         is_refused = self._question is not None and self._question.has_just_greeted
         self._finish(PeerFault("token" if is_refused else "dead", "it has ended the connection"))
 
@@ -341,7 +358,7 @@ class _Asking(asyncio.BufferedProtocol):
 
 
 class Lender:
-    """Answers other nodes' questions out of one store. All on the loop of its files."""
+    """Answers other nodes' questions out of one store. Runs on the loop of the store's files."""
 
     def __init__(self, peering: Peering, store: KvStore, fingerprint: str) -> None:
         self.peering, self.store, self.fingerprint = peering, store, fingerprint
@@ -350,7 +367,7 @@ class Lender:
         self._server: asyncio.Server | None = None
 
     async def listen(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
-        """Serves this node's blocks on a socket that listens already. Raises `OSError` if that cannot be done."""
+        """Serve this node's blocks on a listening socket. Raises OSError."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: _Lending(self),
@@ -360,26 +377,26 @@ class Lender:
         )
 
     async def close(self) -> None:
+        """Cut off all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for connection in list(self.connections) if (task := connection.cut()) is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Lending(asyncio.BufferedProtocol):
-    """One asker."""
+class _Lending(_PeerConnection):
+    """The lender's connection to one asker."""
 
     def __init__(self, lender: Lender) -> None:
+        super().__init__(wire.ToLender)
         self._lender = lender
-        self._frames = wire.PeerFrames(wire.ToLender)
         self._nonce = secrets.token_bytes(CHALLENGE_BYTES)
         self._is_known = False
         self._answering: asyncio.Task[None] | None = None
-        self._can_write = asyncio.Event()
-        self._can_write.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        """Challenge the asker, or refuse one too many."""
+        super().connection_made(transport)
         lender = self._lender
         if len(lender.connections) >= MAX_CONNECTIONS:
             lender.peering.refused("busy", f"more than {MAX_CONNECTIONS} connections")
@@ -387,13 +404,13 @@ class _Lending(asyncio.BufferedProtocol):
             self._transport.close()
             return
         lender.connections.add(self)
-        # What was written has left before more is: the memory that it was read from may then be another's.
-        # Of TLS 0 is a limit that nothing is below.
+        # A write is flushed before the next one, since the memory behind it may then belong to another block. For TLS the smallest limit is 1.
         self._transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         self._greeting = asyncio.get_running_loop().call_later(GREETING_S, self._transport.abort)
         self._send(Challenge(self._nonce, wire.PEER_PROTOCOL))
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Stop the answer."""
         if self in self._lender.connections:
             self._lender.connections.discard(self)
             self._greeting.cancel()
@@ -402,29 +419,19 @@ class _Lending(asyncio.BufferedProtocol):
             self._answering.cancel()
 
     def cut(self) -> asyncio.Task[None] | None:
-        """Returns what is to be waited for."""
+        """Cut the connection. Returns the task to wait for."""
         self._transport.abort()
         if self._answering is not None:
             self._answering.cancel()
         return self._answering
 
-    def pause_writing(self) -> None:
-        self._can_write.clear()
+    def _take_frames(self) -> None:
+        while (frame := self._frames.next()) is not None:
+            self._take(frame[0])
 
-    def resume_writing(self) -> None:
-        self._can_write.set()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._frames.space()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._frames.received(nbytes)
-        try:
-            while (frame := self._frames.next()) is not None:
-                self._take(frame[0])
-        except (PeerFault, WireError) as error:
-            self._lender.peering.refused(error.reason if isinstance(error, PeerFault) else "malformed", error)
-            self._transport.abort()
+    def _fail(self, error: PeerFault | WireError) -> None:
+        self._lender.peering.refused(error.reason if isinstance(error, PeerFault) else "malformed", error)
+        self._transport.abort()
 
     def _send(self, message: Message, num_raw_bytes: int = 0) -> None:
         self._transport.write(wire.encode(message, num_raw_bytes))
@@ -460,8 +467,7 @@ class _Lending(asyncio.BufferedProtocol):
                 peering.refused("busy", f"others' questions take longer than {QUEUE_S} s")
                 self._send(wire.Refused("busy"))
         except (PeerFault, WireError) as error:
-            peering.refused(error.reason if isinstance(error, PeerFault) else "malformed", error)
-            self._transport.abort()
+            self._fail(error)
         except TimeoutError:
             peering.refused("late", "it reads too slowly")
             self._transport.abort()
@@ -472,7 +478,7 @@ class _Lending(asyncio.BufferedProtocol):
             self._transport.close()
 
     async def _has_turn(self) -> bool:
-        """Wait for a turn, which is to be given back, and say so meanwhile: who hears nothing takes this node for dead. False if none comes."""
+        """Wait for a turn, to be given back, and send Queued meanwhile, lest the asker take this node for dead. False if no turn comes."""
         waiting = asyncio.ensure_future(self._lender.turns.acquire())
         loop = asyncio.get_running_loop()
         until_s = loop.time() + QUEUE_S
@@ -539,19 +545,19 @@ class _Lending(asyncio.BufferedProtocol):
         self._lender.peering.stats.bytes_lent += num_bytes
 
     async def _flushed(self) -> None:
-        """Nothing waits to be sent any more. Raises TimeoutError."""
+        """Wait until all is sent. Raises TimeoutError."""
         async with asyncio.timeout(STALL_S):
             await self._can_write.wait()
-        # Else whoever reads as fast as we write would keep everybody else here from their turn.
+        # Else an asker that reads as fast as we write would keep all others from their turn.
         await asyncio.sleep(0)
 
 
 def _patience_s(num_bytes: int) -> float:
-    """For an answer of so many at most."""
+    """Return the time for an answer of at most `num_bytes`."""
     return ANSWER_S + num_bytes / MIN_BYTES_PER_S
 
 
 def _place_of(address: str) -> tuple[str, int] | None:
-    """None for what is no address."""
+    """Parse host:port; None for another form."""
     host, _, port = address.rpartition(":")
     return (host, int(port)) if host and port.isdecimal() and 0 < int(port) < 1 << 16 else None

@@ -1,4 +1,4 @@
-"""A node whose process somebody else starts: it has an address for as long as that process lives, and then another one."""
+"""A node whose process Ray starts: it has an address for as long as that process lives, and then another one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import suppress
 
 from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.link import NodeLink
-from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S, STARTING_SILENT_S
+from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S, STARTING_SILENT_S, Silence
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.wire import NodeReport
-from engine_bridge.protocol.node import Progress
+from engine_bridge.protocol.figures import Progress
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ RETRY_S = 0.25
 
 
 class PlacedNode(RemoteNode):
-    """Stays connected, from `keep` on, to where the node was last said to be.
+    """Stays connected, from `keep` on, to the address that the node was last given.
 
     Args:
-        on_change: called when what is known of it has changed, so with each report.
+        on_change: called when a fact of the node has changed, so with each report.
         on_silent: called when a connected node has sent nothing for SILENT_S.
     """
 
@@ -41,7 +41,7 @@ class PlacedNode(RemoteNode):
     ) -> None:
         super().__init__(served_model_name)
         self.node_id, self.stage = node_id, "waiting"
-        # Of its last process, also while that is away.
+        # Incarnation of its last process, also while that is away.
         self.last_incarnation = ""
         self.problem = ""
         self._expected_model, self._token = served_model_name, token
@@ -50,10 +50,11 @@ class PlacedNode(RemoteNode):
         self._is_placed = asyncio.Event()
         self._was_ready, self._is_closed = False, False
 
-    # -- what is known of it -------------------------------------------------------------------------------------------
+    # -- facts of the node ---------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
+        """The node's progress, from its reports and from Ray's news of its process."""
         if self._is_closed:
             return self._so("closed", "closed")
         if self.problem and not self._was_ready:
@@ -67,6 +68,7 @@ class PlacedNode(RemoteNode):
         return told
 
     def take_report(self, report: NodeReport) -> None:
+        """Keep a report, and tell the placement."""
         super().take_report(report)
         self._note_ready()
         self._on_change()
@@ -79,24 +81,30 @@ class PlacedNode(RemoteNode):
     # -- where it is ---------------------------------------------------------------------------------------------------
 
     def move_to(self, place: NodeAddress | None, stage: str, problem: str = "") -> None:
-        """place: None: nowhere now. stage: what it is doing meanwhile, in a phrase. problem: why it is nowhere."""
+        """Give the node another address.
+
+        Args:
+            place: None: it has no address now.
+            stage: a phrase for people on what happens meanwhile.
+            problem: why it has no address.
+        """
         self._place, self.stage, self.problem = place, stage, problem
         if place is not None:
             self._is_placed.set()
             if self.incarnation not in ("", place.incarnation):
-                # The machine of the last one has gone without a word.
+                # The machine of the last process vanished without closing the connection.
                 self.cut()
         else:
             self._is_placed.clear()
         self._on_change()
 
     def end(self) -> None:
-        """It will not come back."""
+        """Note that the node will not come back."""
         self._is_closed = True
         self.move_to(None, "closed")
 
     async def keep(self, tls: ssl.SSLContext | None) -> None:
-        """Until it is cancelled."""
+        """Keep the node connected until this is cancelled."""
         while True:
             await self._is_placed.wait()
             assert self._place is not None
@@ -110,7 +118,7 @@ class PlacedNode(RemoteNode):
             await asyncio.sleep(RETRY_S)
 
     async def _live(self, place: NodeAddress, tls: ssl.SSLContext | None) -> None:
-        """One connection's life. Raises OSError, TimeoutError for one that does not come about."""
+        """Serve one connection to its end. Raises OSError, TimeoutError if it cannot be made."""
         loop, lost = asyncio.get_running_loop(), asyncio.Event()
         async with asyncio.timeout(CONNECT_S):
             transport, link = await loop.create_connection(
@@ -129,7 +137,7 @@ class PlacedNode(RemoteNode):
             self._on_change()
 
     def _is_fit(self, link: NodeLink) -> bool:
-        """Clients ask for one model: a node that serves another is none of ours."""
+        """Return whether the node serves our model. Clients ask for one model: a node with another gets no work."""
         if self.model_name == self._expected_model:
             return True
         self.problem = (
@@ -147,16 +155,17 @@ class PlacedNode(RemoteNode):
         self.attach(link)
         self._note_ready()
         self._on_change()
-        num_quiet, patience_s = 0, STARTING_SILENT_S
+        loop, silence, silent_s = asyncio.get_running_loop(), Silence(LOOK_EVERY_S), 0.0
         # A little less than the router gives it, which only ends its answers.
-        while not lost.is_set() and (num_quiet + 1) * LOOK_EVERY_S < patience_s:
-            before_s = link.reported_s
+        while (
+            not lost.is_set()
+            and silent_s < (STARTING_SILENT_S if self.is_starting else SILENT_S) - LOOK_EVERY_S
+        ):
             with suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), LOOK_EVERY_S)
-            # Looks are counted, not seconds: where this loop itself stood still, that is no silence of the node's.
-            num_quiet = num_quiet + 1 if link.reported_s == before_s else 0
-            patience_s = STARTING_SILENT_S if self.is_starting else SILENT_S
-        if num_quiet * LOOK_EVERY_S >= patience_s / 2:
-            log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, patience_s)
+            silence.look(loop.time())
+            silent_s = silence.seconds(link.reported_s, loop.time())
+        if not lost.is_set():
+            log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, silent_s)
             self._on_silent(self.node_id)
         self._since_s = time.monotonic()

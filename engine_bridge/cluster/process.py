@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import time
@@ -17,13 +18,12 @@ from contextlib import suppress
 
 from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.cluster.silence import Silence
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import Progress
+from engine_bridge.protocol.figures import Progress
 
 log = logging.getLogger(__name__)
 
-# A child that has said nothing for so long is killed: it is stopped, or its loop is. Chosen: 60 reports.
+# A child silent for this long is killed: the process or its loop is stopped. Chosen: 60 reports.
 SILENT_S = 15.0
 # The same while it starts: importing torch and vLLM from a slow disk, or beside others' work, lets it say nothing for tens of seconds. Chosen.
 STARTING_SILENT_S = 120.0
@@ -32,6 +32,47 @@ FIRST_PAUSE_S, MOST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 # After the child was asked to end: its KV goes to disk meanwhile.
 CLOSE_S = 30.0
 LOOK_EVERY_S = 1.0
+# A loop that looks this much later than planned was merely busy. Chosen: far above the delays of a busy loop.
+LATE_S = 1.0
+
+
+class Silence:
+    """How long another process has said nothing, as far as this one can know.
+
+    It counts only while this process runs: after a pause (SIGSTOP, a machine that swapped) messages of that time are yet to be read.
+
+    Args:
+        every_s: the longest time between two calls of `look`.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._looked_s: float | None = None
+        self._awake_s = -math.inf
+
+    def look(self, now: float) -> None:
+        """Note that this process runs. now: seconds, monotonic."""
+        if self._looked_s is not None and now - self._looked_s > self._every_s + LATE_S:
+            self._awake_s = now
+        self._looked_s = now
+
+    def seconds(self, heard_s: float, now: float) -> float:
+        """Return the seconds of silence since `heard_s`, when the other process was heard last."""
+        return max(now - max(heard_s, self._awake_s), 0.0)
+
+
+async def pause_before_restart(closing: asyncio.Event, pause_s: float, began_s: float) -> float:
+    """Wait before a process is started again, or until `closing`. Returns the length of the pause.
+
+    Args:
+        closing: set when the process is not to be started again.
+        pause_s: the pause before. It doubles, up to MOST_PAUSE_S; after a life of HEALTHY_S the pauses begin anew.
+        began_s: the start of the life that ended, on the monotonic clock.
+    """
+    pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
+    with suppress(TimeoutError):
+        await asyncio.wait_for(closing.wait(), min(pause_s, MOST_PAUSE_S))
+    return pause_s
 
 
 class ProcessNode(RemoteNode):
@@ -39,7 +80,7 @@ class ProcessNode(RemoteNode):
 
     Args:
         command: the child's; the number of its socket is put behind it.
-        settings: what it reads from its standard input.
+        settings: the bytes that it reads from its standard input.
     """
 
     def __init__(self, command: Sequence[str], settings: bytes, served_model_name: str) -> None:
@@ -53,15 +94,16 @@ class ProcessNode(RemoteNode):
 
     @property
     def progress(self) -> Progress:
+        """The node's progress. Clients see one engine that is rebuilt, however many processes it takes."""
         if self._closing.is_set():
             return self._so("closed", "closed")
-        # Its connection ends before the process does: what it said last is true no more.
+        # The connection ends before the process does: the last report is out of date.
         if not self.is_up and (self._num_deaths or self._report is not None):
             return self._so("rebuilding", "starting the engine's process again")
         if not self.is_up:
             return self._so("starting", "starting the engine's process")
         told = super().progress
-        # Clients were told of one engine: that it starts once more is their second word of it.
+        # Clients already know this engine as running: report a restart as `rebuilding`, not `starting`.
         return (
             Progress("rebuilding", told.stage, told.elapsed_s)
             if told.state == "starting" and self._num_deaths
@@ -69,7 +111,7 @@ class ProcessNode(RemoteNode):
         )
 
     async def start(self) -> None:
-        """Raises EngineUnavailable with what the child said, if its engine cannot be started the first time."""
+        """Start the child. Raises EngineUnavailable with the child's reason if its engine cannot be started the first time."""
         self._first_start = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep(), name="engine process")
         await self._first_start
@@ -88,6 +130,7 @@ class ProcessNode(RemoteNode):
             await asyncio.sleep(LOOK_EVERY_S / 4)
 
     async def close(self) -> None:
+        """Ask the child to end, and kill it after CLOSE_S."""
         self._closing.set()
         if self._keeping is None:
             return
@@ -132,12 +175,10 @@ class ProcessNode(RemoteNode):
                 continue
             log.error("the engine's process %s; it is started again", why)
             if self._first_start is not None and not self._first_start.done():
-                # It never served: what is wrong with it will be so the next time.
+                # It never served, so the next start would fail in the same way.
                 self._first_start.set_exception(EngineUnavailable(f"the engine's process {why}"))
                 return
-            pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), min(pause_s, MOST_PAUSE_S))
+            pause_s = await pause_before_restart(self._closing, pause_s, began_s)
 
     async def _live(self) -> str:
         """One life of the child; returns what ended it."""
@@ -203,7 +244,7 @@ class ProcessNode(RemoteNode):
 
 
 def _way_out(returncode: int | None) -> str:
-    """In words for the log."""
+    """Describe how a process ended, for the log."""
     if returncode is None:
         return "has closed its connection"
     if returncode < 0:

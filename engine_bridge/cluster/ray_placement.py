@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -22,7 +22,7 @@ import msgspec
 from engine_bridge.cluster import guard, orders
 from engine_bridge.cluster.orders import ClusterSettings
 from engine_bridge.cluster.placed_node import PlacedNode
-from engine_bridge.cluster.process import CLOSE_S, FIRST_PAUSE_S, HEALTHY_S, MOST_PAUSE_S
+from engine_bridge.cluster.process import CLOSE_S, FIRST_PAUSE_S, pause_before_restart
 from engine_bridge.protocol.errors import EngineUnavailable
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ MAX_TEMP_DIR_CHARS = 24
 
 
 class RayPlacement:
-    """See `engine_bridge.cluster.placement.Placement` for what each method promises.
+    """The nodes of a router, which come and go. All methods are called from one event loop.
 
     Args:
         command: of the process that calls `actors.drive`; the number of its socket is put behind it.
@@ -62,10 +62,15 @@ class RayPlacement:
 
     @property
     def nodes(self) -> Mapping[str, PlacedNode]:
+        """The nodes by name, in the order in which they joined.
+
+        A node keeps its object while its process dies and is started again: its link is lost and another one attached. A node that has left for
+        good is no longer listed.
+        """
         return self._nodes
 
     async def start(self) -> None:
-        """Raises EngineUnavailable, ClusterError."""
+        """Start Ray and the nodes of this machine. Returns when one is ready; the others go on starting. Raises EngineUnavailable, ClusterError."""
         self._tls = await asyncio.to_thread(self._settings.trust.client_tls)
         for node in self._nodes.values():
             self._look_after(node)
@@ -82,7 +87,7 @@ class RayPlacement:
         return "ready" in states or (bool(states) and set(states) == {"failed"})
 
     async def restart(self, node_id: str) -> None:
-        """Raises EngineUnavailable if it does not come up again, KeyError for a node that is not here."""
+        """Restart a drained node. Returns when it is ready; raises EngineUnavailable if it does not come up, KeyError for an unknown node."""
         node = self._nodes[node_id]
         before = node.last_incarnation
         self._order(orders.Restart(node_id))
@@ -98,7 +103,7 @@ class RayPlacement:
             )
 
     async def remove(self, node_id: str) -> None:
-        """Raises KeyError for a node that is not here."""
+        """End a node, which was drained, for good. Raises KeyError for an unknown node."""
         if node_id not in self._nodes:
             raise KeyError(node_id)
         self._order(orders.Remove(node_id))
@@ -109,6 +114,7 @@ class RayPlacement:
         await self._until(lambda: not self._nodes)
 
     async def close(self) -> None:
+        """End Ray and all that it started."""
         self._closing.set()
         self._changed.set()
         if self._keeping is not None:
@@ -160,7 +166,7 @@ class RayPlacement:
     # -- the process that drives Ray -----------------------------------------------------------------------------------
 
     def _order(self, order: orders.Order) -> None:
-        """While Ray is being started again, nobody is there to obey; nodes are new then anyway."""
+        """Send an order. While Ray is being started again it is dropped: the nodes are new then anyway."""
         if self._orders is not None:
             self._orders.write(orders.line_of(order))
 
@@ -185,17 +191,15 @@ class RayPlacement:
             is_new = not any(node.last_incarnation for node in self._nodes.values())
             self._forget_places()
             if is_new:
-                # What is wrong with it will be so the next time.
+                # The next start would fail in the same way.
                 self._problem = problem
                 self._changed.set()
                 return
             log.error("there is no Ray (%s); it is started again", problem)
-            pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), min(pause_s, MOST_PAUSE_S))
+            pause_s = await pause_before_restart(self._closing, pause_s, began_s)
 
     def _forget_places(self) -> None:
-        """Our own nodes went with Ray. Others' may be there still; those that are not will be told of again."""
+        """Forget where our own nodes are: they ended with Ray. Nodes of others may be up still; the rest will be reported anew."""
         for node_id, node in list(self._nodes.items()):
             if node_id in self._ours:
                 node.move_to(None, "starting Ray again")
@@ -209,9 +213,13 @@ class RayPlacement:
         try:
             with theirs:
                 folder = await asyncio.to_thread(_make_folder)
-                process = await self._spawn(life, theirs, folder)
+                process = await asyncio.create_subprocess_exec(
+                    *(*GUARD, str(life), folder, *self._command, str(theirs.fileno())),
+                    pass_fds=(life, theirs.fileno()),
+                    stdin=DEVNULL,
+                )
             reader, self._orders = await asyncio.open_connection(sock=ours)
-            # Not those that were removed meanwhile.
+            # Without the nodes that were removed meanwhile.
             nodes = tuple(node for node in self._settings.nodes if node.node_id in self._nodes)
             self._order(orders.Begin(msgspec.structs.replace(self._settings, folder=folder, nodes=nodes)))
             listening = asyncio.create_task(self._listen(reader))
@@ -230,7 +238,7 @@ class RayPlacement:
     async def _listen(self, reader: asyncio.StreamReader) -> str:
         """Until nothing comes any more; returns why."""
         problem = "its process has ended"
-        with suppress(ConnectionError):  # it has gone before it was told anything
+        with suppress(ConnectionError):  # the process ended before it was told anything
             while line := await reader.readline():
                 try:
                     problem = self._hear(orders.news_of(line)) or problem
@@ -238,13 +246,6 @@ class RayPlacement:
                     # It is about one node; who listens no more hears of none.
                     log.exception("news of a node could not be taken")
         return problem
-
-    async def _spawn(self, life: int, theirs: socket.socket, folder: str) -> Process:
-        return await asyncio.create_subprocess_exec(
-            *(*GUARD, str(life), folder, *self._command, str(theirs.fileno())),
-            pass_fds=(life, theirs.fileno()),
-            stdin=DEVNULL,
-        )
 
     def _hear(self, news: orders.News) -> str:
         """Returns what ends it, if that is the news."""

@@ -1,6 +1,6 @@
 """A node in another process, behind the `Node` protocol.
 
-What the protocol reads at once (progress, adapters, figures) is what the node's last report said: at most REPORT_EVERY_S old while it is up.
+What the protocol reads at once (progress, adapters, figures) comes from the node's last report: at most REPORT_EVERY_S old while it is up.
 """
 
 from __future__ import annotations
@@ -10,43 +10,35 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.link import AnswerBuffer, NodeLink
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId, passed_on
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress
 from engine_bridge.protocol.node import (
     AdapterInfo,
-    AdapterStats,
     Advisory,
     AdvisoryReport,
     Api,
     ApiSchemas,
     Delta,
-    EngineState,
-    GenerateRequest,
-    GrammarStats,
     JsonReply,
-    NodeState,
-    Progress,
-    RequestId,
-    SchedulingStats,
     SseReply,
-    TokenizerStats,
 )
-from engine_bridge.protocol.node_facts import NodeFacts
-from engine_bridge.protocol.request_context import NOBODY, RequestContext, passed_on
-from kvtiers.stats import TierStats
 
 
 class RemoteNode:
     """See `engine_bridge.protocol.node.Node` for what each method promises.
 
-    What places the node attaches a link to it, and another one when that is lost.
+    The placement attaches a link, and another one when that is lost.
 
     Args:
-        served_model_name: until the node has said its own.
+        served_model_name: the model's name until the node has reported its own.
 
     Attributes:
-        num_adapter_reports: how often it has said something else of its adapters than before.
+        num_adapter_reports: reports in which the node's adapters had changed.
     """
 
     def __init__(self, served_model_name: str = "") -> None:
@@ -64,73 +56,57 @@ class RemoteNode:
         self._link = link
 
     def detach(self) -> None:
-        """The node cannot be reached. What it said last stands, but for its progress."""
+        """Note that the node cannot be reached. Its last report still holds, but for the progress."""
         self._link = None
 
     def take_report(self, report: wire.NodeReport) -> None:
-        """Keeps the node's newest report, from which everything synchronous is answered."""
+        """Keep the node's newest report, which answers all synchronous reads."""
         self._report = report
         if report.adapters is not None:
             self._adapters = {info.name: info for info in report.adapters}
             self.num_adapter_reports += 1
 
-    # -- what the last report says ---------------------------------------------------------------------------------------
+    # -- facts of the last report ----------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
+        """The progress of the last report; `starting` while there is no connection."""
         if self._link is None or self._report is None:
             return Progress("starting", "being connected", 0.0)
         return self._report.progress
 
     def _so(self, state: NodeState, stage: str) -> Progress:
-        """Since it was last up."""
+        """Make a progress that counts from the time when the node was last up."""
         return Progress(state, stage, time.monotonic() - self._since_s)
 
     @property
     def model_name(self) -> str:
+        """The reported name, or the given one before the first report."""
         return self._report.model_name if self._report is not None else self._model_name
 
     @property
     def max_model_len(self) -> int:
+        """The longest prompt and answer together, in tokens; 0 before the first report."""
         return self._report.max_model_len if self._report is not None else 0
 
-    @property
-    def num_steps(self) -> int:
-        return self._report.num_steps if self._report is not None else 0
-
-    @property
-    def num_rebuilds(self) -> int:
-        """Of engines in one process, and of processes."""
-        return self._num_deaths + (self._report.num_rebuilds if self._report is not None else 0)
-
-    def kv_tiers(self) -> TierStats | None:
-        return self._report.kv_tiers if self._report is not None else None
+    def figures(self) -> NodeFigures:
+        """Return the last report's figures; rebuilds count engines in one process, and processes."""
+        figures = self._report.figures if self._report is not None else NodeFigures()
+        if not self._num_deaths:
+            return figures
+        return replace(figures, num_rebuilds=figures.num_rebuilds + self._num_deaths)
 
     def adapters(self) -> list[AdapterInfo]:
+        """Return the adapters of the last report."""
         return list(self._adapters.values())
 
     def adapters_by_name(self) -> Mapping[str, AdapterInfo]:
-        """The same object until they change. Not to be changed."""
+        """Return the same object until the adapters change. Do not change it."""
         return self._adapters
-
-    def adapter_stats(self) -> AdapterStats | None:
-        return self._report.adapter_stats if self._report is not None else None
-
-    def tokenizer_stats(self) -> TokenizerStats | None:
-        return self._report.tokenizer_stats if self._report is not None else None
-
-    def grammar_stats(self) -> GrammarStats | None:
-        return self._report.grammar_stats if self._report is not None else None
-
-    def scheduling_stats(self) -> SchedulingStats | None:
-        return self._report.scheduling_stats if self._report is not None else None
-
-    def facts(self) -> NodeFacts | None:
-        return self._report.facts if self._report is not None else None
 
     @property
     def peer_address(self) -> str:
-        """Where other nodes may ask it for KV; "" while it is away."""
+        """host:port where other nodes may ask this one for KV; "" while it is away."""
         return self._report.peer_address if self._report is not None and self.is_up else ""
 
     @property
@@ -140,17 +116,17 @@ class RemoteNode:
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has yet to say that its engine is there: importing what that needs may keep it from saying anything."""
+        """Whether the node has yet to report an engine. Imports may keep it silent meanwhile."""
         return not self.is_up or self._report is None or self._report.progress.state == "starting"
 
     @property
     def incarnation(self) -> str:
-        """Another one after each start of the node's process; "" while it is away."""
+        """Differs after each start of the node's process; "" while it is away."""
         return self._link.incarnation if self._link is not None and self._link.is_up else ""
 
     @property
     def report(self) -> wire.NodeReport | None:
-        """The last one; another object after each. None before the first."""
+        """The last report, another object after each; None before the first."""
         return self._report
 
     @property
@@ -159,14 +135,14 @@ class RemoteNode:
         return self._link.reported_s if self._link is not None and self._link.is_up else 0.0
 
     def cut(self) -> None:
-        """End the connection: it has not been heard of for too long. What is under way on it ends."""
+        """End the connection to a node that was silent for too long. Calls and answers under way fail."""
         if self._link is not None:
             self._link.abort()
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _up(self) -> NodeLink:
-        """Raises EngineUnavailable."""
+        """Return the link. Raises EngineUnavailable."""
         if self._link is None or not self._link.is_up:
             progress = self.progress
             if progress.state == "starting":
@@ -177,7 +153,8 @@ class RemoteNode:
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._up().call(method, *arguments)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Yield the answer as the node streams it. Raises EngineUnavailable when the connection is lost."""
         link = self._up()
         number, stream = link.open()
         self._numbers[request.request_id] = number
@@ -185,7 +162,7 @@ class RemoteNode:
             await link.send(wire.Generate(request), number)
             while True:
                 delta: Delta = await stream.next()
-                # Its end follows, but whoever reads need not wait for that.
+                # Its end follows, but the reader need not wait for that.
                 stream.is_over = delta.finish_reason is not None
                 yield delta
                 if stream.is_over:
@@ -197,14 +174,15 @@ class RemoteNode:
             link.close(number)
 
     async def serve(
-        self, api: Api, body: object, headers: Mapping[str, str], context: RequestContext = NOBODY
+        self, api: Api, body: object, headers: Mapping[str, str], request: EngineRequest = ANONYMOUS
     ) -> JsonReply | SseReply:
+        """Have an API call answered. Credentials among the headers are not passed on."""
         link = self._up()
         number, stream = link.open()
         is_streamed = False
         try:
             reply: JsonReply | None = await link.call(
-                "serve", api, body, passed_on(headers), context, number=number
+                "serve", api, body, passed_on(headers), request, number=number
             )
             is_streamed = reply is None
         finally:
@@ -214,9 +192,11 @@ class RemoteNode:
         return reply if reply is not None else SseReply(_Events(link, number, stream))
 
     async def cancel(self, request_id: RequestId) -> bool:
+        """Stop an answer of this gateway."""
         return request_id in self._numbers and bool(await self._call("cancel", request_id))
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        """Pass an advisory on; `on_change` hears of it until it ends, or the connection does."""
         link = self._up()
         link.follow_advisory(advisory.advisory_id, on_change)
         try:
@@ -226,43 +206,53 @@ class RemoteNode:
             raise
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """End an advisory, unless the node is away."""
         if self._link is not None:
             self._link.notice("retract", advisory_id, is_expired)
 
-    async def prefill(self, request: GenerateRequest) -> int:
+    async def prefill(self, request: EngineRequest) -> int:
+        """Have a draft prefilled; returns its tokens."""
         return int(await self._call("prefill", request))
 
     def end_session(self, tenant: str, session_id: str) -> None:
+        """Let the node forget a session, unless it is away."""
         if self._link is not None:
             self._link.notice("end_session", tenant, session_id)
 
     async def models(self) -> JsonReply:
+        """Ask for the list of models."""
         return cast(JsonReply, await self._call("models"))
 
     async def api_schemas(self) -> ApiSchemas:
+        """Ask for the APIs' schemas."""
         return cast(ApiSchemas, await self._call("api_schemas"))
 
     async def engine_metrics(self) -> str:
+        """Ask for vLLM's own metrics, in Prometheus' text form."""
         return cast(str, await self._call("engine_metrics"))
 
     async def load_adapter(self, body: object) -> JsonReply:
+        """Load an adapter that lies on the node's machine."""
         return cast(JsonReply, await self._call("load_adapter", body))
 
     async def unload_adapter(self, body: object) -> JsonReply:
+        """Unload an adapter."""
         return cast(JsonReply, await self._call("unload_adapter", body))
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        """Pin or unpin an adapter; None for an unknown name."""
         return cast(AdapterInfo | None, await self._call("pin_adapter", name, is_pinned))
 
     async def store(self, method: str, *arguments: Any) -> Any:
-        """A method of the node's `AdapterStore`: one of wire.STORE_METHODS."""
+        """Call a method of the node's `AdapterStore`, one of wire.STORE_METHODS."""
         return await self._call(method, *arguments)
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        """Ask for the state of the engine, with `limit` requests at most."""
         return cast(EngineState, await self._call("engine_state", tenant, limit))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Nothing is under way on a node that cannot be reached."""
+        """Drain the node. A node that cannot be reached has nothing under way."""
         if self._link is None or not self._link.is_up:
             return True
         try:
@@ -289,4 +279,5 @@ class _Events:
         return event
 
     async def aclose(self) -> None:
+        """Stop the call if it is not over."""
         self._link.close(self._number)

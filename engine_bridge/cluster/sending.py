@@ -1,4 +1,4 @@
-"""Adapters' files from a gateway to its nodes: by content, so that nothing is sent to where it lies already."""
+"""Sends adapters' files from a gateway to its nodes: by content, so that a node is sent only files that it lacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine_bridge.cluster.remote_node import RemoteNode
 
 log = logging.getLogger(__name__)
 
-# What came damaged is sent once more; a second time it is no accident.
+# A damaged transfer is repeated once; a second one is no accident.
 TRIES = 2
 
 
 async def bring(node: RemoteNode, contents: AdapterContents) -> str:
-    """See that an adapter's files are on a node's machine, and say where. Answers go on meanwhile: one piece is under way at a time.
+    """Bring an adapter's files to a node's machine, and return their path there. Answers go on meanwhile: one piece is under way at a time.
 
-    Raises AdapterRejected for files that are no longer what they were, InvalidRequest where there is no room, EngineUnavailable.
+    Raises AdapterRejected for files that have changed, InvalidRequest for a full disk, EngineUnavailable.
     """
     path: str = await node.store("find", contents.content_hash, str(contents.path))
     for _ in range(TRIES):

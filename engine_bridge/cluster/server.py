@@ -7,10 +7,11 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster import wire
+from engine_bridge.cluster.connection import WireConnection
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import AdapterInfo, Advisory, Delta, Node, SseReply
 
@@ -20,12 +21,12 @@ GREETING_TIMEOUT_S = 5.0
 
 
 class NodeServer:
-    """What connections of gateways share. For each: `loop.create_server(server.connection, …)`, or `connect_accepted_socket`.
+    """A node and its connections. For each: `loop.create_server(server.connection, …)`, or `connect_accepted_socket`.
 
     Args:
-        token: what gateways must know; empty over a pair of sockets.
-        on_close: called when a gateway asks for the end of the process, or when the last one has gone.
-        store: where adapters go that gateways send; without one they are found at the gateway's paths only.
+        token: the token that gateways must prove to know; empty over a pair of sockets.
+        on_close: called when a gateway asks for the end of the process, or when the last gateway has left.
+        store: for adapters that gateways send; without one they are found at the gateway's paths only.
     """
 
     def __init__(
@@ -48,59 +49,40 @@ class NodeServer:
         return GatewayConnection(self)
 
     def report(self, adapters: list[AdapterInfo] | None) -> wire.NodeReport:
+        """Describe the node as it is now. adapters: None: as in the report before."""
         node = self.node
         return wire.NodeReport(
             progress=node.progress,
             model_name=node.model_name,
             max_model_len=node.max_model_len,
-            num_steps=node.num_steps,
-            num_rebuilds=node.num_rebuilds,
-            kv_tiers=node.kv_tiers(),
-            adapter_stats=node.adapter_stats(),
-            tokenizer_stats=node.tokenizer_stats(),
-            grammar_stats=node.grammar_stats(),
-            scheduling_stats=node.scheduling_stats(),
+            figures=node.figures(),
             adapters=adapters,
-            facts=node.facts(),
             peer_address=self.peer_address,
         )
 
 
-class GatewayConnection(asyncio.Protocol):
-    """One gateway. When it has gone, nobody reads its answers: they are stopped."""
+class GatewayConnection(WireConnection):
+    """The node's end: one gateway. Its answers are stopped when it disconnects."""
 
     def __init__(self, server: NodeServer) -> None:
+        super().__init__(wire.ToNode, "gateway")
         self._server, self._node = server, server.node
-        self._frames = wire.Frames(wire.ToNode)
-        self._nonce = secrets.token_bytes(wire.CHALLENGE_BYTES)
         self._is_known = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._reports: asyncio.Task[None] | None = None
         self._adapters: list[AdapterInfo] | None = None
         self._pieces: list[tuple[int, Delta | bytes]] = []
-        self._can_write = asyncio.Event()
-        self._can_write.set()
 
     # -- the transport's side ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none of asyncio's classes.
-        self._transport = cast(asyncio.Transport, transport)
+        """Challenge the gateway, which has GREETING_TIMEOUT_S to answer."""
+        super().connection_made(transport)
         self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._transport.abort)
         self._send(wire.Challenge(self._nonce))
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            for number, message in self._frames.feed(data):
-                self._take(number, message)
-        except wire.WireError as error:
-            log.error("a gateway's connection is cut: %s", error)
-            self._transport.abort()
-        except Exception:
-            log.exception("what a gateway said could not be taken; its connection is cut")
-            self._transport.abort()
-
     def connection_lost(self, error: Exception | None) -> None:
+        """Stop the gateway's answers; with the last gateway the node may end."""
         self._greeting.cancel()
         self._server.connections.discard(self)
         for task in (*self._tasks.values(), *([self._reports] if self._reports else [])):
@@ -108,12 +90,6 @@ class GatewayConnection(asyncio.Protocol):
         self._can_write.set()
         if self._is_known and not self._server.connections:
             self._server.on_close()
-
-    def pause_writing(self) -> None:
-        self._can_write.clear()
-
-    def resume_writing(self) -> None:
-        self._can_write.set()
 
     def _send(self, message: wire.Message, number: int = 0) -> None:
         if not self._transport.is_closing():
@@ -176,7 +152,7 @@ class GatewayConnection(asyncio.Protocol):
             else:
                 self._node.end_session(*arguments)
         except Exception:
-            # A gateway expects no answer to a notice, and the answers under way on this connection do not hang on it.
+            # A gateway expects no answer to a notice, and the answers under way on this connection do not depend on it.
             log.exception("a notice of a gateway's failed (%s)", method)
 
     async def _report_on(self) -> None:
@@ -205,7 +181,7 @@ class GatewayConnection(asyncio.Protocol):
         try:
             reply = wire.Reply(wire.raw(await self._result(method, arguments)))
             if method in wire.ADAPTER_METHODS:
-                # Whoever has the reply may ask for the adapter at once.
+                # A client that has the reply may ask for the adapter at once.
                 self._tell()
         except Exception as error:
             self._refuse(number, error)
@@ -237,10 +213,10 @@ class GatewayConnection(asyncio.Protocol):
             async with aclosing(pieces):  # type: ignore[type-var]
                 async for piece in pieces:
                     if not self._pieces:
-                        # What comes in one turn of the loop goes in one frame.
+                        # Pieces of one turn of the loop go in one frame.
                         asyncio.get_running_loop().call_soon(self._flush)
                     self._pieces.append((number, piece))
-                    # While the gateway reads slowly, the node merges what comes.
+                    # While the gateway reads slowly, the node merges further pieces.
                     await self._can_write.wait()
         except Exception as error:
             problem = _problem_of(error)
@@ -249,12 +225,8 @@ class GatewayConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
-        deltas = [(number, piece) for number, piece in pieces if isinstance(piece, Delta)]
-        events = [(number, piece) for number, piece in pieces if isinstance(piece, bytes)]
-        if deltas:
-            self._send(wire.Deltas(deltas))
-        if events:
-            self._send(wire.Events(events))
+        if pieces:
+            self._send(wire.Pieces(pieces))
 
     def _refuse(self, number: int, error: Exception) -> None:
         self._send(wire.Reply(problem=_problem_of(error)), number)

@@ -1,4 +1,4 @@
-"""How the nodes of one machine share it. Pure: what there is goes in, what each gets comes out."""
+"""How the nodes of one machine share it. Pure: the machine's resources go in, each node's part comes out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from engine_bridge.protocol.errors import ClusterError
 from engine_bridge.settings.engine_config import GIB, EngineConfig
 
-# What a node's process takes beside weights and KV: Python, torch, vLLM and helper processes. Measured: 1.3 GiB with the demo model on a CPU.
+# Memory of a node's process beside weights and KV: Python, torch, vLLM and helper processes. Measured: 1.3 GiB with the demo model on a CPU.
 NODE_BYTES = int(1.3 * GIB)
-# Settings that are said for the machine, and divided among its nodes; on a CPU the KV cache, too.
+# Settings that are made for the machine, and divided among its nodes; on a CPU the KV cache, too.
 DIVIDED = ("kv_host_gib", "kv_disk_gib", "adapter_host_gib")
 
 
 def divide_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """A set of its own for each node, neighbours together, sizes one apart at most. Raises ClusterError where some would get none."""
+    """Divide the cores among nodes: neighbouring cores together, sizes one apart at most. Raises ClusterError if a node would get none."""
     if num_nodes > len(cores):
         raise ClusterError(
             f"{num_nodes} nodes need as many cores, and this process may use {len(cores)}. Start fewer with --nodes."
@@ -28,7 +28,7 @@ def divide_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def divide_engine(engine: EngineConfig, num_nodes: int, num_cores: int) -> EngineConfig:
-    """One node's part of settings that are meant for a machine of `num_nodes`; num_cores: it gets. A GPU belongs to one node whole."""
+    """Return one node's part of the settings for a machine of `num_nodes`. num_cores: of the node. A GPU belongs to one node whole."""
     parts: dict[str, float] = {name: getattr(engine, name) / num_nodes for name in DIVIDED}
     if engine.device == "cpu":
         parts["cpu_threads"] = min(engine.cpu_threads or num_cores, num_cores)
@@ -37,7 +37,7 @@ def divide_engine(engine: EngineConfig, num_nodes: int, num_cores: int) -> Engin
 
 
 def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, available_bytes: int) -> None:
-    """Whether so many nodes of these settings, each with its part, fit into the memory that is free. Raises ClusterError."""
+    """Check that `num_nodes` nodes, each with its part of the settings, fit into the free memory. Raises ClusterError."""
     on_cpu = engine.device == "cpu"
     cache_bytes = engine.kv_cache_bytes or 0 if on_cpu else 0
     node_bytes = NODE_BYTES + (weights_bytes if on_cpu else 0) + cache_bytes + int(engine.kv_host_gib * GIB)
@@ -50,7 +50,7 @@ def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, avail
 
 
 def check_gpus(num_nodes: int, num_gpus: int) -> None:
-    """Raises ClusterError."""
+    """Check that each node gets a GPU. Raises ClusterError."""
     if num_nodes > num_gpus:
         raise ClusterError(
             f"{num_nodes} nodes need a GPU each, and this machine shows {num_gpus}. Start fewer with --nodes."

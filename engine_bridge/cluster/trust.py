@@ -1,4 +1,4 @@
-"""How gateways and nodes of a cluster know each other: by a token that none of them sends, and off this machine by TLS."""
+"""How gateways and nodes of a cluster authenticate: by a token that is never sent, and beyond this machine by TLS."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Trust(Struct, frozen=True, kw_only=True):
-    """cert, key: PEM files, the same on all machines of the cluster; both or neither. Without them connections are in the clear."""
+    """The secrets of a cluster. cert, key: PEM files, the same on all machines; both or neither. Without them connections are in the clear."""
 
     token: bytes
     cert: str = ""
     key: str = ""
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """For who listens. Raises ClusterError."""
+        """Return the context of the listening side, None without a certificate. Raises ClusterError."""
         return self._mutual(ssl.PROTOCOL_TLS_SERVER)
 
     def client_tls(self) -> ssl.SSLContext | None:
-        """For who connects. Raises ClusterError."""
+        """Return the context of the connecting side, None without a certificate. Raises ClusterError."""
         return self._mutual(ssl.PROTOCOL_TLS_CLIENT)
 
     def _mutual(self, side: int) -> ssl.SSLContext | None:
-        """Each end shows the cluster's certificate and takes no other. Names do not count: a node may have any address."""
+        """Make a context in which each end shows the cluster's certificate and takes no other. A node may have any address: names are not checked."""
         if not self.cert:
             return None
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
-        # The certificate itself is the anchor, whoever has signed it.
+        # The certificate itself is the anchor, whatever its signature.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             context.load_cert_chain(self.cert, self.key)
@@ -59,7 +59,7 @@ class Trust(Struct, frozen=True, kw_only=True):
         return context
 
     def check_name(self, host: str) -> None:
-        """Whether the certificate names this machine's address, which Ray looks at. Raises ClusterError."""
+        """Check that the certificate names this machine's address, as Ray demands. Raises ClusterError."""
         if not self.cert:
             return
         from cryptography import x509  # takes a while to load
@@ -77,7 +77,7 @@ class Trust(Struct, frozen=True, kw_only=True):
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file of one line, which is made if it is missing. Raises ClusterError for one that others can read, or could guess."""
+    """Return the token in a file, which is made if missing. Raises ClusterError for a file that others can read, or a token that can be guessed."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -1,16 +1,16 @@
-"""What crosses between a gateway and a node in another process: frames of msgpack over one stream, all answers side by side. Bytes in, messages out.
+"""The protocol between a gateway and a node in another process: frames of msgpack over one stream, all answers side by side. Bytes in, messages out.
 
 A frame is its length (u32, little-endian, of what follows), a number (u32: the call or answer that it belongs to, 0 for none) and a message.
-Numbers are the gateway's; one is used once in a connection's life. Who takes a connection speaks first:
+Numbers are the gateway's; one is used once in a connection's life. The end that accepts a connection speaks first:
 
   node     Challenge          gateway  Hello, with a proof that it knows the token, and a challenge of its own
   node     Welcome            with the node's proof; from here on a NodeReport comes every REPORT_EVERY_S, which is also the heartbeat
-  gateway  Generate, Call     node     Deltas … Ended; Reply (of a streamed `serve`: then Events … Ended)
-  gateway  Stop               nobody waits for that number any more
+  gateway  Generate, Call     node     Pieces … Ended; Reply (of a streamed `serve`: then Pieces … Ended)
+  gateway  Stop               nothing waits for that number any more
   gateway  Notice             a call without a reply
   node     AdvisoryChanged    an advisory of this connection
 
-Where both ends were made by one process, over a pair of sockets, the token is empty and proves nothing: nobody else can be there.
+Where both ends were made by one process, over a pair of sockets, the token is empty and proves nothing: no other process can reach them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_bridge.adapters.errors import RegistryFailed
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import (
     BridgeError,
     EngineUnavailable,
@@ -32,30 +33,21 @@ from engine_bridge.protocol.errors import (
     NotSupported,
     TooBusy,
 )
+from engine_bridge.protocol.figures import EngineState, NodeFigures, Progress
 from engine_bridge.protocol.node import (
     AdapterInfo,
-    AdapterStats,
     Advisory,
     AdvisoryReport,
     Api,
     ApiSchemas,
     Delta,
-    EngineState,
-    GenerateRequest,
-    GrammarStats,
     JsonReply,
-    Progress,
-    SchedulingStats,
-    TokenizerStats,
 )
-from engine_bridge.protocol.node_facts import NodeFacts
-from engine_bridge.protocol.request_context import RequestContext
-from kvtiers.stats import TierStats
 
-PROTOCOL = 1
+PROTOCOL = 2
 # Chosen: above the largest body that the gateway takes and the largest whole reply that one request's bounds allow.
 MAX_FRAME_BYTES = 256 << 20
-# Before the other end has proved itself, all that it may send. Chosen.
+# The largest frame before the other end has proved itself. Chosen.
 MAX_GREETING_BYTES = 4096
 REPORT_EVERY_S = 0.25
 CHALLENGE_BYTES = 32
@@ -71,7 +63,7 @@ class WireError(Exception):
 
 
 class NodeReport(Struct, frozen=True, array_like=True):
-    """All of a node that the gateway looks at without asking.
+    """The facts of a node that the gateway reads without asking.
 
     adapters: None: as in the report before. peer_address: host:port where other nodes may ask it for KV, "" for nowhere.
     """
@@ -79,44 +71,41 @@ class NodeReport(Struct, frozen=True, array_like=True):
     progress: Progress
     model_name: str
     max_model_len: int
-    num_steps: int
-    num_rebuilds: int
-    kv_tiers: TierStats | None = None
-    adapter_stats: AdapterStats | None = None
-    tokenizer_stats: TokenizerStats | None = None
-    grammar_stats: GrammarStats | None = None
-    scheduling_stats: SchedulingStats | None = None
+    figures: NodeFigures
     adapters: list[AdapterInfo] | None = None
-    facts: NodeFacts | None = None
     peer_address: str = ""
 
 
 class Problem(Struct, frozen=True, array_like=True):
-    """A BridgeError on its way: its class by name, its text, and what its class keeps beside that."""
+    """A BridgeError on its way: its class by name, its text, and the further fields of its class."""
 
     kind: str
     message: str
-    code: str = ""
+    code: str = "engine_failed"
     param: str | None = None
     retry_after_s: float = 0.0
 
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type", tag=str.lower):
-    """Base of all."""
+    """Base of all messages."""
 
 
 class Challenge(Message, frozen=True):
+    """The first message of the end that accepts the connection. nonce: CHALLENGE_BYTES random bytes."""
+
     nonce: bytes
     protocol: int = PROTOCOL
 
 
 class Hello(Message, frozen=True):
+    """The answer to a challenge: its proof, and a challenge for the other end."""
+
     proof: bytes
     nonce: bytes
 
 
 class Welcome(Message, frozen=True):
-    """incarnation: another one after each start of the node's process."""
+    """The node's proof, and its first report. incarnation: differs after each start of the node's process."""
 
     proof: bytes
     node_id: str
@@ -125,62 +114,66 @@ class Welcome(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    request: GenerateRequest
+    """A request whose answer comes as Pieces, then Ended."""
+
+    request: EngineRequest
 
 
 class Call(Message, frozen=True):
-    """arguments: a msgpack array, as METHODS has them."""
+    """A call of one of METHODS, which is answered by a Reply. arguments: a msgpack array."""
 
     method: str
     arguments: Raw
 
 
 class Notice(Message, frozen=True):
+    """A call of one of NOTICES, which has no reply."""
+
     method: str
     arguments: Raw
 
 
 class Stop(Message, frozen=True):
-    pass
+    """End the work on this number."""
 
 
-class Deltas(Message, frozen=True):
-    """What came of several answers in one turn of the node's loop, by number."""
+class Pieces(Message, frozen=True):
+    """Pieces of several answers and streamed calls, by number, from one turn of the node's loop."""
 
-    items: list[tuple[int, Delta]]
-
-
-class Events(Message, frozen=True):
-    """The same of streamed calls."""
-
-    items: list[tuple[int, bytes]]
+    items: list[tuple[int, Delta | bytes]]
 
 
 class Ended(Message, frozen=True):
-    """No more of this answer. problem: what cut it off, if it was."""
+    """The end of an answer. problem: the error that cut it off, if one did."""
 
     problem: Problem | None = None
 
 
 class Reply(Message, frozen=True):
+    """The result of a call, or its error."""
+
     value: Raw = Raw(b"\xc0")
     problem: Problem | None = None
 
 
 class Reported(Message, frozen=True):
+    """A new report of the node."""
+
     report: NodeReport
 
 
 class AdvisoryChanged(Message, frozen=True):
+    """A new state of an advisory request that came over this connection."""
+
     report: AdvisoryReport
 
 
 ToNode = Hello | Generate | Call | Notice | Stop
-ToGateway = Challenge | Welcome | Deltas | Events | Ended | Reply | Reported | AdvisoryChanged
+ToGateway = Challenge | Welcome | Pieces | Ended | Reply | Reported | AdvisoryChanged
 
 
 class Method(NamedTuple):
-    """Of `Node`: what it takes and gives."""
+    """A method of `Node`: the types of its arguments and of its result."""
 
     arguments: Any
     result: Any = None
@@ -188,10 +181,10 @@ class Method(NamedTuple):
 
 METHODS: dict[str, Method] = {
     # None: events follow.
-    "serve": Method(tuple[Api, Any, dict[str, str], RequestContext], JsonReply | None),
+    "serve": Method(tuple[Api, Any, dict[str, str], EngineRequest], JsonReply | None),
     "cancel": Method(tuple[str], bool),
     "advise": Method(tuple[Advisory]),
-    "prefill": Method(tuple[GenerateRequest], int),
+    "prefill": Method(tuple[EngineRequest], int),
     "models": Method(tuple[()], JsonReply),
     "api_schemas": Method(tuple[()], ApiSchemas),
     "engine_metrics": Method(tuple[()], str),
@@ -203,7 +196,7 @@ METHODS: dict[str, Method] = {
 }
 # After these a report comes before the reply.
 ADAPTER_METHODS = frozenset({"load_adapter", "unload_adapter", "pin_adapter"})
-# Of the node's `adapters.store.AdapterStore`: what the gateway sends of adapters' files.
+# Methods of the node's `adapters.store.AdapterStore`, by which the gateway sends adapters' files.
 STORE_METHODS: dict[str, Method] = {
     "find": Method(tuple[str, str], str),
     "begin": Method(tuple[str, dict[str, int]]),
@@ -221,9 +214,9 @@ NOTICES: dict[str, Method] = {
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
-# What a client's JSON may hold and msgpack cannot: integers of more than 64 bits, halves of surrogate pairs, a thousand brackets.
+# Errors for values of a client's JSON that msgpack cannot carry: integers of more than 64 bits, halves of surrogate pairs, a thousand brackets.
 _UNFIT = (OverflowError, UnicodeEncodeError, TypeError, RecursionError)
-# What msgspec raises for bytes that are no message: texts that are not UTF-8 and a thousand brackets are no errors of its own.
+# Errors of msgspec for bytes that are no message; those for texts that are not UTF-8 and for a thousand brackets are Python's.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _argument_decoders = {
     name: msgspec.msgpack.Decoder(method.arguments) for name, method in (METHODS | NOTICES).items()
@@ -232,29 +225,32 @@ _result_decoders = {name: msgspec.msgpack.Decoder(method.result) for name, metho
 
 
 class Frame(NamedTuple):
+    """A message and its number, 0 for none."""
+
     number: int
     message: Any
 
 
 def encode(message: Message, number: int = 0) -> bytes:
-    """One frame. Raises InvalidRequest for values that msgpack cannot carry."""
-    try:
-        body = _encoder.encode(message)
-    except _UNFIT as error:
-        raise InvalidRequest("This request holds a number or a text that cannot be passed on.") from error
+    """Encode one frame. Raises InvalidRequest for values that msgpack cannot carry."""
+    body = _packed(message)
     return _HEAD.pack(len(body) + 4, number) + body
 
 
 def raw(value: Any) -> Raw:
-    """A value to be carried as it is. Raises InvalidRequest as `encode` does."""
+    """Encode a value for a `Raw` field. Raises InvalidRequest as `encode` does."""
+    return Raw(_packed(value))
+
+
+def _packed(value: Any) -> bytes:
     try:
-        return Raw(_encoder.encode(value))
+        return _encoder.encode(value)
     except _UNFIT as error:
         raise InvalidRequest("This request holds a number or a text that cannot be passed on.") from error
 
 
 def arguments_of(message: Call | Notice) -> tuple[Any, ...]:
-    """Raises WireError for a method that there is not, or other arguments than it takes."""
+    """Decode a call's arguments. Raises WireError for an unknown method, or arguments that it does not take."""
     decoder = _argument_decoders.get(message.method)
     if decoder is None or (message.method in METHODS) is not isinstance(message, Call):
         raise WireError("no such method")
@@ -266,7 +262,7 @@ def arguments_of(message: Call | Notice) -> tuple[Any, ...]:
 
 
 def result_of(method: str, reply: Reply) -> Any:
-    """Raises the reply's problem, or WireError for what the method does not give."""
+    """Decode a call's result. Raises the reply's problem, or WireError for a value that the method does not return."""
     if reply.problem is not None:
         raise error_of(reply.problem)
     try:
@@ -276,7 +272,7 @@ def result_of(method: str, reply: Reply) -> Any:
 
 
 class Frames:
-    """Bytes as they come, cut into frames. direction: `ToNode` or `ToGateway`, what the other end may say."""
+    """Cuts bytes into frames. direction: `ToNode` or `ToGateway`, the messages that the other end may send."""
 
     def __init__(self, direction: Any) -> None:
         self.max_bytes = MAX_GREETING_BYTES
@@ -284,11 +280,11 @@ class Frames:
         self._buffer = bytearray()
 
     def trust(self) -> None:
-        """The other end has proved itself."""
+        """Take large frames from now on: the other end has proved itself."""
         self.max_bytes = MAX_FRAME_BYTES
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole now; read all of them. Raises WireError."""
+        """Yield the frames that are whole now; read all of them. Raises WireError."""
         self._buffer += data
         start = 0
         try:
@@ -313,7 +309,7 @@ class Frames:
 
     @staticmethod
     def _copied(message: Any) -> Any:
-        """A `Raw` looks into the buffer, which goes on."""
+        """Copy what a `Raw` sees of the buffer, which is about to be reused."""
         if isinstance(message, (Call, Notice)):
             return msgspec.structs.replace(message, arguments=message.arguments.copy())
         if isinstance(message, Reply):
@@ -325,25 +321,27 @@ class Frames:
 
 
 def proof_of(token: bytes, role: str, nonce: bytes) -> bytes:
-    """That an end knows the token, for one challenge. role: `gateway` or `node`, so that none can be sent back."""
+    """Return the proof that an end knows the token, for one challenge. role: `gateway` or `node`, so that a proof cannot be sent back."""
     return hmac.digest(token, role.encode() + b":" + nonce, "sha256")
 
 
 def is_proof(proof: bytes, token: bytes, role: str, nonce: bytes) -> bool:
-    """Whether `proof` shows that its sender, in this role, knows the token. Takes equally long for any wrong proof."""
+    """Return whether `proof` shows that its sender, in this role, knows the token. Takes equally long for any wrong proof."""
     return hmac.compare_digest(proof, proof_of(token, role, nonce))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-_KINDS: tuple[type[BridgeError], ...] = (
-    InvalidRequest,
-    EngineUnavailable,
-    TooBusy,
-    NotSupported,
-    RegistryFailed,
-    InternalFailure,
-)
+# The fields of each kind of error beside its text.
+_KINDS: dict[type[BridgeError], tuple[str, ...]] = {
+    InvalidRequest: ("param", "code"),
+    EngineUnavailable: ("code",),
+    TooBusy: ("retry_after_s",),
+    NotSupported: (),
+    RegistryFailed: ("code",),
+    InternalFailure: (),
+}
+_KIND_OF = {kind.__name__: kind for kind in _KINDS}
 GONE = Problem(
     "EngineUnavailable",
     "The engine that worked on this answer has failed. Send the request again.",
@@ -352,31 +350,15 @@ GONE = Problem(
 
 
 def problem_of(error: Exception) -> Problem:
-    """Other errors than a BridgeError are bugs of the node's: their texts stay there, in its log."""
-    for kind in _KINDS:
+    """Describe an error for the wire. Errors other than a BridgeError are bugs of the node: their texts stay in its log."""
+    for kind, fields in _KINDS.items():
         if isinstance(error, kind):
-            return Problem(
-                kind.__name__,
-                str(error),
-                getattr(error, "code", ""),
-                getattr(error, "param", None),
-                getattr(error, "retry_after_s", 0.0),
-            )
+            return Problem(kind.__name__, str(error), **{name: getattr(error, name) for name in fields})
     return Problem("InternalFailure", "The node failed on this request. Its log says why.")
 
 
 def error_of(problem: Problem) -> BridgeError:
-    """The exception that a problem on the wire stands for."""
-    match problem.kind:
-        case "InvalidRequest":
-            return InvalidRequest(problem.message, param=problem.param, code=problem.code)
-        case "TooBusy":
-            return TooBusy(problem.message, retry_after_s=problem.retry_after_s)
-        case "NotSupported":
-            return NotSupported(problem.message)
-        case "InternalFailure":
-            return InternalFailure(problem.message)
-        case "RegistryFailed":
-            return RegistryFailed(problem.message, code="registry_failed")
-        case _:
-            return EngineUnavailable(problem.message, code=problem.code or "engine_failed")
+    """Make the exception that a problem on the wire describes."""
+    kind = _KIND_OF.get(problem.kind, EngineUnavailable)
+    fields = {name: getattr(problem, name) for name in _KINDS[kind]}
+    return kind(problem.message, **fields)

@@ -1,4 +1,4 @@
-"""Asks helper processes about grammars, replaces those that die, and remembers what they said."""
+"""Asks helper processes about grammars, replaces dead ones, and remembers their verdicts."""
 
 from __future__ import annotations
 
@@ -9,47 +9,37 @@ import math
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
 
-from engine_bridge.grammars.worker import HEAD_BYTES, Setup, Verdict
+from engine_bridge.grammars.worker import GrammarTokenizer, Setup
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import GrammarStats
+from engine_bridge.protocol.figures import GrammarStats
 
 log = logging.getLogger(__name__)
 
 NUM_PROCESSES = 2  # so that one client's slow grammar does not hold up another's
-START_TIMEOUT_S = (
-    60.0  # a tokenizer of 150,000 tokens takes about a second; a machine that swaps takes longer
-)
+START_TIMEOUT_S = 60.0  # a tokenizer of 150,000 tokens takes about a second; a swapping machine takes longer
 # Verdicts that are remembered of each tenant, and tenants. Chosen: an agent has some dozens of schemas.
 MAX_REMEMBERED, MAX_TENANTS = 256, 4096
-LEAST_WAIT_S = 0.001  # a socket whose timeout is 0 does not wait at all
-# A check that took too long, or was ended from outside, may have been the machine's fault: so long it is not tried again. Chosen.
+# A check that took too long, or was ended from outside, may have been the machine's fault: it is tried again after this time. Chosen.
 UNSURE_S = 60.0
 MIB = 1 << 20
 
 
-class GrammarTokenizer(Struct, frozen=True):
-    """What helper processes need of the model's tokenizer. See `engine_bridge.grammars.worker.Setup`."""
-
-    definition: str
-    num_tokens: int | None = None
-    eos_token_id: int | None = None
-
-
 class HelperDied(Exception):
-    """A helper process ended. was_slow: it was ended for taking too long. was_crash: by its own doing, as it will be again."""
+    """A helper process ended. was_slow: it was ended for taking too long. was_crash: by a crash that will repeat itself."""
 
     def __init__(self, *, was_slow: bool, was_crash: bool) -> None:
         super().__init__()
@@ -58,38 +48,38 @@ class HelperDied(Exception):
 
 
 class HelperProcess:
-    """One helper process and the socket to it. Its methods block, for no longer than they say; one thread uses it at a time.
+    """One helper process and the connection to it. Its methods block, for no longer than they say; one thread uses it at a time.
 
     Attributes:
-        has_worked: whether the process has been asked anything.
+        has_worked: whether the process has checked a grammar.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._helper: tuple[subprocess.Popen[bytes], Connection] | None = None
         self.has_worked = False
 
-    def ask(self, grammar: bytes, timeout_s: float) -> str:
-        """What is wrong with a grammar, "" if nothing is.
+    @property
+    def pid(self) -> int | None:
+        """The number of the process; None while there is none."""
+        return self._helper[0].pid if self._helper is not None else None
 
-        Raises HelperDied (the next call begins with a new process), EngineUnavailable where no process can be had.
+    def ask(self, grammar: bytes, timeout_s: float) -> str:
+        """Check a grammar; returns its fault, "" for none.
+
+        Raises HelperDied (the next call begins with a new process), EngineUnavailable if no process can be started.
         """
         self.start()
         self.has_worked = True
-        try:
-            return msgspec.json.decode(self._exchange(grammar, timeout_s), type=Verdict).reason
-        except msgspec.DecodeError as error:
-            self.close()
-            raise HelperDied(was_slow=False, was_crash=False) from error
+        return self._exchange(grammar, timeout_s).decode()
 
     def start(self) -> None:
-        """Have a process, a new one if the last has ended. Raises EngineUnavailable."""
-        if self._process is not None and self._process.poll() is None:
+        """Start a process unless one runs. Raises EngineUnavailable."""
+        if self._helper is not None and self._helper[0].poll() is None:
             return
         self.close()
         try:
-            self._process, self._socket = _helper()
+            self._helper = _start()
             self._exchange(msgspec.json.encode(self._setup), START_TIMEOUT_S)
         except (OSError, HelperDied) as error:
             self.close()
@@ -100,39 +90,41 @@ class HelperProcess:
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        connection, self._socket = self._socket, None
-        self.has_worked = False
-        if process is not None:
+        helper, self._helper, self.has_worked = self._helper, None, False
+        if helper is not None:
+            process, connection = helper
             process.kill()
             process.wait()
-        if connection is not None:
             connection.close()
 
-    def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
-        """The reply to a frame. A process that neither reads nor answers is ended when its time is over."""
-        process, connection = self._process, self._socket
-        assert process is not None and connection is not None
-        deadline_s = time.monotonic() + timeout_s
-        is_slow = False
+    def _exchange(self, message: bytes, timeout_s: float) -> bytes:
+        """The reply to a message. A process that neither reads nor answers is ended when its time is over."""
+        assert self._helper is not None
+        process, connection = self._helper
+        is_slow = threading.Event()
+
+        def end() -> None:
+            """End the process, so that nothing waits for it any more."""
+            is_slow.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, end)
+        timer.start()
         try:
-            connection.settimeout(max(timeout_s, LEAST_WAIT_S))
-            connection.sendall(len(frame).to_bytes(HEAD_BYTES, "big") + frame)
-            reply = _reply(connection, deadline_s)
-        except TimeoutError:
-            reply, is_slow = None, True
-        except OSError:
-            reply = None
-        if reply is None:
-            was_crash = not is_slow and _exit_status(process) in (-signal.SIGSEGV, -signal.SIGABRT)
+            connection.send_bytes(message)
+            return connection.recv_bytes()
+        except (OSError, EOFError) as error:
+            crashes = (-signal.SIGSEGV, -signal.SIGABRT)
+            was_crash = not is_slow.is_set() and _exit_status(process) in crashes
             self.close()
-            raise HelperDied(was_slow=is_slow, was_crash=was_crash)
-        return reply
+            raise HelperDied(was_slow=is_slow.is_set(), was_crash=was_crash) from error
+        finally:
+            timer.cancel()
 
 
-def _helper() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A new process, and our end of the socket that is its standard input and output."""
-    ours, theirs = socket.socketpair()
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Return a new process, and our end of the pipe that is its standard input."""
+    ours, theirs = Pipe()
     with theirs:
         try:
             # Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does. In the server's session, as in one
@@ -140,7 +132,7 @@ def _helper() -> tuple[subprocess.Popen[bytes], socket.socket]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine_bridge.grammars.worker"],
                 stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
                 process_group=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -150,22 +142,8 @@ def _helper() -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
-def _reply(connection: socket.socket, deadline_s: float) -> bytes | None:
-    """The next frame; None where the other end has closed. Raises TimeoutError."""
-    received, size = bytearray(), HEAD_BYTES
-    while len(received) < size:
-        connection.settimeout(max(deadline_s - time.monotonic(), LEAST_WAIT_S))
-        part = connection.recv(size - len(received))
-        if not part:
-            return None
-        received += part
-        if len(received) == HEAD_BYTES:
-            size = HEAD_BYTES + int.from_bytes(received, "big")
-    return bytes(received[HEAD_BYTES:])
-
-
 def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
-    """Of a process whose socket has ended; None if it lives on."""
+    """Return the exit status of a process whose connection has ended; None if it lives on."""
     try:
         return process.wait(1.0)
     except subprocess.TimeoutExpired:
@@ -173,14 +151,14 @@ def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
 
 
 class _Known(NamedTuple):
-    """A verdict, and until when it holds on the monotonic clock."""
+    """A verdict. until_s: the end of its validity on the monotonic clock."""
 
     reason: str
     until_s: float
 
 
 class _Tenant:
-    """One tenant's checks: whose turn it is, and what is known. What one tenant has asked shows in nothing that another one is told."""
+    """One tenant's checks: its turn, and its verdicts. No tenant can learn of another's checks."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -188,23 +166,16 @@ class _Tenant:
         self._verdicts: OrderedDict[bytes, _Known] = OrderedDict()
 
     def known(self, key: bytes) -> _Known | None:
+        """Return the verdict on a grammar if it still holds."""
         found = self._verdicts.get(key)
         return found if found is not None and found.until_s > time.monotonic() else None
 
     def remember(self, key: bytes, known: _Known) -> None:
+        """Keep a verdict; the one used longest ago makes room."""
         self._verdicts[key] = known
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
-
-
-class NoChecker:
-    """Before there is a tokenizer to check grammars by."""
-
-    def stats(self) -> GrammarStats | None:
-        return None
-
-    def close(self) -> None: ...
 
 
 class GrammarChecker:
@@ -212,27 +183,22 @@ class GrammarChecker:
 
     Args:
         tokenizer: the model's.
-        timeout_s: how long checking one grammar may take.
-        memory_mib: how much memory it may take.
+        timeout_s: the time for checking one grammar.
+        memory_mib: the memory for checking one grammar.
 
     Attributes:
-        num_checked, num_refused: grammars given to helper processes; those of them that must not be used.
-        num_deaths: those that ended one, by a crash or by their time.
-        seconds: that helper processes worked.
+        processes: the helper processes.
+        num_checked, num_refused: grammars given to helper processes; grammars that must not be used.
+        num_deaths: helper processes that ended by a crash or by their time.
+        seconds: work of helper processes.
     """
 
     def __init__(self, tokenizer: GrammarTokenizer, *, timeout_s: float, memory_mib: int) -> None:
         self._timeout_s = timeout_s
-        setup = Setup(
-            tokenizer.definition,
-            tokenizer.num_tokens,
-            tokenizer.eos_token_id,
-            memory_mib * MIB,
-            cpu_s=2 * timeout_s,
-        )
-        self._processes = [HelperProcess(setup) for _ in range(NUM_PROCESSES)]
+        setup = Setup(tokenizer, memory_mib * MIB, cpu_s=2 * timeout_s)
+        self.processes = [HelperProcess(setup) for _ in range(NUM_PROCESSES)]
         self._free: queue.SimpleQueue[HelperProcess] = queue.SimpleQueue()
-        for process in self._processes:
+        for process in self.processes:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
         self._checking: set[asyncio.Task[str]] = set()
@@ -242,12 +208,13 @@ class GrammarChecker:
         self.num_deaths = 0
         self.seconds = 0.0
 
-    def stats(self) -> GrammarStats | None:
+    def stats(self) -> GrammarStats:
+        """Return the counts so far."""
         return GrammarStats(self.num_checked, self.num_refused, self.num_deaths, self.seconds)
 
     def warm_up(self) -> None:
         """Start the processes now, so that the first grammar need not wait for them. Returns at once."""
-        for _ in self._processes:
+        for _ in self.processes:
             self._threads.submit(self._start_one)
 
     def _start_one(self) -> None:
@@ -258,7 +225,7 @@ class GrammarChecker:
             self._free.put(process)
 
     async def check(self, grammar: str, tenant: str) -> str:
-        """What is wrong with a grammar (in llguidance's own form), "" if nothing is. Raises EngineUnavailable.
+        """Check a grammar in llguidance's own form; returns its fault, "" for none. Raises EngineUnavailable.
 
         A tenant's are checked one after the other, so that none keeps all processes busy.
         """
@@ -266,7 +233,7 @@ class GrammarChecker:
             text = grammar.encode()
         except UnicodeEncodeError:
             return "it holds half a character (a lone surrogate)"
-        # A task of its own, which keeps the turn until the helper is done: who leaves and comes again must not have two at work.
+        # A separate task keeps the turn until the helper is done: a client that leaves and comes again must not have two at work.
         checking = asyncio.create_task(self._check(text, tenant))
         self._checking.add(checking)
         checking.add_done_callback(self._checking.discard)
@@ -296,7 +263,7 @@ class GrammarChecker:
             self._forget_tenants()
 
     def _forget_tenants(self) -> None:
-        """Those that have asked nothing for longest."""
+        """Forget the tenants with the oldest checks, down to MAX_TENANTS."""
         while len(self._tenants) > MAX_TENANTS:
             oldest = next((name for name, each in self._tenants.items() if not each.num_users), None)
             if oldest is None:
@@ -304,7 +271,7 @@ class GrammarChecker:
             del self._tenants[oldest]
 
     def _ask(self, grammar: bytes) -> _Known:
-        """On a thread of ours."""
+        """Let a helper check a grammar. Runs on a thread of `_threads`."""
         process = self._free.get()
         started_s = time.monotonic()
         try:
@@ -323,22 +290,19 @@ class GrammarChecker:
             self._free.put(process)
 
     def _asked(self, process: HelperProcess, grammar: bytes) -> str:
-        """What a helper says of a grammar. One that dies after others' grammars may have died of those: a new one is asked again."""
+        """Ask a helper. If it dies after earlier grammars it may have died of those: a new one is asked again."""
         has_worked = process.has_worked
-        try:
-            return process.ask(grammar, self._timeout_s)
-        except HelperDied as death:
-            self.num_deaths += 1
-            if death.was_slow or not has_worked:
-                raise
-        try:
-            return process.ask(grammar, self._timeout_s)
-        except HelperDied:
-            self.num_deaths += 1
-            raise
+        while True:
+            try:
+                return process.ask(grammar, self._timeout_s)
+            except HelperDied as death:
+                self.num_deaths += 1
+                if death.was_slow or not has_worked:
+                    raise
+                has_worked = False
 
     def _restart(self, process: HelperProcess) -> None:
-        """So that the one whose grammar ended it waits for the next one, and nobody else."""
+        """Start the process again, so that its death delays the tenant of this grammar, and no other."""
         with suppress(EngineUnavailable):  # is in the log, and tried again when it is needed
             process.start()
 
@@ -351,5 +315,5 @@ class GrammarChecker:
     def close(self) -> None:
         """End the processes; checks under way fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        for process in self.processes:
             process.close()

@@ -1,4 +1,4 @@
-"""What a client reads of an error of the grammars' compiler."""
+"""The part of a grammar compiler's error that a client reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ UNREADABLE = "the compiler of grammars cannot work with it: write it in another 
 
 
 def readable(error: str) -> str:
-    """The first line of the compiler's error, without its state. What it says of its own code when it gives up means nothing to a client."""
+    """Return the first line of the compiler's error, without its state; a panic of its own code, which tells a client nothing, becomes UNREADABLE."""
     first = error.strip().split("\n", 1)[0].split(" <state>", 1)[0][:MAX_REASON_CHARS]
     return UNREADABLE if "panic" in first.lower() or not first else first

@@ -1,7 +1,7 @@
-"""A user's own predictor of answer lengths: found by its name, tried once, and kept where it can harm nobody.
+"""A user's own predictor of answer lengths: found by its name, tried once, and kept away from the engine's thread.
 
 It runs on a thread of its own, ahead of the engine: a request waits for its guess PATIENCE_S at most, the engine and other requests never do.
-What fails or comes late is answered by our own predictor; it is counted each time and logged the first time.
+Our own predictor answers for a failed or late guess; each is counted, and the first of its kind is logged.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor
+from engine_bridge.predict.length import LengthPredictor
 from engine_bridge.protocol.asked import Asked
+from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +34,17 @@ NAME = re.compile(r"[\w.]+:[\w.]+")
 PATIENCE_S = 0.05
 # Guesses and endings that may wait for the thread; more are not asked for. Chosen.
 MAX_PENDING = 256
-# What a predictor is tried with.
-FIRST_QUESTION = LengthFeatures(num_prompt_tokens=16, context=RequestContext(asked=Asked("How are you?")))
+# The question that a predictor is tried with.
+FIRST_QUESTION = EngineRequest(num_prompt_tokens=16, asked=Asked("How are you?"))
 METHODS = ("predict", "observe", "refit")
 
 
 class PredictorRefused(BridgeError):
-    """The predictor that was asked for cannot be had. The message says what to mend."""
+    """The predictor that was asked for cannot be had. The message names the remedy."""
 
 
 class PredictorContext(Struct, frozen=True, kw_only=True):
-    """What a predictor is told when it is made. folder: where it may keep files, None for nowhere."""
+    """Facts for a predictor when it is made. folder: for its files, None: it may keep none."""
 
     model: str
     folder: Path | None = None
@@ -57,26 +58,28 @@ def load_predictor(name: str, context: PredictorContext) -> LengthPredictor:
     module_name, _, attribute = name.partition(":")
     if not NAME.fullmatch(name):
         raise PredictorRefused(f"length_predictor: {name!r} is not of the form module:Name")
-    try:
+    # Importing runs code of the user's.
+    with _refused(name, "cannot be imported (is its folder in PYTHONPATH?)"):
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # importing runs code of the user's
-        raise PredictorRefused(
-            f"length_predictor: {name} cannot be imported: {type(error).__name__}: {error}. Is its folder in PYTHONPATH?"
-        ) from error
     made = _made(name, found, context)
     missing = [method for method in METHODS if not callable(getattr(made, method, None))]
     if missing:
         raise PredictorRefused(f"length_predictor: {name} has no method {' and no '.join(missing)}")
-    try:
+    with _refused(name, "could not answer a first question"):
         checked(made.predict(FIRST_QUESTION), None)
-    except Exception as error:
-        raise PredictorRefused(
-            f"length_predictor: {name} could not answer a first question: {type(error).__name__}: {error}"
-        ) from error
     predictor: LengthPredictor = made
     return predictor
+
+
+@contextmanager
+def _refused(name: str, what: str) -> Iterator[None]:
+    """Turn any error of a user's code into PredictorRefused, which says at what it failed."""
+    try:
+        yield
+    except Exception as error:
+        raise PredictorRefused(f"length_predictor: {name} {what}: {type(error).__name__}: {error}") from error
 
 
 def _made(name: str, found: Any, context: PredictorContext) -> Any:
@@ -84,12 +87,8 @@ def _made(name: str, found: Any, context: PredictorContext) -> Any:
         return found
     if not callable(found):
         raise PredictorRefused(f"length_predictor: {name} is neither a class nor a function nor a predictor")
-    try:
+    with _refused(name, "could not be made"):
         return found(context) if _takes_context(found) else found()
-    except Exception as error:
-        raise PredictorRefused(
-            f"length_predictor: {name} could not be made: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _takes_context(found: Callable[..., Any]) -> bool:
@@ -105,7 +104,7 @@ def _takes_context(found: Callable[..., Any]) -> bool:
 
 
 def checked(guess: Any, max_tokens: int | None) -> LengthGuess:
-    """A guess with sound numbers, within the client's bound. Raises TypeError or ValueError for what is none."""
+    """Return a guess with sound numbers, within the client's bound. Raises TypeError or ValueError for any other object."""
     p50, p90 = int(guess.p50), int(guess.p90)
     if p50 < 0 or p90 < p50:
         raise ValueError(f"p50 {p50} and p90 {p90} are no quantiles")
@@ -115,9 +114,9 @@ def checked(guess: Any, max_tokens: int | None) -> LengthGuess:
 
 
 class CustomPredictor:
-    """Asks a user's predictor on a thread of its own, one call at a time.
+    """Asks a user's predictor on a separate thread, one call at a time.
 
-    `ask` and `observe` from any thread; `counts`: `answered`, and what went wrong: `failed`, `late`, `refused` (nobody was asked: the thread
+    `ask` and `observe` from any thread; `counts`: `answered`, and faults: `failed`, `late`, `refused` (not asked: the thread
     was busy for too long), `not_observed`.
     """
 
@@ -128,11 +127,11 @@ class CustomPredictor:
         self._busy_since_s: float | None = None
         self._refitting: threading.Thread | None = None
         self.counts: Counter[str] = Counter()
-        # A daemon: one that hangs must not keep the process from ending.
+        # A daemon: a hanging predictor must not keep the process from ending.
         threading.Thread(target=self._run, name="length predictor", daemon=True).start()
 
-    def ask(self, features: LengthFeatures) -> Future[LengthGuess] | None:
-        """A guess to come, which the caller need not wait for; None where none will come in time."""
+    def ask(self, features: EngineRequest) -> Future[LengthGuess] | None:
+        """Ask for a guess, which the caller need not wait for; None if none can come in time."""
         if not self._has_time():
             self.note("refused", "is too slow: requests go on without it", None)
             return None
@@ -140,7 +139,8 @@ class CustomPredictor:
         self._work.put(lambda: self._answer(features, future))
         return future
 
-    def observe(self, features: LengthFeatures, num_tokens: int) -> None:
+    def observe(self, features: EngineRequest, num_tokens: int) -> None:
+        """Let the predictor learn from an answer, later and on its thread."""
         if not self._has_time():
             self.note("not_observed", "is too slow: it does not learn of every answer", None)
             return
@@ -153,7 +153,7 @@ class CustomPredictor:
             self._refitting.start()
 
     def note(self, what: str, message: str, error: Exception | None) -> None:
-        """Count it, and log it if it is the first of its kind."""
+        """Count a fault, and log the first of its kind."""
         if not self.counts[what]:
             log.warning(
                 "the length predictor %s %s; it is logged this once", self._name, message, exc_info=error
@@ -177,9 +177,9 @@ class CustomPredictor:
             work()
             self._busy_since_s = None
 
-    def _answer(self, features: LengthFeatures, future: Future[LengthGuess]) -> None:
+    def _answer(self, features: EngineRequest, future: Future[LengthGuess]) -> None:
         if not future.set_running_or_notify_cancel():
-            return  # whoever asked has gone on without it
+            return  # the request went on without it
         try:
             guess = checked(self._predictor.predict(features), features.max_tokens)
         except Exception as error:
@@ -189,7 +189,7 @@ class CustomPredictor:
             self.counts["answered"] += 1
             future.set_result(guess)
 
-    def _observe(self, features: LengthFeatures, num_tokens: int) -> None:
+    def _observe(self, features: EngineRequest, num_tokens: int) -> None:
         try:
             self._predictor.observe(features, num_tokens)
         except Exception as error:

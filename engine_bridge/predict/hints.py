@@ -1,9 +1,9 @@
-"""What a request's text and settings say about how long its answer will be: a fixed tuple of numbers, for tens of microseconds.
+"""Hints of an answer's length in its request's text and settings: a fixed tuple of numbers, made in tens of microseconds.
 
-What is kept are numbers and hashes: no text. Words with a meaning of their own are English ones; a question in another language counts by its length,
-marks, digits and lines, and by what answers have taught of its words (`words.py`).
+Only numbers and hashes are kept: no text. The words with a fixed meaning are English; a question in another language counts by its length, marks,
+digits and lines, and by the learned weights of its words (`words.py`).
 
-Measured (`python -m bench.sim.length`, share of answers put into the right one of five classes of length; 2026-11-23): MT-Bench-101 without adapters
+Measured (`bench.emulated length`, share of answers put into the right one of five classes of length; 2026-11-23): MT-Bench-101 without adapters
 55%, and 47% without anything read from the text. That data repeats a few tasks in whole conversations, and its figure carries over to nothing else:
 of the first turns of the same data 44%, of OpenAssistant's answers 35% (`--data single`, `oasst`). p90 covers 90% in each. What a program asks by a
 template of its own is told apart by `template`. Settings and tools are in no data that we have; they stand because they cost a comparison each.
@@ -23,16 +23,16 @@ from typing import Any
 from engine_bridge.predict.words import places_of
 from engine_bridge.protocol.asked import CONTEXT_HINTS, NO_TEXT, NOTHING_ASKED, TEXT_HINTS, Asked
 
-# Characters of a question that are looked at, half of them from its end, where long questions say what is wanted. Chosen: bounds the time.
+# Characters of a question that are read, half of them from its end, where long questions state the wish. Chosen: bounds the time.
 MAX_READ = 2048
 # Characters of system prompts that are counted. Chosen.
 MAX_COUNTED = 1 << 20
-# Of a question, for its template. Chosen: "translate the following text into" tells a template, and what it is filled with comes later.
+# Words of a question that tell its template. Chosen: "translate the following text into" tells one, and its filling comes later.
 OPENING_WORDS = 5
-# Of one kind of word in a question. Chosen.
+# Most words of one kind that count in a question. Chosen.
 MAX_WORDS = 8
 
-# What asks for a short answer, for a long one, for one with many parts, for one as long as what it is made from, and for code. Chosen.
+# Words that ask for a short answer, a long one, one with many parts, one as long as its source, and for code. Chosen.
 _WORDS = {
     "brief": "only just brief briefly short shortly concise concisely which who when where",
     "long": "essay story stories article report letter email speech script poem blog detail details detailed comprehensive explain describe "
@@ -61,7 +61,7 @@ _KIND_OF = {word: kind for kind, words in _WORDS.items() for word in words.split
 _WORD = re.compile("[a-z]+|[0-9]+")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SPELLED = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
-# Tokens of each. Chosen; a word is 4/3 of a token in English.
+# Tokens of each unit. Chosen; a word is 4/3 of a token in English.
 _TOKENS_OF = {"word": 4 / 3, "sentence": 25.0, "line": 15.0, "paragraph": 100.0, "page": 600.0}
 _TOKENS_OF |= {f"{unit}s": num_tokens for unit, num_tokens in _TOKENS_OF.items()}
 
@@ -69,29 +69,21 @@ SETTING_HINTS = ("structured", "temperature", "is_bounded", "has_stop", "ignores
 HINTS = TEXT_HINTS + CONTEXT_HINTS + SETTING_HINTS
 
 
-def read_conversation(messages: Sequence[tuple[str, str]], *, has_tools: bool = False) -> Asked:
-    """What (role, text) pairs ask, in their order."""
-    question, system, num_turns = "", _System(), 0
-    for role, text in messages:
-        if role in ("system", "developer"):
-            system.add(text)
-        elif role == "user":
-            question = text
-            num_turns += 1
-    return _asked(question, system, num_turns, has_tools=has_tools)
+def read_conversation(messages: Sequence[tuple[str, str]]) -> Asked:
+    """Read a conversation of (role, text) pairs, in their order."""
+    return read_body({"messages": [{"role": role, "content": text} for role, text in messages]})
 
 
 def read_body(body: Any) -> Asked:
-    """What a JSON body of any of OpenAI's or Anthropic's calls asks. Whatever does not look as it should counts as not there; never raises."""
+    """Read the JSON body of any of OpenAI's or Anthropic's calls. Malformed fields count as missing; never raises."""
     if not isinstance(body, dict):
         return NOTHING_ASKED
-    question, system, num_turns = _text(body.get("prompt")), _System(), 0
-    for given in ("system", "instructions"):
-        system.add(_text(body.get(given)))
+    question, num_turns = _text(body.get("prompt")), 0
+    systems = [_text(body.get(given)) for given in ("system", "instructions")]
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, str):
         question, num_turns = messages, 1
-    # Only what is looked at is read: a body may hold thousands of messages.
+    # Only the needed parts are read: a body may hold thousands of messages.
     for message in reversed(messages) if isinstance(messages, list) else ():
         role = message.get("role") if isinstance(message, dict) else None
         if role == "user":
@@ -99,39 +91,29 @@ def read_body(body: Any) -> Asked:
             if num_turns == 1:
                 question = _text(message.get("content"))
         elif role in ("system", "developer"):
-            system.add(_text(message.get("content")))
+            systems.append(_text(message.get("content")))
     has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return _asked(question, system, num_turns, has_tools=has_tools)
+    return _asked(question, [text for text in systems if text], num_turns, has_tools=has_tools)
 
 
-class _System:
-    """The system prompts of a call: how long they are, and a hash of how each begins."""
+def _system_key(systems: Sequence[str]) -> str:
+    """Return a hash of how long the system prompts of a call are, and how each begins; "" for none."""
+    said = "".join(f"{len(text)} {text[:MAX_READ]}" for text in systems)
+    return _digest(said) if systems else ""
 
-    def __init__(self) -> None:
-        self.num_chars = 0
-        self._digest = hashlib.blake2b(digest_size=8)
 
-    def add(self, text: str) -> None:
-        self.num_chars += len(text)
-        self._digest.update(
-            f"{len(text)} {text[:MAX_READ]}".encode("utf-8", "surrogatepass") if text else b""
-        )
+def _template_key(system: str, question: str) -> str:
+    """Return the key of the system prompts and the question's first words; "" without words."""
+    words = _LETTERS.findall(question[:MAX_READ].lower())[:OPENING_WORDS]
+    return system + _digest(" ".join(words)) if words else ""
 
-    def key(self) -> str:
-        """ "" where there is no text."""
-        return self._digest.hexdigest() if self.num_chars else ""
 
-    def template(self, question: str) -> str:
-        """The key of this and of the question's first words."""
-        words = _LETTERS.findall(question[:MAX_READ].lower())[:OPENING_WORDS]
-        if not words:
-            return ""
-        opening = hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-        return self.key() + opening
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _text(content: Any) -> str:
-    """Of a message: a string, or a list of parts, of which only text counts."""
+    """Return the text of a message: a string, or a list of parts, of which only text counts."""
     if isinstance(content, str):
         return content
     found = ""
@@ -144,22 +126,23 @@ def _text(content: Any) -> str:
     return found
 
 
-def _asked(question: str, system: _System, num_turns: int, *, has_tools: bool) -> Asked:
+def _asked(question: str, systems: Sequence[str], num_turns: int, *, has_tools: bool) -> Asked:
     if len(question) > MAX_READ:
         shown = f"{question[: MAX_READ // 2]} {question[-MAX_READ // 2 :]}"
     else:
         shown = question
     context = (
-        math.log1p(min(system.num_chars, MAX_COUNTED)),
+        math.log1p(min(sum(map(len, systems)), MAX_COUNTED)),
         math.log1p(num_turns),
         float(has_tools),
     )
     hints = text_hints(shown, len(question)) + context
-    return Asked(shown, hints, system.key(), system.template(shown), places_of(shown))
+    system = _system_key(systems)
+    return Asked(shown, hints, system, _template_key(system, shown), places_of(shown))
 
 
 def text_hints(question: str, num_chars: int | None = None) -> tuple[float, ...]:
-    """TEXT_HINTS of a question. num_chars: of all of it, where `question` is only a part."""
+    """Return the TEXT_HINTS of a question. num_chars: of the whole question, if `question` is only a part."""
     if not question:
         return NO_TEXT
     lowered = question.lower()
@@ -177,7 +160,7 @@ def text_hints(question: str, num_chars: int | None = None) -> tuple[float, ...]
 
 
 def _counts(lowered: str, words: Sequence[str]) -> list[float]:
-    """Words and phrases of each kind."""
+    """Count words and phrases of each kind."""
     found = [_KIND_OF[word] for word in words if word in _KIND_OF]
     counts = []
     for kind in _KINDS:
@@ -187,7 +170,7 @@ def _counts(lowered: str, words: Sequence[str]) -> list[float]:
 
 
 def _tokens_asked_for(words: Sequence[str]) -> float:
-    """ "in 200 words", "two paragraphs": the logarithm of the tokens, 0 without such a wish. The last one counts."""
+    """Return the logarithm of the tokens of "in 200 words", "two paragraphs"; 0 without such a wish. The last one counts."""
     asked = 0.0
     for before, unit in pairwise(words):
         if unit in _TOKENS_OF:
@@ -200,6 +183,6 @@ def _tokens_asked_for(words: Sequence[str]) -> float:
 def setting_hints(
     *, is_structured: bool, temperature: float | None, is_bounded: bool, has_stop: bool, ignores_eos: bool
 ) -> tuple[float, ...]:
-    """SETTING_HINTS. is_bounded: the client set `max_tokens` below what the context leaves."""
+    """Return the SETTING_HINTS. is_bounded: the client set `max_tokens` below what the context leaves."""
     heat = 1.0 if temperature is None else temperature
     return float(is_structured), heat, float(is_bounded), float(has_stop), float(ignores_eos)

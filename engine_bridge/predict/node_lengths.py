@@ -1,6 +1,6 @@
-"""What a node knows of answer lengths, for as long as the node lives: over rebuilds of its engine, and through a file over restarts.
+"""A node's knowledge of answer lengths: it outlives rebuilds of the engine and, through a file, restarts of the process.
 
-The file holds numbers and names: lengths, hints, and which session, adapter and tenant they were of. No text, no token.
+The file holds numbers and names: lengths, hints, and the sessions, adapters and tenants that they belong to. No text, no token.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from pathlib import Path
 
 from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorContext, load_predictor
 from engine_bridge.predict.hints import HINTS
-from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from engine_bridge.predict.length import OnlineLengths
+from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
-PREFIX = "lengths-"
-# Models whose lengths are kept, the latest used. Chosen: some MB each.
+PREFIX, SUFFIX = "lengths-", ".msgpack"
+# Models whose lengths are kept, those used last. Chosen: some MB each.
 MAX_FILES = 8
-# What makes a model answer as it does, besides its weights, of which names and sizes will do: reading them takes minutes.
+# Files that decide how a model answers, besides its weights, of which names and sizes will do: reading them takes minutes.
 READ_FILES = (
     "config.json",
     "generation_config.json",
@@ -33,20 +34,20 @@ WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 
 
 class NodeLengths:
-    """A `LengthPredictor`: ours, kept on disk, and in front of it a user's own where there is one.
+    """A `LengthPredictor`: ours, kept on disk, and in front of it a user's own if one is set.
 
-    `predict` and `observe` on the engine's thread, `ask` on the event loop, `refit`, `save` and `close` on any but these.
+    `predict` and `observe` run on the engine's thread, `ask` on the event loop, `refit` and `close` on any other thread.
 
     Args:
-        path: where it is kept; None: nowhere.
-        own: a user's predictor, asked ahead by whoever submits a request.
+        path: the file; None: nothing is kept.
+        own: a user's predictor. The caller that submits a request asks it ahead.
     """
 
     def __init__(self, path: Path | None = None, own: CustomPredictor | None = None) -> None:
         self._path = path
-        self._ours = (
-            OnlineLengths.load(path, num_hints=len(HINTS)) if path else OnlineLengths(num_hints=len(HINTS))
-        )
+        self._ours = OnlineLengths(num_hints=len(HINTS))
+        if path is not None:
+            self._ours.load(path)
         self._own = own
         # One refit and one write at a time: an engine that is rebuilt may leave a refit behind that is still under way.
         self._lock = threading.Lock()
@@ -55,7 +56,7 @@ class NodeLengths:
 
     @classmethod
     def open(cls, folder: Path | None, model: str, own_name: str | None = None) -> NodeLengths:
-        """What was learned of this model. Reads files: not for the event loop. Raises PredictorRefused."""
+        """Load the lengths of this model's answers. Reads files: not for the event loop. Raises PredictorRefused."""
         own = None
         if own_name is not None:
             own = CustomPredictor(
@@ -63,7 +64,7 @@ class NodeLengths:
             )
         if folder is None:
             return cls(None, own)
-        path = folder / f"{PREFIX}{fingerprint(model)}.npz"
+        path = folder / f"{PREFIX}{fingerprint(model)}{SUFFIX}"
         tidy(folder, path)
         return cls(path, own)
 
@@ -77,20 +78,22 @@ class NodeLengths:
         """The operator's own predictor, if one is set."""
         return self._own
 
-    def ask(self, features: LengthFeatures) -> Future[LengthGuess] | None:
-        """What the user's own predictor will say; None where nobody is asked."""
+    def ask(self, features: EngineRequest) -> Future[LengthGuess] | None:
+        """Ask the user's own predictor; None where there is none, or it has no time."""
         return self._own.ask(features) if self._own is not None else None
 
-    def predict(self, features: LengthFeatures) -> LengthGuess:
+    def predict(self, features: EngineRequest) -> LengthGuess:
+        """Predict by our own predictor."""
         return self._ours.predict(features)
 
-    def observe(self, features: LengthFeatures, num_tokens: int) -> None:
+    def observe(self, features: EngineRequest, num_tokens: int) -> None:
+        """Let both predictors learn from an answer that has ended."""
         self._ours.observe(features, num_tokens)
         if self._own is not None:
             self._own.observe(features, num_tokens)
 
     def refit(self) -> None:
-        """Learn, and keep what was learned."""
+        """Train on the observed answers, and write the result to disk."""
         with self._lock:
             self._ours.refit()
             self._save()
@@ -98,21 +101,21 @@ class NodeLengths:
             self._own.refit()
 
     def close(self) -> None:
-        """Keep what was learned. Nothing is to be observed any more."""
+        """Write the learned lengths to disk. Call nothing else afterwards."""
         with self._lock, going_on("learned answer lengths"):
             self._save()
         if self._own is not None:
             self._own.close()
 
     def figures(self) -> dict[str, int]:
-        """For people and dashboards: answers learned from, and what became of a user's own predictor (`own_…`). From any thread."""
+        """Return counts for dashboards: answers learned from, refits, and outcomes of a user's own predictor (`own_…`). From any thread."""
         counts = self._own.counts if self._own is not None else {}
         return {"observed": self.num_observed, "refits": self._ours.num_refits} | {
             f"own_{what}": num for what, num in counts.items()
         }
 
     def _save(self) -> None:
-        """A disk that is full or gone must not stop anything: it is logged once, and tried again after the next refit."""
+        """Write to disk. A disk that is full or missing stops nothing: it is logged once, and tried again after the next refit."""
         num_observed = self._ours.num_observed
         if self._path is None or num_observed == self._num_saved:
             return
@@ -127,9 +130,10 @@ class NodeLengths:
 
 
 def fingerprint(model: str) -> str:
-    """Tells models apart, and the tokenizers by which their answers are counted: 16 hex digits.
+    """Return 16 hex digits that tell models apart, and the tokenizers by which their answers are counted.
 
-    model: a folder, by what is in it, so that moving it changes nothing; or a name on a hub, whose revisions count as one model.
+    Args:
+        model: a folder, told by its content, so that moving it changes nothing; or a name on a hub, whose revisions count as one model.
     """
     digest = hashlib.sha256()
     folder = Path(model).expanduser()
@@ -138,7 +142,7 @@ def fingerprint(model: str) -> str:
         return digest.hexdigest()[:16]
     for path in sorted(folder.iterdir()):
         if not path.is_file():
-            continue  # reading a pipe would wait for whoever writes to it
+            continue  # reading a pipe would wait for its writer
         if path.name in READ_FILES:
             content = path.read_bytes()
             digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
@@ -148,11 +152,11 @@ def fingerprint(model: str) -> str:
 
 
 def tidy(folder: Path, used: Path) -> None:
-    """Drop files of models that were not served for the longest, and what a killed process left half-written."""
+    """Delete the files of models served longest ago, half-written files of killed processes, and files of the format before this one."""
     try:
-        files = sorted(folder.glob(f"{PREFIX}*.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
+        files = sorted(folder.glob(f"{PREFIX}*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
         old = [path for path in files if path != used][MAX_FILES - 1 :]
-        for path in [*old, *folder.glob(f"{PREFIX}*.tmp")]:
+        for path in [*old, *folder.glob(f"{PREFIX}*.tmp"), *folder.glob(f"{PREFIX}*.npz")]:
             path.unlink(missing_ok=True)
         if used.exists():
             used.touch()

@@ -32,7 +32,7 @@ MAX_MESSAGE_CHARS = 4096
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str = "") -> dict[str, Any]:
-    """The body of an error that is answered with this HTTP status. code: what is known beyond the status; "" for nothing."""
+    """Return the body of an error that is answered with this HTTP status. code: a more exact code than the status; "" for none."""
     kind, usual = _WORDS.get(
         status, ("invalid_request_error", "bad_request") if status < 500 else ("server_error", "internal")
     )
@@ -51,32 +51,34 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def cut(message: str) -> str:
-    """A message without what is too much of it."""
+    """Return a message without the part beyond MAX_MESSAGE_CHARS."""
     return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
 
 
 def is_too_long(message: str) -> bool:
-    """Whether this message, vLLM's or ours, means that a prompt does not fit into the model's context. vLLM has no other sign of it."""
+    """Return whether this message, vLLM's or ours, means that a prompt does not fit into the model's context. vLLM has no other sign of it."""
     return any(words in message for words in _TOO_LONG_WORDS)
 
 
 def anthropic_words(message: str, max_model_len: int) -> str:
-    """A message as Anthropic's server words it, where clients of its API look for words: by these they know that they have to shorten the
-    conversation, and by how much."""
+    """Return a message as Anthropic's server words it.
+
+    By these words clients of its API know that they have to shorten the conversation, and by how much.
+    """
     if not is_too_long(message):
         return message
     tokens, chars = (
         re.search(r"(\d+) input tokens, which", message),
         re.search(r"([\d,]+) characters", message),
     )
-    # Not split into tokens: at least so many.
+    # The text was not split into tokens: this is the least number that it can have.
     least = int(chars[1].replace(",", "")) // CHARS_PER_TOKEN if chars else 0
     num_tokens = int(tokens[1]) if tokens else max(max_model_len + 1, least)
     return f"prompt is too long: {num_tokens} tokens > {max_model_len} maximum"
 
 
 def unknown_model(name: str, known: list[str]) -> str:
-    """What to say of a model that is not served. known: the base model and the adapters, in the order in which they are to be shown."""
+    """Return the message for a model that is not served. known: the base model and the adapters, in the order in which they are to be shown."""
     shown = name if len(name) <= _MAX_NAME_CHARS else f"{name[:_MAX_NAME_CHARS]}…"
     others = f" and {len(known) - _MAX_NAMES} more" if len(known) > _MAX_NAMES else ""
     return (

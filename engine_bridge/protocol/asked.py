@@ -1,4 +1,4 @@
-"""What a request says of the answer that it wants: numbers by which its length is predicted."""
+"""Facts about a request's text, by which the length of its answer is predicted."""
 
 from __future__ import annotations
 
@@ -17,23 +17,20 @@ TEXT_HINTS = (
     "same",
     "code",
 )
-
-
 CONTEXT_HINTS = ("system_chars", "num_turns", "tools")
-
-
 NO_TEXT = (0.0,) * len(TEXT_HINTS)
-
-
 NO_CONTEXT = (0.0,) * len(CONTEXT_HINTS)
 
 
 class Asked(Struct, frozen=True):
-    """What a call asks.
+    """Facts about a call's text.
 
-    question: the text of the last message, at most MAX_READ characters of it. hints: TEXT_HINTS, then CONTEXT_HINTS. system: a hash of the system
-    prompt; "" without one. template: one of it and of how the question begins, which what a program fills in leaves as it is; "" without a
-    question. words: `words.places_of` the question.
+    Attributes:
+        question: the text of the last message, at most MAX_READ characters of it.
+        hints: TEXT_HINTS, then CONTEXT_HINTS.
+        system: a hash of the system prompt; "" without one.
+        template: a hash of the system prompt and of the question's beginning, without the parts that a program fills in; "" without a question.
+        words: `words.places_of` the question.
     """
 
     question: str = ""
@@ -43,7 +40,7 @@ class Asked(Struct, frozen=True):
     words: tuple[int, ...] = ()
 
     def numbers(self) -> Asked:
-        """Without the text."""
+        """Return the same facts without the text."""
         return msgspec.structs.replace(self, question="")
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong between the gateway and an engine, without a word of HTTP or websockets.
+"""Errors between the gateway and an engine, in terms of neither HTTP nor websockets.
 
 The gateway maps these to statuses, bodies and close codes (`gateway/errors.py`). Messages are safe to show to a client: no paths,
 no stack traces; causes are chained and go to the log.
@@ -49,10 +49,10 @@ class AdapterChanging(EngineUnavailable):
 
 
 class TooBusy(BridgeError):
-    """This tenant has so much work waiting that more is refused; others are served.
+    """This tenant has enough work waiting, so more is refused; other tenants are served.
 
     Attributes:
-        retry_after_s: a guess at when there will be room.
+        retry_after_s: the estimated time until there will be room, in seconds.
     """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
@@ -75,4 +75,4 @@ class SeamMoved(RuntimeError):
 
 
 class ClusterError(Exception):
-    """Nodes cannot be placed, or do not trust each other. The text is the operator's: what is wrong, and what to do."""
+    """Nodes cannot be placed, or do not trust each other. The text tells operators the cause and the remedy."""

@@ -1,4 +1,4 @@
-"""What a node tells the gateway of itself, by which requests are routed."""
+"""The facts that a node reports, by which requests are routed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ KernelName = Literal["bgmv", "mbgmv"]
 
 
 class Ranks(Struct, frozen=True, gc=False):
-    """Adapter ranks of some requests: of how many, their sum, the largest. Requests for the base model count with rank 0."""
+    """Adapter ranks of some requests: the number of requests, the sum and the largest of the ranks. Requests for the base model count with rank 0."""
 
     num: int = 0
     total: int = 0
     most: int = 0
 
     def plus(self, rank: int) -> Ranks:
+        """Return these ranks and one more."""
         return Ranks(self.num + 1, self.total + rank, rank if rank > self.most else self.most)
 
     def __add__(self, other: Ranks) -> Ranks:
@@ -27,7 +28,7 @@ class Ranks(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PerfModel:
-    """Seconds of a step over a batch, 0 of nobody.
+    """Seconds of a step over a batch; 0 of an empty batch.
 
     rank_s · (ranks as the kernel reads them) + token_s · (tokens of KV) + request_s · (requests) + fixed_s.
     BGMV pads all ranks to the largest, MBGMV does not. Source: CaraServe §5; departs in tokens and requests, which its models leave out (0 s each).
@@ -40,6 +41,7 @@ class PerfModel:
     request_s: float = 0.0
 
     def seconds(self, ranks: Ranks, num_tokens: int = 0) -> float:
+        """Return the seconds of a step over these ranks and tokens of KV."""
         if ranks.num == 0:
             return 0.0
         read = ranks.num * ranks.most if self.kernel == "bgmv" else ranks.total
@@ -47,11 +49,16 @@ class PerfModel:
 
 
 class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
-    """How fast a node is, as it knows itself. Everything in seconds.
+    """How fast a node is, by its own measurements. Everything in seconds.
 
-    decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`. answer_tokens: the usual answer there. kv_token_s, kv_disk_token_s: a
-    token's KV from host memory to the device, and from disk to host memory. kv_fetch_token_s: from another node's to this one's, with what computing
-    costs that it often lacks; None: it cannot have it. error: mean share by which steps have differed from what was predicted lately.
+    Attributes:
+        decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`.
+        answer_tokens: the usual length of an answer there, in tokens.
+        kv_token_s: a token's KV from host memory to the device.
+        kv_disk_token_s: a token's KV from disk to host memory.
+        kv_fetch_token_s: a token's KV from another node to this one, with the cost of computing KV that the other node often lacks; None: it cannot
+            fetch.
+        error: mean share by which steps have differed lately from their predictions.
     """
 
     decode: PerfModel
@@ -65,12 +72,12 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     error: float = 0.0
 
     def kv_load_s(self, num_host_tokens: int, num_disk_tokens: int = 0) -> float:
-        """Until KV that lies there is on the device."""
+        """Return the seconds until KV in host memory and on disk is on the device."""
         num_tokens = num_host_tokens + num_disk_tokens
         return self.kv_token_s * num_tokens + self.kv_disk_token_s * num_disk_tokens
 
 
-# A node that has not said anything yet. Chosen: a small GPU. All that are unknown are alike, so that only their loads decide.
+# A node that has not reported yet. Chosen: a small GPU. All unknown nodes are alike, so that only their loads decide.
 UNKNOWN = NodePerf(
     decode=PerfModel("mbgmv", 0.0, 0.03, 1e-7, 1e-4),
     prefill=PerfModel("mbgmv", 0.0, 0.03, 0.0, 0.05),
@@ -80,13 +87,19 @@ UNKNOWN = NodePerf(
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
-    """A node, as it last reported itself.
+    """A node's load, as it last reported it.
 
-    running, queued: ranks of requests that have begun, and of those that have not. num_tokens: of KV that all of them hold or will take when they
-    begin. queued_tokens: of the prompts of those that are queued, what has to be computed. answer_tokens: that all of them are predicted to answer
-    still, None where nobody predicts it. free_tokens: of KV, that more requests could take when all of those have what they will need.
-    num_urgent: requests of urgent sessions. is_open: takes requests. perf: None: as `Settings` have it for all nodes. store: nodes that name the same
-    one have their host memory and disk in common; "": its own.
+    Attributes:
+        running: ranks of requests that have begun.
+        queued: ranks of requests that have not begun.
+        num_tokens: tokens of KV that all of these requests hold, or will take when they begin.
+        queued_tokens: prompt tokens of queued requests that have to be computed.
+        answer_tokens: tokens that all of these requests are predicted to answer still; None without predictions.
+        free_tokens: tokens of KV that more requests could take once all of these requests have all that they will need.
+        num_urgent: requests of urgent sessions.
+        is_open: whether the node takes requests.
+        perf: None: as `Settings` have it for all nodes.
+        store: nodes that name the same store share their host memory and disk; "": the node shares them with no other.
     """
 
     node_id: str
@@ -103,4 +116,5 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_requests(self) -> int:
+        """Number of requests, running and queued."""
         return self.running.num + self.queued.num

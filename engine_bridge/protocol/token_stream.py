@@ -16,10 +16,10 @@ Split = Callable[[Any], tuple[str, str]]
 class TokenStream:
     """Collects one request's outputs until its reader takes them; belongs to the event loop.
 
-    What arrives while the reader is busy, or together, is merged into one delta. How often outputs arrive is the bridge's affair.
+    Outputs that arrive while the reader is busy, or together, are merged into one delta. The bridge decides how often outputs arrive.
 
     Attributes:
-        prompt: what the last delta says of the prompt, once it is known.
+        prompt: the prompt for the last delta, once it is known.
         split: tells the reasoning in an output from its text, if the model has a parser for that; set before the first output.
     """
 
@@ -71,7 +71,7 @@ class TokenStream:
         return self._finish_reason is not None or self._error is not None
 
     def stop(self) -> None:
-        """End the stream from outside; what has come so far stands, with finish_reason `stopped`."""
+        """End the stream from outside; the text so far stands, with finish_reason `stopped`."""
         if self._finish_reason is None:
             self._finish_reason = "stopped"
             self._last_s = time.monotonic()
@@ -134,7 +134,10 @@ class TokenStream:
         )
 
     def _sources(self) -> KvSources:
-        """As the connector noted them on the first output; without KV tiers all that was cached was on the device."""
+        """Return the sources of the prompt's KV as the connector noted them on the first output.
+
+        Without KV tiers all cached tokens were on the device.
+        """
         noted = self._kv_sources
         device, host, disk, peer = (
             (noted.device, noted.host, noted.disk, noted.peer)

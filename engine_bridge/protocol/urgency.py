@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def is_urgent(priority: int) -> bool:
-    """Of a request or an advisory; lower goes first, 0 is as any other. The gateway lets clients below 0 only where the operator allows it."""
+    """Return whether the priority of a request or an advisory goes before the usual one, 0; lower goes first."""
     return priority < 0

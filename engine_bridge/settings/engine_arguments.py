@@ -1,7 +1,7 @@
 """Which of vLLM's engine arguments a user may set by `--engine-arg NAME=VALUE`, and which of them not, with the reason.
 
-Whatever has a setting of its own is to be set there, so that it has one source. What contradicts the way in which this server uses the engine is
-refused by name. All others go to vLLM as they are: it knows their types and what fits together.
+An argument with a setting of the server's is refused, so that it has one source. Arguments that contradict the way in which this server uses the
+engine are refused by name. All others go to vLLM as they are: it knows their types and combinations.
 """
 
 from __future__ import annotations
@@ -16,79 +16,45 @@ _TEXT = "the server only serves models that generate text, from conversations th
 _KV_SIZE = "the size of the KV cache is set by --kv-cache-gib, or by --gpu-memory-utilization on a GPU"
 _OWN = "the server sets it: its scheduling and its figures stand on it"
 # By vLLM's names (EngineArgs of 0.32).
-RULED_OUT: Mapping[str, str] = (
-    dict.fromkeys(
+RULED_OUT: Mapping[str, str] = {
+    name: why
+    for names, why in (
         (
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "prefill_context_parallel_size",
-            "decode_context_parallel_size",
-            "data_parallel_size",
-            "data_parallel_size_local",
-            "data_parallel_rank",
-            "data_parallel_backend",
-            "distributed_executor_backend",
-            "nnodes",
-            "node_rank",
-            "master_addr",
-            "master_port",
-            "enable_expert_parallel",
-            "worker_cls",
-            "worker_extension_cls",
+            "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size data_parallel_size "
+            "data_parallel_size_local data_parallel_rank data_parallel_backend distributed_executor_backend nnodes node_rank master_addr "
+            "master_port enable_expert_parallel worker_cls worker_extension_cls",
+            f"{_ONE_PROCESS}. For several engines give --nodes N, each with a device of its own",
         ),
-        f"{_ONE_PROCESS}. For several engines give --nodes N, each with a device of its own",
-    )
-    | dict.fromkeys(
         (
-            "kv_transfer_config",
-            "kv_offloading_size",
-            "kv_offloading_backend",
-            "ec_transfer_config",
-            "prefix_caching_hash_algo",
+            "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config prefix_caching_hash_algo",
+            _TIERS,
         ),
-        _TIERS,
-    )
-    | dict.fromkeys(("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"), _STEPS)
-    | dict.fromkeys(
+        ("long_prefill_token_threshold long_prefill_token_threshold_adaptive", _STEPS),
         (
-            "max_cpu_loras",
-            "fully_sharded_loras",
-            "default_mm_loras",
-            "lora_dtype",
-            "specialize_active_lora",
-            "enable_lora",
+            "max_cpu_loras fully_sharded_loras default_mm_loras lora_dtype specialize_active_lora enable_lora",
+            _ADAPTERS,
         ),
-        _ADAPTERS,
-    )
-    | dict.fromkeys(
-        ("runner", "convert", "pooler_config", "skip_tokenizer_init", "enable_prompt_embeds", "tokens_only"),
-        _TEXT,
-    )
-    | dict.fromkeys(
+        ("runner convert pooler_config skip_tokenizer_init enable_prompt_embeds tokens_only", _TEXT),
         (
-            "scheduler_cls",
-            "async_scheduling",
-            "disable_log_stats",
-            "structured_outputs_config",
-            "use_tqdm_on_load",
-            "kv_events_config",
+            "scheduler_cls async_scheduling disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
+            _OWN,
         ),
-        _OWN,
+        ("enable_prefix_caching", "it is always on: sessions, KV tiers and advisories stand on it"),
+        ("num_gpu_blocks_override kv_cache_memory_bytes", _KV_SIZE),
+        ("enable_sleep_mode", "no route of this server puts the engine to sleep"),
+        (
+            "reasoning_parser_plugin",
+            "parsers are chosen among those that vLLM brings: see --reasoning-parser",
+        ),
     )
-    | {
-        "enable_prefix_caching": "it is always on: sessions, KV tiers and advisories stand on it",
-        "num_gpu_blocks_override": _KV_SIZE,
-        "kv_cache_memory_bytes": _KV_SIZE,
-        "enable_sleep_mode": "no route of this server puts the engine to sleep",
-        "reasoning_parser_plugin": "parsers are chosen among those that vLLM brings: see --reasoning-parser",
-    }
-)
+    for name in names.split()
+}
 
 
 def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Name -> value of each "NAME=VALUE", with vLLM's underscores in the names. settings: by name, the flag of each setting of our own.
+    """Return name -> value of each "NAME=VALUE", with vLLM's underscores in the names. settings: by name, the flag of each setting of our own.
 
-    Raises ValueError, with a text for the operator, for another form, a name with a setting of its own or that is ruled out, and a name given twice.
+    Raises ValueError, with a text for the operator, for another form, a name that has its own setting or is ruled out, and a name given twice.
     """
     found: dict[str, str] = {}
     for pair in pairs:

@@ -18,7 +18,7 @@ from engine_bridge.policy.scheduling import lanes, policies
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 GIB = 1 << 30
-# On a CPU, where nobody says otherwise. Chosen: the demo model's conversations of a small team, on a laptop.
+# The default on a CPU. Chosen: the demo model's conversations of a small team, on a laptop.
 CPU_KV_CACHE_BYTES = GIB
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -37,7 +37,7 @@ else:  # mypy wants to read the words
 
 
 def setting(group: str, description: str, **constraints: Any) -> Meta:
-    """What the help and the error texts say about a setting."""
+    """Describe a setting for the help and for error texts."""
     return Meta(description=description, extra={"group": group}, **constraints)
 
 
@@ -45,7 +45,7 @@ ModelName = Annotated[str, setting("Model", "Model folder, or its name on a mode
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
-    """What a user may set of an engine. Memory in GiB; lengths in tokens."""
+    """The settings of an engine that a user may make. Memory in GiB; lengths in tokens."""
 
     model: ModelName
     served_model_name: Annotated[
@@ -119,6 +119,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = ()
 
+    otlp_endpoint: Annotated[
+        NonEmpty | None,
+        setting(
+            "Server",
+            "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318; unset: none.",
+        ),
+    ] = None
+
     grammar_memory_mib: Annotated[
         Positive | None,
         setting(
@@ -189,16 +197,6 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = 50.0
     """The first and the last token of an answer are sent at once. Why not each: docs/decisions/0002."""
-    decision_log: Annotated[
-        Path | None,
-        setting(
-            "Scheduling",
-            "Record who starts and why, for `overture replay`; an earlier file is renamed to FILE.1.",
-        ),
-    ] = None
-    decision_log_mib: Annotated[
-        int, setting("Scheduling", "Largest size of the decision log, in MiB.", ge=1, le=KIB * KIB)
-    ] = 64
 
     lora_modules: Annotated[
         tuple[NonEmpty, ...],
@@ -245,7 +243,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
 
 def kv_cache_bytes(kv_cache_gib: float | None, device: str) -> int | None:
-    """Of KV on the device, as the setting says; None: what `gpu_memory_utilization` leaves."""
+    """Return the bytes of KV on the device; None: all that `gpu_memory_utilization` leaves."""
     if kv_cache_gib is not None:
         return int(kv_cache_gib * GIB)
     return CPU_KV_CACHE_BYTES if device == "cpu" else None
@@ -269,12 +267,12 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """As `kv_cache_bytes` says of this device."""
+        """Bytes of KV on the device; None: all that `gpu_memory_utilization` leaves."""
         return kv_cache_bytes(self.kv_cache_gib, self.device)
 
     @property
     def grammar_bytes(self) -> int:
-        """What the compiled grammars of all running answers may take together."""
+        """Bytes for the compiled grammars of all running answers together."""
         mib = self.grammar_memory_mib
         return default_room_bytes(self.max_num_seqs) if mib is None else mib * MIB
 

@@ -1,4 +1,4 @@
-"""The machine that this process runs on, as the system tells it: without torch, so in no time."""
+"""The machine that this process runs on, as the system describes it; no torch is imported for it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-# Of a processor's instructions, those that decide which kernels an engine gets, and on ARM their like.
-INSTRUCTIONS = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_tile",
-    "amx_bf16",
-    "asimd",
-    "bf16",
-    "sve",
-)
-GPU_QUERY_S = 10.0  # that a driver may take to answer. Chosen
+# The instructions of a processor that decide which kernels an engine gets; the last three are of ARM.
+INSTRUCTIONS = tuple("avx2 avx512f avx512_vnni avx512_bf16 amx_tile amx_bf16 asimd bf16 sve".split())
+GPU_QUERY_S = 10.0  # for the answer of a driver. Chosen
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """Memory in bytes; of a container, what it may have. num_cores: that this process may use. gpus: a line each, as their driver names them."""
+    """A machine, or the part of it that a container may use. num_cores: usable by this process. gpus: a line each, as their driver names them."""
 
     processor: str
     instructions: tuple[str, ...]
@@ -37,7 +27,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 def look() -> Machine:
-    """Asks the system, and the NVIDIA driver where there is one."""
+    """Ask the system, and the NVIDIA driver if it is installed."""
     processor, flags = processor_of(_read("/proc/cpuinfo"))
     total, available = memory_of(_read("/proc/meminfo"), _read("/sys/fs/cgroup/memory.max"))
     return Machine(
@@ -52,7 +42,7 @@ def look() -> Machine:
 
 
 def _read(path: str) -> str:
-    """Empty where there is no such file: not every system has all of them."""
+    """Read a file; "" for a missing one: not every system has all of them."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -60,12 +50,12 @@ def _read(path: str) -> str:
 
 
 def processor_name() -> str:
-    """The processor's name as the kernel gives it."""
+    """Return the processor's name as the kernel gives it."""
     return processor_of(_read("/proc/cpuinfo"))[0]
 
 
 def processor_of(cpuinfo: str) -> tuple[str, frozenset[str]]:
-    """Its name, and what it says it can do."""
+    """Return a processor's name and its instructions."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -75,7 +65,7 @@ def processor_of(cpuinfo: str) -> tuple[str, frozenset[str]]:
 
 
 def memory_of(meminfo: str, limit: str) -> tuple[int, int]:
-    """(all, available now), no more than the control group allows."""
+    """Return the bytes of memory (all, available now), within the control group's limit."""
     fields = {line.partition(":")[0]: line.split() for line in meminfo.splitlines()}
     total, available = (
         int(fields[name][1]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable")
@@ -90,8 +80,5 @@ def _gpus() -> tuple[str, ...]:
         done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_QUERY_S)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return (
-        tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
-        if done.returncode == 0
-        else ()
-    )
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return tuple(line.strip() for line in lines if line.strip())

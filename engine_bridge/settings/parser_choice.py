@@ -36,6 +36,7 @@ class Family(Struct, frozen=True):
     holds_calls: bool = False
 
     def has(self, model_type: str, template: str) -> bool:
+        """Return whether a model of this type, with this chat template, is of the family."""
         return (not self.model_types or model_type in self.model_types) and all(
             mark in template for mark in self.marks
         )
@@ -116,12 +117,12 @@ REASONING_FAMILIES = (
 
 
 def choose_tool_parser(setting: str, model_type: str, template: str) -> Choice:
-    """setting: "auto", "none" or a parser's name. template: the chat template; "" where there is none."""
+    """Choose a parser of tool calls. setting: "auto", "none" or a parser's name. template: the chat template, "" for none."""
     return _choose(setting, TOOL_FAMILIES, model_type, template, needed="tool")
 
 
 def choose_reasoning_parser(setting: str, model_type: str, template: str) -> Choice:
-    """As `choose_tool_parser`."""
+    """Choose a reasoning parser. Arguments as for `choose_tool_parser`."""
     return _choose(setting, REASONING_FAMILIES, model_type, template, needed="")
 
 

@@ -1,4 +1,4 @@
-"""What was measured of one model on one machine, and the file that it is kept in. `engine_bridge/driver/profiling/` measures.
+"""Measured times of one model on one machine, and their file. `engine_bridge/driver/profiling/` measures.
 
 A profile is for one `ProfileSubject` and named by its fingerprint: another device, other weights, another number of threads or another
 release of vLLM each take a profile of their own. Nothing in it is needed to serve; without one, costs are learned from real steps alone.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -19,21 +17,20 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.policy.costs.costs import Link, StepGrid, StepTable
-from engine_bridge.predict.steps import Candidate
-from kvtiers.io.files import read_regular
+from kvtiers.io.files import read_regular, write_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 1
-# Within which nobody else has measured: a table's error is not believed to be less. Chosen, as in StepTable.
+FORMAT_VERSION: Final = 2
+# The least error that a table is credited with. Chosen, as in StepTable.
 MIN_ERROR: Final = 0.02
 
 
 class ProfileSubject(Struct, frozen=True, kw_only=True):
-    """What must be equal for measured times to hold.
+    """The facts that must be equal for measured times to hold.
 
     model: a folder's last part, or the name on a hub. revision: of a folder, a digest of its files (`kvtiers.weights.folder_revision`). device: name
-    of the processor or GPU. num_threads: that a step computes on; 0 on a GPU.
+    of the processor or GPU. num_threads: of a step; 0 on a GPU.
     """
 
     model: str
@@ -55,24 +52,15 @@ class ProfileSubject(Struct, frozen=True, kw_only=True):
 class StepProfile(Struct, frozen=True, kw_only=True):
     """Step times as a table, and how good it is.
 
-    candidates: all that were tried, the best first. repeatability: mean relative deviation of equal steps from their median, None where none
+    error: mean relative, of the table on held-out points. repeatability: mean relative deviation of equal steps from their median, None where none
     was repeated: the machine's share of the error. See `predict/steps.py` for how errors are counted.
     """
 
     grid: StepGrid
-    candidates: tuple[Candidate, ...]
+    error: float
     repeatability: float | None
     num_samples: int
     num_held_out: int
-
-    @property
-    def winner(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def error(self) -> float:
-        """Mean relative error of the table on held-out points."""
-        return self.winner.table_error
 
     def table(self) -> StepTable:
         """A new table, which learns from real steps from here on."""
@@ -110,13 +98,11 @@ class LinearCost(Struct, frozen=True, kw_only=True):
     b: float
     r2: float
 
-    def seconds(self, x: float) -> float:
-        return self.a * x + self.b
-
 
 class AdapterProfile(Struct, frozen=True, kw_only=True):
-    """load_bytes_per_s: from disk to host memory, checked and laid out. What adapters add to a decode step, in both forms of CaraServe §5 (B4):
+    """What adapters cost.
 
+    load_bytes_per_s: from disk to host memory, checked and laid out. What adapters add to a decode step stands in both forms of CaraServe §5 (B4).
     bgmv: x is the number of requests times the largest rank among them. mbgmv: x is the sum of their ranks.
     """
 
@@ -127,7 +113,7 @@ class AdapterProfile(Struct, frozen=True, kw_only=True):
 
 
 class MachineProfile(Struct, frozen=True, kw_only=True):
-    """A model on a device. created_at: Unix seconds. seconds: that it took. None for what was left out; `notes` say why, a sentence each."""
+    """A model on a device. created_at: Unix seconds. seconds: of the measuring. None for parts that were left out; `notes` say why."""
 
     subject: ProfileSubject
     created_at: float
@@ -141,21 +127,23 @@ class MachineProfile(Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
+        """The subject's fingerprint."""
         return self.subject.fingerprint
 
     @property
     def summary(self) -> str:
-        """For a line of the log."""
+        """The profile in a line of the log."""
         day = time.strftime("%Y-%m-%d", time.localtime(self.created_at))
         return f"a profile of {day}, within {self.steps.error:.1%} of what was held out"
 
     @property
     def link(self) -> Link | None:
+        """The measured link between device and host."""
         return self.copies.link if self.copies is not None else None
 
     @property
     def adapter_speeds(self) -> dict[str, float]:
-        """What was measured of the ways of an adapter, by the names that `core.adapter_worth.Worth` has for it."""
+        """The measured speeds of an adapter's ways, by the names of `core.adapter_worth.Worth`."""
         speeds = {}
         if self.adapters is not None:
             speeds["load_bytes_per_s"] = self.adapters.load_bytes_per_s
@@ -167,22 +155,12 @@ class MachineProfile(Struct, frozen=True, kw_only=True):
         """Write the profile in place of an older one of its subject: a reader sees the old one or this one. Returns its path. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = path_of(folder, self.fingerprint)
-        fd, partial = tempfile.mkstemp(dir=folder, prefix=".partial-")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
-        _sync_folder(folder)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         return path
 
     @classmethod
     def load(cls, folder: Path, fingerprint: str) -> MachineProfile | None:
-        """The profile of this name; None, with the reason in the log, if it is missing, damaged, or of another format or subject."""
+        """Load the profile of this name; None, with the reason in the log, if it is missing, damaged, or of another format or subject."""
         path = path_of(folder, fingerprint)
         try:
             data = read_regular(path)
@@ -206,20 +184,18 @@ class _Head(Struct):
 
 
 def path_of(folder: Path, fingerprint: str) -> Path:
-    """Where the profile of a machine and model with this fingerprint is kept."""
+    """Return the path of the profile with this fingerprint."""
     return folder / f"{fingerprint}.json"
 
 
 def _decoded(data: bytes, fingerprint: str) -> MachineProfile:
-    """Raises ValueError, or msgspec's DecodeError, for what cannot be used."""
+    """Decode a profile. Raises ValueError, or msgspec's DecodeError, for an unusable one."""
     version = msgspec.json.decode(data, type=_Head).format_version
     if version != FORMAT_VERSION:
         raise ValueError(f"its format is {version}, not {FORMAT_VERSION}")
     profile = msgspec.json.decode(data, type=MachineProfile)
     if profile.fingerprint != fingerprint:
         raise ValueError("it is of another model or device")
-    if not profile.steps.candidates:
-        raise ValueError("it says nothing about its step times")
     StepTable(profile.steps.grid)  # raises ValueError for axes or times that cannot be
     rates = []
     if profile.copies is not None:
@@ -232,12 +208,3 @@ def _decoded(data: bytes, fingerprint: str) -> MachineProfile:
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError("it has speeds that cannot be")
     return profile
-
-
-def _sync_folder(folder: Path) -> None:
-    """Or a power cut may lose the rename."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

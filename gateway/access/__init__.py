@@ -1,1 +1,1 @@
-"""Who may ask for how much: keys, rates, shares of what is kept, and calls that are open."""
+"""Which person may ask for how much: keys, rates, shares of what is kept, and calls that are open."""

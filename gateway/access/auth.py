@@ -1,11 +1,11 @@
-"""API keys: who is asking, decided from a key that is never kept.
+"""API keys: which owner a request belongs to, decided from a key that is never kept.
 
-A key is 256 random bits, so one SHA-256 protects it: stretching (scrypt, argon2) helps only keys that can be guessed, and would cost
-every request tens of milliseconds. Each stored hash has its own salt, so that equal hashes do not show and a key that a person
-made up is at least not in anybody's precomputed table.
+A key is 256 random bits, so one SHA-256 protects it: stretching (scrypt, argon2) helps only keys that can be guessed, and would cost every
+request tens of milliseconds. Each stored hash has its own salt, so that equal hashes do not show and a key that a person made up is not in a
+precomputed table.
 
 However many keys a file has, one hash finds a key in it: the salt of a line begins with the first characters of its key, by which the line is
-looked up. Those characters say nothing of the 208 bits that follow them. Lines that earlier versions made have salts of chance alone.
+looked up. Those characters say nothing of the 208 bits that follow them. Lines that earlier versions made have random salts alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ _MADE = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")  # as `generate_key` mak
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is asking. owner: what sessions belong to, stable for as long as the key lives. name: for people and logs. weight: its share
-    against others. is_operator: may see and change what concerns everybody (see `KeyRing.is_operator`)."""
+    """The holder of a key.
+
+    owner: what sessions belong to, stable for as long as the key lives. name: for people and logs. weight: its share against others.
+    is_operator: may see and change what concerns everybody (see `KeyRing.is_operator`).
+    """
 
     owner: str
     name: str
@@ -59,7 +62,7 @@ LOCAL = Principal(owner="local", name="local")
 
 
 def tenant_of(owner: str) -> str:
-    """Whose KV an owner's requests share: its own, or, where no keys are asked for, everybody's ("")."""
+    """Return the tenant whose KV an owner's requests share: the owner itself, or "" for everybody where no keys are asked for."""
     return "" if owner == LOCAL.owner else owner
 
 
@@ -74,16 +77,17 @@ class _Entry:
 
     @property
     def id(self) -> bytes | None:
-        """With what its key begins; None for a line that does not say so."""
+        """The characters with which the key begins; None for a line that does not say so."""
         has_id = len(self.salt) == ID_CHARS + SALT_BYTES and self.salt.startswith(KEY_PREFIX.encode())
         return self.salt[:ID_CHARS] if has_id else None
 
     def is_of(self, presented: bytes) -> bool:
+        """Return whether this entry is that of the presented key."""
         return hmac.compare_digest(_digest(self.salt, presented), self.digest)
 
 
 class _Lines:
-    """The lines of a key file, found by what a key begins with."""
+    """The lines of a key file, found by the first characters of their keys."""
 
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._by_id: dict[bytes, list[_Entry]] = {}
@@ -93,23 +97,26 @@ class _Lines:
             own.append(entry)
 
     def matching(self, presented: bytes, *, with_all: bool) -> list[_Entry]:
-        """with_all: compare the key with each line without an id as well, so that the time taken does not tell which one it was."""
+        """Return the line that a key matches.
+
+        with_all: compare the key with each line without an id as well, so that the time taken does not tell which line it was.
+        """
         near = self._by_id.get(presented[:ID_CHARS], [])
         return [entry for entry in near + (self.without_id if with_all else []) if entry.is_of(presented)]
 
 
 def generate_key() -> str:
-    """A new random key, to be shown once to the person who will use it."""
+    """Return a new random key, to be shown once to the person who will use it."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def owner_of(key: str) -> str:
-    """The owner id of a key's sessions: 128 bits of a hash of its own, so that it is neither the key nor the hash in the key file."""
+    """Return the owner id of a key's sessions: 128 bits of a separate hash, which is neither the key nor the hash in the key file."""
     return "k_" + hashlib.sha256(b"overture owner\0" + _bytes(key)).hexdigest()[:32]
 
 
 def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
-    """The line that lets `key` in when it stands in a key file. name: 1–64 characters without spaces or colons, else ValueError."""
+    """Return the line of a key file that lets `key` in. name: 1–64 characters without spaces or colons, else ValueError."""
     start = key[:ID_CHARS].encode() if _MADE.fullmatch(key) else b""
     salt = start + secrets.token_bytes(SALT_BYTES)
     digest = _digest(salt, _bytes(key))
@@ -120,10 +127,10 @@ def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
 
 
 def extract_key(headers: Mapping[str, str]) -> str | None:
-    """The key that a request's headers present, None without one.
+    """Return the key that a request's headers present; None without one.
 
-    ``Authorization: Bearer KEY`` (OpenAI clients) goes before ``x-api-key`` (Anthropic clients). headers: a mapping that ignores case,
-    as aiohttp's is.
+    ``Authorization: Bearer KEY`` (OpenAI clients) goes before ``x-api-key`` (Anthropic clients). headers: a mapping that ignores case, as
+    aiohttp's is.
     """
     scheme, _, credentials = headers.get("Authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
@@ -134,10 +141,14 @@ def extract_key(headers: Mapping[str, str]) -> str | None:
 class KeyRing:
     """The keys that this server accepts. Without any, everybody is ``local``.
 
-    keys, operator_keys: in plain text, from flags, environment or configuration; only their hashes are kept. key_file: a file of
-    ``key_file_line`` lines, blank lines and ``#`` comments; it may be read again (`read`, `take_over`). Raises StartupError for an empty key, and
-    for a key file that cannot be read, has a malformed line or no key at all: a mistake there must not open the server to everybody. weights:
-    shares by the names of keys; 1 for all others.
+    Args:
+        keys, operator_keys: in plain text, from flags, environment or configuration; only their hashes are kept.
+        key_file: a file of `key_file_line` lines, blank lines and ``#`` comments; it may be read again (`read`, `take_over`).
+        weights: shares by the names of keys; 1 for all others.
+
+    Raises:
+        StartupError: a key is empty, or the key file cannot be read, has a malformed line or no key at all: a mistake there must not open the
+            server to everybody.
     """
 
     def __init__(
@@ -155,9 +166,9 @@ class KeyRing:
         self._key_file = key_file
         self._entries = self.read()
         self._lines = self._lines_of(self._entries)
-        # Who came by which line, since owners are known from keys alone: as many as there are keys.
+        # The entry by which each owner was let in, because an owner is known only from a key; at most one for each key.
         self._known: dict[str, _Entry] = {}
-        # Of these, whom the lines as they are now have let in.
+        # The owners among them that the present lines have let in.
         self._let_in: set[str] = set()
         if key_file is not None:
             _warn_of_readers(key_file)
@@ -180,14 +191,19 @@ class KeyRing:
         return any(entry.is_operator for entry in self._entries)
 
     def is_operator(self, principal: Principal) -> bool:
-        """Whether this one may see and change what concerns everybody: who holds an operator's key, and without keys whoever is there."""
+        """Return whether this person may see and change what concerns everybody: the holder of an operator's key; without keys, everybody."""
         return self.is_open or principal.is_operator
 
     def authenticate(self, presented: str | None, *, may_take_long: bool = True) -> Principal:
-        """Who presents this key (None: no key at all). Raises GatewayError ``unauthorized`` for a missing or wrong one.
+        """Return the holder of this key (None: no key was presented).
 
-        may_take_long: where the key file has more than MAX_COMPARED lines without an id, compare a key that was not seen yet with all of
-        them, which takes a microsecond for each; if not, such a key is wrong unless its line has an id.
+        Args:
+            presented: the key, as the client sent it.
+            may_take_long: if the key file has more than MAX_COMPARED lines without an id, compare a key that was not seen yet with all of them,
+                which takes a microsecond for each; otherwise such a key is wrong unless its line has an id.
+
+        Raises:
+            GatewayError: `unauthorized` for a missing or wrong key.
         """
         if self.is_open:
             return LOCAL
@@ -203,7 +219,7 @@ class KeyRing:
         return self._principal(owner, entry)
 
     def current(self, principal: Principal) -> Principal:
-        """Somebody who was let in before, as the keys are now. Raises GatewayError ``unauthorized`` if the key was withdrawn meanwhile."""
+        """Return the principal as the keys are now. Raises GatewayError `unauthorized` if the key was withdrawn meanwhile."""
         if self.is_open:
             return principal
         entry = self._known.get(principal.owner)
@@ -212,11 +228,11 @@ class KeyRing:
         return self._principal(principal.owner, entry)
 
     def read(self) -> list[_Entry]:
-        """All keys as the file has them now; changes nothing. Reads a file: not for the event loop. Raises StartupError."""
+        """Return all keys as the file has them now, and change nothing. This reads a file: not for the event loop. Raises StartupError."""
         return self._given + (_read_key_file(self._key_file) if self._key_file is not None else [])
 
     def take_over(self, entries: list[_Entry]) -> frozenset[str]:
-        """Accept these, which `read` gave, from now on. Returns the owners who were let in by a line that is gone."""
+        """Accept the entries that `read` returned from now on, and return the owners whose line was removed."""
         kept = {(entry.salt, entry.digest): entry for entry in entries}
         known = {owner: kept.get((entry.salt, entry.digest)) for owner, entry in self._known.items()}
         self._entries = entries
@@ -239,7 +255,7 @@ class KeyRing:
         return lines
 
     def _find(self, presented: str, may_take_long: bool) -> tuple[str, _Entry | None]:
-        """The owner, and the entry that the key matches, an operator's before others. Compares with all that are given in plain text."""
+        """Return the owner and the entry that the key matches, an operator's before others. It compares with every plain-text key."""
         owner, key = owner_of(presented), _bytes(presented)
         digest = _digest(self._given_salt, key)
         matched = [entry for entry in self._given if hmac.compare_digest(digest, entry.digest)]
@@ -252,7 +268,7 @@ class KeyRing:
 
 
 def withdrawn() -> GatewayError:
-    """What whoever holds a key hears when it is taken away."""
+    """Return the error for the holder of a key that was taken away."""
     return GatewayError("unauthorized", "This API key was withdrawn.")
 
 
@@ -266,7 +282,7 @@ def _digest(salt: bytes, key: bytes) -> bytes:
 
 
 def _hashed(key: str, salt: bytes) -> _Entry:
-    """The entry of a key given in plain text; its name comes from its owner id, so that it does not depend on the order of flags."""
+    """Return the entry of a key given in plain text; its name comes from its owner id, so that it does not depend on the order of flags."""
     key = key.strip()
     if not key:
         raise StartupError("An API key is empty. Give a key, or leave the setting out to run without keys.")
@@ -305,7 +321,7 @@ def _warn_of_readers(path: Path) -> None:
 
 
 def _parse_entry(path: Path, number: int, line: str) -> _Entry:
-    # The line itself stays out of the message: somebody may have put a plain key there.
+    # The line itself stays out of the message, because it may be a plain key.
     match = _ENTRY.fullmatch(line)
     if match is None or match["scheme"] != _SCHEME or len(match["salt"]) % 2:
         raise StartupError(

@@ -1,12 +1,12 @@
-"""What each key may ask for: requests a second and at once, and wrong keys from one address. The decisions are `policy/budgets.py`'s."""
+"""What each key may ask for: requests a second and at once, and wrong keys from one address. `rates.py` decides."""
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import time
 from collections.abc import Callable
 
+from gateway.access.addresses import address_of
 from gateway.access.auth import MIN_KEY_CHARS, KeyRing, Principal
 from gateway.access.rates import Concurrency, Rates
 from gateway.errors import CloseCode, GatewayError
@@ -17,11 +17,11 @@ from gateway.settings.config import Config
 REQUESTS_PER_S = 100.0
 # Seconds' worth of requests that may come at once. Chosen: a page that opens a hundred conversations, an agent that fans out.
 BURST_S = 5.0
-# Of one key, in multiples of --max-num-seqs: one part runs and three wait. Chosen; a server with room for few still takes this many.
+# Concurrent requests of one key, in multiples of --max-num-seqs: one part runs and three wait. A small server still takes MIN_CONCURRENT. Chosen.
 CONCURRENT_PER_SEQ, MIN_CONCURRENT = 4, 64
-# Without keys one owner stands for everybody who uses the machine, so it gets as much as so many keys. Chosen.
+# Without keys all users of the machine are one owner, so that owner gets as much as this number of keys. Chosen.
 KEYLESS_SHARE = 10
-# Wrong keys of one address: at once, and a second after that. Chosen: nobody mistypes more, and 2 000 guesses an hour find nothing.
+# Wrong keys of one address: the burst, and the rate after it. Chosen: people mistype less, and 2 000 guesses an hour find nothing.
 WRONG_KEYS, WRONG_KEYS_PER_S = 20, 0.5
 
 
@@ -69,7 +69,7 @@ class RequestBudgets:
 
     @staticmethod
     def of(config: Config, metrics: Metrics) -> RequestBudgets:
-        """As the settings say, or as they mean where they are unset."""
+        """Make the budgets of the settings, with defaults for unset ones."""
         share = 1 if config.has_api_keys else KEYLESS_SHARE
         most = max(CONCURRENT_PER_SEQ * config.max_num_seqs, MIN_CONCURRENT) * share
         return RequestBudgets(
@@ -79,7 +79,7 @@ class RequestBudgets:
         )
 
     def count(self, owner: str) -> None:
-        """Note a request. Raises GatewayError `rate_limited`; then it is not counted."""
+        """Count a request. Raises GatewayError `rate_limited`; then it is not counted."""
         wait_s = self._rates.take(owner, self.clock())
         if wait_s:
             self._metrics.refused.labels("rate").inc()
@@ -91,7 +91,7 @@ class RequestBudgets:
             )
 
     def enter(self, owner: str) -> Admitted:
-        """A place for a request, to be left when it is over. Raises GatewayError `rate_limited`."""
+        """Take a place for a request; leave it when the request is over. Raises GatewayError `rate_limited`."""
         wait_s = self._concurrency.enter(owner)
         if wait_s:
             self._metrics.refused.labels("concurrency").inc()
@@ -104,16 +104,16 @@ class RequestBudgets:
         return Admitted(self, owner)
 
     def left(self, owner: str, lasted_s: float) -> None:
-        """Called by a Place, once."""
+        """Give back the place of a request; `Admitted.leave` calls this once."""
         self._concurrency.leave(owner, lasted_s)
 
 
 class Gatekeeper:
-    """Asks for keys, and makes guessing them slow.
+    """Checks keys, and makes guessing them slow.
 
-    Above WRONG_KEYS an address hears `rate_limited` for a wrong key, and keys so short that they could be guessed are not even looked at. A key of
-    a proper length is let in however many wrong ones come from the same address: nobody can lock its holder out. The address is the peer's, so
-    behind a reverse proxy, and on this machine, all who use short keys wait for each other's wrong ones; without that, guessing there would be free.
+    Above WRONG_KEYS an address gets `rate_limited` for a wrong key, and keys short enough to be guessed are not even compared. A key of proper
+    length is let in however many wrong ones come from the same address, so its holder cannot be locked out. The address is the peer's, so behind
+    a reverse proxy, and on this machine, all users of short keys wait for each other's wrong ones; without that, guessing there would be free.
     """
 
     def __init__(self, keys: KeyRing, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,10 +123,10 @@ class Gatekeeper:
         self._wrong = Rates(WRONG_KEYS_PER_S, WRONG_KEYS)
 
     def authenticate(self, presented: str | None, remote: str | None) -> Principal:
-        """Who presents this key. remote: the peer's address. Raises GatewayError `unauthorized`, `rate_limited`."""
+        """Return the holder of this key. remote: the peer's address. Raises GatewayError `unauthorized`, `rate_limited`."""
         if self._keys.is_open or not presented:
             return self._keys.authenticate(presented)
-        network = network_of(remote or "")
+        network = address_of(remote or "")
         wait_s = self._wrong.wait_s(network, self._clock())
         if wait_s and len(presented) < MIN_KEY_CHARS:
             raise self._slow_down(wait_s)
@@ -148,17 +148,6 @@ class Gatekeeper:
         )
 
 
-def network_of(address: str) -> str:
-    """What counts as one address: all of IPv4's, the first 64 bits of IPv6's, which one customer has to himself (RFC 6177)."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(getattr(ip, "ipv4_mapped", None) or ip)
-
-
 def retry_after(wait_s: float) -> int:
-    """The `Retry-After` of a wait: whole seconds, rounded up (RFC 9110 §10.2.3)."""
+    """Return the `Retry-After` of a wait: whole seconds, rounded up (RFC 9110 §10.2.3)."""
     return max(math.ceil(wait_s), 1)

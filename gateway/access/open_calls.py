@@ -17,7 +17,7 @@ class OpenCalls:
 
     @asynccontextmanager
     async def of(self, owner: str) -> AsyncIterator[None]:
-        """A call's time under way. Raises GatewayError `unauthorized` when it is ended by `cut_off`."""
+        """Register a call while the context is open. Raises GatewayError `unauthorized` when `cut_off` ends it."""
         scope = asyncio.timeout(None)
         try:
             async with scope:

@@ -15,13 +15,11 @@ NEWEST_WEIGHT = 0.2
 class Rates:
     """A bucket for each name that holds `burst` requests and fills at `per_s`.
 
-    A bucket is kept as one number, the time at which it will be full again, so a name that was silent for long costs nothing. Source: the
-    generic cell rate algorithm in its form of virtual scheduling, ITU-T I.371. Raises ValueError unless per_s > 0 and burst ≥ 1.
+    A bucket is kept as one number, the time at which it will be full again, so a silent name costs nothing. Source: the generic cell rate
+    algorithm in its form of virtual scheduling, ITU-T I.371.
     """
 
     def __init__(self, per_s: float, burst: float, *, max_names: int = MAX_NAMES) -> None:
-        if not per_s > 0 or not burst >= 1 or max_names < 1:
-            raise ValueError("a rate is positive, and a bucket holds at least one request")
         self.per_s = per_s
         self.burst = burst
         self._max_names = max_names
@@ -31,12 +29,12 @@ class Rates:
         return len(self._full_s)
 
     def wait_s(self, name: str, now: float) -> float:
-        """Seconds until the next request of this name may come; 0.0: now."""
+        """Return the seconds until the next request of this name may come; 0.0: now."""
         full_s = max(self._full_s.get(name, now), now)
         return max(full_s - now - (self.burst - 1) / self.per_s, 0.0)
 
     def take(self, name: str, now: float) -> float:
-        """0.0, and the bucket holds one request fewer; or the seconds until it holds one, and nothing has changed."""
+        """Take a request from the bucket and return 0.0; or change nothing and return the seconds until the bucket holds one."""
         wait_s = self.wait_s(name, now)
         # A sliver of a second is a rounding error of many additions, and no reason to send anybody away.
         if wait_s > 1e-6:
@@ -47,31 +45,24 @@ class Rates:
         return 0.0
 
     def _forget(self, now: float) -> None:
-        """Drop full buckets, which are like new ones; if that frees less than half, those that are nearest to full."""
+        """Drop full buckets, which are like new ones; if that frees less than half, drop those nearest to full."""
         kept = sorted(((full_s, name) for name, full_s in self._full_s.items() if full_s > now), reverse=True)
         self._full_s = {name: full_s for full_s, name in kept[: self._max_names // 2]}
 
 
 class Concurrency:
-    """Places for requests under way: `limit` under each name. Raises ValueError for a limit below 1."""
+    """Places for requests under way: `limit` under each name."""
 
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ValueError("at least one request must be let in")
         self.limit = limit
         self._inside: dict[str, int] = {}
-        self._lasts_s: dict[
-            str, float
-        ] = {}  # by name, while it has requests under way: how long they last on average
-
-    def inside(self, name: str) -> int:
-        """How many are running for this name."""
-        return self._inside.get(name, 0)
+        # By name, while it has requests under way: how long they last on average.
+        self._lasts_s: dict[str, float] = {}
 
     def enter(self, name: str) -> float:
-        """0.0, and one place is taken until `leave`; or a guess at the seconds until one is free, and nothing has changed.
+        """Take one place until `leave` and return 0.0; or change nothing and return an estimate of the seconds until a place is free.
 
-        The guess: places come free evenly over the time that a request lasts.
+        The estimate: places become free evenly over the time that a request lasts.
         """
         inside = self._inside.get(name, 0)
         if inside >= self.limit:

@@ -1,7 +1,7 @@
-"""Advisories: word that a request of a session will come, from the page, from agents and from requests, and what came of it.
+"""Advisories: word that a request of a session will come, from the page, from agents and from requests, and their outcomes.
 
-They are advice: a wrong, late, repeated or hostile one changes no answer, and one that cannot be acted on is dropped. At most one for each session
-is under way; a repeated one renews it. Source: SYMPHONY §3.1; docs/protocol.md, "Advisories".
+They are advice: a wrong, late, repeated or hostile one changes no answer, and one without effect is dropped. At most one advisory for each
+session is under way; a repeated one renews it. Source: SYMPHONY §3.1; docs/protocol.md, "Advisories".
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from gateway.settings.priorities import checked_priority
 
 log = logging.getLogger(__name__)
 
-# Chosen: somebody who types sends a word every few seconds; a minute of silence means that no question comes.
+# Chosen: a person who types sends a word every few seconds; after a minute of silence no question comes.
 DEFAULT_TTL_S = 60.0
 MAX_TTL_S = 3600.0
-# An expected request may come so much later than its lower bound, where no other lifetime is given. Chosen.
+# How much later than its lower bound an expected request may come, unless a lifetime is given. Chosen.
 GRACE_S = 60.0
 # Of one client: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
 # on far fewer keyboards; a program that sends more knows nothing.
 MAX_LIVE, MAX_PER_S, BURST = 256, 50.0, 200
 # Of all clients: under way. Chosen: some 30 MB.
 MAX_LIVE_OF_ALL = 64 * MAX_LIVE
-# Lifetimes after which an advisory is renewed no more: who has typed for so long has not asked, and the next word begins a new one. Chosen.
+# Renew an advisory for at most this many lifetimes; after that the next word begins a new one. Chosen.
 MAX_LIFETIMES = 3
 # Ended advisories that can still be asked for.
 MAX_ENDED = 4096
@@ -57,8 +57,10 @@ OnChange = Callable[["AdvisoryRecord"], None]
 
 
 class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /v1/advisories`, and the payload of a hint. ordered: a key's requests of such advisories come
-    in the order in which these are sent, so the first ones' KV is brought first. priority: lower first, as of requests. Source: SYMPHONY §3.1.
+    """The body of `POST /v1/advisories`, and the payload of a hint.
+
+    ordered: a key's requests of such advisories come in the order in which these are sent, so the first ones' KV is brought first. priority:
+    lower first, as of requests. Source: SYMPHONY §3.1.
     """
 
     session_id: SessionName
@@ -71,18 +73,19 @@ class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def lifetime_s(self) -> float:
+        """Return for how many seconds the advisory waits for its request."""
         if self.ttl_s is not None:
             return self.ttl_s
         return DEFAULT_TTL_S if self.expected_arrival_s is None else self.expected_arrival_s + GRACE_S
 
 
 class AdvisoryRecord:
-    """One advisory and how it stands.
+    """One advisory and its state.
 
     Attributes:
-        client: of whose share it is; the owner where the server asks for keys.
-        probability: that it comes true; None for how often its owner's have.
-        report: the node's last word on it; None before the first.
+        client: whose share it counts for; the owner where the server asks for keys.
+        probability: that it comes true; None for the share of its owner's past advisories that did.
+        report: the node's latest report; None before the first.
         followers: called with each change.
     """
 
@@ -102,7 +105,7 @@ class AdvisoryRecord:
         self.client = client or owner
         self.wanted = msgspec.structs.replace(
             wanted, draft=None
-        )  # records are kept for long, and drafts are nobody's to keep
+        )  # records are kept for long, and a draft must not be kept
         self.adapter = adapter
         self.source = source
         self.issued_s = now
@@ -117,12 +120,12 @@ class AdvisoryRecord:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Owner and session, for which one advisory request at a time is kept."""
+        """Owner and session, for which one advisory at a time is kept."""
         return self.owner, self.wanted.session_id
 
     @property
     def trail(self) -> Trail:
-        """Its beginning."""
+        """Return the first entry of its trail."""
         return Trail(
             id=self.id,
             session_id=self.wanted.session_id,
@@ -132,7 +135,7 @@ class AdvisoryRecord:
         )
 
     def is_like(self, wanted: AdvisoryRequest, adapter: str | None) -> bool:
-        """Whether a new advisory says no more than this one."""
+        """Return whether a new advisory says no more than this one."""
         mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
         is_same_time = mine is other or (
             mine is not None and other is not None and abs(mine - other) < SAME_ARRIVAL_S
@@ -140,7 +143,7 @@ class AdvisoryRecord:
         return is_same_time and self.adapter == adapter and self.wanted.priority == wanted.priority
 
     def describe(self, now: float) -> dict[str, Any]:
-        """As JSON values. Source: docs/protocol.md."""
+        """Return the record as JSON values. Source: docs/protocol.md."""
         body: dict[str, Any] = {
             "id": self.id,
             "object": "advisory",
@@ -154,7 +157,7 @@ class AdvisoryRecord:
 
 
 def outcome_of(report: AdvisoryReport) -> dict[str, Any]:
-    """What a report says, as in a `done` frame."""
+    """Return a report's outcome in the form of a `done` frame."""
     num_tokens, device_tokens = report.num_tokens, report.device_tokens
     return {
         "state": report.state,
@@ -200,8 +203,8 @@ class Advisories:
         """The states that each owner's last ones went through."""
         self._records: dict[str, AdvisoryRecord] = {}
         self._live: dict[tuple[str, str], AdvisoryRecord] = {}
-        self._shares: Shares[str] = Shares(MAX_LIVE, MAX_LIVE_OF_ALL)  # ids of those that are not taken back
-        self._ended: deque[str] = deque()  # ids in `_records` that are over, the oldest first
+        self._shares: Shares[str] = Shares(MAX_LIVE, MAX_LIVE_OF_ALL)  # ids of advisories under way
+        self._ended: deque[str] = deque()  # ids of ended advisories in `_records`, the oldest first
         self._scored: OrderedDict[tuple[str, str], AdvisoryReport] = OrderedDict()
         self._rates = Rates(MAX_PER_S, BURST)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -220,10 +223,16 @@ class Advisories:
     ) -> AdvisoryRecord:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
-        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. client: of
-        whose share it is (see `Services.client_of`), where that is not the owner's. probability: that it comes true, where that is known better
-        than by the owner's past. Raises `bad_request` (a priority that is not this client's to set),
-        `rate_limited`, `unknown_model`.
+        Args:
+            owner: whose session it is.
+            wanted: the advisory, as it was sent.
+            source: `typing`, `rest`, `hint` or `learned` (`computed` is the gateway's own, after it computed a history).
+            follower: called with each change.
+            client: whose share it counts for (see `Services.client_of`), if not the owner's.
+            probability: that it comes true, where that is known better than from the owner's past.
+
+        Raises:
+            GatewayError: `bad_request` (this client may not set that priority), `rate_limited`, `unknown_model`.
         """
         checked_priority(wanted.priority, may_hurry=self._may_hurry)
         adapter = self._adapter_of(wanted.model)
@@ -251,7 +260,7 @@ class Advisories:
         return record
 
     def expects(self, owner: str, session_id: str) -> bool:
-        """Whether an advisory for this session is under way."""
+        """Return whether an advisory for this session is under way."""
         live = self._live.get((owner, session_id))
         return live is not None and live.retracted is None
 
@@ -269,33 +278,33 @@ class Advisories:
         return [self.submit(owner, item, "hint", client=client) for item in wanted]
 
     def find(self, owner: str, advisory_id: str) -> AdvisoryRecord:
-        """Raises `not_found`, also for another owner's."""
+        """Return an advisory by its id. Raises GatewayError `not_found`, also for another owner's."""
         record = self._records.get(advisory_id)
         if record is None or record.owner != owner:
             raise GatewayError("not_found", "There is no advisory with this id, or not any more.")
         return record
 
     def cancel(self, owner: str, advisory_id: str) -> None:
-        """Take an advisory back; one that is over stays as it is. Raises `not_found`."""
+        """Cancel an advisory; an ended one stays as it is. Raises GatewayError `not_found`."""
         record = self.find(owner, advisory_id)
         if not record.is_over:
             self._retract(record, is_expired=False)
             self._drafts.stop(*record.key)
 
     def end_session(self, owner: str, session_id: str) -> None:
-        """Take back what is under way for a session: its next prompt will begin with other turns."""
+        """Cancel the advisory of a session, because its next prompt will begin with other turns."""
         live = self._live.get((owner, session_id))
         if live is not None and live.retracted is None:
             self._retract(live, is_expired=False)
         self._drafts.stop(owner, session_id)
 
     def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
-        """What the advisory before a session's last request was worth; None if there was none. Asked once."""
+        """Return the outcome of the advisory before a session's last request, once; None if there was no advisory."""
         report = self._scored.pop((owner, session_id), None)
         return outcome_of(report) if report is not None else None
 
     def counts(self) -> dict[str, int]:
-        """Of all owners: those under way (`live`), and those that ended since the start, by how."""
+        """Return the number of advisories of all owners: under way (`live`), and ended since the start, by outcome."""
         return {"live": len(self._live)} | self._num_ended
 
     # -- the life of one ---------------------------------------------------------------------------------------------
@@ -332,7 +341,7 @@ class Advisories:
             self._end(record, "unknown")
 
     async def _outlook(self, record: AdvisoryRecord) -> NextPrompt | None:
-        """None for a session that is not stored: an agent's first, or one of a client that keeps its history itself."""
+        """Return what a session's next prompt begins with; None for a session that is not stored, as an agent's first is."""
         with contextlib.suppress(GatewayError):
             return await self._store.outlook(*record.key)
         return None
@@ -387,7 +396,9 @@ class Advisories:
         record.is_over = True
         if record.expiry is not None:
             record.expiry.cancel()
-            record.expiry = None  # what is over is kept for a while; its timer, with all the context that it holds, is not
+            record.expiry = (
+                None  # an ended record is kept for a while, but not its timer, which holds a whole context
+            )
         if self._live.get(record.key) is record:
             del self._live[record.key]
         self._shares.drop(record.id)
@@ -405,9 +416,10 @@ class Advisories:
                 self._scored.popitem(last=False)
 
     def _complete(self, record: AdvisoryRecord, report: AdvisoryReport, followers: list[OnChange]) -> None:
-        """What no tier holds of a session's history, as after another adapter was picked, is computed while nothing else runs."""
+        """Compute, while nothing else runs, the part of a session's history that no tier holds, as after a change of adapter."""
 
         def tell() -> None:
+            """Begin an advisory for the computed history, unless the session has one by now."""
             if record.is_over and record.key not in self._live:
                 now = self._clock()
                 again = AdvisoryRecord(
@@ -439,7 +451,7 @@ class Advisories:
         return adapter
 
     def _check_rate(self, client: str, now: float) -> None:
-        """A bucket of BURST that fills at MAX_PER_S. Raises `rate_limited`."""
+        """Take from a bucket of BURST that fills at MAX_PER_S. Raises GatewayError `rate_limited`."""
         if wait_s := self._rates.take(client, now):
             self._metrics.advisories_refused.inc()
             raise GatewayError(
@@ -450,7 +462,7 @@ class Advisories:
 
 
 class HintAction(Struct, frozen=True):
-    """As vLLM's `KvHintAction`."""
+    """One action of an envelope, in the shape of vLLM's `KvHintAction`."""
 
     action_id: str
     action_type: str
@@ -459,7 +471,7 @@ class HintAction(Struct, frozen=True):
 
 
 class Envelope(Struct, frozen=True):
-    """As vLLM's `KvHintsEnvelope`. Actions of other types are not ours to judge."""
+    """Hints in the shape of vLLM's `KvHintsEnvelope`. Actions of unknown types are ignored."""
 
     protocol_version: str
     message_id: str
@@ -467,7 +479,7 @@ class Envelope(Struct, frozen=True):
 
 
 def _tell(follower: OnChange, record: AdvisoryRecord) -> None:
-    """A follower that raises is its own affair: others are told, and the advisory ends as it should."""
+    """Call a follower. If it raises, that is logged, and the others are still called."""
     try:
         follower(record)
     except Exception:

@@ -1,7 +1,7 @@
-"""Computing ahead: what is typed so far, and a history under the adapter that was just picked.
+"""Computing ahead: the text typed so far, and a history under the adapter that was just picked.
 
-A draft is prefilled as it grows, at the ends of words and after a pause, in the engine's idle time (`Node.prefill`). Enter then pays for the tail
-only. A draft is never stored and never logged: it lives in this process while it is typed, its KV on the device until that is needed.
+A draft is prefilled as it grows, at the ends of words and after a pause, in the engine's idle time (`Node.prefill`). Enter then pays for the
+tail only. A draft is never stored and never logged: it lives in this process while it is typed, its KV on the device until that is needed.
 Source: spec E1, E11.
 """
 
@@ -14,9 +14,9 @@ import math
 import uuid
 from collections.abc import Callable
 
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import ChatMessage, GenerateRequest, Node, RequestId
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.node import Advice
 from gateway.access.auth import tenant_of
 from gateway.access.shares import Shares
 from gateway.errors import GatewayError
@@ -34,7 +34,7 @@ Key = tuple[str, str]
 
 
 class _Work:
-    """What is to be computed for one session: the newest text, once the one before it is done."""
+    """The work for one session: the newest text, which is computed when the text before it is done."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Drafts:
 
     Args:
         accepts_drafts: the operator's leave; without it texts are dropped unread, and only histories are computed.
-        max_chars: of a draft; a longer one is no question that could be asked, so it is dropped unread as well.
+        max_chars: of a draft; a longer one could not be asked as a question, so it is dropped unread as well.
     """
 
     def __init__(
         self,
-        node: Node,
+        node: Advice,
         store: SessionStore,
         metrics: Metrics,
         *,
@@ -81,7 +81,7 @@ class Drafts:
     def update(
         self, owner: str, session_id: str, adapter: str | None, text: str, *, client: str | None = None
     ) -> None:
-        """A draft has grown, shrunk or changed. client: whose share it is of (see `Services.client_of`), where that is not the owner's."""
+        """Take a draft that has grown, shrunk or changed. client: whose share it counts for (see `Services.client_of`), if not the owner's."""
         if not self.accepts_drafts or len(text) > self._max_chars():
             return
         if text := whole_words(text):
@@ -96,7 +96,7 @@ class Drafts:
         *,
         client: str | None = None,
     ) -> None:
-        """A session's history has no KV under this adapter: compute it, so that a question need not wait for it.
+        """Compute a session's history under an adapter for which it has no KV, so that a question need not wait for it.
 
         then: called when all of it is there. client: as in `update`.
         """
@@ -104,7 +104,7 @@ class Drafts:
             self._put((owner, session_id), _Work(client or owner, adapter, None, 0.0, then))
 
     def renew(self, owner: str, session_id: str) -> None:
-        """The session's history is another one by now: an answer has ended, say. What was computed behind the old one begins anew behind this."""
+        """Compute the draft anew behind the session's present history, which has changed: an answer has ended, for example."""
         key = (owner, session_id)
         work = self._work.get(key)
         if work is not None:
@@ -112,23 +112,24 @@ class Drafts:
             self._put(key, _Work(work.client, work.adapter, work.text, work.pause_s, work.then))
 
     def renew_owner(self, owner: str) -> None:
-        """Some session's history is another one by now."""
+        """Compute the owner's drafts anew, because the history of one of its sessions has changed."""
         for key in [key for key in self._work if key[0] == owner]:
             self.renew(*key)
 
     def stop(self, owner: str, session_id: str) -> None:
-        """The question was asked, or will not be."""
+        """Stop computing for a session: the question was asked, or will not be."""
         self._shares.drop((owner, session_id))
         work = self._work.pop((owner, session_id), None)
         if work is not None and work.task is not None:
             work.task.cancel()
 
     def stop_owner(self, owner: str) -> None:
-        """The key was withdrawn."""
+        """Stop computing for an owner whose key was withdrawn."""
         for key in [key for key in self._work if key[0] == owner]:
             self.stop(*key)
 
     async def close(self) -> None:
+        """Stop all work and wait until its tasks have ended."""
         tasks = [work.task for work in self._work.values() if work.task is not None]
         for key in list(self._work):
             self.stop(*key)
@@ -186,12 +187,12 @@ class Drafts:
         if work.text is None and not history:
             work.then = lambda: None
             return
-        request = GenerateRequest(
+        request = EngineRequest(
             request_id=RequestId(f"draft-{uuid.uuid4().hex}"),
             messages=(*history, ChatMessage("user", work.text or "")),
-            context=RequestContext(
-                tenant=tenant_of(owner), session_id=session_id or "", adapter=work.adapter or ""
-            ),
+            tenant=tenant_of(owner),
+            session_id=session_id or "",
+            adapter=work.adapter or "",
             history_token_ids=outlook.token_ids if outlook is not None else b"",
         )
         num_tokens = await self._node.prefill(request)
@@ -204,7 +205,7 @@ class Drafts:
 
 
 def whole_words(text: str) -> str:
-    """A draft without the word that is being typed. Looks at its end only, however long it is."""
+    """Return a draft without the word that is being typed. It reads the end only, however long the draft is."""
     if not text or text[-1].isspace():
         return text.rstrip()
     whole, *typed = text.rsplit(maxsplit=1)

@@ -1,7 +1,7 @@
-"""Learned advisories: agents that send none get them too, from who followed whom before. Source: spec E5.
+"""Learned advisories: agents that send none get them too, from the order in which agents asked before. Source: spec E5.
 
-Only requests that name their agent (`X-Agent-Name`) are learned from; a run may be named (`X-Workflow-Id`). A guess is acted on when what it
-would save is worth more than what it costs if it is wrong, and while the bytes moved for nothing stay a bounded share of those that were of use.
+Only requests that name their agent (`X-Agent-Name`) are learned from; a run may be named (`X-Workflow-Id`). The gateway acts on a guess if its
+expected saving exceeds its expected cost, and while the bytes moved in vain stay a bounded share of the useful ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine_bridge.protocol.node import Node
+from engine_bridge.protocol.node import Figures
 from gateway.advisories import learned_file
 from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRecord, AdvisoryRequest
 from gateway.advisories.followers import AgentCall, Followers, LikelyCall
@@ -28,16 +28,16 @@ SAVE_EVERY_S = 60.0  # chosen: a crash costs a minute of learning
 
 
 class Learned:
-    """Watches requests and advises about those that usually come next.
+    """Watches requests and advises the node about the next ones that are likely.
 
     Args:
-        is_on: the operator's switch; off, nothing is kept.
-        file: where what was learned outlives the process; None for nowhere.
+        is_on: the operator's switch; if off, nothing is kept.
+        file: where the learned state outlives the process; None for nowhere.
     """
 
     def __init__(
         self,
-        node: Node,
+        node: Figures,
         advisories: Advisories,
         *,
         is_on: bool,
@@ -55,7 +55,7 @@ class Learned:
         self._has_news = False
 
     def arrived(self, arrival: AgentCall) -> None:
-        """A request of an agent came: those of other agents may follow. Never raises: what is learned is nobody's business but ours."""
+        """Learn from an agent's request, and advise about other agents that may follow it. Never raises: learning must not fail a request."""
         if not self._is_on or not arrival.agent:
             return
         try:
@@ -67,7 +67,7 @@ class Learned:
             log.exception("learning from a request failed")
 
     def ended(self, arrival: AgentCall) -> None:
-        """It was answered: now the agent itself may ask again, too. Never raises."""
+        """Learn that a request was answered: from now on the agent itself may ask again, too. Never raises."""
         if not self._is_on or not arrival.agent:
             return
         try:
@@ -80,13 +80,13 @@ class Learned:
     # -- what outlives a restart -------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Go on with what `save` has kept; with nothing where there is no file, or where it is damaged: that is logged."""
+        """Load what `save` has kept; nothing if there is no file. A damaged file is logged and ignored."""
         if self._file is not None:
             for owner in await asyncio.to_thread(learned_file.read, self._file):
                 self._followers.restore(owner)
 
     async def save(self) -> None:
-        """Keep what was learned since the last time. A disk that is full or gone is logged, and tried again the next time."""
+        """Store the learned state if it has changed. A disk that is full or missing is logged; the next call tries again."""
         if self._file is None or not self._has_news:
             return
         self._has_news = False
@@ -110,7 +110,7 @@ class Learned:
 
     def _advise(self, arrival: AgentCall, now: float, *, is_over: bool) -> None:
         for guess in self._followers.expected(arrival, now):
-            # What is on its way needs no second word, and before the answer is whole the agent's next request is this one.
+            # A session that is expected already needs no second advisory, and until its answer is whole the agent cannot ask again.
             if (is_over or guess.agent != arrival.agent) and not self._advisories.expects(
                 arrival.owner, guess.session_id
             ):
@@ -135,7 +135,7 @@ class Learned:
             self._budget.note("not_moved", num_bytes, now)
 
     def _saved_s(self) -> float:
-        stats = self._node.kv_tiers()
+        stats = self._node.figures().kv_tiers
         disk = (
             stats.disk.bytes_per_s if stats is not None and stats.disk.bytes_per_s else PRIOR_DISK_BYTES_PER_S
         )
@@ -143,7 +143,7 @@ class Learned:
 
 
 class _Account:
-    """What became of the bytes that one guess was allowed."""
+    """The budget taken for one guess, until its advisory ends."""
 
     def __init__(self, learned: Learned, num_bytes: int) -> None:
         self._learned = learned
@@ -153,7 +153,7 @@ class _Account:
     def __call__(self, record: AdvisoryRecord) -> None:
         if not record.is_over or record.report is None:
             return
-        # What is read is copied as well, unless the device had no room: the larger is what there was to move.
+        # Bytes read from disk or peers are also copied, unless the device had no room, so the larger number counts the bytes moved.
         report = record.report
         moved = max(report.host_bytes, report.disk_bytes + report.peer_bytes) + report.adapter_bytes
         if moved:
@@ -163,6 +163,7 @@ class _Account:
         self.close("not_moved" if not moved else "used" if is_used else "wasted")
 
     def close(self, outcome: str) -> None:
+        """Return the bytes to the budget, once. outcome: `used`, `wasted` or `not_moved`."""
         if self._is_open:
             self._is_open = False
             self._learned._budget.note(outcome, self._num_bytes, self._learned._clock())  # type: ignore[arg-type]

@@ -1,19 +1,18 @@
-"""What was learned of agents, on disk: one line of JSON for each owner, behind a line that names the format.
+"""The learned state of agents on disk: one line of JSON for each owner, behind a line that names the format.
 
-It holds names of keys' owners, agents, adapters and sessions, and numbers; no text of anybody's.
+It holds names of keys' owners, agents, adapters and sessions, and numbers, but no text that a person wrote.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from gateway.advisories.followers import SavedOwner
-from kvtiers.io.files import read_regular
+from kvtiers.io.files import read_regular, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +22,15 @@ MAX_BYTES = 256 << 20  # four times what 256 owners of full memory take
 
 
 def line_of(owner: SavedOwner) -> bytes:
-    """One owner, ready to be written."""
+    """Return one owner as a line of the file."""
     return msgspec.json.encode(owner)
 
 
 def read(path: Path) -> list[SavedOwner]:
-    """What `write` wrote; nothing without a file. One that is damaged or of another format is put aside as `….damaged`, and that is logged."""
+    """Return what `write` wrote; nothing without a file.
+
+    A file that is damaged or of another format is renamed to `….damaged`, and that is logged.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large to be one of these files")
@@ -51,10 +53,5 @@ def read(path: Path) -> list[SavedOwner]:
 
 
 def write(path: Path, lines: Iterable[bytes]) -> None:
-    """Put it in place whole or not at all, readable by its owner only. Raises OSError."""
-    beside = path.with_name(f"{path.name}.tmp")
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.writelines(line + b"\n" for line in (HEADER, *lines))
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    """Replace the file as a whole or not at all, readable by its owner only. Raises OSError."""
+    write_whole(path, b"".join(line + b"\n" for line in (HEADER, *lines)))

@@ -1,4 +1,4 @@
-"""Which states an owner's last advisories went through, and when: for those who watch. Bounded, whatever is advised."""
+"""The states that an owner's last advisories went through, and when, for the page's live view. Bounded for any number of advisories."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 
 from msgspec import Struct
 
-# Advisories of one owner. Chosen: as many as somebody reads on a page.
+# Advisories of one owner. Chosen: more are not read on a page.
 MAX_KEPT = 24
-# Owners; the one that was silent for longest is forgotten. Chosen: more than a team has keys.
+# Owners; the longest silent one is forgotten. Chosen: more than a team has keys.
 MAX_OWNERS = 1024
-# States of one advisory; it may wait in host memory again and again, and what it did in between goes. Chosen.
+# States of one advisory; it may wait in host memory many times, and then the states between are dropped. Chosen.
 MAX_STATES = 8
 
 
 class Passed(Struct, frozen=True):
-    """A state, and how long after its beginning an advisory came into it."""
+    """A state, and how long after its beginning the advisory entered it."""
 
     state: str
     after_s: float
 
 
 class Trail(Struct, frozen=True, kw_only=True):
-    """One advisory so far. began_s: on the gateway's monotonic clock. outcome: what its last report said, as in a `done` frame."""
+    """One advisory so far.
+
+    began_s: on the gateway's monotonic clock. outcome: of its latest report, as in a `done` frame.
+    """
 
     id: str
     session_id: str
@@ -35,12 +38,13 @@ class Trail(Struct, frozen=True, kw_only=True):
 
 
 class Trails:
-    """Kept by owner, the newest last."""
+    """The latest trails of each owner, the newest last."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, OrderedDict[str, Trail]] = OrderedDict()
 
     def begin(self, owner: str, trail: Trail) -> None:
+        """Keep the trail of a new advisory."""
         kept = self._owners.setdefault(owner, OrderedDict())
         self._owners.move_to_end(owner)
         if len(self._owners) > MAX_OWNERS:
@@ -50,7 +54,7 @@ class Trails:
             kept.popitem(last=False)
 
     def passed(self, owner: str, advisory_id: str, state: str, outcome: dict[str, Any], now: float) -> None:
-        """It is in this state now. One that is no longer kept is passed over."""
+        """Note that an advisory has entered a state. An advisory that is no longer kept is ignored."""
         kept = self._owners.get(owner, OrderedDict())
         trail = kept.get(advisory_id)
         if trail is None:
@@ -71,5 +75,5 @@ class Trails:
         )
 
     def of(self, owner: str) -> list[Trail]:
-        """The newest first."""
+        """Return an owner's trails, the newest first."""
         return list(reversed(self._owners.get(owner, OrderedDict()).values()))

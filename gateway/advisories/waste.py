@@ -1,4 +1,4 @@
-"""Whether to act on a guess: what it is worth, and how many bytes may be moved for nothing."""
+"""Whether to act on a guess: its expected gain, and how many bytes may be moved in vain."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Literal
 
 
 def worth(probability: float, saved_s: float, cost_s: float) -> bool:
-    """Whether to prepare for a request that comes with this probability: the expected gain is positive.
+    """Return whether preparing for a request of this probability has a positive expected gain.
 
     Args:
+        probability: that the request comes.
         saved_s: how much sooner the request's first token comes when its KV is there.
-        cost_s: what others wait when nobody comes: the time that the bytes keep a link busy, and reading back what they pushed out.
+        cost_s: what others wait if no request comes: the time that the bytes keep a link busy, and reading back what they pushed out.
     """
     return probability * saved_s > (1 - probability) * cost_s
 
@@ -19,21 +20,18 @@ Outcome = Literal["used", "wasted", "not_moved"]
 
 
 class WasteBudget:
-    """Bounds the bytes that learned advisories move for nothing: a bucket that useful bytes and time refill.
+    """Bounds the bytes that learned advisories move in vain: a bucket that useful bytes and time refill.
 
-    At any time, bytes wasted and bytes still out are at most `allowance_bytes`, plus `share` of the bytes that were used, plus
-    `allowance_bytes` for each `refill_s`. A larger advisory than the allowance is never let through.
+    At any time, bytes wasted and bytes still out are at most `allowance_bytes`, plus `share` of the bytes that were used, plus `allowance_bytes`
+    for each `refill_s`. An advisory larger than the allowance is never let through.
 
     Args:
         share: of each useful byte, how much may be wasted later. Chosen: with 0.25, four of five bytes are useful in the long run.
-        allowance_bytes: that may be out or lost before anything was useful; the bucket holds no more.
+        allowance_bytes: bytes that may be out or lost before anything was useful; the bucket holds no more.
         refill_s: in which an empty bucket fills by itself, so that an owner whose guesses failed gets another chance.
-    Raises ValueError where an argument is negative or refill_s is 0.
     """
 
     def __init__(self, share: float = 0.25, allowance_bytes: float = 1e9, refill_s: float = 3600.0) -> None:
-        if share < 0 or allowance_bytes < 0 or refill_s <= 0:
-            raise ValueError("share and allowance_bytes must not be negative, refill_s must be positive")
         self._share = share
         self._allowance_bytes = allowance_bytes
         self._refill_bytes_per_s = allowance_bytes / refill_s
@@ -43,18 +41,18 @@ class WasteBudget:
 
     @property
     def out_bytes(self) -> float:
-        """Started, outcome unknown."""
+        """Bytes of started advisories whose outcome is unknown."""
         return self._out_bytes
 
     def allows(self, num_bytes: float, now: float) -> bool:
-        """Whether an advisory that moves this many bytes may start. Nothing is taken: `start` does."""
+        """Return whether an advisory that moves this many bytes may start. Nothing is taken: `start` does that."""
         self._refill(now)
         return num_bytes <= self._level_bytes
 
     def start(self, num_bytes: float, now: float) -> bool:
-        """Take an advisory's bytes, no fewer than it may move. False where they are not allowed: then nothing is taken.
+        """Take an advisory's bytes, no fewer than it may move; return False, taking nothing, if they are not allowed.
 
-        The caller must `note` what became of all of them.
+        The caller must `note` the outcome of all of them.
         """
         if not self.allows(num_bytes, now):
             return False
@@ -63,7 +61,7 @@ class WasteBudget:
         return True
 
     def note(self, outcome: Outcome, num_bytes: float, now: float) -> None:
-        """What became of bytes that were started, of an advisory's parts one by one; more than are out count for nothing."""
+        """Settle bytes that were started, for an advisory's parts one by one. Bytes beyond those that are out are ignored."""
         self._refill(now)
         num_bytes = min(max(num_bytes, 0.0), self._out_bytes)
         self._out_bytes -= num_bytes
@@ -73,7 +71,7 @@ class WasteBudget:
         self._level_bytes += num_bytes * (1 + self._share) if outcome == "used" else num_bytes
 
     def _refill(self, now: float) -> None:
-        """Let time fill the bucket. A clock that goes back does nothing."""
+        """Let time fill the bucket. A clock that goes back changes nothing."""
         passed_s = 0.0 if self._updated_s is None else max(now - self._updated_s, 0.0)
         self._updated_s = now if self._updated_s is None else max(now, self._updated_s)
         refilled = self._level_bytes + passed_s * self._refill_bytes_per_s

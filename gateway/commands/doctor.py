@@ -1,4 +1,4 @@
-"""What `overture doctor` finds out, without starting an engine."""
+"""The checks of `overture doctor`, which start no engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 
 
 class FolderHealth(Struct, frozen=True, kw_only=True):
-    """A folder that the server writes to. flag: the setting that names it. problem: why it cannot; "" if it can. free_bytes: on its disk."""
+    """A folder that the server writes to.
+
+    flag: the setting that names it. problem: why it cannot be written; "" if it can. free_bytes: on its disk.
+    """
 
     what: str
     flag: str
@@ -59,8 +62,10 @@ class FolderHealth(Struct, frozen=True, kw_only=True):
 
 
 class FoundProfile(Struct, frozen=True, kw_only=True):
-    """A measurement of this model. mismatch: why the server will not use it, as far as that can be told without an engine; "" if nothing
-    speaks against it."""
+    """A measurement of this model.
+
+    mismatch: why the server will not use it, as far as that is known without an engine; "" if it will.
+    """
 
     file: str
     summary: str
@@ -72,15 +77,18 @@ class FoundProfile(Struct, frozen=True, kw_only=True):
 
 
 class Off(Struct, frozen=True):
-    """Something that the server will do without."""
+    """A feature that the server will do without, and why."""
 
     what: str
     why: str
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """All of it. problems: why nothing can be served; advice: what is worth knowing before the start; each with its remedy.
-    features: of `vllm_api.report`, as JSON; vllm: which vLLM they are of."""
+    """The result of all checks.
+
+    problems: why the server cannot serve; advice: what to know before the start; each with its remedy. features: of `vllm_api`, as JSON;
+    vllm: the version of vLLM that has them.
+    """
 
     device: str
     model: str
@@ -96,11 +104,12 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
     @property
     def can_serve(self) -> bool:
+        """Whether nothing keeps the server from serving."""
         return not self.problems
 
 
 def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
-    """Take seconds to look at everything. `vllm_source`: a folder or wheel to be checked in place of the installed vLLM, by its source."""
+    """Run all checks, which takes seconds. `vllm_source`: a folder or wheel to check by its source in place of the installed vLLM."""
     device = config.device if config.device != "auto" else _detected_device()
     machine, versions = look(), _versions()
     features, failure = _check_vllm(vllm_source)
@@ -149,7 +158,7 @@ def _detected_device() -> str:
 
 
 def _vllm_build() -> str:
-    """The package that vLLM came in; "" if none is installed."""
+    """Return the name of the installed package of vLLM; "" if there is none."""
     for package in (remedies.CPU_BUILD, remedies.CUDA_BUILD):
         try:
             version(package)
@@ -178,8 +187,11 @@ def _installed(packages: tuple[str, ...]) -> str:
 
 
 def _check_vllm(source: Path | None) -> tuple[list[dict[str, Any]], str]:
-    """The inventory's features, and why they could not be looked at. In a process of its own: an import that crashes ends only that one."""
-    command = [sys.executable, "-m", "engine_bridge.driver.vllm_api", "--json"]
+    """Return the inventory's features, and why they could not be checked.
+
+    The check runs in a separate process, so that an import that crashes ends only that process.
+    """
+    command = [sys.executable, "-m", "engine_bridge.driver.vllm_api"]
     if source is not None:
         command += ["--source", str(source)]
     try:
@@ -206,7 +218,7 @@ def _moved_away(features: list[dict[str, Any]]) -> Iterator[Off]:
 
 
 def switched_off(config: Config) -> Iterator[Off]:
-    """The features that these settings turn off, each with the reason."""
+    """Return the features that these settings turn off, each with the reason."""
     for what, is_off, why in _SWITCHES:
         if is_off(config):
             yield Off(what, why)
@@ -216,7 +228,7 @@ def switched_off(config: Config) -> Iterator[Off]:
 
 
 def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
-    """Of this model, whatever they were measured with."""
+    """Return the measurements of this model, on whatever machine they were made."""
     folder = Path(config.model)
     is_folder = folder.is_dir()
     name, revision = folder.resolve().name if is_folder else config.model, ""
@@ -254,13 +266,13 @@ def _keeps_kv_on_disk(config: Config) -> bool:
 
 
 def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[DoctorFinding]:
-    """KV lies in the last of the folders: in its own, or in the data folder."""
+    """Check the disk of the last folder, which holds the KV: the KV folder or else the data folder."""
     if _keeps_kv_on_disk(config) and not folders[-1].problem:
         yield from remedies.about_disk(folders[-1].path, folders[-1].free_bytes, config.kv_disk_gib)
 
 
 def model_facts(config: Config) -> ModelFacts:
-    """What the disk tells of the model, without reading its weights."""
+    """Return the facts about the model that its files tell without reading the weights."""
     folder = Path(config.model).expanduser()
     is_folder = os.path.isdir(folder)
     weights = folder.glob("*.safetensors") if is_folder else ()
@@ -274,7 +286,7 @@ def model_facts(config: Config) -> ModelFacts:
 
 
 def folder_health(what: str, folder: Path, flag: str) -> FolderHealth:
-    """Of one that is there, or of the one in which it will be made. Leaves nothing behind."""
+    """Check an existing folder, or the one in which it will be made. Leaves nothing behind."""
     is_there = os.path.isdir(folder)
     nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     problem = ""

@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 def doctor(config: Config, vllm_source: Path | None, as_json: bool, is_long: bool) -> int:
-    """Look, print, and say by the process's exit code whether anything stands against serving."""
+    """Run the checks, print them, and return an exit code that says whether the server can serve."""
     from gateway.commands.doctor import examine
 
     found = examine(config, vllm_source)
@@ -32,7 +32,7 @@ def doctor(config: Config, vllm_source: Path | None, as_json: bool, is_long: boo
 
 
 def lines(found: Diagnosis, *, is_long: bool) -> Iterator[str]:
-    """The summary. is_long: with what has not moved, too."""
+    """Return the lines of the summary. is_long: include the names of vLLM that are as expected."""
     yield from _machine(found)
     yield ""
     yield from _vllm(found, is_long)

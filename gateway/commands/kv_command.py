@@ -57,9 +57,9 @@ def show(folder: str | None, as_json: bool) -> None:
 def prune_command(
     folder: str | None, max_gib: float | None, older_than_days: float | None, everything: bool
 ) -> None:
-    """Delete stored KV, the oldest first. Conversations stay: their KV is computed again when they go on.
+    """Delete stored KV, the oldest first. Conversations stay: their KV is computed again when they continue.
 
-    The server must be stopped; while it runs, `--kv-disk-gib` bounds what it keeps.
+    The server must be stopped; while it runs, `--kv-disk-gib` bounds the store.
     """
     if max_gib is None and older_than_days is None and not everything:
         raise click.UsageError("say what may go: --max-gib, --older-than-days or --all")

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> NoReturn:
-    """Until SIGTERM, SIGINT, or a gateway removes the node; then ends the process with its exit code."""
+    """Serve as a node until SIGTERM, SIGINT, or a gateway removes the node; then end the process with its exit code."""
     uvloop.run(_run_and_leave(config))
     raise AssertionError("the process has ended")
 

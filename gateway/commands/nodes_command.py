@@ -111,6 +111,7 @@ def restart(context: click.Context, /, node_id: str | None, everyone: bool, **op
         raise click.UsageError("say which node, or --all")
 
     def run(changes: Any, server: Any) -> None:
+        """Restart the named node, or all nodes one after the other."""
         changes.restart(
             [node_id] if node_id is not None else [each["id"] for each in server.nodes()["nodes"]]
         )
@@ -124,6 +125,7 @@ def _change_by(context: click.Context, options: dict[str, Any], run: Callable[[A
         wanted["timeout_s"] = options["drain_timeout_s"]
 
     def act(client: Any, server: Any) -> None:
+        """Run the change with the client's printing."""
         run(client.Changes(server, wanted, options["timeout_s"], click.echo), server)
 
     _run(context, options["url"], options["api_key"], act)

@@ -1,4 +1,4 @@
-"""`overture profile`: measure the model on this machine, and say what came out."""
+"""`overture profile`: measure the model on this machine, and print the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import msgspec
 from gateway.errors import StartupError
 
 if TYPE_CHECKING:
-    from engine_bridge.predict.steps import Candidate
     from engine_bridge.settings.profile import (
         AdapterProfile,
         CopyProfile,
@@ -37,7 +36,7 @@ LINE_EVERY_S = 15.0
 
 
 def profile(config: Config, seconds: float, as_json: bool) -> int:
-    """Measure, keep the profile, print it; the process's exit code. Raises StartupError for settings that cannot work."""
+    """Measure, keep the profile, print it; return the process's exit code. Raises StartupError for settings that cannot work."""
     from engine_bridge.driver.engine.building import configure_environment
     from engine_bridge.driver.engine.engine import VllmDriver
     from gateway.app import engine_config
@@ -79,9 +78,10 @@ def profile(config: Config, seconds: float, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does: what was written for measuring is removed."""
+    """Let SIGTERM end the work as Ctrl-C does, so that temporary files are removed."""
 
     def interrupt(number: int, frame: Any) -> None:
+        """Turn the signal into Ctrl-C."""
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -92,7 +92,7 @@ def _terminable() -> Iterator[None]:
 
 
 class ProgressBar:
-    """A bar on a terminal; lines elsewhere. What is measured, how much of it is done, and the time that is left."""
+    """A bar on a terminal, lines elsewhere: the part that is measured, its progress, and the time left."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -107,13 +107,14 @@ class ProgressBar:
         self.clear()
 
     def stage(self, what: str) -> None:
-        """Before there is anything to count."""
+        """Show a stage that has nothing to count yet."""
         if self._is_live:
             self._write(what)
         else:
             self._line(what)
 
     def __call__(self, what: str, share_done: float, left_s: float) -> None:
+        """Show the progress. left_s: the estimated time left, in seconds."""
         now = time.monotonic()
         if self._is_live:
             if now - self._said_s < 0.1:
@@ -129,6 +130,7 @@ class ProgressBar:
             self._line(f"{share_done:4.0%}, {left_s:.0f} s left: {what}")
 
     def clear(self) -> None:
+        """Remove the bar from the terminal."""
         if self._is_live:
             self._write("")
 
@@ -142,7 +144,7 @@ class ProgressBar:
 
 
 def as_line(measured: MachineProfile) -> dict[str, Any]:
-    """All but the table of step times."""
+    """Return the profile as one line of JSON, without the table of step times."""
     fields: dict[str, Any] = msgspec.to_builtins(measured)
     del fields["steps"]["grid"]
     return {"fingerprint": measured.fingerprint, **fields}
@@ -164,26 +166,11 @@ def _print(measured: MachineProfile) -> None:
 
 
 def _print_steps(steps: StepProfile) -> None:
-    winner = steps.winner
     repeats = "nothing was repeated" if steps.repeatability is None else f"{steps.repeatability:.1%}"
     click.echo(f"\nstep times: {steps.num_samples} steps, {steps.num_held_out} of them held out")
-    click.echo(f"  best: {winner.regressor}, degree {winner.degree}; the table's error is {steps.error:.1%}")
-    click.echo(f"  the machine's own repeatability: {repeats}")
-    click.echo("  regressor          degree   its error   its table's")
-    for candidate in best_of_each(steps.candidates):
-        click.echo(
-            f"  {candidate.regressor:<18} {candidate.degree:>6} {candidate.error:>11.1%} {candidate.table_error:>13.1%}"
-        )
+    click.echo(f"  the table's error is {steps.error:.1%}, the machine's own repeatability {repeats}")
     table = steps.table()
     click.echo("  " + ", ".join(_example(table, *work) for work in ((0, 1, 256), (0, 8, 2048), (512, 0, 0))))
-
-
-def best_of_each(candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    """The best degree of each regressor, the best regressor first."""
-    best: dict[str, Candidate] = {}
-    for candidate in candidates:
-        best.setdefault(candidate.regressor, candidate)
-    return list(best.values())
 
 
 def _example(table: Any, num_prefill: int, num_decodes: int, num_context: int) -> str:
@@ -197,6 +184,7 @@ def _print_copies(copies: CopyProfile) -> None:
     link, ceiling = copies.link, copies.ceiling_bytes_per_s
 
     def share(rate: float) -> str:
+        """Return a rate's share of a plain copy's, in brackets."""
         return f" ({rate / ceiling:.0%} of a plain copy's {_rate(ceiling)})" if ceiling else ""
 
     click.echo("\ncopies of KV blocks")

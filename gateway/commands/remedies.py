@@ -1,4 +1,4 @@
-"""What stands against serving on a machine and what to do about it, decided from facts that `overture doctor` has gathered.
+"""Obstacles to serving on a machine and their remedies, decided from facts that `overture doctor` has gathered.
 
 Pure: nothing here looks at the machine. Each finding names a command or a setting that helps.
 """
@@ -24,15 +24,17 @@ CPU_STEPS = (
 
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
-    """problem: what is wrong or missing, in a sentence. remedy: a command to run or a setting to change."""
+    """An obstacle. problem: the fault, in a sentence. remedy: a command to run or a setting to change."""
 
     problem: str
     remedy: str
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """The model to serve, as far as the disk tells. is_path: it is meant as a folder, not as the name of a model on a hub.
-    weight_bytes: of its safetensors files; 0 where none are here."""
+    """The model to serve, as far as the disk tells.
+
+    is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here.
+    """
 
     name: str
     is_path: bool
@@ -42,7 +44,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 def install_command(device: str, *, is_checkout: bool) -> str:
-    """How the packages for a device are installed: by make in a checkout, by pip where the server came as a wheel. Source: docs/install.md."""
+    """Return how to install the packages for a device: by make in a checkout, by pip if the server came as a wheel. Source: docs/install.md."""
     if is_checkout:
         return f"make venv DEVICE={device}"
     return " && ".join(CPU_STEPS) if device == "cpu" else 'pip install "overture-gateway[cuda]"'
@@ -51,11 +53,12 @@ def install_command(device: str, *, is_checkout: bool) -> str:
 def about_vllm(
     failure: str, features: Sequence[dict[str, Any]], device: str, *, is_checkout: bool
 ) -> Iterator[DoctorFinding]:
-    """Why the engine could not start.
+    """Return why the engine could not start.
 
     Args:
-        failure: why vLLM could not be looked at; "" if it could.
-        features: those of `vllm_api.report` that matter at the start on this device.
+        failure: why vLLM could not be checked; "" if it could.
+        features: those of `vllm_api` that matter at the start on this device.
+        device: "cpu" or "cuda", as chosen.
         is_checkout: the server runs from a checkout, where there is `make`.
     """
     command = install_command(device, is_checkout=is_checkout)
@@ -73,7 +76,7 @@ def about_vllm(
 
 
 def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[DoctorFinding]:
-    """Of a folder that the server writes to; nothing if `problem` is empty. flag: the setting that names the folder."""
+    """Return the finding about a folder that the server writes to; none if `problem` is empty. flag: the setting that names the folder."""
     if problem:
         remedy = (
             f"make {path} writable for the user who runs the server, or choose another folder: {flag} FOLDER"
@@ -82,7 +85,10 @@ def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[Doct
 
 
 def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool) -> Iterator[DoctorFinding]:
-    """Why the chosen device cannot be used. build: the package that vLLM came in, "" if none is installed. is_checkout: as for `about_vllm`."""
+    """Return why the chosen device cannot be used.
+
+    build: the package that vLLM came in, "" if none is installed. is_checkout: as for `about_vllm`.
+    """
     if device != "cuda":
         return
     if not machine.gpus:
@@ -98,7 +104,7 @@ def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool
 
 
 def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
-    """Why the model cannot be loaded, where the disk tells."""
+    """Return why the model cannot be loaded, as far as the disk tells."""
     if not model.is_path:
         return
     if not model.is_folder:
@@ -123,9 +129,13 @@ def advice(
     *,
     is_checkout: bool,
 ) -> Iterator[DoctorFinding]:
-    """What does not stop the server from starting but should be known first.
+    """Return what does not stop the server from starting but should be known first.
 
     Args:
+        device: "cpu" or "cuda", as chosen.
+        machine: memory and cores of this machine.
+        build: the package that vLLM came in.
+        model: the model to serve.
         kv_bytes: of KV on the device (`--kv-cache-gib`), which on a GPU takes none of the host's.
         kv_host_gib: the bound of the host tier (`--kv-host-gib`).
         is_checkout: as for `about_vllm`.
@@ -154,7 +164,7 @@ def advice(
 
 
 def about_disk(path: str, free_bytes: int, kv_disk_gib: float) -> Iterator[DoctorFinding]:
-    """Whether the KV tier on disk would have the room that it was promised."""
+    """Return a finding if the disk has less room than the KV tier may take."""
     if free_bytes < kv_disk_gib * GIB:
         yield DoctorFinding(
             problem=f"the disk of {path} has {free_bytes / GIB:.1f} GiB free, less than the {kv_disk_gib:g} GiB that KV may take",

@@ -1,1 +1,1 @@
-"""Figures for Prometheus, a module a concern."""
+"""Prometheus figures, one module a concern: the gateway itself, nodes and routing, scheduling, KV, adapters."""

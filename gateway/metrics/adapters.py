@@ -1,4 +1,4 @@
-"""The adapters' figures for Prometheus, read when Prometheus asks."""
+"""Prometheus figures of the adapters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_bridge.protocol.node import AdapterPlace, AdapterStats
-from gateway.metrics.snapshots import SnapshotCollector
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import AdapterPlace
+from gateway.metrics.snapshots import SnapshotCollector, labelled
 
 _PLACES: tuple[str, ...] = get_args(AdapterPlace)
 _SOURCES = (("disk",), ("cached",))
@@ -20,7 +21,7 @@ _EVICTIONS = (("slot", ""), ("host", ""), ("cached", "adapter"), ("cached", "kv"
 class _Row:
     """A counter made of the keys `key` and `key:VALUE[:VALUE]` of the node's `counts` or `seconds`, each value a label.
 
-    known: label values that are told from the start, as 0, so that rates can be computed over their first event.
+    known: label values that are present from the start, as 0, so that rates can be computed over their first event.
     """
 
     name: str
@@ -129,32 +130,27 @@ _COUNTERS = (
 
 
 class AdapterCollector(SnapshotCollector[AdapterStats]):
+    """Figures of where adapters are and what moving them took."""
+
     def metrics_of(self, stats: AdapterStats) -> Iterator[Metric]:
-        yield _places(stats)
+        """Yield the adapters by place, and one metric a row of the tables above."""
+        places = {place: stats.num_by_place.get(place, 0) for place in _PLACES}
+        yield labelled(
+            GaugeMetricFamily,
+            "overture_adapters",
+            "Adapters, by the nearest place of each",
+            ["place"],
+            places,
+        )
         for name, documentation, field in _GAUGES:
             yield GaugeMetricFamily(name, documentation, value=getattr(stats, field))
         for row in _COUNTERS:
-            yield _counter(row, getattr(stats, row.of))
-
-
-def _places(stats: AdapterStats) -> Metric:
-    metric = GaugeMetricFamily(
-        "overture_adapters", "Adapters, by the nearest place of each", labels=["place"]
-    )
-    for place in _PLACES:
-        metric.add_metric([place], stats.num_by_place.get(place, 0))
-    return metric
-
-
-def _counter(row: _Row, source: Mapping[str, float]) -> Metric:
-    metric = CounterMetricFamily(row.name, row.documentation, labels=row.labels)
-    for labels, value in _values(row, source).items():
-        metric.add_metric(labels, value)
-    return metric
+            values = _values(row, getattr(stats, row.of))
+            yield labelled(CounterMetricFamily, row.name, row.documentation, row.labels, values)
 
 
 def _values(row: _Row, source: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    """Label values -> count. A part that a key leaves out is the label ""."""
+    """Map label values to counts. A part that a key leaves out is the label ""."""
     values: dict[tuple[str, ...], float] = dict.fromkeys(row.known, 0.0)
     for key, value in source.items():
         name, *parts = key.split(":", len(row.labels))

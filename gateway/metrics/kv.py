@@ -1,4 +1,4 @@
-"""The KV tiers' figures for Prometheus, read when Prometheus asks."""
+"""Prometheus figures of the KV tiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gateway.metrics.snapshots import SnapshotCollector
+from gateway.metrics.snapshots import SnapshotCollector, labelled
 from kvtiers.stats import PeerStats, TierStats
 
 # (metric, help, {tier: field}); counts are blocks unless the name says otherwise.
@@ -61,49 +61,42 @@ _COUNTERS = (
 
 
 class KvCollector(SnapshotCollector[TierStats]):
+    """Figures of KV in host memory and on disk, and of KV exchanged with other nodes."""
+
     def metrics_of(self, stats: TierStats) -> Iterator[Metric]:
+        """Yield one metric a row of the tables above, labelled by tier, and the peers' figures where there are peers."""
         tiers = {"host": stats.host, "disk": stats.disk}
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, documentation, fields in rows:
-                metric = family(name, documentation, labels=["tier"])
-                for tier, field in fields.items():
-                    metric.add_metric([tier], getattr(tiers[tier], field))
-                yield metric
+                values = {tier: getattr(tiers[tier], field) for tier, field in fields.items()}
+                yield labelled(family, name, documentation, ["tier"], values)
         if stats.peers.is_on:
             yield from _peer_metrics(stats.peers)
 
 
 def _peer_metrics(peers: PeerStats) -> Iterator[Metric]:
-    for name, documentation, fetched, lent in (
+    for name, documentation, label, values in (
         (
             "overture_kv_peer_bytes",
             "KV received from other nodes or sent to them",
-            peers.bytes_fetched,
-            peers.bytes_lent,
+            "direction",
+            {"in": peers.bytes_fetched, "out": peers.bytes_lent},
         ),
         (
             "overture_kv_peer_blocks",
             "KV blocks received whole from other nodes or sent to them",
-            peers.num_fetched,
-            peers.num_lent,
+            "direction",
+            {"in": peers.num_fetched, "out": peers.num_lent},
         ),
-    ):
-        counter = CounterMetricFamily(name, documentation, labels=["direction"])
-        counter.add_metric(["in"], fetched)
-        counter.add_metric(["out"], lent)
-        yield counter
-    for name, documentation, reasons in (
         (
             "overture_kv_peer_misses",
             "Fetches from other nodes that returned nothing, or less than was offered",
+            "reason",
             peers.misses,
         ),
-        ("overture_kv_peer_refusals", "Fetches by other nodes that were cut off", peers.refusals),
+        ("overture_kv_peer_refusals", "Fetches by other nodes that were cut off", "reason", peers.refusals),
     ):
-        counter = CounterMetricFamily(name, documentation, labels=["reason"])
-        for reason, count in reasons.items():
-            counter.add_metric([reason], count)
-        yield counter
+        yield labelled(CounterMetricFamily, name, documentation, [label], values)
     yield GaugeMetricFamily(
         "overture_kv_peer_bytes_per_second",
         "Measured speed of the last answer; 0 before the first",

@@ -89,7 +89,7 @@ class Metrics:
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
 
     def note_left_out(self, dropped: Dropped) -> None:
-        """Count what was left out of a call."""
+        """Count the tools and messages left out of a call."""
         self.left_out.labels("tools").inc(dropped.tools)
         self.left_out.labels("messages").inc(dropped.messages)
 
@@ -149,7 +149,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def turn_running(self) -> Iterator[None]:
-        """Counts a turn as running while the context is open."""
+        """Count a turn as running while the context is open."""
         with self._turns_running.track_inprogress():
             yield
 
@@ -170,7 +170,7 @@ class Metrics:
             self._ttft.labels(max(kv, key=lambda source: kv[source])).observe(final.timings.ttft_ms / 1000)
 
     def advisory_ended(self, source: str, report: AdvisoryReport) -> None:
-        """Counts how an advisory request ended, the bytes it moved and how early it was, in seconds."""
+        """Count how an advisory ended, the bytes that it moved and its lead over its request in seconds."""
         self._advisory_outcomes.labels(source, report.state).inc()
         for tier in ("host", "disk", "peer", "adapter"):
             self._advisory_bytes.labels(tier, report.state).inc(getattr(report, f"{tier}_bytes"))
@@ -180,7 +180,7 @@ class Metrics:
             self._advisory_late.observe(report.late_s)
 
     async def watch_loop(self) -> None:
-        """Measure for ever how late timers run. A late loop is late for every socket."""
+        """Measure for ever how late the event loop runs its timers. A late loop is late for every socket."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + STALL_PROBE_S
@@ -188,5 +188,5 @@ class Metrics:
             self._stall.observe(max(loop.time() - due, 0.0))
 
     async def exposition(self, engine: str = "") -> bytes:
-        """The text that Prometheus reads; rendered off the event loop. engine: the figures of the engine, which may be in another process."""
+        """Return the text that Prometheus reads, rendered off the event loop. engine: the figures of the engine, which may be in another process."""
         return await asyncio.to_thread(own_metrics, self.registry) + engine.encode()

@@ -1,16 +1,17 @@
-"""What each node does, in figures for Prometheus: the same names for one node as for many."""
+"""Prometheus figures of each node, under the same names for one node as for many, and of the router that chooses among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_bridge.protocol.node import NodeState
-from gateway.metrics.snapshots import SnapshotCollector
+from engine_bridge.protocol.figures import NodeState
+from gateway.metrics.snapshots import SnapshotCollector, labelled
+from gateway.nodes.chosen_node import HOW
 from gateway.nodes.members import MemberState
-from gateway.nodes.node_states import NodeKv, NodeLoad, NodeStanding
+from gateway.nodes.node_states import NodeKv, NodeLoad, NodeStatus
 
 _STATES: tuple[MemberState, ...] = (*get_args(NodeState), "away", "quiet")
 # (family, metric, help, field of NodeLoad)
@@ -40,18 +41,22 @@ _KV = (
 )
 
 
-class NodeCollector(SnapshotCollector[Sequence[NodeStanding]]):
-    """Makes metrics of what it was told last: nodes come and go on the event loop, and metrics are rendered beside it."""
+class NodeCollector(SnapshotCollector[Sequence[NodeStatus]]):
+    """Figures of each node, from the facts noted last.
+
+    Nodes come and go on the event loop while metrics are rendered on another thread, so `note` hands the facts over.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda: self._noted)
-        self._noted: Sequence[NodeStanding] | None = None
+        self._noted: Sequence[NodeStatus] | None = None
 
-    def note(self, nodes: Sequence[NodeStanding]) -> None:
-        """For the next scrape."""
+    def note(self, nodes: Sequence[NodeStatus]) -> None:
+        """Keep the nodes' facts for the next scrape."""
         self._noted = nodes
 
-    def metrics_of(self, stats: Sequence[NodeStanding]) -> Iterator[Metric]:
+    def metrics_of(self, stats: Sequence[NodeStatus]) -> Iterator[Metric]:
+        """Yield each node's state, load and KV."""
         yield _states(stats)
         loads = {node.id: node.load for node in stats if node.load is not None}
         yield from _of_loads(loads)
@@ -60,42 +65,64 @@ class NodeCollector(SnapshotCollector[Sequence[NodeStanding]]):
         yield _of_peers(tiers)
 
 
-def _states(nodes: Sequence[NodeStanding]) -> Metric:
-    metric = GaugeMetricFamily(
-        "overture_node_state", "1 for the state that a node is in, 0 for others", labels=["node", "state"]
+class RouterCollector(SnapshotCollector[Mapping[str, int]]):
+    """Figures of routing: why nodes were chosen, and what became of requests whose node failed."""
+
+    def metrics_of(self, stats: Mapping[str, int]) -> Iterator[Metric]:
+        """Yield the counts of `Router.counts`."""
+        yield labelled(
+            CounterMetricFamily,
+            "overture_router_requests",
+            "Requests by why their node was chosen: announced, at home, moved from home, new",
+            ["how"],
+            {how: stats.get(how, 0) for how in HOW},
+        )
+        yield CounterMetricFamily(
+            "overture_router_tried_again",
+            "Requests that another node took over before any token was sent",
+            value=stats.get("tried_again", 0),
+        )
+        yield CounterMetricFamily(
+            "overture_router_cut",
+            "Requests that ended with an error because their node failed",
+            value=stats.get("cut", 0),
+        )
+
+
+def _states(nodes: Sequence[NodeStatus]) -> Metric:
+    return labelled(
+        GaugeMetricFamily,
+        "overture_node_state",
+        "1 for the state that a node is in, 0 for others",
+        ["node", "state"],
+        {(node.id, state): node.state == state for node in nodes for state in _STATES},
     )
-    for node in nodes:
-        for state in _STATES:
-            metric.add_metric([node.id, state], node.state == state)
-    return metric
 
 
 def _of_loads(loads: dict[str, NodeLoad]) -> Iterator[Metric]:
     for family, name, documentation, field in _LOAD:
-        metric = family(name, documentation, labels=["node"])
-        for node_id, load in loads.items():
-            metric.add_metric([node_id], getattr(load, field))
-        yield metric
+        values = {node_id: getattr(load, field) for node_id, load in loads.items()}
+        yield labelled(family, name, documentation, ["node"], values)
 
 
 def _of_tiers(tiers: dict[str, NodeKv]) -> Iterator[Metric]:
     for family, name, documentation, field in _KV:
-        metric = family(name, documentation, labels=["node", "tier"])
-        for node_id, kv in tiers.items():
-            for tier, use in (("host", kv.host), ("disk", kv.disk)):
-                if use is not None:
-                    metric.add_metric([node_id, tier], getattr(use, field))
-        yield metric
+        uses = {
+            (node_id, tier): use
+            for node_id, kv in tiers.items()
+            for tier, use in (("host", kv.host), ("disk", kv.disk))
+        }
+        values = {labels: getattr(use, field) for labels, use in uses.items() if use is not None}
+        yield labelled(family, name, documentation, ["node", "tier"], values)
 
 
 def _of_peers(tiers: dict[str, NodeKv]) -> Metric:
-    metric = CounterMetricFamily(
+    peers = {node_id: kv.peers for node_id, kv in tiers.items() if kv.peers is not None}
+    return labelled(
+        CounterMetricFamily,
         "overture_node_peer_bytes",
         "KV that a node fetched from others (in), and lent to them (out)",
-        labels=["node", "direction"],
+        ["node", "direction"],
+        {(node_id, "in"): peer.bytes_fetched for node_id, peer in peers.items()}
+        | {(node_id, "out"): peer.bytes_lent for node_id, peer in peers.items()},
     )
-    for node_id, kv in tiers.items():
-        if kv.peers is not None:
-            metric.add_metric([node_id, "in"], kv.peers.bytes_fetched)
-            metric.add_metric([node_id, "out"], kv.peers.bytes_lent)
-    return metric

@@ -1,4 +1,4 @@
-"""Who starts next, in figures for Prometheus, read when Prometheus asks. No scrape waits for a step."""
+"""Prometheus figures of what a request waits for before it runs: its grammar's check, the tokenizer, and the scheduler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from engine_bridge.protocol.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
-from gateway.metrics.snapshots import SnapshotCollector
+from engine_bridge.protocol.figures import (
+    GrammarStats,
+    LaneStats,
+    LengthErrors,
+    SchedulingStats,
+    TokenizerStats,
+    WaitReason,
+)
+from gateway.metrics.snapshots import SnapshotCollector, labelled
 
 _REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 _LANES = (
@@ -19,8 +26,9 @@ _LANES = (
         "Tokens that a lane's requests hold, with those borrowed from other lanes",
         "used_tokens",
     ),
+    ("overture_lane_cutoff", "Weighted size from which a request belongs to the next lane", "boundaries"),
 )
-# (metric, help, source, key); told from the start, as 0, where a policy of ours decides.
+# (metric, help, source, key); present from the start, as 0, where a policy of ours decides.
 _COUNTERS = (
     ("overture_scheduling_admitted", "Requests started, again after a preemption", "counts", "admitted"),
     (
@@ -52,11 +60,44 @@ _COUNTERS = (
         "step",
     ),
 )
-_CUTS = ("size", "slow", "error")
+_GRAMMARS = (
+    ("overture_grammars_checked", "Grammars that a helper process compiled", "num_checked"),
+    ("overture_grammars_refused", "Grammars that the helper process refused", "num_refused"),
+    ("overture_grammar_helper_deaths", "Helper processes that died of a grammar", "num_deaths"),
+    ("overture_grammar_check_seconds", "Time that checking grammars took", "seconds"),
+)
+
+
+class GrammarCollector(SnapshotCollector[GrammarStats]):
+    """Figures of the helper process that compiles each grammar before the engine sees it."""
+
+    def metrics_of(self, stats: GrammarStats) -> Iterator[Metric]:
+        """Yield one counter a field of the statistics."""
+        for name, documentation, field in _GRAMMARS:
+            yield CounterMetricFamily(name, documentation, value=getattr(stats, field))
+
+
+class TokenizerCollector(SnapshotCollector[TokenizerStats]):
+    """Figures of rendering and tokenising: sums only, so that they say nothing about one client's text."""
+
+    def metrics_of(self, stats: TokenizerStats) -> Iterator[Metric]:
+        """Yield the time spent, the pieces done and the pieces that wait."""
+        yield CounterMetricFamily(
+            "overture_tokenizer_seconds", "Time spent rendering and tokenising", value=stats.seconds
+        )
+        yield CounterMetricFamily(
+            "overture_tokenizer_jobs", "Pieces of rendering and tokenising done", value=stats.num_jobs
+        )
+        yield GaugeMetricFamily(
+            "overture_tokenizer_waiting", "Pieces that wait for the tokenizer", value=stats.num_waiting
+        )
 
 
 class SchedulingCollector(SnapshotCollector[SchedulingStats]):
+    """Figures of the queue: requests that wait and why, preemptions, lanes and predicted lengths."""
+
     def metrics_of(self, stats: SchedulingStats) -> Iterator[Metric]:
+        """Yield the metrics that the policy in use has figures for."""
         yield _waiting(stats)
         yield _preempted(stats)
         yield _chosen_ways(stats)
@@ -67,60 +108,46 @@ class SchedulingCollector(SnapshotCollector[SchedulingStats]):
                 yield CounterMetricFamily(name, documentation, value=getattr(stats, source).get(key, 0))
         if stats.length_errors is not None:
             yield from _length_errors(stats.length_errors)
-        if "log_bytes" in stats.counts:
-            yield from _decision_log(stats)
 
 
 def _waiting(stats: SchedulingStats) -> Metric:
-    metric = GaugeMetricFamily(
-        "overture_scheduling_waiting", "Waiting requests, by reason", labels=["reason"]
+    reasons = {reason: stats.num_by_reason.get(reason, 0) for reason in _REASONS}
+    return labelled(
+        GaugeMetricFamily, "overture_scheduling_waiting", "Waiting requests, by reason", ["reason"], reasons
     )
-    for reason in _REASONS:
-        metric.add_metric([reason], stats.num_by_reason.get(reason, 0))
-    return metric
 
 
 def _preempted(stats: SchedulingStats) -> Metric:
-    """What is counted without a kind is vLLM's own way: their KV is dropped, and computed again unless a tier has it."""
+    """Count preemptions by restore method. vLLM's own preemptions name none: they drop the KV, which counts as `recompute`."""
     kinds = {"recompute": 0}
     for key, value in stats.counts.items():
         name, _, kind = key.partition(":")
         if name == "preempted" and kind:
             kinds[kind] = value
     kinds["recompute"] += max(stats.counts.get("preempted", 0) - sum(kinds.values()), 0)
-    metric = CounterMetricFamily(
+    return labelled(
+        CounterMetricFamily,
         "overture_scheduling_preempted",
         "Preempted requests, by how they got their KV back",
-        labels=["kind"],
+        ["kind"],
+        dict(sorted(kinds.items())),
     )
-    for kind, value in sorted(kinds.items()):
-        metric.add_metric([kind], value)
-    return metric
 
 
 def _chosen_ways(stats: SchedulingStats) -> Metric:
-    metric = CounterMetricFamily(
+    return labelled(
+        CounterMetricFamily,
         "overture_scheduling_preempted_predicted",
         "Preempted requests, by the restore method that was predicted to be fastest",
-        labels=["kind"],
+        ["kind"],
+        {kind: stats.counts.get(f"predicted:{kind}", 0) for kind in ("recompute", "swap")},
     )
-    for kind in ("recompute", "swap"):
-        metric.add_metric([kind], stats.counts.get(f"predicted:{kind}", 0))
-    return metric
 
 
 def _lanes(lanes: LaneStats) -> Iterator[Metric]:
     for name, documentation, field in _LANES:
-        metric = GaugeMetricFamily(name, documentation, labels=["lane"])
-        for lane, value in enumerate(getattr(lanes, field)):
-            metric.add_metric([str(lane)], value)
-        yield metric
-    cutoffs = GaugeMetricFamily(
-        "overture_lane_cutoff", "Weighted size from which a request belongs to the next lane", labels=["lane"]
-    )
-    for lane, boundary in enumerate(lanes.boundaries):
-        cutoffs.add_metric([str(lane)], boundary)
-    yield cutoffs
+        values = {str(lane): value for lane, value in enumerate(getattr(lanes, field))}
+        yield labelled(GaugeMetricFamily, name, documentation, ["lane"], values)
 
 
 def _length_errors(errors: LengthErrors) -> Iterator[Metric]:
@@ -136,17 +163,3 @@ def _length_errors(errors: LengthErrors) -> Iterator[Metric]:
         "Finished answers that were no longer than their predicted 90th percentile",
         value=errors.num_within_p90,
     )
-
-
-def _decision_log(stats: SchedulingStats) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "overture_decision_log_bytes", "Bytes written to the decision log", value=stats.counts["log_bytes"]
-    )
-    cut = CounterMetricFamily(
-        "overture_decision_log_cut",
-        "Decision logs that ended before their engine did, by reason",
-        labels=["reason"],
-    )
-    for reason in _CUTS:
-        cut.add_metric([reason], stats.counts.get(f"log_cut:{reason}", 0))
-    yield cut

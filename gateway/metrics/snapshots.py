@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 Stats = TypeVar("Stats")
+Label = TypeVar("Label", bound=str | tuple[str, ...])
 
 
 class SnapshotCollector(Collector, Generic[Stats]):
     """Makes metrics of a snapshot.
 
     Args:
-        stats: gives the snapshot, or None while there is nothing to tell. Called on whatever thread renders the metrics.
+        stats: returns the snapshot, or None while there is none. It is called on the thread that renders the metrics.
     """
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
@@ -24,13 +25,28 @@ class SnapshotCollector(Collector, Generic[Stats]):
 
     @abstractmethod
     def metrics_of(self, stats: Stats) -> Iterator[Metric]:
-        """Of one snapshot."""
+        """Yield the metrics of one snapshot."""
 
     def collect(self) -> Iterator[Metric]:
+        """Take a snapshot and yield its metrics; none while there is no snapshot."""
         stats = self._stats()
         if stats is not None:
             yield from self.metrics_of(stats)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry must not take a snapshot of an engine that has not started."""
+        """Describe no metrics, so that the registry takes no snapshot of an engine that has not started."""
         yield from ()
+
+
+def labelled(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    documentation: str,
+    labels: Sequence[str],
+    values: Mapping[Label, float],
+) -> Metric:
+    """Return a metric with a value for each label, or for each tuple of labels where it has several."""
+    metric = kind(name, documentation, labels=labels)
+    for label, value in values.items():
+        metric.add_metric([label] if isinstance(label, str) else label, value)
+    return metric

@@ -1,4 +1,7 @@
-"""One node's adapters, kept as the gateway's list says: what it lacks is sent and loaded, what it should not have is unloaded."""
+"""The adapters of one node, kept as the gateway's list says.
+
+Adapters that the node lacks are sent and loaded, adapters that it should not have are unloaded.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from gateway.nodes.wanted_adapters import WantedAdapter
 
 log = logging.getLogger(__name__)
 
-# After a step that failed for another reason than that the node has gone. Chosen: a full disk, an adapter that does not fit.
+# The time until a failed step is tried again, unless the connection failed. Chosen: a disk may be full, or an adapter may not fit.
 RETRY_S = 10.0
-# How often a node is told again what it must not delete. Chosen: well within what its store keeps anyway.
+# How often a node is told again which files it must not delete. Chosen: well within the time for which its store keeps files anyway.
 KEEP_EVERY_S = 60.0
 
 
@@ -36,13 +39,15 @@ class FailedStep(Struct, frozen=True):
 
 
 class Keeper:
-    """Of one node, from its joining to its leaving, over all of its restarts.
+    """The keeper of one node's adapters, from its joining to its leaving, over all of its restarts.
 
     Args:
-        wanted: by name, what nodes should serve now.
+        node_id: the node's name.
+        node: the node.
+        wanted: returns the adapters that nodes should serve now, by name.
 
     Attributes:
-        failures: by adapter, why the node does not serve it.
+        failures: why the node does not serve an adapter, by the adapter's name.
     """
 
     def __init__(
@@ -59,15 +64,20 @@ class Keeper:
 
     @property
     def is_open(self) -> bool:
+        """Whether the node is connected and ready."""
         return self.node.is_up and self.node.progress.state == "ready"
 
     @property
     def is_in_step(self) -> bool:
-        """It serves what it should, but for `failures`."""
+        """Whether the node serves all adapters that it should, apart from `failures`."""
         return self._has_caught_up and self.is_open and self.node.incarnation == self._incarnation
 
     def needs_work(self, num_changes: int) -> bool:
-        """Whether `catch_up` would do something now. num_changes: of what is wanted; lists are compared when one of them is another one."""
+        """Return whether `catch_up` would do something now.
+
+        Args:
+            num_changes: how often the list of wanted adapters has changed; the lists are compared only when one of them has changed.
+        """
         if not self.is_open or self._lock.locked():
             return False
         self._look()
@@ -80,7 +90,11 @@ class Keeper:
         return bool(self._todo())
 
     async def catch_up(self, *, is_list_whole: bool = True) -> None:
-        """Returns when the node is in step, or has gone. is_list_whole: what is not wanted now was not wanted before."""
+        """Bring the node in step with the list. Returns when it is, or when the node's connection has ended.
+
+        Args:
+            is_list_whole: whether the list is complete; until then no files are deleted.
+        """
         async with self._lock:
             self._look()
             try:
@@ -96,14 +110,14 @@ class Keeper:
                 self._has_caught_up = self.is_open
 
     async def load(self, name: str) -> JsonReply | None:
-        """Serve the wanted version of a name; None if the node has gone meanwhile. What is wrong is in the reply and in `failures`."""
+        """Serve the wanted version of a name. Returns None if the node's connection ended meanwhile; errors are in the reply and in `failures`."""
         async with self._lock:
             try:
                 return await self._load(name)
             except EngineUnavailable:
                 return None
 
-    # -- what there is and what there should be ------------------------------------------------------------------------
+    # -- the adapters that are served, and that should be --------------------------------------------------------------
 
     def _look(self) -> None:
         if self.node.incarnation != self._incarnation:
@@ -112,7 +126,7 @@ class Keeper:
             self.failures.clear()
 
     def _there(self) -> dict[str, Served]:
-        """What the node serves, by its report; one comes with the reply to each step."""
+        """Return the adapters that the node serves by its last report; a report comes with the reply to each step."""
         infos = self.node.adapters_by_name().values()
         return {info.name: Served(info.version, info.is_pinned) for info in infos}
 
@@ -128,7 +142,7 @@ class Keeper:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     async def _take(self, step: Step) -> None:
-        """Raises EngineUnavailable."""
+        """Carry out one step. Raises EngineUnavailable."""
         wanted = self._wanted().get(step.name)
         if isinstance(step, LoadAdapter):
             if wanted is not None:
@@ -153,7 +167,7 @@ class Keeper:
             self._failed(step.name, _version(wanted.served if wanted is not None else None), problem)
 
     async def _load(self, name: str) -> JsonReply:
-        """Raises EngineUnavailable."""
+        """Send and load an adapter. Raises EngineUnavailable."""
         wanted = self._wanted()[name]
         version = wanted.served.version
         try:
@@ -193,11 +207,11 @@ def _version(served: Served | None) -> str:
     return served.version if served is not None else ""
 
 
-# -- replies in the shape of a node's own ------------------------------------------------------------------------------
+# -- replies as a node makes them --------------------------------------------------------------------------------------
 
 
 def refused(error: BridgeError) -> JsonReply:
-    """What a node itself would say of this adapter."""
+    """Return the reply with which a node itself would refuse this adapter."""
     status, code = 500, str(getattr(error, "code", ""))
     if isinstance(error, AdapterRejected | RegistryFailed):
         status, code = status_of(error)
@@ -205,7 +219,7 @@ def refused(error: BridgeError) -> JsonReply:
 
 
 def refusal_of(reply: JsonReply) -> AdapterRefusal:
-    """What a reply that is an error says."""
+    """Return the refusal in an error's reply."""
     try:
         error = msgspec.json.decode(reply.body)["error"]
         return AdapterRefusal(str(error["message"]), str(error.get("code") or ""))

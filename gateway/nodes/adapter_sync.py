@@ -1,8 +1,8 @@
-"""The adapters of several nodes behind one gateway: one list, the gateway's; every node serves all of it.
+"""The adapters of several nodes behind one gateway: the gateway has one list, and every node serves all of it.
 
-Clients load, unload and pin for all nodes. What is loaded is loaded by all nodes that are in step, or by none: a version that one of them cannot
-have is taken back from the others, and the client is told why. A node that comes later, or comes back, is brought up to date by itself; what it
-cannot have is in its `failures`, tried again now and then, and served by the others meanwhile.
+Clients load, unload and pin for all nodes. An adapter is loaded by all nodes that are in step, or by none: a version that one of them cannot have is
+taken back from the others, and the client is told why. A node that comes later, or comes back, is brought up to date by itself; an adapter that it
+cannot have is in its `failures`, tried again now and then, and served by the other nodes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from gateway.nodes.wanted_adapters import WantedAdapter, WantedAdapters
 
 log = logging.getLogger(__name__)
 
-# How often nodes are looked at that may lack something. Chosen: until then a node that came back is not asked for what it lacks.
+# How often nodes are looked at that may lack adapters. Chosen: until then a node that came back is not asked for these adapters.
 LOOK_EVERY_S = 0.5
 # As often as nodes report; with a thousand adapters on two nodes it takes 5 ms (measured), and each request asks for the list.
 MERGE_EVERY_S = 0.25
 
 
 class AdapterSync:
-    """All methods are called from one event loop.
+    """The adapters of one gateway's nodes. All methods are called from one event loop.
 
     Args:
-        nodes: those that there are, by name; they come and go.
+        nodes: returns the present nodes, by name.
         state_dir: where the list's registry is kept; None: in memory.
-        folder: whose adapters are served, now and as they come, change and go. given: (name, path) of others that are served from the start.
+        folder: a folder whose adapters are served, now and as they come, change and go.
+        given: (name, path) of other adapters that are served from the start.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class AdapterSync:
         self._is_started = False
         self._keepers: dict[str, Keeper] = {}
         self._pending: dict[str, WantedAdapter] = {}
-        """What is being loaded everywhere, and in the list when that has worked."""
+        """Adapters that are being loaded on all nodes; they enter the list when that has worked."""
         self._changing = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._merged: tuple[object, list[AdapterInfo], float] = (None, [], 0.0)
 
     async def start(self) -> None:
-        """Serve what there is on all nodes that are ready; an adapter that fails is left out. Raises RegistryFailed."""
+        """Serve the list and the folder on all nodes that are ready; an adapter that fails is left out. Raises RegistryFailed."""
         await asyncio.to_thread(self._list.open)
         self._is_started = True
         await self._catch_up(self._open())
@@ -72,6 +73,7 @@ class AdapterSync:
         self._looking = asyncio.create_task(self._look_after(), name="adapters of all nodes")
 
     async def close(self) -> None:
+        """End all work on the nodes' adapters, and close the list."""
         tasks = [*self._tasks, *([self._looking] if self._looking is not None else [])]
         for task in tasks:
             task.cancel()
@@ -82,7 +84,7 @@ class AdapterSync:
     # -- what clients see ----------------------------------------------------------------------------------------------
 
     def merged(self) -> list[AdapterInfo]:
-        """The list, and where each adapter is, at most MERGE_EVERY_S old. Also while no node is there; from any thread."""
+        """Return the list, and where each adapter is, at most MERGE_EVERY_S old, also while no node is connected. From any thread."""
         nodes = {node_id: node for node_id, node in self._nodes().items() if node.is_up}
         state = (self._list.num_changes, list(nodes))
         before, infos, until_s = self._merged
@@ -94,26 +96,26 @@ class AdapterSync:
         return list(infos)
 
     def find(self, name: str) -> AdapterAt | None:
-        """Which nodes can serve an adapter, and how soon; None for one that is not in the list."""
+        """Return which nodes can serve an adapter, and how soon; None for an adapter that is not in the list."""
         wanted = self._list.wanted.get(name)
         if wanted is None:
             return None
         nodes = (
-            (node_id, node.adapters_by_name(), adapter_places.rates_of(node.adapter_stats()))
+            (node_id, node.adapters_by_name(), adapter_places.rates_of(node.figures().adapter_stats))
             for node_id, node in self._nodes().items()
             if node.is_up
         )
         return AdapterAt(wanted.contents.rank, adapter_places.loads(name, wanted.served.version, nodes))
 
     def failures(self, node_id: str) -> dict[str, str]:
-        """By adapter, why this node does not serve it as it should."""
+        """Return why this node does not serve an adapter as it should, by the adapter's name."""
         keeper = self._keepers.get(node_id)
         return {name: failed.reason for name, failed in keeper.failures.items()} if keeper is not None else {}
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     async def joined(self, node_id: str) -> None:
-        """A node is ready, the first time or again. Returns when it serves all that it can; nothing happens where it does already."""
+        """Bring a node in step that is ready, the first time or again. Returns at once where it is in step already."""
         keeper = self._all().get(node_id)
         if keeper is not None and keeper.is_open:
             await keeper.catch_up(is_list_whole=self._looking is not None)
@@ -136,11 +138,11 @@ class AdapterSync:
         return [keeper for keeper in self._all().values() if keeper.is_open]
 
     def _following(self) -> list[Keeper]:
-        """Of nodes that are in step. Nobody waits for others, which may be being sent gigabytes: they see by themselves what has changed."""
+        """Return the keepers of nodes that are in step. Changes do not wait for other nodes, which may be receiving gigabytes."""
         return [keeper for keeper in self._all().values() if keeper.is_in_step]
 
     def _in_step(self) -> list[Keeper]:
-        """Raises EngineUnavailable if there are none."""
+        """Return the keepers of nodes that are in step. Raises EngineUnavailable if there are none."""
         keepers = self._following()
         if not keepers:
             raise EngineUnavailable("no node is ready yet; try again in a moment", code="starting")
@@ -153,14 +155,18 @@ class AdapterSync:
     # -- changes for all -----------------------------------------------------------------------------------------------
 
     async def load(self, body: Any) -> JsonReply:
-        """Load on all nodes that are in step, or on none. body: of vLLM's `/v1/load_lora_adapter`, its path one of this machine's.
+        """Load an adapter on all nodes that are in step, or on none.
 
-        Raises EngineUnavailable while no node is there.
+        Args:
+            body: a body of vLLM's `/v1/load_lora_adapter`, whose path is on this machine.
+
+        Raises:
+            EngineUnavailable: while no node is in step.
         """
         async with self._changing:
             keepers = self._in_step()
             name, path = _text(body, "lora_name"), _text(body, "lora_path")
-            # A node says best what is wrong with a body, and with loading what it has.
+            # A node's own reply is best for a bad body, and for an adapter that it has already.
             if not name or not path:
                 return await keepers[0].node.load_adapter(body)
             has_it = (keeper for keeper in keepers if name in keeper.node.adapters_by_name())
@@ -172,7 +178,7 @@ class AdapterSync:
         return reply
 
     async def unload(self, body: Any) -> JsonReply:
-        """Raises EngineUnavailable while no node is there."""
+        """Unload an adapter on all nodes. Raises EngineUnavailable while no node is in step."""
         async with self._changing:
             keepers = self._in_step()
             name = _text(body, "lora_name")
@@ -185,7 +191,7 @@ class AdapterSync:
         return _done(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def pin(self, name: str, is_pinned: bool) -> AdapterInfo | None:
-        """None for a name that is not in the list. Raises RegistryFailed."""
+        """Keep an adapter in memory on all nodes, or no longer. Returns None for a name that is not in the list. Raises RegistryFailed."""
         async with self._changing:
             if name not in self._list.wanted:
                 return None
@@ -194,12 +200,12 @@ class AdapterSync:
         return next((info for info in self.merged() if info.name == name), None)
 
     async def _drop(self, name: str, *, is_missing: bool = False) -> None:
-        """Raises RegistryFailed."""
+        """Take an adapter off the list and off the nodes. Raises RegistryFailed."""
         await asyncio.to_thread(lambda: self._list.remove(name, is_missing=is_missing))
         await self._catch_up(self._following())
 
     async def _serve(self, name: str, path: str, options: Mapping[str, Any]) -> JsonReply | None:
-        """Load on all nodes that are in step, and put it into the list if that worked; None if none of them is there any more."""
+        """Load an adapter on all nodes that are in step, and put it into the list if that worked. Returns None if all connections ended."""
         try:
             wanted = await asyncio.to_thread(self._list.read, name, path, options)
         except (AdapterRejected, RegistryFailed) as error:
@@ -215,11 +221,11 @@ class AdapterSync:
             reply = refused(error)
         finally:
             del self._pending[name]
-        # Pins that were the old version's; or, where it failed, what was there before.
+        # The nodes take over the old version's pin; or, where loading failed, the old version.
         await self._catch_up(keepers)
         return reply
 
-    # -- what comes and goes by itself ---------------------------------------------------------------------------------
+    # -- adapters of the folder, which come and go ---------------------------------------------------------------------
 
     def served_paths(self) -> dict[str, str]:
         """See `adapters.follower.Server`."""
@@ -246,7 +252,7 @@ class AdapterSync:
                 await self._drop(name, is_missing=True)
 
     def problems(self) -> dict[str, str]:
-        """By name, why what lies in the folder, or was named at the start, is not served as its files are. From any thread."""
+        """Return why adapters of the folder, or adapters named at the start, are not served as their files are, by name. From any thread."""
         return self._follower.problems()
 
     async def _look_after(self) -> None:
@@ -289,7 +295,7 @@ def _done(text: str) -> JsonReply:
 
 
 def _common(replies: Mapping[str, JsonReply | None]) -> JsonReply | None:
-    """What a client is told of several nodes' replies: the first error, or the first success; None of nodes that have all gone."""
+    """Return what a client is told of several nodes' replies: the first error, or the first success; None if there is no reply."""
     there = {node_id: reply for node_id, reply in replies.items() if reply is not None}
     failed = {node_id: reply for node_id, reply in there.items() if reply.status >= 400}
     if not failed:

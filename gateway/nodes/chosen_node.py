@@ -1,4 +1,4 @@
-"""Where each request goes: `Homes` decides, here its decision becomes a node to call, until the request has ended."""
+"""The place of each request: `Homes` decides, and here its decision becomes a node to call, until the request has ended."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from msgspec import structs
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.policy.nodes.session_locations import Homes, Sent, SessionKey
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
-from engine_bridge.protocol.node import GenerateRequest
-from engine_bridge.protocol.request_context import RequestContext
 from gateway.nodes.members import Members
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,9 @@ class ChosenNode:
     """A node that works on a request.
 
     Attributes:
-        num_prompt_tokens: as estimated. is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
+        num_prompt_tokens: the estimated length of the prompt.
+        is_cut: whether the node failed the request.
+        num_tokens: tokens of its session whose KV is on the node when the request is over; 0 if that is not known.
     """
 
     def __init__(
@@ -43,17 +44,13 @@ class ChosenNode:
         self.is_cut = False
         self.num_tokens = 0
 
-    def context(self, context: RequestContext) -> RequestContext:
-        """As it is sent to the node."""
-        return structs.replace(context, kv_from=self.kv_from) if self.kv_from else context
-
-    def request(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as this place gets it: with the peers that have its KV, where there are any."""
-        return structs.replace(request, context=self.context(request.context)) if self.kv_from else request
+    def request(self, request: EngineRequest) -> EngineRequest:
+        """Return the request as it is sent to this node: with the peer that has KV of its session, if any."""
+        return structs.replace(request, kv_from=self.kv_from) if self.kv_from else request
 
 
 class Places:
-    """Of one router.
+    """The places of one router's requests.
 
     Attributes:
         counts: requests, by how they came to their node (one of HOW), `tried_again` on another node, and `cut`: whose answers ended with their node.
@@ -69,9 +66,15 @@ class Places:
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     def enter(self, key: SessionKey, make_ask: MakeAsk, failed: Mapping[str, BridgeError]) -> ChosenNode:
-        """For a request; `leave` must follow.
+        """Choose a node for a request; `leave` must follow.
 
-        failed: what the nodes raised that have failed it. Raises the first of these, or EngineUnavailable, where no other node takes it.
+        Args:
+            key: the request's session.
+            make_ask: makes the estimate of the request.
+            failed: what the nodes raised that have failed the request.
+
+        Raises:
+            EngineUnavailable: where no other node takes the request; the first error of `failed`, if there is one.
         """
         ask = self._ask(make_ask)
         home = self._homes.home(key)
@@ -82,7 +85,7 @@ class Places:
 
     @contextmanager
     def ahead(self, key: SessionKey, make_ask: MakeAsk) -> Iterator[ChosenNode]:
-        """For what is computed ahead of a request. Raises EngineUnavailable."""
+        """Choose a node for work that is done before a request comes, as long as the `with` block runs. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         sent = self._homes.prepared(key, ask, asyncio.get_running_loop().time())
         place = self._place(key, sent, ask)
@@ -95,16 +98,20 @@ class Places:
             self.leave(place)
 
     def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> ChosenNode:
-        """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
+        """Choose a node for an advisory, which counts as no request there, so it need not leave. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         return self._place(key, self._homes.advised(key, advisory_id, ask), ask)
 
     def fail(
         self, place: ChosenNode, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
     ) -> None:
-        """A node failed a request, which another one may take: once, and as long as nothing was passed on. Else raises the error.
+        """Note that a node failed a request. Another node may take it: once, and as long as nothing was passed on.
 
-        failed: as for `enter`; the node is added.
+        Args:
+            place: the node.
+            failed: as for `enter`; the node is added.
+            error: what the node raised; it is raised again where no other node may take the request.
+            has_begun: whether something was passed on.
         """
         place.is_cut = True
         if has_begun or failed:
@@ -114,13 +121,14 @@ class Places:
         log.warning("node %s failed before an answer began: it is tried elsewhere", place.node_id)
 
     def leave(self, place: ChosenNode) -> None:
+        """Note that a request has ended on its node."""
         moved_from = self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
         if moved_from:
             self._let_leave(place.key, moved_from)
         self._somebody_left.set()
 
     async def until_empty(self, node_id: str | None, timeout_s: float) -> bool:
-        """Whether all that was sent to a node (None: to any) has ended, in this time."""
+        """Wait until all requests on a node (None: on any node) have ended. Returns whether they did in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._homes.num_requests(node_id):
@@ -141,7 +149,7 @@ class Places:
     ) -> ChosenNode:
         if sent.over is not None:
             self._take_back(*sent.over)
-            # Where its KV is fetched from, it stays until its answer has ended.
+            # On the node that its KV is fetched from, the KV stays until the answer has ended.
             if sent.over[0] not in (sent.node_id, sent.kv_at, self._homes.home(key)):
                 self._let_leave(key, sent.over[0])
         node = self._members.node(sent.node_id) if sent.node_id is not None else None
@@ -150,19 +158,19 @@ class Places:
         return ChosenNode(key, sent.node_id, node, ask, self._members.address(sent.kv_at))
 
     def _let_leave(self, key: SessionKey, node_id: str) -> None:
-        """A node's KV of a session is a second copy, which makes room for others first."""
+        """Tell a node that its KV of a session is a second copy, which makes room for other KV first."""
         node = self._members.node(node_id)
         if node is not None:
             node.end_session(*key)
 
     def _take_back(self, node_id: str, advisory_id: str) -> None:
-        """An advisory elsewhere that is of no use any more."""
+        """End an advisory on a node where it is of no use any more."""
         node = self._members.node(node_id)
         if node is not None:
             node.retract(advisory_id, is_expired=False)
 
     def nobody(self) -> EngineUnavailable:
-        """For what no node takes."""
+        """Return the error for a request that no node takes."""
         state = self._members.progress().state
         code = state if state in ("starting", "draining") else "engine_failed"
         return EngineUnavailable(

@@ -1,4 +1,4 @@
-"""Several nodes behind one gateway, as settings: what each gets of this machine, where it keeps its things, how all of them know each other."""
+"""The settings of several nodes behind one gateway: each node's share of this machine, its folder, and how the nodes trust each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MAKE_NODE = "gateway.nodes.engine_process:make_local_node"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-# A guard gives the nodes of a gateway that has gone 25 s. Chosen.
+# How long nodes of a killed gateway are waited for: their guard gives them 25 s to end. Chosen.
 FORMER_S = 30.0
 # Below that a node's threads share one core with its engine, and two nodes had better share both. Chosen.
 MIN_CORES_TO_KEEP_TO = 2
@@ -44,9 +44,19 @@ def make_placement(
     names: tuple[str, ...] | None = None,
     follows_all: bool = True,
 ) -> RayPlacement:
-    """Nodes on this machine, and unless told otherwise those that others have started in the same cluster. Reads and makes files.
+    """Make the placement of the nodes on this machine, and, with `follows_all`, of the nodes that others have started in the same cluster.
 
-    settings: of one node that has the machine to itself. names: of the nodes; None: as many as `config.nodes`. Raises StartupError.
+    Reads and makes files.
+
+    Args:
+        config: the gateway's settings.
+        settings: the settings of one node that has the machine to itself.
+        on_stage: is told of each node's progress.
+        names: the nodes' names; None: `config.nodes` nodes.
+        follows_all: whether other machines' nodes are used, too.
+
+    Raises:
+        StartupError: the nodes cannot be placed.
     """
     _check_ray()
     names = names if names is not None else _names(config)
@@ -68,7 +78,7 @@ def make_placement(
 
 
 def _names(config: Config) -> tuple[str, ...]:
-    """By number; in a cluster that others may have nodes in, after this machine."""
+    """Return the nodes' names: numbers; in a cluster that others may have nodes in, behind this machine's name."""
     before = (config.node_name or default_name()) if config.ray_address is not None else "node"
     return tuple(f"{before}-{number + 1}" for number in range(config.nodes))
 
@@ -84,7 +94,7 @@ def _check_ray() -> None:
 
 
 def default_name() -> str:
-    """Of this machine's node. Names of hosts may hold what names of nodes may not."""
+    """Return the default name of this machine's node. Names of hosts may have characters that names of nodes may not."""
     host = socket.gethostname().partition(".")[0]
     return "".join(mark if mark.isalnum() else "-" for mark in host).strip("-")[:63] or "node"
 
@@ -96,7 +106,7 @@ def _trust(config: Config) -> Trust:
         cert=str(config.cluster_cert or ""),
         key=str(config.cluster_key or ""),
     )
-    # What is wrong with the files is said now, not by each node.
+    # Errors in the files are reported now, not by each node.
     trust.server_tls()
     trust.check_name(config.cluster_host)
     return trust
@@ -160,28 +170,20 @@ def _is_free_in_time(folder: Path) -> bool:
 
 
 def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> LocalNodeConfig:
-    """Two engines cannot write to one store, one registry of adapters, one log."""
-    engine, log = settings.engine, settings.engine.decision_log
-    assert config.cluster_token_file is not None  # filled in by Config
-    peers = PeerConfig(
-        token=read_token(config.cluster_token_file).decode(),
-        host=config.cluster_host,
-        certificate=config.cluster_cert,
-        key=config.cluster_key,
-    )
+    """Two engines cannot write to one store or one registry of adapters."""
+    engine = settings.engine
     engine = msgspec.structs.replace(
         engine,
         kv_dir=engine.kv_dir / name if engine.kv_dir is not None else None,
-        decision_log=log.with_name(f"{log.name}.{name}") if log is not None else None,
     )
-    # Its adapters are those that gateways bring it.
+    # Gateways bring its adapters.
     return msgspec.structs.replace(
         settings,
         engine=engine,
         state_dir=config.data_dir / "nodes" / name,
         adapters=(),
         adapters_dir=None,
-        peers=peers,
+        peers=PeerConfig(trust=_trust(config), host=config.cluster_host),
     )
 
 

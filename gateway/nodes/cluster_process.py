@@ -10,8 +10,9 @@ from gateway.settings import logs
 
 
 def main() -> None:
+    """Drive Ray for the gateway that started this process, until the gateway ends."""
     log_format, log_level, fd = sys.argv[1:]
-    # Ray and its native code write to the standard streams as they like: what they say lies with Ray's own logs, ours goes on.
+    # Ray and its native code write to the standard streams at will. Their lines are in Ray's logs, too, so the streams are closed to them.
     log_to = os.dup(2)
     logs.setup(log_format, log_level, stream=os.fdopen(log_to, "w", buffering=1, closefd=False))
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.cluster import child
+from engine_bridge.cluster import host
 from engine_bridge.cluster.guard import own_group
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.driver.engine.building import configure_environment
@@ -18,7 +18,7 @@ from gateway.settings import logs
 
 
 class ChildSettings(Struct, frozen=True):
-    """What the process reads before anything else."""
+    """The settings that the process reads from its standard input before anything else."""
 
     node: LocalNodeConfig
     log_format: str
@@ -26,7 +26,7 @@ class ChildSettings(Struct, frozen=True):
 
 
 def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> ProcessNode:
-    """A node whose engine runs in a child process, which is not started yet."""
+    """Return a node whose engine runs in a child process, which is not started yet."""
     command = (sys.executable, "-m", "gateway.nodes.engine_process")
     return ProcessNode(
         command, pack_settings(ChildSettings(node, log_format, log_level)), node.engine.served_model_name
@@ -34,12 +34,12 @@ def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> Process
 
 
 def pack_settings(settings: ChildSettings) -> bytes:
-    """The child's settings as bytes for its standard input."""
+    """Return the child's settings as bytes for its standard input."""
     return msgspec.msgpack.encode(settings, enc_hook=str)
 
 
 def read_settings(packed: bytes) -> ChildSettings:
-    """The settings that `pack_settings` made. Raises `msgspec.MsgspecError` for other bytes."""
+    """Return the settings that `pack_settings` packed. Raises `msgspec.MsgspecError` for other bytes."""
     return msgspec.msgpack.decode(packed, type=ChildSettings, dec_hook=_as)
 
 
@@ -50,7 +50,7 @@ def _as(kind: type, value: Any) -> Any:
 
 
 def make_local_node(packed: bytes) -> tuple[LocalNode, str]:
-    """Of packed `ChildSettings`, in a process that has no engine yet; and where other nodes may ask it for KV, "" for nowhere."""
+    """Return a node made of packed `ChildSettings`, in a process without an engine, and where other nodes may ask it for KV ("" for nowhere)."""
     settings = read_settings(packed)
     logs.setup(settings.log_format, settings.log_level)
     # Before anything imports torch: it reads its environment once.
@@ -60,14 +60,15 @@ def make_local_node(packed: bytes) -> tuple[LocalNode, str]:
 
 
 def load(node: LocalNode) -> None:
-    """What a node can do before its turn to start comes. Raises what importing raises."""
+    """Do what a node can do before its turn to start. Raises what importing raises."""
     node.load()
 
 
 def main() -> None:
+    """Serve a node on the socket that the gateway handed over, until the gateway ends."""
     own_group()
     node, peer_address = make_local_node(sys.stdin.buffer.read())
-    child.serve(node, int(sys.argv[1]), peer_address)
+    host.serve(node, int(sys.argv[1]), peer_address)
 
 
 if __name__ == "__main__":

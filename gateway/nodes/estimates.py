@@ -1,4 +1,4 @@
-"""What routing is told of a request: about how long it is, and which nodes have its adapter. Estimates, for nothing is tokenised here."""
+"""What routing is told of a request: its estimated length, and which nodes have its adapter. Nothing is tokenised here."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from engine_bridge.policy.adapters.adapter_places import AdapterAt
 from engine_bridge.policy.nodes.routing import RequestEstimate
-from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory
 from engine_bridge.protocol.urgency import is_urgent
 
 # English text. Chosen.
 CHARS_PER_TOKEN = 4
-# An answer before any was seen, and how much each one changes what is expected of the next. Chosen.
+# The expected length of the first answer, and the share by which each answer changes the expected length of the next. Chosen.
 FIRST_ANSWER_TOKENS, SMOOTHING = 256.0, 0.05
 # Where the calls of OpenAI's and Anthropic's APIs have their texts, and their bounds of answers.
 _TEXTS = ("messages", "input", "prompt", "system", "instructions")
 _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# Text lies no deeper: a list of messages, each with a list of parts, of which one is a tool's result with parts of its own.
+# Text lies no deeper: messages have parts, and a part may be a tool's result that has parts, too.
 _MAX_DEPTH = 8
 
 
 class Asks:
-    """Makes them, and learns how long answers are.
+    """Makes estimates of requests, and learns how long answers are.
 
     Args:
-        find_adapter: where an adapter is; None for the base model, and for one that there is not.
+        find_adapter: returns where an adapter is; None for the base model, and for an unknown adapter.
     """
 
     def __init__(self, find_adapter: Callable[[str], AdapterAt | None]) -> None:
@@ -34,55 +34,51 @@ class Asks:
         self._answer_tokens = FIRST_ANSWER_TOKENS
 
     def answered(self, num_tokens: int) -> None:
-        """An answer had so many."""
+        """Learn from an answer of `num_tokens` tokens."""
         self._answer_tokens += SMOOTHING * (num_tokens - self._answer_tokens)
 
-    def of_request(self, name: str, request: GenerateRequest) -> RequestEstimate:
-        """What routing looks at for a chat turn. With its history as token ids, only the question is estimated."""
+    def of_request(self, name: str, request: EngineRequest) -> RequestEstimate:
+        """Return what routing looks at for a chat turn. With its history as token ids, only the question is estimated."""
         num_tokens = len(request.prompt_token_ids or ())
         if request.messages:
             history = len(request.history_token_ids) // TOKEN_ID_BYTES
             # With its ids, all but the question is known; else the texts have to tell.
             texts = request.messages[-1:] if history else request.messages
             num_tokens = history + sum(len(message.content) for message in texts) // CHARS_PER_TOKEN
-        return self._ask(name, num_tokens, request.context, request.sampling.max_tokens)
+        return self._estimate(name, num_tokens, request, request.sampling.max_tokens)
 
-    def of_body(self, name: str, body: object, context: RequestContext) -> RequestEstimate:
-        """What routing looks at for an API call, with the length estimated from the body's texts."""
+    def of_body(self, name: str, body: object, request: EngineRequest) -> RequestEstimate:
+        """Return what routing looks at for an API call; its length is estimated from the texts of its body."""
         fields: dict[str, Any] = body if isinstance(body, dict) else {}
         num_tokens = int(sum(_tokens(fields.get(field)) for field in _TEXTS))
         bounds = [fields[name] for name in _BOUNDS if isinstance(fields.get(name), int)]
-        return self._ask(name, num_tokens, context, min(bounds, default=None))
+        return self._estimate(name, num_tokens, request, min(bounds, default=None))
 
     def of_advisory(self, advisory: Advisory) -> RequestEstimate:
-        """What routing looks at for an advisory request, which asks for no tokens."""
-        context = RequestContext(adapter=advisory.adapter or "", priority=advisory.priority or 0)
+        """Return what routing looks at for an advisory request, which asks for no tokens."""
+        asker = EngineRequest(adapter=advisory.adapter or "", priority=advisory.priority or 0)
         num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
-        return self._ask(advisory.advisory_id, num_tokens, context, None)
+        return self._estimate(advisory.advisory_id, num_tokens, asker, None)
 
-    def _ask(
-        self,
-        name: str,
-        num_tokens: int,
-        context: RequestContext,
-        max_tokens: int | None,
+    def _estimate(
+        self, name: str, num_tokens: int, request: EngineRequest, max_tokens: int | None
     ) -> RequestEstimate:
         num_answer = int(self._answer_tokens)
-        found = self._find_adapter(context.adapter)
+        found = self._find_adapter(request.adapter)
         return RequestEstimate(
             request_id=name,
             num_prompt_tokens=num_tokens,
             num_answer_tokens=num_answer if max_tokens is None else max(min(num_answer, max_tokens), 1),
             rank=found.rank if found is not None else 0,
-            is_urgent=is_urgent(context.priority),
+            is_urgent=is_urgent(request.priority),
             adapter_load_s=found.load_s if found is not None else {},
-            # What there is not is for any node to refuse, in words of its own.
+            # An adapter that does not exist may be refused by any node.
             usual_load_s=None if found is not None else 0.0,
         )
 
 
 def _tokens(value: Any, depth: int = 0) -> float:
-    """About how many tokens a JSON value's texts are; lists of numbers are ids."""
+    """Return the estimated number of tokens of a JSON value's texts; lists of numbers are taken for token ids."""
     if isinstance(value, str):
         return len(value) / CHARS_PER_TOKEN
     if depth > _MAX_DEPTH or not value:

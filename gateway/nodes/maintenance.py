@@ -1,4 +1,4 @@
-"""Drains and restarts nodes at somebody's word."""
+"""Draining and restarting nodes on an operator's request."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from msgspec.structs import replace
 
 from engine_bridge.protocol.errors import BridgeError
 from gateway.errors import GatewayError
-from gateway.nodes.node_states import Nodes, NodeStanding
+from gateway.nodes.node_states import Nodes, NodeStatus
 
 log = logging.getLogger(__name__)
 
-# What is refused at once is refused within this time. Chosen: far more than a refusal takes, and nobody minds waiting so long.
+# How long a request waits to be refused; other failures show in the node's state. Chosen: far longer than a refusal takes, and not felt.
 REFUSAL_S = 0.1
 MAX_QUOTED_CHARS = 100
 
 
-class Steward:
-    """Drains and restarts nodes while others go on. One thing at a time is done to a node.
+class NodeMaintenance:
+    """Drains and restarts nodes while the others go on, one thing at a time for each node.
 
     Args:
-        timeout_s: how long a node's running answers get to end, where nobody says otherwise.
+        nodes: the nodes.
+        timeout_s: how long a node's running answers may take to end, unless a request says otherwise.
     """
 
     def __init__(self, nodes: Nodes, timeout_s: float) -> None:
@@ -31,37 +32,41 @@ class Steward:
         self._work: dict[str, tuple[str, asyncio.Task[Any]]] = {}
         self._failures: dict[str, str] = {}
 
-    def states(self) -> list[NodeStanding]:
-        """As the nodes say, with what failed of the last thing that was done to them."""
+    def states(self) -> list[NodeStatus]:
+        """Return the nodes' states, each with the failure of the last work on it."""
         return [
             replace(node, error=node.error or self._failures.get(node.id)) for node in self._nodes.states()
         ]
 
-    async def drain(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStanding:
-        """Begin. Raises GatewayError `not_found`, `conflict` (other work on it is under way; it is the only one that takes requests)."""
+    async def drain(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStatus:
+        """Begin to drain a node.
+
+        Raises:
+            GatewayError: `not_found`; `conflict` where other work on the node is under way, or where it is the only node that takes requests.
+        """
         return await self._begin("drain", node_id, timeout_s, is_forced)
 
-    async def restart(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStanding:
-        """As `drain`."""
+    async def restart(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStatus:
+        """Begin to restart a node. Raises as `drain` does."""
         return await self._begin("restart", node_id, timeout_s, is_forced)
 
-    def reopen(self, node_id: str) -> NodeStanding:
-        """Raises GatewayError `not_found`, `conflict` (other work on it is under way, or it cannot be)."""
-        self._standing(node_id)
+    def reopen(self, node_id: str) -> NodeStatus:
+        """Send a drained node requests again. Raises GatewayError `not_found`, `conflict` (other work on it is under way, or it cannot be)."""
+        self._status(node_id)
         if (under_way := self._work.get(node_id)) is not None:
             raise GatewayError("conflict", f"A {under_way[0]} of this node is under way.", param="id")
         self._nodes.reopen(node_id)
-        return self._standing(node_id)
+        return self._status(node_id)
 
     async def close(self) -> None:
-        """What is under way is left as it is: the server goes down."""
+        """Leave work that is under way as it is: the server goes down."""
         tasks = [task for _, task in self._work.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _begin(self, what: str, node_id: str, timeout_s: float | None, is_forced: bool) -> NodeStanding:
-        before = self._standing(node_id)
+    async def _begin(self, what: str, node_id: str, timeout_s: float | None, is_forced: bool) -> NodeStatus:
+        before = self._status(node_id)
         under_way = self._work.get(node_id)
         if under_way is None:
             if not is_forced:
@@ -70,7 +75,7 @@ class Steward:
             under_way = self._start(what, node_id, timeout_s, is_forced)
         elif under_way[0] != what:
             raise GatewayError("conflict", f"A {under_way[0]} of this node is under way.", param="id")
-        # What cannot be done is mostly known at once; all else is seen in the node's state.
+        # Most refusals come at once; any other failure is seen in the node's state.
         done, _ = await asyncio.wait({under_way[1]}, timeout=REFUSAL_S)
         if done and (error := under_way[1].exception()) is not None:
             raise error
@@ -99,11 +104,11 @@ class Steward:
         self._failures[node_id] = str(error) if is_told else f"the {what} failed; the server's log says why"
         log.error("node %s: the %s failed", node_id, what, exc_info=None if is_told else error)
 
-    def _find(self, node_id: str) -> NodeStanding | None:
+    def _find(self, node_id: str) -> NodeStatus | None:
         return next((node for node in self.states() if node.id == node_id), None)
 
-    def _standing(self, node_id: str) -> NodeStanding:
-        """Raises GatewayError `not_found`."""
+    def _status(self, node_id: str) -> NodeStatus:
+        """Return a node's state. Raises GatewayError `not_found`."""
         node = self._find(node_id)
         if node is None:
             name = node_id[:MAX_QUOTED_CHARS]
@@ -111,7 +116,7 @@ class Steward:
         return node
 
     def _check_others(self, node_id: str) -> None:
-        """Raises GatewayError `conflict` where nobody would be left to take requests."""
+        """Raise GatewayError `conflict` where no other node would be left to take requests."""
         nodes = {node.id: node for node in self.states()}
         if nodes[node_id].is_open and sum(node.is_open for node in nodes.values()) == 1:
             raise GatewayError(

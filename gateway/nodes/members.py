@@ -1,4 +1,4 @@
-"""The nodes of a placement as a router sees them: which of them takes requests, and what each has said since it was last looked at."""
+"""The nodes of a placement as a router sees them: which of them take requests, and what each has reported since it was last looked at."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Literal
 
 from msgspec import Struct
 
-from engine_bridge.cluster.placement import Placement
-from engine_bridge.cluster.process import SILENT_S, STARTING_SILENT_S
+from engine_bridge.cluster.process import SILENT_S, STARTING_SILENT_S, Silence
+from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.cluster.silence import Silence
 from engine_bridge.cluster.wire import NodeReport
 from engine_bridge.policy.nodes.session_locations import Homes
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import NodeState, Progress
+from engine_bridge.protocol.figures import NodeState, Progress
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
 log = logging.getLogger(__name__)
 
-# A node reports four times a second. One that has not for so long gets nothing new; later its answers are ended, for nobody knows whether they go on.
-# Chosen: a machine under load was seen to say nothing for up to three seconds.
+# A node reports four times a second. A node without a report for this time gets nothing new; later its answers are ended, for they may have stopped.
+# Chosen: a machine under load was seen to send no report for up to three seconds.
 QUIET_S = 5.0
 LOOK_EVERY_S = 0.5
-# Of a node that is ready and says nothing of itself.
+# Stands in for the facts of a node that is ready and has reported none.
 NO_FACTS = NodeFacts(
     node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=1 << 40
 )
@@ -34,12 +33,18 @@ NO_FACTS = NodeFacts(
 MemberState = NodeState | Literal["away", "quiet"]
 
 
-class MemberStanding(Struct, frozen=True, kw_only=True):
-    """A node as it stands.
+class MemberStatus(Struct, frozen=True, kw_only=True):
+    """A node's state and load, as they are shown.
 
-    state: the node's own, or `away` (no connection), `quiet` (nothing was heard of it for QUIET_S), `draining` (also where only this gateway sends it
-    nothing). stage: for people. incarnation: another one after each start of its process. num_sessions: whose KV is there, as far as is known.
-    num_requests: that this gateway has sent there and that have not ended. address: of its KV for other nodes. quiet_s: since its last report.
+    Attributes:
+        state: the node's own state, or `away` (no connection), `quiet` (no report for QUIET_S), `draining` (also where only this gateway sends it
+            nothing).
+        stage: a phrase for people.
+        incarnation: another one after each start of the node's process.
+        address: where other nodes ask for its KV.
+        quiet_s: seconds since its last report.
+        num_sessions: sessions whose KV is there, as far as is known.
+        num_requests: requests that this gateway has sent there and that have not ended.
     """
 
     node_id: str
@@ -65,13 +70,14 @@ class _Member:
 
 
 class Members:
-    """Looked at before each choice, which costs a few comparisons a node, and now and then besides.
+    """The nodes of one router. They are looked at before each choice, which costs a few comparisons a node, and twice a second besides.
 
     Args:
+        placement: has the nodes.
         homes: is told of all that changes.
     """
 
-    def __init__(self, placement: Placement, homes: Homes) -> None:
+    def __init__(self, placement: RayPlacement, homes: Homes) -> None:
         self.placement, self.homes = placement, homes
         self._members: dict[str, _Member] = {}
         self._silence = Silence(LOOK_EVERY_S)
@@ -79,7 +85,7 @@ class Members:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take over what has changed."""
+        """Take over the changes since the last look: nodes that came or went, their reports, and whether they take requests."""
         now = asyncio.get_running_loop().time()
         self._silence.look(now)
         nodes = self.placement.nodes
@@ -103,7 +109,7 @@ class Members:
         member.incarnation = node.incarnation
         if node.is_up and node.report is not member.report:
             member.report = node.report
-            self.homes.reported(node_id, node.facts() or NO_FACTS, node.reported_s)
+            self.homes.reported(node_id, node.figures().facts or NO_FACTS, node.reported_s)
         is_open = self._state(member, now) == "ready"
         if is_open is not member.is_open:
             member.is_open = is_open
@@ -119,7 +125,11 @@ class Members:
         return "draining" if member.is_draining and progress.state == "ready" else progress.state
 
     async def watch(self, then: Callable[[], None]) -> None:
-        """For ever: end the answers of nodes that are silent, and notice what changes while nobody asks. then: called after each look."""
+        """End the answers of nodes that are silent, and notice changes between requests, until the task is cancelled.
+
+        Args:
+            then: called after each look.
+        """
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -137,35 +147,36 @@ class Members:
             except Exception:
                 log.exception("the nodes could not be looked at")
 
-    # -- what was seen -------------------------------------------------------------------------------------------------
+    # -- the nodes as last looked at -----------------------------------------------------------------------------------
 
     def all(self) -> list[RemoteNode]:
-        """Also those that are away. From any thread."""
+        """Return all nodes, also those without a connection. From any thread."""
         return list(self.placement.nodes.values())
 
     def open(self) -> dict[str, RemoteNode]:
-        """By name, as last looked at."""
+        """Return the nodes that take requests, by name, as last looked at."""
         return {name: member.node for name, member in self._members.items() if member.is_open}
 
     def node(self, node_id: str) -> RemoteNode | None:
+        """Return the node of this name; None for an unknown name."""
         member = self._members.get(node_id)
         return member.node if member is not None else None
 
     def address(self, node_id: str) -> str:
-        """Where a node's KV can be asked for; "" for nowhere. One that says nothing would answer nobody."""
+        """Return where a node's KV can be asked for; "" for nowhere, also while the node is quiet: it would not answer."""
         member = self._members.get(node_id)
         if member is None or self._state(member, asyncio.get_running_loop().time()) == "quiet":
             return ""
         return member.node.peer_address
 
-    def standing(self) -> Iterator[MemberStanding]:
-        """The state, load and progress of each node, as people see them."""
+    def statuses(self) -> Iterator[MemberStatus]:
+        """Yield the state, load and progress of each node, as people see them."""
         now = asyncio.get_running_loop().time()
         seen = {facts.node_id: facts for facts in self.homes.facts()}
         for node_id, member in self._members.items():
             node = member.node
             progress = node.progress
-            yield MemberStanding(
+            yield MemberStatus(
                 node_id=node_id,
                 state=self._state(member, now),
                 stage=progress.stage,
@@ -180,7 +191,7 @@ class Members:
             )
 
     def progress(self) -> Progress:
-        """Of all together: ready as soon as one is, failed only if all have."""
+        """Return the progress of all nodes together: `ready` as soon as one node is, `failed` only if all nodes have failed."""
         now = asyncio.get_running_loop().time()
         found: dict[MemberState, Progress] = {}
         for member in self._members.values():
@@ -191,7 +202,7 @@ class Members:
             return Progress("starting", "waiting for the first node", 0.0)
         if found.keys() <= {"failed", "closed"}:
             return found.get("failed") or found["closed"]
-        # What has served before comes back by itself; what has not is still to start.
+        # A node that has served before comes back by itself; any other is still to start.
         order: tuple[tuple[MemberState, NodeState], ...] = (
             ("rebuilding", "rebuilding"),
             ("away", "rebuilding"),
@@ -203,7 +214,7 @@ class Members:
         return Progress(together, found[state].stage, found[state].elapsed_s)
 
     def in_words(self) -> str:
-        """Why nobody takes a request: `2 are starting, 1 is draining`."""
+        """Return why no node takes a request, in words: `2 are starting, 1 is draining`."""
         now = asyncio.get_running_loop().time()
         counts = Counter(self._state(member, now) for member in self._members.values())
         words = [f"{num} {'is' if num == 1 else 'are'} {state}" for state, num in counts.items()]
@@ -212,9 +223,10 @@ class Members:
     # -- draining ------------------------------------------------------------------------------------------------------
 
     def set_draining(self, node_id: str, is_draining: bool, *, is_forced: bool = False) -> None:
-        """Whether this gateway sends it nothing new.
+        """Set whether this gateway sends a node no new requests.
 
-        Raises InvalidRequest for one that there is not, and, unless it is forced, before the last open one drains.
+        Raises:
+            InvalidRequest: for an unknown node, and, unless `is_forced`, before the last open node drains.
         """
         self.look()
         member = self._members.get(node_id)

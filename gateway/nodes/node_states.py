@@ -1,4 +1,4 @@
-"""The nodes behind this gateway, as people see them: what is told of each one, and who may see it."""
+"""The nodes behind this gateway, as people see them: the facts about each node, and who may see them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.protocol.node import AdapterPlace, LaneStats, Node, WaitReason
+from engine_bridge.protocol.figures import AdapterStats, LaneStats, NodeFigures, WaitReason
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, Node
 from gateway.nodes.members import MemberState
+from kvtiers.stats import TierStats
 
 # Adapters in memory that are named one by one. Chosen: a screenful; the counts by place tell of all.
 MAX_RESIDENT = 64
 
 
-# -- what is told of a node --------------------------------------------------------------------------------------------
+# -- the facts about a node --------------------------------------------------------------------------------------------
 
 
 class NodeLoad(Struct, frozen=True, kw_only=True):
@@ -69,8 +71,10 @@ class ResidentAdapter(Struct, frozen=True, kw_only=True):
 
 
 class NodeAdapters(Struct, frozen=True, kw_only=True):
-    """A node's adapters. num_by_place: by the nearest place of each. resident: the first of those in memory, by name. failed: by name, why the node
-    does not serve what it should, for operators.
+    """A node's adapters.
+
+    num_by_place: by the nearest place of each. resident: the first adapters in memory, by name. failed: why the node does not
+    serve an adapter, by name, for operators.
     """
 
     num_by_place: dict[AdapterPlace, int]
@@ -78,7 +82,7 @@ class NodeAdapters(Struct, frozen=True, kw_only=True):
     failed: dict[str, str]
 
 
-class NodeStanding(Struct, frozen=True, kw_only=True):
+class NodeStatus(Struct, frozen=True, kw_only=True):
     """A node as it is now.
 
     state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
@@ -101,12 +105,12 @@ class NodeStanding(Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Takes new requests."""
+        """Whether the node takes new requests."""
         return self.state == "ready" and not self.is_draining
 
 
 class NodeTotals(Struct, frozen=True, kw_only=True):
-    """All nodes together. num_open: of those that take requests."""
+    """Sums over all nodes. num_open: nodes that take requests."""
 
     num_nodes: int
     num_open: int
@@ -121,34 +125,35 @@ class NodeTotals(Struct, frozen=True, kw_only=True):
 class NodeList(Struct, frozen=True, kw_only=True):
     """The nodes in the order in which they joined."""
 
-    nodes: list[NodeStanding]
+    nodes: list[NodeStatus]
     totals: NodeTotals
 
 
 class Nodes(Protocol):
-    """Whatever knows the nodes. All methods are called from the event loop, with names that `states` gave."""
+    """The nodes behind a gateway. All methods are called from the event loop, with names that `states` gave."""
 
-    def states(self) -> list[NodeStanding]: ...
+    def states(self) -> list[NodeStatus]:
+        """Return the state of each node."""
 
     async def drain(self, node_id: str, timeout_s: float, *, is_forced: bool) -> bool:
-        """Give it no new work. True when all that ran there has ended in time. Raises InvalidRequest for the last one that takes requests."""
+        """Give a node no new work. Returns True when all that ran there has ended in time. Raises InvalidRequest for the last open node."""
         ...
 
     async def restart(self, node_id: str, timeout_s: float, *, is_forced: bool) -> None:
-        """Drain it for so long at most, and start it again. Returns when it is ready.
+        """Drain a node for at most `timeout_s` seconds, and start it again. Returns when it is ready.
 
-        Raises InvalidRequest as `drain` does, and GatewayError `conflict` where it cannot be started again.
+        Raises InvalidRequest as `drain` does, and GatewayError `conflict` where the node cannot be started again.
         """
         ...
 
     def reopen(self, node_id: str) -> None:
-        """A node that was drained may be given work again. Raises GatewayError `conflict` where that cannot be."""
+        """Give a drained node work again. Raises GatewayError `conflict` where that cannot be."""
         ...
 
 
-def listed(standings: Iterable[NodeStanding], *, to_operator: bool) -> NodeList:
-    """What somebody may see: of everybody's KV and of failures only operators are told."""
-    nodes = list(standings)
+def listed(statuses: Iterable[NodeStatus], *, to_operator: bool) -> NodeList:
+    """Return the nodes as a client may see them: only operators see all tenants' KV, and failures."""
+    nodes = list(statuses)
     totals = totals_of(nodes)
     if not to_operator:
         nodes = [
@@ -157,8 +162,8 @@ def listed(standings: Iterable[NodeStanding], *, to_operator: bool) -> NodeList:
     return NodeList(nodes=nodes, totals=totals)
 
 
-def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
-    """The sums over all nodes that have told their load."""
+def totals_of(nodes: list[NodeStatus]) -> NodeTotals:
+    """Return the sums over all nodes that have reported their load."""
     loads = [node.load for node in nodes if node.load is not None]
     return NodeTotals(
         num_nodes=len(nodes),
@@ -175,18 +180,26 @@ def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
 # -- of a `Node` -------------------------------------------------------------------------------------------------------
 
 
-def standing_of(
+def status_of(
     node_id: str,
     node: Node | RemoteNode,
     *,
     incarnation: str,
     state: MemberState | None = None,
     failed_adapters: Mapping[str, str] = {},
-) -> NodeStanding:
-    """What a node says of itself. state: what whoever routes knows better. failed_adapters: as in `NodeAdapters`."""
-    progress = node.progress
+) -> NodeStatus:
+    """Return a node's state as it reports it.
+
+    Args:
+        node_id: the node's name.
+        node: the node.
+        incarnation: see `NodeStatus`.
+        state: the state as the router knows it, if it knows better than the node.
+        failed_adapters: as in `NodeAdapters`.
+    """
+    progress, figures = node.progress, node.figures()
     state = state or progress.state
-    return NodeStanding(
+    return NodeStatus(
         id=node_id,
         model=node.model_name,
         state=state,
@@ -194,16 +207,16 @@ def standing_of(
         elapsed_s=round(progress.elapsed_s, 3),
         incarnation=incarnation,
         is_draining=state == "draining",
-        num_rebuilds=node.num_rebuilds,
-        load=_load(node),
-        kv=_kv(node),
-        adapters=_adapters(node, failed_adapters),
+        num_rebuilds=figures.num_rebuilds,
+        load=_load(figures),
+        kv=_kv(figures.kv_tiers),
+        adapters=_adapters(node.adapters(), figures.adapter_stats, failed_adapters),
         error=progress.error,
     )
 
 
-def _load(node: Node | RemoteNode) -> NodeLoad | None:
-    stats = node.scheduling_stats()
+def _load(figures: NodeFigures) -> NodeLoad | None:
+    stats = figures.scheduling_stats
     if stats is None:
         return None
     return NodeLoad(
@@ -215,13 +228,12 @@ def _load(node: Node | RemoteNode) -> NodeLoad | None:
         num_kv_blocks=stats.num_kv_blocks,
         num_free_kv_blocks=stats.num_free_kv_blocks,
         block_size=stats.block_size,
-        num_steps=node.num_steps,
+        num_steps=figures.num_steps,
         num_answer_tokens=stats.num_answer_tokens,
     )
 
 
-def _kv(node: Node | RemoteNode) -> NodeKv | None:
-    stats = node.kv_tiers()
+def _kv(stats: TierStats | None) -> NodeKv | None:
     if stats is None:
         return None
     host, disk, peers = stats.host, stats.disk, stats.peers
@@ -242,14 +254,15 @@ def _kv(node: Node | RemoteNode) -> NodeKv | None:
     )
 
 
-def _adapters(node: Node | RemoteNode, failed: Mapping[str, str]) -> NodeAdapters:
+def _adapters(
+    infos: Iterable[AdapterInfo], stats: AdapterStats | None, failed: Mapping[str, str]
+) -> NodeAdapters:
     num_by_place: dict[AdapterPlace, int] = {}
     resident: list[ResidentAdapter] = []
-    for info in node.adapters():
+    for info in infos:
         num_by_place[info.place] = num_by_place.get(info.place, 0) + 1
         if info.place != "disk" and len(resident) < MAX_RESIDENT:
             resident.append(ResidentAdapter(name=info.name, place=info.place, is_pinned=info.is_pinned))
-    stats = node.adapter_stats()
     failed = {**(stats.failed if stats is not None else {}), **failed}
     shown = {name: failed[name] for name in sorted(failed)[:MAX_RESIDENT]}
     return NodeAdapters(num_by_place=num_by_place, resident=resident, failed=shown)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply
-from engine_bridge.protocol.request_context import RequestContext
 from gateway.nodes.chosen_node import ChosenNode, Places
 from gateway.nodes.estimates import CHARS_PER_TOKEN, Asks
 
 
 class RoutedCall:
-    """As `Node.serve` has it. Where the reply is streamed it is its events, too; closing them before the first is read stops the call."""
+    """A call of `Node.serve` on one of several nodes.
+
+    Where the reply is streamed, this object is its events, too; closing it before the first event is read stops the call.
+    """
 
     def __init__(
         self,
@@ -21,22 +24,22 @@ class RoutedCall:
         api: Api,
         body: object,
         headers: Mapping[str, str],
-        context: RequestContext,
+        request: EngineRequest,
     ) -> None:
         self._places, self._asks = places, asks
-        self._api, self._body, self._headers, self._context = api, body, headers, context
+        self._api, self._body, self._headers, self._request = api, body, headers, request
         self._place: ChosenNode | None = None
         self._events: AsyncIterator[bytes] | None = None
         self._failed: dict[str, BridgeError] = {}
         self._num_events = 0
 
     async def begin(self) -> JsonReply | None:
-        """The whole reply; None for one whose events follow."""
+        """Send the call to a node. Returns the whole reply; None where its events follow."""
         while True:
             place = self._place = self._enter()
             try:
                 reply = await place.node.serve(
-                    self._api, self._body, self._headers, place.context(self._context)
+                    self._api, self._body, self._headers, place.request(self._request)
                 )
             except EngineUnavailable as error:
                 self._cut(error)
@@ -80,6 +83,7 @@ class RoutedCall:
                 return event
 
     async def aclose(self) -> None:
+        """Stop the call."""
         events, self._events = self._events, None
         try:
             if events is not None:
@@ -88,17 +92,17 @@ class RoutedCall:
             self._leave()
 
     def _enter(self) -> ChosenNode:
-        context, body = self._context, self._body
+        request, body = self._request, self._body
         # Counting belongs to no conversation, and must not move one.
-        session_id = context.session_id if self._api not in COUNTING_APIS else ""
+        session_id = request.session_id if self._api not in COUNTING_APIS else ""
         return self._places.enter(
-            (context.tenant, session_id),
-            lambda name: self._asks.of_body(name, body, context),
+            (request.tenant, session_id),
+            lambda name: self._asks.of_body(name, body, request),
             self._failed,
         )
 
     def _cut(self, error: EngineUnavailable) -> None:
-        """Its node failed it: another one may be tried, once and as long as nothing was passed on. Else raises the error."""
+        """Note that the call's node failed it: another node may be tried, once and as long as nothing was passed on. Else raises the error."""
         assert self._place is not None
         try:
             self._places.fail(self._place, self._failed, error, has_begun=self._num_events > 0)
@@ -106,7 +110,7 @@ class RoutedCall:
             self._leave()
 
     def _note_end(self, num_answer_tokens: int) -> None:
-        """About so many tokens were answered: an event or four characters are taken for one."""
+        """Note the estimated length of the answer: an event, or four characters, are taken for one token."""
         self._asks.answered(num_answer_tokens)
         if self._place is not None:
             self._place.num_tokens = self._place.num_prompt_tokens + num_answer_tokens

@@ -1,7 +1,8 @@
-"""Several nodes as one: a `Node` that sends each request where `Homes` says, and says there where the session's KV is.
+"""Several nodes as one: a `Node` that sends each request where `Homes` says, and tells `Homes` where the session's KV is then.
 
-An answer of which nothing was passed on yet is tried once more on another node when its own fails, and nobody hears of it; one that has begun ends
-with the error, which may be retried. What concerns no request (progress, adapters, figures) is put together from all nodes.
+A request of which nothing was passed on yet is tried once more on another node when its node fails, and its client does not notice; an answer that
+has
+begun ends with the error, which may be retried. What concerns no single request (progress, adapters, figures) is put together from all nodes.
 """
 
 from __future__ import annotations
@@ -14,50 +15,41 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from engine_bridge.cluster.placement import Placement
+from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.engine_metrics import joined
 from engine_bridge.policy.adapters import adapter_places
 from engine_bridge.policy.nodes.session_locations import Homes, doors_of
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress
 from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
     AdapterInfo,
-    AdapterStats,
     Advisory,
     AdvisoryReport,
     Api,
     ApiSchemas,
     Delta,
-    EngineState,
-    GenerateRequest,
-    GrammarStats,
     JsonReply,
-    NodeState,
-    Progress,
-    RequestId,
-    SchedulingStats,
     SseReply,
-    TokenizerStats,
     Usage,
 )
-from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.nodes import router_figures
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.chosen_node import ChosenNode, Places
 from gateway.nodes.estimates import Asks
-from gateway.nodes.members import Members, MemberStanding
+from gateway.nodes.members import Members, MemberStatus
 from gateway.nodes.routed_call import RoutedCall
 from kvtiers.closing import going_on
-from kvtiers.stats import TierStats
 
 T = TypeVar("T")
-# How long somebody who stops an answer waits for its node to say so. Chosen: a node that is well takes milliseconds.
+# How long stopping an answer waits for its node to confirm it. Chosen: a node that is well takes milliseconds.
 CANCEL_S = 2.0
 
 
 class _Answer:
-    """A `generate` under way. is_stopped: by `cancel`."""
+    """A `generate` under way. is_stopped: whether `cancel` stopped it."""
 
     def __init__(self) -> None:
         self.place: ChosenNode | None = None
@@ -65,15 +57,15 @@ class _Answer:
 
 
 class Router:
-    """See `engine_bridge.protocol.node.Node` for what each method promises.
+    """A `Node` made of several nodes. `engine_bridge.protocol.node.Node` says what each method promises.
 
     Args:
-        placement: whose nodes these are; started and closed with the router.
-        adapters: of these nodes; started and closed with the router, too.
-        policy: who chooses, by name: `auto` or one of `routing.POLICIES`.
+        placement: has the nodes; started and closed with the router.
+        adapters: the adapters of these nodes; started and closed with the router, too.
+        policy: the name of the policy that chooses: `auto` or one of `routing.POLICIES`.
     """
 
-    def __init__(self, placement: Placement, adapters: AdapterSync, policy: str = "auto") -> None:
+    def __init__(self, placement: RayPlacement, adapters: AdapterSync, policy: str = "auto") -> None:
         self._policy = policy
         self.homes = Homes(doors_of(policy, ()))
         self._placement = placement
@@ -90,6 +82,7 @@ class Router:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        """Start the placement and the adapters. Raises what stopped them."""
         self._watching = asyncio.create_task(self._members.watch(self._choose_doors), name="nodes")
         await self._placement.start()
         self._members.look()
@@ -97,15 +90,16 @@ class Router:
         self._has_adapters = True
 
     def _choose_doors(self) -> None:
-        """Anew, as nodes learn how fast they are."""
+        """Choose the routing policy anew, as nodes learn how fast they are."""
         self.homes.doors = doors_of(self._policy, self.homes.facts())
 
     async def drain(self, timeout_s: float) -> bool:
-        """The nodes themselves are not told: they may serve other gateways, and this one when it is back."""
+        """Wait for all requests. The nodes themselves are not told: they may serve other gateways, and this one when it is back."""
         self._end, self._places.is_closed = "draining", True
         return await self._places.until_empty(None, timeout_s)
 
     async def close(self) -> None:
+        """End the adapters' work and the placement."""
         self._end, self._places.is_closed = "closed", True
         if self._watching is not None:
             self._watching.cancel()
@@ -116,20 +110,21 @@ class Router:
 
     # -- one node's life -----------------------------------------------------------------------------------------------
 
-    def nodes_state(self) -> list[MemberStanding]:
-        """Each node as it stands."""
+    def nodes_state(self) -> list[MemberStatus]:
+        """Return the state of each node."""
         self._members.look()
-        return list(self._members.standing())
+        return list(self._members.statuses())
 
     @property
     def nodes(self) -> Mapping[str, RemoteNode]:
-        """By name."""
+        """The nodes by name."""
         return self._placement.nodes
 
     async def drain_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> bool:
-        """Send a node nothing new, and wait until what runs there has ended. True if all did in time.
+        """Send a node nothing new, and wait until what runs there has ended. Returns True if all did in time.
 
-        Raises InvalidRequest for a node that there is not, and, unless it is forced, for the last one that takes requests.
+        Raises:
+            InvalidRequest: for an unknown node, and, unless `is_forced`, for the last node that takes requests.
         """
         began_s = time.monotonic()
         if not is_forced:
@@ -138,23 +133,30 @@ class Router:
         return await self._places.until_empty(node_id, max(timeout_s - (time.monotonic() - began_s), 0.0))
 
     async def _bring_in_step(self, timeout_s: float, *, but: str) -> None:
-        """Wait until all nodes but this one serve the list of adapters: one that came back may still be sent what only this one serves."""
+        """Wait until all nodes but this one serve the list of adapters: a node that came back may still be sent what only this one serves."""
         joining = asyncio.gather(
             *(self._adapters.joined(name) for name in self._placement.nodes if name != but),
             return_exceptions=True,
         )
         with suppress(TimeoutError):
-            # Shielded: what is being sent must not be cut off because nobody waits for it any more.
+            # Shielded: adapters on their way to a node must not be cut off when this wait ends.
             await asyncio.wait_for(asyncio.shield(joining), timeout_s)
 
     def reopen_node(self, node_id: str) -> None:
-        """A drained node may be sent requests again. Raises InvalidRequest for one that there is not."""
+        """Send a drained node requests again. Raises InvalidRequest for an unknown node."""
         self._members.set_draining(node_id, False)
 
     async def restart_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> None:
-        """Drain a node, end its process and start it again under its name; returns when it is ready.
+        """Drain a node, end its process and start it again under its name; return when it is ready.
 
-        timeout_s: after which what still runs there is cut off. Raises as `drain_node`, and EngineUnavailable if it cannot be started again.
+        Args:
+            node_id: the node's name.
+            timeout_s: the time after which requests that still run there are cut off.
+            is_forced: whether the last node that takes requests may be restarted, too.
+
+        Raises:
+            InvalidRequest: as `drain_node` does.
+            EngineUnavailable: if the node cannot be started again.
         """
         await self.drain_node(node_id, timeout_s, is_forced=is_forced)
         try:
@@ -163,21 +165,22 @@ class Router:
             self.reopen_node(node_id)
 
     def counts(self) -> dict[str, int]:
-        """As `Places.counts` has them. From any thread."""
+        """Return `Places.counts`. From any thread."""
         return dict(self._places.counts)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def home_of(self, tenant: str, session_id: str) -> str:
-        """The node that has a session's KV, as far as is known; "" for none."""
+        """Return the node that has a session's KV, as far as is known; "" for none."""
         return self.homes.home((tenant, session_id))
 
     def remember(self, homes: Iterable[tuple[str, str, str]]) -> None:
-        """(tenant, session, node) of sessions that went on before this process; those of lately come last."""
+        """Take over (tenant, session, node) of sessions that went on before this process; the latest sessions come last."""
         for tenant, session_id, node_id in homes:
             self.homes.placed((tenant, session_id), node_id)
 
     def end_session(self, tenant: str, session_id: str) -> None:
+        """Tell all nodes that a session has ended: it may have been on any of them."""
         self.homes.forgotten((tenant, session_id))
         # It may have been on any of them.
         for node in self._members.all():
@@ -185,7 +188,8 @@ class Router:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Stream one answer from the chosen node, or from another one if that fails before it begins."""
         answer = self._answers[request.request_id] = _Answer()
         failed: dict[str, BridgeError] = {}
         try:
@@ -210,10 +214,9 @@ class Router:
             if self._answers.get(request.request_id) is answer:
                 del self._answers[request.request_id]
 
-    def _enter(self, request: GenerateRequest, failed: Mapping[str, BridgeError]) -> ChosenNode:
-        context = request.context
+    def _enter(self, request: EngineRequest, failed: Mapping[str, BridgeError]) -> ChosenNode:
         return self._places.enter(
-            (context.tenant, context.session_id),
+            (request.tenant, request.session_id),
             lambda name: self._asks.of_request(name, request),
             failed,
         )
@@ -224,25 +227,28 @@ class Router:
             self._asks.answered(usage.completion_tokens)
 
     async def cancel(self, request_id: RequestId) -> bool:
+        """Stop a running `generate`; see `Node`."""
         answer = self._answers.get(request_id)
         if answer is None:
             return False
         answer.is_stopped = True
         if answer.place is not None:
-            # Where the node has just gone, the answer's next try sees that it was stopped; one that is silent may never say that it has heard.
+            # Where the node has just failed, the answer's next try sees that it was stopped; a silent node may never confirm it.
             with suppress(EngineUnavailable, TimeoutError):
                 await asyncio.wait_for(answer.place.node.cancel(request_id), CANCEL_S)
         return True
 
     async def serve(
-        self, api: Api, body: object, headers: Mapping[str, str], context: RequestContext = NOBODY
+        self, api: Api, body: object, headers: Mapping[str, str], request: EngineRequest = ANONYMOUS
     ) -> JsonReply | SseReply:
-        call = RoutedCall(self._places, self._asks, api, body, headers, context)
+        """Answer one API call on the chosen node; see `Node`."""
+        call = RoutedCall(self._places, self._asks, api, body, headers, request)
         reply = await call.begin()
         return SseReply(call) if reply is None else reply
 
-    async def prefill(self, request: GenerateRequest) -> int:
-        key = (request.context.tenant, request.context.session_id)
+    async def prefill(self, request: EngineRequest) -> int:
+        """Compute KV ahead of a request on the node that the request would go to."""
+        key = (request.tenant, request.session_id)
         with self._places.ahead(key, lambda name: self._asks.of_request(name, request)) as place:
             place.num_tokens = await place.node.prefill(place.request(request))
             return place.num_tokens
@@ -250,6 +256,7 @@ class Router:
     # -- advisories ----------------------------------------------------------------------------------------------------
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        """Pass an advisory on to the node that its request would go to."""
         name = advisory.advisory_id
         place = self._places.expect(
             (advisory.tenant, advisory.session_id),
@@ -259,6 +266,7 @@ class Router:
         self._advised[name] = place.node_id
 
         def changed(report: AdvisoryReport) -> None:
+            """Pass a report on, and forget the advisory with its last one."""
             if report.state in ADVISORY_ENDS:
                 self._end_advisory(name)
             on_change(report)
@@ -274,6 +282,7 @@ class Router:
         self.homes.retracted(advisory_id)
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """End an advisory on its node."""
         self.homes.retracted(advisory_id)
         node = self._members.node(self._advised.get(advisory_id, ""))
         if node is not None:
@@ -283,6 +292,7 @@ class Router:
 
     @property
     def progress(self) -> Progress:
+        """The progress of all nodes together; `starting` until the adapters are served."""
         self._members.look()
         told = self._members.progress()
         if self._end is not None and told.state != "failed":
@@ -293,50 +303,36 @@ class Router:
 
     @property
     def model_name(self) -> str:
+        """The name of the base model, which all nodes share."""
         return next((node.model_name for node in self._members.all()), "")
 
     @property
     def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer together, on the node that takes the longest."""
         return max((node.max_model_len for node in self._members.all()), default=0)
 
-    @property
-    def num_steps(self) -> int:
-        return sum(node.num_steps for node in self._members.all())
-
-    @property
-    def num_rebuilds(self) -> int:
-        return sum(node.num_rebuilds for node in self._members.all())
-
-    def kv_tiers(self) -> TierStats | None:
-        return router_figures.tiers_of(_known(node.kv_tiers() for node in self._members.all()))
-
-    def adapter_stats(self) -> AdapterStats | None:
-        stats = _known(node.adapter_stats() for node in self._members.all())
-        return adapter_places.merged_stats(stats, self._adapters.merged(), self._adapters.problems())
-
-    def tokenizer_stats(self) -> TokenizerStats | None:
-        return router_figures.tokenizers_of(_known(node.tokenizer_stats() for node in self._members.all()))
-
-    def grammar_stats(self) -> GrammarStats | None:
-        return router_figures.grammars_of(_known(node.grammar_stats() for node in self._members.all()))
-
-    def scheduling_stats(self) -> SchedulingStats | None:
-        return router_figures.scheduling_of(_known(node.scheduling_stats() for node in self._members.all()))
-
-    def facts(self) -> None:
-        """Nobody routes to a router."""
+    def figures(self) -> NodeFigures:
+        """Return the figures of all nodes together."""
+        parts = [node.figures() for node in self._members.all()]
+        stats = [part.adapter_stats for part in parts if part.adapter_stats is not None]
+        adapters = adapter_places.merged_stats(stats, self._adapters.merged(), self._adapters.problems())
+        return router_figures.figures_of(parts, adapters)
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        """Return the state of all open nodes' engines together; see `Node`."""
         parts = await self._of_open(lambda node: node.engine_state(tenant, limit))
         return router_figures.engine_state_of(parts, self.progress.state, limit)
 
     async def models(self) -> JsonReply:
+        """Return the body of `/v1/models`, from any open node."""
         return await self._of_one(lambda node: node.models())
 
     async def api_schemas(self) -> ApiSchemas:
+        """Return what the calls take and give, from any open node."""
         return await self._of_one(lambda node: node.api_schemas())
 
     async def engine_metrics(self) -> str:
+        """Return the metrics of all open nodes' engines, with the label `node`."""
         nodes = dict(self._members.open())
         texts = await asyncio.gather(
             *(node.engine_metrics() for node in nodes.values()), return_exceptions=True
@@ -347,27 +343,29 @@ class Router:
     # -- adapters ------------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[AdapterInfo]:
-        """What all nodes should serve, and where it is."""
+        """Return the adapters that all nodes should serve, and where they are."""
         return self._adapters.merged()
 
     def failed_adapters(self, node_id: str) -> dict[str, str]:
-        """By name, why a node does not serve what it should."""
+        """Return why a node does not serve adapters that it should serve, by name."""
         return self._adapters.failures(node_id)
 
     async def load_adapter(self, body: object) -> JsonReply:
+        """Load an adapter on all nodes; see `AdapterSync.load`."""
         return await self._adapters.load(body)
 
     async def unload_adapter(self, body: object) -> JsonReply:
-        """Takes an adapter off the list that all nodes share."""
+        """Take an adapter off the list that all nodes share."""
         return await self._adapters.unload(body)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        """Keep an adapter in the memory of all nodes, or no longer."""
         return await self._adapters.pin(name, is_pinned)
 
     # -- asking them ---------------------------------------------------------------------------------------------------
 
     async def _of_open(self, ask: Callable[[RemoteNode], Awaitable[T]]) -> list[T]:
-        """Of all nodes that take requests. One that fails meanwhile is left out; raises what the last one raised if all fail."""
+        """Ask all nodes that take requests. A node that fails meanwhile is left out; raises what the last node raised if all fail."""
         self._members.look()
         given = await asyncio.gather(*map(ask, self._members.open().values()), return_exceptions=True)
         found: list[T] = []
@@ -384,7 +382,7 @@ class Router:
         return found
 
     async def _of_one(self, ask: Callable[[RemoteNode], Awaitable[T]]) -> T:
-        """Of any node that takes requests."""
+        """Ask any node that takes requests. Raises what the last node raised if all fail."""
         self._members.look()
         error: BridgeError = self._places.nobody()
         for node in self._members.open().values():
@@ -393,7 +391,3 @@ class Router:
             except EngineUnavailable as failure:
                 error = failure
         raise error
-
-
-def _known(parts: Iterable[T | None]) -> list[T]:
-    return [part for part in parts if part is not None]

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
-from engine_bridge.protocol.node import (
+from engine_bridge.protocol.figures import (
+    AdapterStats,
     EngineState,
     GrammarStats,
     LaneStats,
     LengthErrors,
+    NodeFigures,
     NodeState,
     NodeStats,
     SchedulingStats,
@@ -46,8 +48,25 @@ def _first(values: list[Any]) -> Any:
 
 
 def _any(values: list[Any]) -> Any:
-    """The first that says something."""
+    """Return the first value that is not empty; None if all are."""
     return next((value for value in values if value), None)
+
+
+def _known(parts: Iterable[S | None]) -> list[S]:
+    return [part for part in parts if part is not None]
+
+
+def figures_of(parts: Sequence[NodeFigures], adapters: AdapterStats | None) -> NodeFigures:
+    """Return the nodes' figures as those of one node; adapters: the adapters of all nodes, which are more than a sum."""
+    return NodeFigures(
+        num_steps=sum(part.num_steps for part in parts),
+        num_rebuilds=sum(part.num_rebuilds for part in parts),
+        kv_tiers=tiers_of(_known(part.kv_tiers for part in parts)),
+        adapter_stats=adapters,
+        tokenizer_stats=tokenizers_of(_known(part.tokenizer_stats for part in parts)),
+        grammar_stats=grammars_of(_known(part.grammar_stats for part in parts)),
+        scheduling_stats=scheduling_of(_known(part.scheduling_stats for part in parts)),
+    )
 
 
 def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
@@ -60,7 +79,7 @@ def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
             [part.disk for part in parts],
             is_on=any,
             write_lag_s=max,
-            # Of one node's disk, as whoever reckons with it means to read from one.
+            # Readers of this figure read from one node's disk, so it is a mean and no sum.
             bytes_per_s=_rate,
         ),
         peers=_sum(
@@ -71,7 +90,7 @@ def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
 
 
 def _rate(rates: list[float]) -> float:
-    """The mean of those that are known."""
+    """Return the mean of the known values."""
     known = [rate for rate in rates if rate]
     return sum(known) / len(known) if known else 0.0
 
@@ -103,7 +122,7 @@ def scheduling_of(parts: Sequence[SchedulingStats]) -> SchedulingStats | None:
 
 
 def _lanes(lanes: list[LaneStats | None]) -> LaneStats | None:
-    """None where nodes have different numbers of lanes, which nobody can put together; boundaries are the first node's."""
+    """Return the lanes of all nodes; None where nodes have different numbers of lanes. The boundaries are the first node's."""
     found = [each for each in lanes if each is not None]
     if not found or len({len(each.quota_tokens) for each in found}) > 1:
         return None

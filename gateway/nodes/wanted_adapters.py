@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from engine_bridge.adapters.catalog import open_registry
 from engine_bridge.adapters.contents import AdapterContents, contents_of
 from engine_bridge.adapters.copies import Copies
@@ -23,9 +25,12 @@ from engine_bridge.protocol.node import AdapterInfo
 
 @dataclass(frozen=True, slots=True)
 class WantedAdapter:
-    """An adapter that nodes should serve. options: what else of the client's body goes to each node. record: None until it is in the list.
+    """An adapter that nodes should serve.
 
-    sent: the same contents from where nodes are to have them: the gateway's copy, where there is one.
+    Attributes:
+        options: the other fields of the client's body, which go to each node.
+        sent: the same contents, in the place that they are sent to nodes from: the gateway's copy, if there is a copy.
+        record: None until it is in the list.
     """
 
     name: str
@@ -36,12 +41,16 @@ class WantedAdapter:
 
     @property
     def served(self) -> Served:
+        """The version and the pin, as nodes report them."""
         is_pinned = self.record is not None and self.record.is_pinned
         return Served(self.contents.content_hash[:VERSION_CHARS], is_pinned)
 
 
 class WantedAdapters:
-    """`open`, `read`, `add`, `remove`, `set_pinned` and `close` wait for the disk: for worker threads, one at a time."""
+    """The gateway's list.
+
+    `open`, `read`, `add`, `remove`, `set_pinned` and `close` wait for the disk: they are for worker threads, one at a time.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         """folder: the data folder; None: in memory. Nothing is read before `open`."""
@@ -49,15 +58,15 @@ class WantedAdapters:
         self._copies = Copies(folder)
         self.wanted: Mapping[str, WantedAdapter] = {}
         self.unloaded: dict[str, str] = {}
-        """Names that were taken off the list on purpose, and where each lay that was on it then."""
+        """Names that were taken off the list on purpose, and the folder of each adapter."""
         self.num_changes = 0
 
     def open(self) -> None:
-        """Before anything else. Raises RegistryFailed."""
+        """Open the registry, before anything else. Raises RegistryFailed."""
         self._registry = open_registry(self._folder)
 
     def read(self, name: str, path: str, options: Mapping[str, Any]) -> WantedAdapter:
-        """What lies at a path of this machine: "~" is the home of the server's user, relative paths count from where it was started.
+        """Read the adapter at a path of this machine: "~" is the home of the server's user, relative paths count from where it was started.
 
         Raises AdapterRejected, RegistryFailed.
         """
@@ -68,7 +77,7 @@ class WantedAdapters:
         self._copies.make(contents.content_hash, str(folder), wanted)
         copy = self._copies.path_of(contents.content_hash)
         return WantedAdapter(
-            name, contents, options, replace(contents, path=Path(copy)) if copy else contents
+            name, contents, options, structs.replace(contents, path=Path(copy)) if copy else contents
         )
 
     def _known(self, path: str, signature: str) -> tuple[str, int] | None:
@@ -76,24 +85,21 @@ class WantedAdapters:
         return (record.content_hash, record.checksum) if record is not None else None
 
     def add(self, wanted: WantedAdapter) -> None:
-        """In place of another of its name, with the pin of that. Raises RegistryFailed."""
+        """Enter an adapter in place of another one of its name, whose pin it takes over. Raises RegistryFailed."""
         contents = wanted.contents
-        record = self._registry.register(
-            wanted.name,
-            str(contents.path),
-            content_hash=contents.content_hash,
-            checksum=contents.checksum,
-            signature=contents.signature,
-            rank=contents.rank,
-            num_bytes=contents.num_bytes,
-            target_modules=contents.target_modules,
-            base_model=contents.base_model,
-            now=time.time(),
-        )
+        record = self._registry.register(wanted.name, str(contents.path), contents, time.time())
         self._put(replace(wanted, record=record))
 
     def remove(self, name: str, *, is_missing: bool = False) -> None:
-        """is_missing: its files went by themselves and may come again; else raises RegistryFailed, and nothing has changed."""
+        """Take an adapter off the list.
+
+        Args:
+            name: the adapter's name.
+            is_missing: whether its files went by themselves and may come again.
+
+        Raises:
+            RegistryFailed: unless `is_missing`; nothing has changed then.
+        """
         wanted = self.wanted.get(name)
         if wanted is None or wanted.record is None:
             return
@@ -110,7 +116,7 @@ class WantedAdapters:
         self.num_changes += 1
 
     def set_pinned(self, name: str, is_pinned: bool) -> None:
-        """Raises RegistryFailed."""
+        """Pin an adapter, or unpin it. Raises RegistryFailed."""
         record = self._registry.set_pinned(name, is_pinned)
         if record is not None and name in self.wanted:
             self._put(replace(self.wanted[name], record=record))
@@ -121,9 +127,10 @@ class WantedAdapters:
         self.num_changes += 1
 
     def infos(self) -> list[AdapterInfo]:
-        """What the list itself knows, as on disk and never used."""
+        """Return the adapters as the list itself knows them: on disk and never used."""
         records = (wanted.record for wanted in self.wanted.values())
         return [info_of(record, "disk") for record in records if record is not None]
 
     def close(self) -> None:
+        """Close the registry."""
         self._registry.close()

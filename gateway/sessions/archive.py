@@ -17,7 +17,9 @@ from gateway.sessions.text import is_id
 
 FORMAT: Final = "overture-conversation"
 VERSION: Final = 1
-MAX_TURNS: Final = 10_000  # Chosen: a person writes fewer in a year; one of so many takes a second to store.
+MAX_TURNS: Final = (
+    10_000  # Chosen: a person writes fewer in a year; storing an archive of this size takes a second.
+)
 MAX_VALUES: Final = 40 * MAX_TURNS  # A turn with all its figures has 26 as JSON.
 
 _T = TypeVar("_T")
@@ -26,8 +28,11 @@ Word = Annotated[str, Meta(max_length=200)]
 
 
 class ArchivedTurn(Struct, frozen=True, kw_only=True):
-    """A message with its answer. parent: the id of the turn that it follows, which stands before it; None for a first one. is_chosen: whether
-    it is the one that is shown of the turns with this parent."""
+    """A message with its answer.
+
+    parent: the id of the turn that it follows, which stands before it in the archive; None for a first turn. is_chosen: whether this version is
+    shown among the turns with the same parent.
+    """
 
     id: TurnId
     parent: TurnId | None = None
@@ -71,7 +76,11 @@ class OpenAIMessages(Struct, frozen=True, kw_only=True):
 
 
 def read_archive(body: object) -> Archive:
-    """What a client's file holds, checked. Raises GatewayError `bad_request` with the place of the fault."""
+    """Check a client's file and return it as an archive.
+
+    Raises:
+        GatewayError: `bad_request`, with the place of the fault.
+    """
     if not isinstance(body, dict):
         raise _refused("It is not a JSON object.")
     if "messages" in body and "turns" not in body:
@@ -98,7 +107,7 @@ def _refused(why: str) -> GatewayError:
 
 
 def _check_tree(turns: Sequence[ArchivedTurn]) -> None:
-    """Each turn follows one before it, and of those that follow the same turn exactly one is shown. So there is no circle."""
+    """Check that each turn follows an earlier one and that exactly one version of each message is shown. So there is no circle."""
     if len(turns) > MAX_TURNS:
         raise _refused(f"It has {len(turns)} turns, and {MAX_TURNS} are the most.")
     seen: set[str] = set()
@@ -143,7 +152,7 @@ def _from_messages(given: OpenAIMessages) -> Archive:
 def _turn_of(content: str, last: ArchivedTurn | None) -> ArchivedTurn:
     number = 0 if last is None else int(last.id) + 1
     parent = None if last is None else last.id
-    # Without an answer it counts as one that was stopped: later turns know of it.
+    # A turn without an answer counts as stopped, so that later turns include its message.
     return ArchivedTurn(id=TurnId(str(number)), parent=parent, content=content, status="stopped")
 
 
@@ -151,7 +160,7 @@ def _turn_of(content: str, last: ArchivedTurn | None) -> ArchivedTurn:
 
 
 def shown(turns: Sequence[ArchivedTurn]) -> list[ArchivedTurn]:
-    """The turns that a page shows, in their order."""
+    """Return the turns that a page shows, in order."""
     found: list[ArchivedTurn] = []
     for turn in turns:
         if turn.is_chosen and turn.parent == (found[-1].id if found else None):
@@ -160,7 +169,7 @@ def shown(turns: Sequence[ArchivedTurn]) -> list[ArchivedTurn]:
 
 
 def as_markdown(archive: Archive, model: str) -> str:
-    """What is shown of a conversation, to be read by people. model: what answers where no adapter does."""
+    """Render the shown turns of a conversation as Markdown for people. model: the name to show where no adapter answered."""
     day = time.strftime("%Y-%m-%d", time.gmtime(archive.created_at))
     parts = [
         f"# {_one_line(archive.title or 'New chat')}",
@@ -185,11 +194,11 @@ def _one_line(text: str) -> str:
 
 
 def _without_tags(text: str) -> str:
-    """Text that cannot end the block in which it stands."""
+    """Return the text without tags that would end the block around it."""
     return re.sub(r"</?details", lambda found: found[0].replace("<", "&lt;"), text, flags=re.IGNORECASE)
 
 
 def file_name(title: str | None, suffix: str) -> str:
-    """A name for the file that every system takes: letters, digits and dashes of the title."""
+    """Return a file name that every system takes: letters, digits and dashes of the title."""
     words = re.sub(r"[^\w]+", "-", title or "", flags=re.UNICODE).strip("-_")[:60].strip("-_")
     return f"{words or 'conversation'}.{suffix}"

@@ -1,4 +1,4 @@
-"""One SQLite connection on a thread of its own, and what a client may know of its errors."""
+"""One SQLite connection on a thread of its own, and the client's view of its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Database(sqlite3.Connection):
-    """A connection to the session file, and what the transactions on it go by.
+    """A connection to the session file, with the settings of its transactions.
 
     is_indexing: whether this process keeps the search index. max_owner_bytes: what one owner may store; 0: no limit.
     """
@@ -28,9 +28,10 @@ class Database(sqlite3.Connection):
 
 
 class SqliteConnection(aiosqlite.Connection):
-    """One SQLite connection with its thread, on which each call of ``transact`` is one transaction.
+    """One SQLite connection with its thread. Each call of `transact` is one transaction.
 
-    on_failure: told, on the event loop, of each error that says that the file itself has failed.
+    Args:
+        on_failure: called, on the event loop, with each error that says that the file itself has failed.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class SqliteConnection(aiosqlite.Connection):
         self._thread.daemon = True
 
     async def start(self) -> SqliteConnection:
-        """Start the thread and connect; raises what the connector raises."""
+        """Start the thread and connect. Raises what the connector raises."""
         await self
         return self
 
     async def transact(self, work: Callable[..., _T], *args: Any) -> _T:
-        """What ``work(connection, *args)`` returns, run in one transaction on the thread; nothing is changed if it raises."""
+        """Run ``work(connection, *args)`` in one transaction on the thread and return its result; if it raises, nothing is changed."""
         if self._is_closing:
             raise GatewayError("draining", "The server is going away.")
         try:
@@ -66,7 +67,7 @@ class SqliteConnection(aiosqlite.Connection):
             raise _as_gateway_error(error) from error
 
     async def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        """What ``work(connection)`` returns, run on the thread outside a transaction."""
+        """Run ``work(connection)`` on the thread outside a transaction and return its result."""
         if self._is_closing:
             raise GatewayError("draining", "The server is going away.")
         try:
@@ -77,13 +78,13 @@ class SqliteConnection(aiosqlite.Connection):
             raise _as_gateway_error(error) from error
 
     async def close(self) -> None:
-        """Let what was asked for before finish, then close; later calls of ``transact`` raise ``draining``."""
+        """Finish the calls under way, then close. Later calls of `transact` raise `draining`."""
         self._is_closing = True
         await super().close()
 
 
 def transaction(conn: sqlite3.Connection, begin: str, work: Callable[..., _T], args: tuple[Any, ...]) -> _T:
-    """What ``work(conn, *args)`` returns, run between `begin` and COMMIT; nothing is changed if it raises."""
+    """Run ``work(conn, *args)`` between `begin` and COMMIT and return its result; if it raises, nothing is changed."""
     try:
         conn.execute(begin)
         result = work(conn, *args)
@@ -99,30 +100,30 @@ def transaction(conn: sqlite3.Connection, begin: str, work: Callable[..., _T], a
 
 
 def _forget_pages(conn: sqlite3.Connection) -> None:
-    """Drop what was read, damaged pages among it: else a file that was mended is not seen until something is written."""
+    """Drop cached pages, damaged ones among them; otherwise a mended file is not noticed until something is written."""
     try:
         conn.execute("PRAGMA shrink_memory")
     except sqlite3.Error:
-        pass  # What it would have dropped is looked at again with the next failure.
+        pass  # The next failure tries it again.
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether the disk has no room. Without it the shared memory of the log cannot grow either, which SQLite calls an I/O error."""
+    """Return whether the error says that the disk is full. SQLite calls it an I/O error if the shared memory of the log cannot grow."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
 def has_failed(error: BaseException | None) -> bool:
-    """Whether the file, not the request, is at fault: damaged, unreadable, or no longer what this process made of it.
+    """Return whether the file is at fault and not the request: damaged, unreadable, or replaced by another file.
 
-    Our statements are all right on a file that is whole, so "no such table" (SQLITE_ERROR) says that it is another one now, an empty one say.
+    Our statements are all correct on a sound file, so "no such table" (SQLITE_ERROR) says that it is another file now, an empty one for example.
     """
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in _FAILURES and not is_full(error) and not is_index_damaged(error)
 
 
 def is_index_damaged(error: BaseException | None) -> bool:
-    """Whether a search index contradicts itself. It is made of the texts, so it can be given up and built again."""
+    """Return whether a search index contradicts itself. It is made of the texts, so it can be dropped and built again."""
     return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB
 
 
@@ -141,7 +142,7 @@ _FAILURES: Final = frozenset(
 
 
 def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
-    """What a client may know of a database error; the cause goes to the log here, for it names what the operator must mend."""
+    """Return what a client may know of a database error. The cause goes to the log, because it names what the operator must mend."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     logger.error("session database: %s", error)
     if is_full(error):

@@ -1,4 +1,4 @@
-"""The words around what was searched for, as a list of results shows them."""
+"""The words around a searched text, as a list of results shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER_CHARS: Final = 90  # Chosen: about three lines of the page's list together
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """A passage of a turn on one line: `before` and `after` begin or end with "…" where the text goes on."""
+    """A passage of a turn on one line. `before` and `after` begin or end with "…" where the text continues."""
 
     before: str
     match: str
@@ -22,8 +22,10 @@ class Excerpt(msgspec.Struct, frozen=True):
 
 
 def excerpt(q: str, *texts: str) -> Excerpt | None:
-    """The first place of the first of these texts that holds `q`, in either case. None where Python finds no such place: the index folds the
-    case of some letters (ß, İ) in its own way."""
+    """Cut the first place that holds `q`, in either case, out of the first of the texts that has one.
+
+    Returns None where Python finds no such place: the index folds the case of some letters (ß, İ) in its own way.
+    """
     wanted = _folded(q)
     for text in texts:
         if (start := _folded(text).find(wanted)) >= 0:
@@ -32,7 +34,7 @@ def excerpt(q: str, *texts: str) -> Excerpt | None:
 
 
 def _folded(text: str) -> str:
-    """In lower case, each letter at its place: one that would become two (İ) stays as it is."""
+    """Return the text in lower case with every letter at its place. A letter that would become two (İ) stays as it is."""
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
@@ -40,7 +42,7 @@ def _folded(text: str) -> str:
 
 
 def _cut(text: str, start: int, end: int) -> Excerpt:
-    # Blanks at both ends are kept for one blank each: they part the match from its neighbours.
+    # One blank is kept at both ends, because it separates the match from the words beside it.
     first = max(0, start - BEFORE_CHARS)
     before = _line(text[first:start])
     if first > 0:

@@ -1,4 +1,4 @@
-"""Whether the session file can be used: the last failure is remembered, and looked into until the file reads well again and takes a write."""
+"""Whether the session file can be used: a failure is remembered, and the file is checked until it reads well and takes a write again."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ LOOK_AGAIN_S: Final = (1.0, 2.0, 5.0, 15.0, 60.0)
 
 
 class Health:
-    """What is known of the file. A failure of one request is one of all, since nobody knows what else is damaged."""
+    """The state of the session file. One request's failure counts for all, because other parts may be damaged, too."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._failed = asyncio.Event()
         self._num_failures = 0
         self.write: Callable[[], Awaitable[object]] | None = None
-        """Writes to the file by the connection that all writes take, and raises where the disk does not take it; None before there is one."""
+        """Writes to the file through the connection of all writes, and raises if the disk refuses; None before there is such a connection."""
 
     @property
     def has_failed(self) -> bool:
+        """Whether a request has failed and the file was not checked to be sound since."""
         return self._failed.is_set()
 
     def note(self, error: sqlite3.Error) -> None:
-        """The file failed a request."""
+        """Remember that the file failed a request."""
         if not self._failed.is_set():
             logger.error("the session database has failed (%s); it is tried again until it works", error)
         self._num_failures += 1
         self._failed.set()
 
     async def watch(self, waits_s: tuple[float, ...] = LOOK_AGAIN_S) -> None:
-        """For ever: once the file has failed, read all of it and write to it every now and then, and forget the failure when both succeed."""
+        """Run until cancelled: when the file has failed, read and write it every now and then, and forget the failure once both succeed."""
         while True:
             await self._failed.wait()
             number = 0
@@ -51,17 +52,17 @@ class Health:
             self._failed.clear()
 
     async def _works(self) -> bool:
-        """Whether the file can be read and written, and no request has failed at it meanwhile."""
+        """Return whether the file can be read and written, and no request has failed at it meanwhile."""
         num_before = self._num_failures
         return await self._is_whole() and await self._takes_writes() and num_before == self._num_failures
 
     async def _takes_writes(self) -> bool:
-        """A disk may give all that it has and take nothing."""
+        """Return whether the disk takes a write. It may refuse writes although all can be read."""
         try:
             if self.write is not None:
                 await self.write()
         except GatewayError:
-            return False  # its cause is in the log
+            return False  # Its cause is in the log.
         except Exception:
             logger.exception("the session database could not be written to")
             return False
@@ -71,13 +72,13 @@ class Health:
         try:
             return await asyncio.to_thread(is_whole, self._file)
         except Exception:
-            # Else nobody would look again, and the file would count as failed for ever.
+            # An exception would end `watch`, and the file would count as failed for ever.
             logger.exception("the session database could not be looked into")
             return False
 
 
 def is_whole(file: Path, connect: Callable[[Path], sqlite3.Connection] = open_reader) -> bool:
-    """Whether a new connection can read all of the file, and it is one of ours."""
+    """Return whether a new connection can read all of the file, and the file has our tables."""
     try:
         conn = connect(file)
     except sqlite3.Error:

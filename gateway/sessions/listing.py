@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gateway.errors import GatewayError
 from gateway.sessions import search, tree
+from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import Origin, SessionSummary
 from gateway.sessions.text import encode_cursor
 
@@ -33,7 +34,7 @@ def _summary(columns: tuple[Any, ...], found: search.Found | None = None) -> Ses
 
 
 def summary_of(conn: sqlite3.Connection, owner: str, session_id: str) -> SessionSummary | None:
-    """One session as a list shows it; None if it does not exist or was deleted."""
+    """Return one session as the list shows it; None if it does not exist or was deleted."""
     columns = conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone()
     return None if columns is None else _summary(columns)
 
@@ -46,7 +47,7 @@ def list_sessions(
     cursor: tuple[float, str] | None,
     origin: Origin | None,
 ) -> tuple[list[SessionSummary], str | None]:
-    """One page, the session that was used last first, and where the next page begins. Source: `SessionStore.list_sessions`."""
+    """Return one page, the session used last first, and the cursor of the next page; see `SessionStore.list_sessions`."""
     sql = _SUMMARY
     args: list[Any] = [owner]
     keeper = search.find_owner(conn, owner)
@@ -67,7 +68,7 @@ def list_sessions(
 
 
 def pinned_sessions(conn: sqlite3.Connection, owner: str) -> list[SessionSummary]:
-    """What an owner has pinned, the last one first."""
+    """Return the sessions that an owner has pinned, the latest pin first."""
     rows = conn.execute(
         _SUMMARY + " AND s.pinned_at IS NOT NULL ORDER BY s.pinned_at DESC, s.id DESC", (owner,)
     )
@@ -75,10 +76,25 @@ def pinned_sessions(conn: sqlite3.Connection, owner: str) -> list[SessionSummary
 
 
 def pin(conn: sqlite3.Connection, owner: str, row: int, pinned_at: float | None) -> None:
-    """Pin a session at this time, or unpin it (None). Raises GatewayError `conflict` for one pin too many: they are listed all at once."""
+    """Pin a session at this time, or unpin it (None). Raises GatewayError `conflict` above MAX_PINNED: pins are listed all at once."""
     sql = "SELECT count(*) FROM sessions WHERE owner = ? AND pinned_at IS NOT NULL AND deleted_at IS NULL AND row <> ?"
     if pinned_at is not None and conn.execute(sql, (owner, row)).fetchone()[0] >= MAX_PINNED:
         raise GatewayError(
             "conflict", f"{MAX_PINNED} conversations are pinned already: unpin one first.", param="is_pinned"
         )
     conn.execute("UPDATE sessions SET pinned_at = ? WHERE row = ?", (pinned_at, row))
+
+
+class Rows:
+    """Rows of the list that are read by themselves. `SessionStore.list_sessions` reads the list page by page."""
+
+    def __init__(self, reader: SqliteConnection) -> None:
+        self._reader = reader
+
+    async def one(self, owner: str, session_id: str) -> SessionSummary | None:
+        """Return one session as the list shows it; None if it does not exist or was deleted."""
+        return await self._reader.transact(summary_of, owner, session_id)
+
+    async def pinned(self, owner: str) -> list[SessionSummary]:
+        """Return the sessions that this owner has pinned, of chat and API alike, the latest pin first."""
+        return await self._reader.transact(pinned_sessions, owner)

@@ -1,4 +1,4 @@
-"""What each owner may store: counted by the schema's triggers as texts come and go, and asked before anything is stored."""
+"""What each owner may store: triggers of the schema count the bytes, and `check` is called before anything is stored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _COUNTED = """SELECT o.num_bytes - ifnull((SELECT sum(s.num_bytes) FROM sessions
 
 
 def check(conn: Database, owner: str, added_bytes: int, now: float) -> None:
-    """Raises ``quota_exceeded`` if the owner may not store so many bytes more.
+    """Refuse to store more than the owner may.
 
-    An answer that is under way is not asked about again: what was accepted is kept, so an owner can end above the limit by what its last
-    answers were long.
+    The answer of an accepted message is always kept, so an owner can exceed the limit by the length of its last answers.
+
+    Raises:
+        GatewayError: `quota_exceeded`.
     """
     limit = conn.max_owner_bytes
     if limit and stored_bytes(conn, owner, now) + added_bytes > limit:
@@ -31,11 +33,11 @@ def check(conn: Database, owner: str, added_bytes: int, now: float) -> None:
 
 
 def stored_bytes(conn: Database, owner: str, now: float) -> int:
-    """What the owner's conversations count, deleted ones included while they can be restored."""
+    """Return the bytes of the owner's conversations, deleted ones included while they can be restored."""
     found = conn.execute(_COUNTED, (now - RESTORE_WINDOW_S, owner)).fetchone()
     return 0 if found is None else int(found[0])
 
 
 def size_of(text: str) -> int:
-    """The bytes of a text that can be stored."""
+    """Return the bytes that a text takes when stored."""
     return len(text) if text.isascii() else len(text.encode())

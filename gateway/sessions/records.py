@@ -1,4 +1,4 @@
-"""What the store gives and takes: sessions, turns, and what is known when a turn begins and ends."""
+"""Data that the store takes and returns: sessions, turns, and what begins and ends a turn."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine_bridge.protocol.node import ChatMessage, Sampling
+from engine_bridge.protocol.engine_request import ChatMessage, Sampling
 from gateway.sessions.excerpt import Excerpt
 
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
 TurnStatus = Literal["running", "done", "stopped", "failed"]
 Outcome = Literal["new", "retried", "existing"]
-# Who made a session: a person in a chat, or a call of the OpenAI and Anthropic APIs. One that a person goes on with is theirs.
+# Where a session was made: in a chat, or by a call of the OpenAI and Anthropic APIs. It becomes `chat` when a person continues it.
 Origin = Literal["chat", "api"]
 
 
@@ -29,10 +29,10 @@ MaxTokens = Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)]
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message and its answer, as docs/protocol.md gives it. `answer` is "" while the turn runs and when it failed without text.
+    """One message and its answer, as docs/protocol.md describes them.
 
-    reasoning: what the model thought before the answer; no later turn reads it. versions: the ids of all turns that follow the same turn as this
-    one, its own among them, oldest first.
+    answer: "" while the turn runs and if it failed without text. reasoning: what the model thought before the answer; no later turn reads it.
+    versions: the ids of all turns that follow the same turn as this one, including its own, oldest first.
     """
 
     id: TurnId
@@ -49,19 +49,19 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_history(self) -> bool:
-        """Whether later turns are answered in the light of this one."""
+        """Whether the prompts of later turns include this one."""
         return self.status in ("done", "stopped") or (self.status == "failed" and self.answer != "")
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session sets; None leaves it to the server. `max_tokens`: the most tokens of an answer."""
+    """A session's own settings; None leaves a setting to the server. max_tokens: of one answer."""
 
     system_prompt: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
 
     def sampling(self, asked: Sampling) -> Sampling:
-        """How to sample an answer: as the message asks, and where it does not say, as the session does."""
+        """Return how to sample an answer: as the message asks, and where it does not say, as the session does."""
         return msgspec.structs.replace(
             asked,
             temperature=self.temperature if asked.temperature is None else asked.temperature,
@@ -70,7 +70,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a session's settings: what is left out stays, null leaves it to the server again."""
+    """Changes to a session's settings. A missing field stays as it is; null leaves the setting to the server again."""
 
     system_prompt: SystemPrompt | None | UnsetType = UNSET
     temperature: Temperature | None | UnsetType = UNSET
@@ -81,7 +81,7 @@ NO_CHANGES: Final = SettingsPatch()
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation with the turns that are shown of it, oldest first."""
+    """One conversation with the turns that are shown, oldest first."""
 
     id: SessionId
     title: str | None
@@ -93,9 +93,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation in a list. num_turns: how many are shown of it. found_in: the turn that holds the text that was searched for; one that
-    is shown, if there is any, else one of another version. None for a title that holds it, and where nothing was searched for. excerpt: the
-    words around it there."""
+    """One conversation in a list.
+
+    num_turns: number of turns shown. found_in: the turn that holds the searched text, a shown one if possible, else one of another version; None
+    if the title holds it, and without a search. excerpt: the words around the text in that turn.
+    """
 
     id: SessionId
     title: str | None
@@ -110,12 +112,12 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``begin_turn`` did.
+    """The result of `begin_turn`.
 
-    outcome: ``new`` and ``retried`` (it had failed before): the caller must run the turn and call ``finish_turn``. ``existing``: it runs
-    already or is over, nothing was written. history: the turns to answer in the light of, oldest first; empty for ``existing``.
-    title: the session's, perhaps just made. history_token_ids: what ``finish_turn`` was given for the last turn of the history that has
-    ids, b"" if none has.
+    outcome: for `new` and `retried` (the turn had failed before) the caller must run the turn and call `finish_turn`; for `existing` the turn
+    runs or is over already, and nothing was written. history: the turns that the prompt begins with, oldest first; empty for `existing`. title:
+    the session's, perhaps just made. history_token_ids: what `finish_turn` was given for the last turn of the history that has ids; b"" if none
+    has.
     """
 
     turn: Turn
@@ -132,15 +134,17 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishResult(NamedTuple):
-    """What ``finish_turn`` left. title: the session's, as it is now; it may have been renamed while the turn ran."""
+    """The result of `finish_turn`. title: the session's present title; it may have been changed while the turn ran."""
 
     turn: Turn
     title: str | None
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A Responses call as its clients may ask for it again. reply: the response object; items: what the call gave as `input`, a list; both JSON.
-    previous: its `previous_response_id`."""
+    """A Responses call as its clients may ask for it again.
+
+    reply: the response object. items: the call's `input`, a list. Both are JSON. previous: its `previous_response_id`.
+    """
 
     reply: bytes
     items: bytes
@@ -148,7 +152,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """What led to a response: the turns that its own follows, its own last, and the token ids of what the engine has seen of them."""
+    """The turns up to and including that of a response, and the token ids that the engine has seen of them."""
 
     session_id: SessionId
     turns: list[tuple[Turn, StoredResponse | None]]
@@ -156,8 +160,10 @@ class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session's next prompt begins with: its system prompt, the turns that are shown, and the token ids of all that the engine has seen of
-    them (packed). is_answering: one of its turns is being answered, so the next prompt begins with more than that."""
+    """The beginning of a session's next prompt: its system prompt, the turns shown, and the packed token ids that the engine has seen of them.
+
+    is_answering: one of its turns is being answered, so the next prompt begins with more than that.
+    """
 
     history: list[Turn]
     token_ids: bytes
@@ -166,7 +172,7 @@ class NextPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewMessage(NamedTuple):
-    """A message that is to be stored; `adapter` and `after` as for ``SessionStore.begin_turn``."""
+    """A message to store. adapter, after: as for `SessionStore.begin_turn`. now: seconds since the epoch."""
 
     id: str
     content: str
@@ -176,7 +182,7 @@ class NewMessage(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a turn ended, in the order of the columns of `finish`; `usage` and `timings` are JSON."""
+    """How a turn ended, in the order of the columns of `finish`. usage, timings: JSON."""
 
     answer: str
     status: TurnStatus
@@ -187,7 +193,7 @@ class End(NamedTuple):
 
 
 def messages_of(history: Iterable[Turn], settings: SessionSettings) -> list[ChatMessage]:
-    """What a prompt of the session begins with: its system prompt, if it has one, and its turns."""
+    """Return the messages that a prompt of the session begins with: its system prompt, if it has one, and its turns."""
     messages = [] if settings.system_prompt is None else [ChatMessage("system", settings.system_prompt)]
     for turn in history:
         messages.append(ChatMessage("user", turn.content))

@@ -1,19 +1,24 @@
-"""Responses calls that are stored, by the ids that their clients know."""
+"""Stored Responses calls, found by the ids that their clients know."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import orjson
 
 from gateway.sessions import transactions
 from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import ResponseHistory, SessionId, StoredResponse, Turn, TurnId
+from gateway.sessions.text import clean
 
 
 class StoredResponses:
-    """What was recorded with a `response_id`. `SessionStore.record_turn` records it.
+    """Turns that `SessionStore.record_turn` stored with a `response_id`.
 
-    write: runs a transaction that changes an owner's texts.
+    Args:
+        write: runs a transaction that changes an owner's texts.
     """
 
     def __init__(self, reader: SqliteConnection, write: Callable[..., Awaitable[Any]]) -> None:
@@ -21,30 +26,52 @@ class StoredResponses:
         self._write = write
 
     async def find(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
-        """Which turn of this owner was recorded under `response_id`; None if there is none, or no longer."""
+        """Return the session and turn of this owner with this `response_id`; None if there is none."""
         return await self._reader.transact(transactions.find_response, owner, response_id)
 
     async def read(self, owner: str, response_id: str) -> tuple[Turn, StoredResponse | None] | None:
-        """A turn that was recorded under `response_id`, and the call itself, if that was recorded, too. None if there is none, or no longer."""
+        """Return the turn with this `response_id`, and the call itself if it was stored, too. None if there is no such turn."""
         return await self._reader.transact(transactions.read_response, owner, response_id)
 
     async def history(self, owner: str, response_id: str) -> ResponseHistory | None:
-        """The turns up to and including that of `response_id`, oldest first, without those that came to nothing. None if there is none."""
+        """Return the turns up to and including that of `response_id`, oldest first, without failed turns that have no text.
+
+        None if there is none.
+        """
         return await self._reader.transact(transactions.response_history, owner, response_id)
 
     async def of_session(self, owner: str, session_id: str) -> ResponseHistory | None:
-        """All turns of a session, as `history`. None if there is no such session."""
+        """Return all turns of a session, in the form of `history`. None if the session does not exist."""
         return await self._reader.transact(transactions.session_history, owner, session_id)
 
     async def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Items of this owner's stored responses by their ids, of what was said and of what was given; those that there are."""
-        found: dict[str, dict[str, Any]] = await self._reader.transact(
-            transactions.response_items, owner, ids
-        )
+        """Return items of this owner's stored responses, of inputs and outputs alike, by id. Unknown ids are left out."""
+        found: dict[str, dict[str, Any]] = await self._reader.transact(_items, owner, ids)
         return found
 
     async def delete(self, owner: str, response_id: str, now: float) -> bool:
-        """Delete the turn of `response_id` for good, and its session if it was the only turn there; what follows the turn then follows the one
-        before it. False if there is none."""
+        """Delete the turn of `response_id` for good, and its session if that has no other turn.
+
+        The turns that follow it then follow its parent. Returns False if there is no such turn.
+        """
         is_gone: bool = await self._write(owner, transactions.delete_response, owner, response_id, now)
         return is_gone
+
+
+_FIND_ITEM = """SELECT r.reply, r.items FROM response_items i JOIN responses r ON r.seq = i.seq JOIN sessions s ON s.row = r.session
+    WHERE i.owner = (SELECT row FROM owners WHERE name = ?) AND i.id = ? AND s.deleted_at IS NULL ORDER BY i.seq DESC LIMIT 1"""
+
+
+def _items(conn: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return items of stored responses by their ids; see `StoredResponses.items`."""
+    found: dict[str, dict[str, Any]] = {}
+    for item_id in ids:
+        if item_id in found:
+            continue  # It came along with an item of the same response.
+        columns = conn.execute(_FIND_ITEM, (owner, clean(item_id))).fetchone()
+        if columns is not None:
+            reply, given = map(orjson.loads, columns)
+            for item in [*given, *(reply.get("output") or [])]:
+                if isinstance(item, dict) and isinstance(item.get("id"), str):
+                    found[item["id"]] = item
+    return {item_id: found[item_id] for item_id in ids if item_id in found}

@@ -1,38 +1,121 @@
-"""Room on the disk: what is deleted for ever leaves the file smaller, and a full disk has a reserve with which that still works."""
+"""Room on the disk: what is deleted for ever makes the file smaller, and a reserve lets that work while the disk is full."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from gateway.errors import GatewayError
 from gateway.sessions import search, transactions
 from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import compact, fold_log, growth_bytes, num_free_pages
-from gateway.sessions.reserve import Reserve
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+# Chosen. Folding the log back lets the file grow by the log's new pages, and frees the log. The log is folded back at 1 MiB
+# (`LOG_PAGES`) and one transaction more; where that fails for lack of room, it grows by as much again before the disk is full. So for
+# transactions up to 7 MiB this is enough to fold it. Behind larger ones (a body of 16 MiB) it is not, and deletions are only added to the log:
+# 120 kB for a text of 1 MB (measured). So this is room for removing more than 100 MB, after which the file can be made smaller.
+RESERVE_BYTES: Final = 16 << 20
+_SHARE_OF_DISK: Final = 8  # Chosen: at most this part (an eighth) of a small disk.
+_NUM_PORTIONS: Final = (
+    8  # Chosen: the reserve is given up in portions, so that other programs on the disk find little of it.
+)
+
+
+class Reserve:
+    """A file that keeps some of the disk for the time when it is full, because deleting writes before it frees.
+
+    Its methods block: run them in a thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_missed = False
+
+    def give_some(self) -> bool:
+        """Free a portion of the reserve; False if nothing is left of it."""
+        try:
+            held = self._path.stat().st_size
+            if held == 0:
+                return False
+            os.truncate(self._path, max(held - -(-self._full_bytes() // _NUM_PORTIONS), 0))
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                logger.warning("the reserve %s cannot be given up: %s", self._path, error.strerror)
+            return False
+        logger.warning("the disk is full: a part of the reserve is given up so that something can be deleted")
+        return True
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that the disk would have free without the reserve."""
+        try:
+            return self._path.stat().st_size + self._free_bytes()
+        except OSError:
+            return 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reserve has its full size."""
+        try:
+            return self._path.stat().st_size >= self._full_bytes()
+        except OSError:
+            return False
+
+    def take_back(self) -> bool:
+        """Fill the reserve up, taking at most half of the free disk; return whether it is whole now."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                full, held = self._full_bytes(), os.fstat(fd).st_size
+                if held < full:
+                    os.posix_fallocate(fd, 0, max(min(full, held + self._free_bytes() // 2), 1))
+            finally:
+                os.close(fd)
+            reason = None if self.is_whole else "the disk is nearly full"
+        except OSError as error:
+            reason = error.strerror
+        if reason and not self._is_missed:
+            logger.warning("the reserve for deleting on a full disk cannot be held whole: %s", reason)
+        self._is_missed = reason is not None
+        return reason is None
+
+    def _full_bytes(self) -> int:
+        disk = os.statvfs(self._path.parent)
+        return min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // _SHARE_OF_DISK)
+
+    def _free_bytes(self) -> int:
+        disk = os.statvfs(self._path.parent)
+        return disk.f_bavail * disk.f_frsize
+
 
 class FileRoom:
-    """Frees room in the store's file, and does what frees some even where the disk is full."""
+    """Frees room in the session file, even while the disk is full."""
 
     def __init__(
         self, writer: SqliteConnection, reader: SqliteConnection, reserve: Reserve, file: Path
     ) -> None:
         self._writer, self._reader, self._reserve, self._file = writer, reader, reserve, file
-        self._was_full = False  # and what was freed since is not yet given back
+        self._was_full = False  # The disk was full, and pages freed since then are not yet given back to it.
         self._num_left_free = -1
-        """Free pages that the last compaction could not give back; -1: compact in any case."""
+        """Number of free pages that the last compaction could not give back; -1: compact in any case."""
 
     async def purge(self, now: float) -> int:
-        """Remove for ever what can no longer be restored; returns how many sessions.
+        """Remove for ever the sessions that can no longer be restored, and return how many.
 
-        One transaction a part, so that messages get in between. On a full disk it uses the reserve, gives what it frees back to the disk, and
-        takes the reserve back once there is room.
+        Each part is one transaction, so that messages get in between. On a full disk the purge uses the reserve, gives freed pages back to the
+        disk, and fills the reserve up once there is room.
+
+        Args:
+            now: seconds since the epoch.
         """
         num_purged, is_more = 0, True
         while is_more:
@@ -43,9 +126,10 @@ class FileRoom:
         return num_purged
 
     async def making(self, work: Callable[..., _T], *args: Any) -> _T:
-        """A transaction that frees something: on a full disk it has what folding the log back frees, and then the reserve.
+        """Run a transaction that frees room. On a full disk, first fold the log back, then give up portions of the reserve.
 
-        Raises what ``transact`` raises.
+        Raises:
+            GatewayError: as `SqliteConnection.transact`; `overloaded` if the whole reserve was not enough.
         """
         num_failures = 0
         while True:
@@ -64,7 +148,7 @@ class FileRoom:
         return result
 
     async def fold_log(self) -> bool:
-        """Bring what the log holds into the file and make the log empty; False if the disk has no room for that."""
+        """Fold the log into the file and empty the log; return False if the disk has no room for that."""
         try:
             return await self._writer.run(fold_log)
         except GatewayError as error:
@@ -82,7 +166,7 @@ class FileRoom:
         return await self.making(transactions.purge_barely, now)
 
     async def _give_back(self, *, shrinks_index: bool) -> None:
-        """Make the file smaller by what is free in it, and hold the reserve again as far as the disk has room."""
+        """Give free pages of the file back to the disk, and fill the reserve up as far as the disk has room."""
         try:
             if shrinks_index:
                 await self._shrink_index()
@@ -99,7 +183,7 @@ class FileRoom:
         self._was_full = not await asyncio.to_thread(self._reserve.take_back)
 
     async def _shrink_index(self) -> None:
-        """Drop from the index what was removed from the tables; part by part, for the writer has other work, too."""
+        """Drop removed texts from the search index, part by part, because the writer has other work, too."""
         for owner in await self._reader.transact(search.indexed_owners):
             is_first = True
             try:
@@ -110,9 +194,9 @@ class FileRoom:
                     raise
 
     async def _use_reserve(self) -> bool:
-        """Give up as much of the reserve as folding the log back takes, which frees more than that; or, where all of it is not enough, a part.
+        """Give up as much of the reserve as folding the log back takes, or one portion where the whole reserve is too small for that.
 
-        False if there was none.
+        Folding frees more than it takes. Returns False if there was no reserve left.
         """
         growth = await self._writer.run(partial(growth_bytes, self._file))
         can_fold = growth < await asyncio.to_thread(lambda: self._reserve.room_bytes)

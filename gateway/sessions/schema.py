@@ -103,8 +103,8 @@ _SCHEMA_2 = (
 )
 # Version 3: the node that has a session's KV, as far as is known.
 _SCHEMA_3 = ("ALTER TABLE sessions ADD COLUMN home TEXT",)
-# Version 4: Responses calls whole, for whoever asks for them by their ids. They count as the session's bytes. `session` stands here once more
-# because the turn is gone already when the trigger of its deletion runs.
+# Version 4: whole Responses calls, which clients read by id. They count as the session's bytes. `session` is repeated here because the turn no
+# longer exists when the trigger of its deletion runs.
 _RESPONSE_SIZE = "length({0}.reply) + length({0}.items)"
 _SCHEMA_4 = (
     """CREATE TABLE responses (
@@ -132,8 +132,8 @@ _SCHEMA_5 = (
     "CREATE INDEX tree_versions ON tree (session, parent)",
     "CREATE UNIQUE INDEX tree_chosen ON tree (session, parent) WHERE is_chosen",
 )
-# Version 6: what a person sets for a conversation (gateway/sessions/settings.py). A table of its own: a long system prompt is not written anew
-# with each change of its session's row. Its bytes go with the session's, which are taken off as a whole.
+# Version 6: a conversation's settings (gateway/sessions/settings.py). A separate table, so that a long system prompt is not written anew with
+# each change of its session's row. Its bytes go with the session's, which are taken off as a whole.
 _PROMPT_SIZE = "ifnull(length(CAST({0}.system_prompt AS BLOB)), 0)"
 _SCHEMA_6 = (
     """CREATE TABLE session_settings (
@@ -157,19 +157,18 @@ _SCHEMA_7 = (
         BEGIN {_ADD_TO_SESSION.format("(-length(CAST(old.reasoning AS BLOB)))", "old")} END""",
 )
 # Version 8: whether a person made a session, or a call of an API. Of older ones those are taken for calls' whose every turn can be found as a
-# response; the calls of the other APIs left no trace of what they were.
+# response; the calls of the other APIs left no trace of their origin.
 _SCHEMA_8 = (
     "ALTER TABLE sessions ADD COLUMN origin TEXT NOT NULL DEFAULT 'chat' CHECK (origin IN ('chat', 'api'))",
     """UPDATE sessions SET origin = 'api' WHERE EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row)
         AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row AND t.response_id IS NULL)""",
 )
-# Version 9: sessions that a person keeps at the top of the list, the one that was pinned last first.
+# Version 9: sessions that a person keeps at the top of the list, the latest pin first.
 _SCHEMA_9 = (
     "ALTER TABLE sessions ADD COLUMN pinned_at REAL",
     "CREATE INDEX sessions_pinned ON sessions (owner, pinned_at) WHERE pinned_at IS NOT NULL",
 )
-# Version 10: where an item of a response is found by its own id, of what was said and of what was given, so that a client may name it instead of
-# sending it once more.
+# Version 10: finds an item of a response, input or output, by its own id, so that a client may name it instead of sending it once more.
 _ITEM_ID = "CASE item.type WHEN 'object' THEN json_extract(item.value, '$.id') END"
 # A text that is no JSON, as of a damaged row, names no items and stops nothing.
 _AS_JSON = "CASE WHEN json_valid(CAST({0} AS TEXT)) THEN CAST({0} AS TEXT) ELSE 'null' END"
@@ -210,12 +209,12 @@ _OLD_SEARCH_TRIGGERS = (
     *(f"turn_texts_{change}" for change in ("insert", "update", "delete")),
     *(f"session_titles_{change}" for change in ("insert", "update", "delete")),
 )
-_SECURE_DELETE: Final = ("OFF", "ON", "FAST")  # SQLite's words for what it says in numbers.
+_SECURE_DELETE: Final = ("OFF", "ON", "FAST")  # SQLite takes these words and returns their numbers.
 _OLD_SEARCH_TABLES = ("turn_texts", "session_titles")
 
 
 def version_of(conn: sqlite3.Connection) -> int:
-    """The schema of a file; 0: it has none yet."""
+    """Return the schema version of a file; 0 if it has no schema yet."""
     return int(conn.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -233,7 +232,7 @@ def migrate(conn: sqlite3.Connection) -> None:
 
 
 def drop_old_search(conn: sqlite3.Connection) -> None:
-    """Remove the search index of version 1, if there is one. Takes the FTS5 module: without it such a table cannot even be dropped."""
+    """Remove the search index of version 1, if there is one. This needs the FTS5 module: without it such a table cannot be dropped."""
     # Without zeros over what goes: they would be written to the log first, as much as the index took, over words that are stored anyway.
     with without_zeros(conn):
         for table in _OLD_SEARCH_TABLES:
@@ -242,7 +241,7 @@ def drop_old_search(conn: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def without_zeros(conn: sqlite3.Connection) -> Iterator[None]:
-    """Free pages as they are; many builds of SQLite (Debian's) fill them with zeros, which writes as much as is freed."""
+    """Free pages without overwriting them while the context is open. Many builds of SQLite (Debian's) fill freed pages with zeros."""
     (before,) = conn.execute("PRAGMA secure_delete").fetchone()
     conn.execute("PRAGMA secure_delete = OFF").fetchall()
     try:

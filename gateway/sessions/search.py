@@ -1,11 +1,11 @@
-"""The search index: one FTS5 table for each owner, so that a search reads its owner's texts and nobody else's.
+"""The search index: one FTS5 table for each owner, so that a search reads no other owner's texts.
 
-With one index for all, a search first finds what everybody wrote and then leaves out others': its time tells whether another owner wrote a
-phrase (17 ms for one in 5,000 of another's turns, 1 ms for one never written). The tables hold no text of their own (`content=''`); what
-leaves one is named by the text it had, so these functions are called before a text changes as well as after.
+With one index for all, a search first finds every owner's texts and then leaves others' out: its time tells whether another owner wrote a phrase
+(17 ms for one in 5,000 of another's turns, 1 ms for one never written). The tables hold no text of their own (`content=''`), and FTS5 removes a
+document by the text that it had, so these functions are called before a text changes as well as after.
 
-A title is the document `2 * session + 1`, a turn the document `2 * turn`. A turn enters when it is over: indexing a 4 kB text takes 3 ms and
-a 1 MB text 340 ms (measured, 2 cores), too long to stand between a message and its first token, and long enough to do it once only.
+A title is the document `2 * session + 1`, a turn the document `2 * turn`. A turn enters when it is over: indexing a 4 kB text takes 3 ms and a 1
+MB text 340 ms (measured, 2 cores), too long to stand between a message and its first token, and long enough to do it only once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BY_READING = rf""" AND (s.title LIKE ? ESCAPE '\' OR EXISTS (SELECT 1 FROM turn
 
 
 class SearchOwner(NamedTuple):
-    """Whose sessions they are. is_indexed: whether its search table holds all its texts."""
+    """An owner of sessions. row: of the table `owners`. is_indexed: whether the owner's search table holds all its texts."""
 
     row: int
     is_indexed: bool
@@ -60,18 +60,18 @@ class Search:
     """One search of one client."""
 
     has_left = False
-    """Whether nobody waits for it any more."""
+    """Whether the client has left, so that the search may end."""
 
 
 class Searches:
-    """The searches under way or waiting. For the event loop only."""
+    """The searches under way or waiting. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
 
     @contextmanager
     def enter(self, owner: str) -> Iterator[Search]:
-        """A place for a search of this owner; leaving it ends the search. Raises GatewayError `rate_limited`."""
+        """Hold a place for a search of this owner while the context is open. Raises GatewayError `rate_limited`."""
         if self._num_of[owner] >= MAX_SEARCHES:
             raise GatewayError(
                 "rate_limited",
@@ -90,7 +90,11 @@ class Searches:
 
 
 def bounded(conn: sqlite3.Connection, one: Search, work: Callable[..., _T], *args: Any) -> _T:
-    """What ``work(conn, *args)`` returns. Raises GatewayError `rate_limited` when it took longer than MAX_SEARCH_S or its client has left."""
+    """Run ``work(conn, *args)`` and return its result.
+
+    Raises:
+        GatewayError: `rate_limited` when it took longer than MAX_SEARCH_S or its client has left.
+    """
     until_s = time.monotonic() + MAX_SEARCH_S
     too_long = GatewayError(
         "rate_limited",
@@ -98,7 +102,7 @@ def bounded(conn: sqlite3.Connection, one: Search, work: Callable[..., _T], *arg
         retryable=False,
     )
     if one.has_left:
-        raise too_long  # Nobody hears it.
+        raise too_long  # The client has left, so any error will do.
     conn.set_progress_handler(lambda: one.has_left or time.monotonic() >= until_s, _LOOK_EVERY_STEPS)
     try:
         return work(conn, *args)
@@ -111,18 +115,18 @@ def bounded(conn: sqlite3.Connection, one: Search, work: Callable[..., _T], *arg
 
 
 def table_of(owner: int) -> str:
-    """The name of an owner's search table."""
+    """Return the name of an owner's search table."""
     return f"search_{owner:d}"
 
 
 def find_owner(conn: sqlite3.Connection, name: str) -> SearchOwner | None:
-    """The owner of this name, None if nothing of it was ever stored."""
+    """Return the owner of this name; None if the owner never stored anything."""
     found = conn.execute("SELECT row, is_indexed FROM owners WHERE name = ?", (name,)).fetchone()
     return None if found is None else SearchOwner(found[0], bool(found[1]))
 
 
 def make_owner(conn: Database, name: str) -> SearchOwner:
-    """The owner of this name, made if it is new, with a search table where there is an index."""
+    """Return the owner of this name; a new one is made, with a search table if this process keeps an index."""
     owner = find_owner(conn, name)
     if owner is not None:
         return owner
@@ -135,15 +139,17 @@ def make_owner(conn: Database, name: str) -> SearchOwner:
 
 
 def condition(owner: SearchOwner, q: str) -> tuple[str, list[str]]:
-    """The SQL condition on a session `s` that finds `q`, and its arguments. The text is quoted for both query languages, so none of it is an
-    operator."""
+    """Return the SQL condition on a session `s` that finds `q`, and its arguments.
+
+    The text is quoted for both query languages, so that nothing in it is an operator.
+    """
     if _uses_index(owner, q):
         return _BY_INDEX.format(table=table_of(owner.row)), [_phrase(q)]
     return _BY_READING, [_pattern(q)] * 3
 
 
 class Found(NamedTuple):
-    """The turn of a session that holds what was searched for, and the words around it there."""
+    """The turn in which a search found its text, and the words around it."""
 
     turn_id: TurnId
     excerpt: Excerpt | None
@@ -152,21 +158,24 @@ class Found(NamedTuple):
 def found_in(
     conn: sqlite3.Connection, owner: SearchOwner, q: str, sessions: Iterable[int]
 ) -> dict[int, Found]:
-    """In which turn of each of these sessions `q` stands: the newest one that is shown, else the newest one of other versions."""
+    """Find the turn of each session that holds `q`: the newest one shown, else the newest one of other versions."""
     rows = ",".join(map(str, sessions))
     if _uses_index(owner, q):
         sql, args = _FOUND_BY_INDEX.format(table=table_of(owner.row), sessions=rows), [_phrase(q)]
     else:
         sql, args = _FOUND_BY_READING.format(sessions=rows), [_pattern(q)] * 2
     order = f"ORDER BY t.seq IN ({tree.shown(f'IN ({rows})')} SELECT seq FROM shown), t.seq"
-    # Of a session the last one stays.
+    # The last row of a session wins.
     turns = {row: (turn_id, seq) for row, turn_id, seq in conn.execute(f"{sql} {order}", args)}
     return {row: Found(turn_id, _excerpt(conn, q, seq)) for row, (turn_id, seq) in turns.items()}
 
 
 def _excerpt(conn: sqlite3.Connection, q: str, seq: int) -> Excerpt | None:
-    """Cut from what stands around `q` in a turn. SQLite finds the place, since it does not keep other threads from running meanwhile; it folds the
-    case of ASCII only, so of other letters in another case only those near the start are found."""
+    """Cut the words around `q` out of a turn.
+
+    SQLite finds the place, because it lets other threads run meanwhile. It folds the case of ASCII only, so other letters in another case are
+    found only near the start of the text.
+    """
     around = "substr({0}, max(1, instr(lower({0}), lower(?1)) - {1}), {2})"
     columns = ", ".join(around.format(name, WINDOW_CHARS, 4 * WINDOW_CHARS) for name in ("content", "answer"))
     return excerpt(q, *conn.execute(f"SELECT {columns} FROM turns WHERE seq = ?2", (q, seq)).fetchone())
@@ -177,17 +186,17 @@ def _uses_index(owner: SearchOwner, q: str) -> bool:
 
 
 def _phrase(q: str) -> str:
-    """`q` as FTS5 finds it whole."""
+    """Return `q` as an FTS5 phrase."""
     return '"' + q.replace('"', '""') + '"'
 
 
 def _pattern(q: str) -> str:
-    """`q` as LIKE finds it anywhere."""
+    """Return a LIKE pattern that finds `q` anywhere."""
     return "%" + re.sub(r"([\\%_])", r"\\\1", q) + "%"
 
 
 def add_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: tuple[object, ...]) -> None:
-    """Index the turns that `where` (of the table `turns`) finds, as far as they are over."""
+    """Index those turns that the SQL condition `where` finds and that are over."""
     if owner.is_indexed:
         conn.execute(
             f"""INSERT INTO {table_of(owner.row)} (rowid, content, answer)
@@ -197,7 +206,7 @@ def add_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: tu
 
 
 def drop_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: tuple[object, ...]) -> None:
-    """Take the turns that `where` finds out of the index. To be called while they are as they were when they entered it."""
+    """Remove the turns that `where` finds from the index. Call it before their texts change."""
     if owner.is_indexed:
         table = table_of(owner.row)
         conn.execute(
@@ -208,7 +217,7 @@ def drop_turns(conn: sqlite3.Connection, owner: SearchOwner, where: str, args: t
 
 
 def add_title(conn: sqlite3.Connection, owner: SearchOwner, session: int, title: str | None) -> None:
-    """Index the title that a session now has."""
+    """Index the present title of a session."""
     if owner.is_indexed and title is not None:
         conn.execute(
             f"INSERT INTO {table_of(owner.row)} (rowid, title) VALUES (?, ?)", (session * 2 + 1, title)
@@ -216,7 +225,7 @@ def add_title(conn: sqlite3.Connection, owner: SearchOwner, session: int, title:
 
 
 def drop_title(conn: sqlite3.Connection, owner: SearchOwner, session: int, title: str | None) -> None:
-    """Take the title that a session had out of the index."""
+    """Remove a title from the index."""
     if owner.is_indexed and title is not None:
         table = table_of(owner.row)
         conn.execute(
@@ -231,7 +240,7 @@ def forget(conn: sqlite3.Connection, owner: int) -> None:
 
 
 def forget_damaged(conn: sqlite3.Connection, name: str) -> None:
-    """`forget` for an index that contradicts itself, by its owner's name."""
+    """Give up the damaged index of the owner of this name."""
     owner = find_owner(conn, name)
     if owner is None:
         return
@@ -241,25 +250,30 @@ def forget_damaged(conn: sqlite3.Connection, name: str) -> None:
     try:
         forget(conn, owner.row)
     except sqlite3.DatabaseError:
-        # It cannot even be dropped. It is not used any more, and the next start tries again.
+        # The table cannot even be dropped. It is not used any more, and the next start tries again.
         conn.execute("UPDATE owners SET is_indexed = 0 WHERE row = ?", (owner.row,))
 
 
 def forget_all(conn: sqlite3.Connection) -> None:
-    """Say that no index is up to date any more: this process cannot keep one. Its tables stay, for they cannot be dropped without FTS5."""
+    """Mark every index as out of date, because this process cannot keep one. The tables stay: without FTS5 they cannot be dropped."""
     conn.execute("UPDATE owners SET is_indexed = 0 WHERE is_indexed")
 
 
 def indexed_owners(conn: sqlite3.Connection) -> list[int]:
-    """The owners that have an index."""
+    """Return the rows of the owners that have an index."""
     return [row for (row,) in conn.execute("SELECT row FROM owners WHERE is_indexed ORDER BY row")]
 
 
 def merge_some(conn: sqlite3.Connection, owner: int, is_first: bool) -> bool:
-    """Do a part of what rids an owner's index of the texts that left it; whether there is more to do. is_first: begin anew.
+    """Do a part of the work that removes dropped texts from an owner's index; return whether there is more to do.
 
-    FTS5 only marks what leaves and drops it as it merges, in its own time: after half of 60 texts of 190 kB were deleted, the index held 14.4 MB,
-    and 7.1 MB when this had run for 0.3 s.
+    FTS5 only marks what is dropped and removes it as it merges, in its own time: after half of 60 texts of 190 kB were deleted, the index held
+    14.4 MB, and 7.1 MB when this had run for 0.3 s.
+
+    Args:
+        conn: the writer's connection.
+        owner: the owner's row.
+        is_first: begin a new round of merging.
     """
     table, before = table_of(owner), conn.total_changes
     num_pages = -_MERGE_PAGES if is_first else _MERGE_PAGES
@@ -268,7 +282,7 @@ def merge_some(conn: sqlite3.Connection, owner: int, is_first: bool) -> bool:
 
 
 def can_index(conn: sqlite3.Connection) -> bool:
-    """Whether this SQLite has FTS5 with trigrams."""
+    """Return whether this SQLite has FTS5 with trigrams."""
     try:
         conn.execute("CREATE VIRTUAL TABLE temp.probe USING fts5(text, tokenize='trigram')")
     except sqlite3.OperationalError:
@@ -278,7 +292,7 @@ def can_index(conn: sqlite3.Connection) -> bool:
 
 
 def build_missing(conn: Database) -> None:
-    """Index all texts of the owners that have no index. Each owner is one transaction, so what was done is kept if the process dies."""
+    """Index all texts of the owners without an index. Each owner is one transaction, so a process that dies loses only the last one."""
     todo = [row for (row,) in conn.execute("SELECT row FROM owners WHERE NOT is_indexed ORDER BY row")]
     if todo:
         progress = _Progress(conn, todo)
@@ -287,7 +301,7 @@ def build_missing(conn: Database) -> None:
 
 
 class _Progress:
-    """Says in the log how far the index is, once it has taken a while."""
+    """Logs how far the index is, once building it takes long."""
 
     def __init__(self, conn: sqlite3.Connection, owners: list[int]) -> None:
         names = ",".join(f"{row:d}" for row in owners)
@@ -297,6 +311,7 @@ class _Progress:
         self._said_at_s = time.monotonic()
 
     def add(self, num_turns: int) -> None:
+        """Count turns as indexed."""
         self._num_done += num_turns
         if time.monotonic() - self._said_at_s >= SAY_EVERY_S:
             self._said_at_s = time.monotonic()

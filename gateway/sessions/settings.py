@@ -1,4 +1,4 @@
-"""What a person sets for one conversation: a system prompt, and how answers are sampled. A session that sets nothing has no row here."""
+"""A conversation's own settings: a system prompt, and how its answers are sampled. A session without any has no row here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.sessions.text import clean
 
 
 def read(conn: sqlite3.Connection, session: int) -> SessionSettings:
-    """The settings of the session of that row."""
+    """Return the settings of the session of that row."""
     sql = "SELECT system_prompt, temperature, max_tokens FROM session_settings WHERE session = ?"
     found = conn.execute(sql, (session,)).fetchone()
     if found is None:
@@ -22,10 +22,13 @@ def read(conn: sqlite3.Connection, session: int) -> SessionSettings:
 
 
 def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: float) -> None:
-    """Store what `patch` changes. A system prompt of blanks is none. Raises ``quota_exceeded``.
+    """Store what `patch` changes. A blank system prompt counts as none.
 
-    Every prompt of the session begins with its system prompt. Where that changes, the token ids of its turns spell prompts that will not be
-    sent again, so they go; those of a turn that runs now are not stored when it ends (see ``is_outdated``).
+    Every prompt of the session begins with its system prompt. When that changes, the stored token ids spell prompts that will not be sent again,
+    so they are removed; those of a turn that runs now are not stored when it ends (see `is_outdated`).
+
+    Raises:
+        GatewayError: `quota_exceeded`.
     """
     before = read(conn, session)
     changes = {name: value for name, value in structs.asdict(patch).items() if value is not UNSET}
@@ -54,6 +57,6 @@ def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: 
 
 
 def is_outdated(conn: sqlite3.Connection, session: int, seq: int) -> bool:
-    """Whether the system prompt was changed while the turn at `seq` ran, so that its token ids are of no use to the next one."""
+    """Return whether the system prompt was changed while the turn at `seq` ran, so that its token ids are of no use to the next turn."""
     sql = "SELECT 1 FROM session_settings WHERE session = ? AND outdated_seq = ?"
     return conn.execute(sql, (session, seq)).fetchone() is not None

@@ -17,7 +17,7 @@ from gateway.errors import GatewayError
 from gateway.sessions import listing, search, transactions, transfers
 from gateway.sessions.archive import Archive
 from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
-from gateway.sessions.database import lock, open_reader, open_writer, rewrite_version, unusable
+from gateway.sessions.database import check_log, lock, open_reader, open_writer, rewrite_version, unusable
 from gateway.sessions.health import Health
 from gateway.sessions.records import (
     NO_CHANGES,
@@ -35,12 +35,9 @@ from gateway.sessions.records import (
     Turn,
     TurnStatus,
 )
-from gateway.sessions.reserve import Reserve
 from gateway.sessions.responses import StoredResponses
-from gateway.sessions.room import FileRoom
-from gateway.sessions.rows import Rows
+from gateway.sessions.room import FileRoom, Reserve
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
-from gateway.sessions.wal import check_log
 from kvtiers.closing import going_on
 
 _T = TypeVar("_T")
@@ -50,7 +47,7 @@ MAX_QUERY_CHARS: Final = 500
 
 
 class SessionStore:
-    """The sessions of one SQLite file. One store a file: a second process is refused. Make it with ``open``, end it with ``close``."""
+    """The sessions of one SQLite file. Only one process may have a file open. Make a store with `open`, end it with `close`."""
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class SessionStore:
         self._room = FileRoom(writer, self._reader, reserve, file)
         self._searches = search.Searches()
         self.responses = StoredResponses(self._reader, self._write)
-        self.rows = Rows(self._reader)
+        self.rows = listing.Rows(self._reader)
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -110,7 +107,7 @@ class SessionStore:
         return cls(writer, (readers[0], readers[1]), health, reserve, file, lock_fd, wal_lost_frames)
 
     async def close(self) -> None:
-        """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
+        """Finish the transactions under way and close the file. A second call does nothing; any other call afterwards raises `draining`."""
         if self._lock_fd is None:
             return
         lock_fd, self._lock_fd = self._lock_fd, None
@@ -126,7 +123,7 @@ class SessionStore:
         return self._health.has_failed
 
     async def watch(self) -> None:
-        """Run for ever beside the store: look into failures of the file, and find out when it can be read and written again."""
+        """Run until cancelled beside the store: check a file that has failed until it can be read and written again."""
         await self._health.watch()
 
     async def create_session(
@@ -140,10 +137,20 @@ class SessionStore:
         settings: SettingsPatch = NO_CHANGES,
         now: float,
     ) -> Session:
-        """Make a session. session_id: the client's own name for it (1–128 visible ASCII characters); None makes an unguessable one.
+        """Make a session.
 
-        exist_ok: answer with the session that this owner already has under that id, unchanged. Raises ``bad_request`` for a malformed id
-        or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored, ``quota_exceeded``.
+        Args:
+            owner: whose session it will be.
+            title: None leaves it to the first message.
+            adapter: the adapter that answers; None for the base model.
+            session_id: the client's own name for it (1–128 visible ASCII characters); None makes an unguessable one.
+            exist_ok: return the session that this owner already has under that id, unchanged.
+            settings: the system prompt and how to sample, if given.
+            now: seconds since the epoch.
+
+        Raises:
+            GatewayError: `bad_request` for a malformed id or title; `conflict` if the id is taken, also by a deleted session that can still be
+                restored; `quota_exceeded`.
         """
         chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
         return await self._write(
@@ -159,7 +166,7 @@ class SessionStore:
         )
 
     async def get_session(self, owner: str, session_id: str) -> Session:
-        """The session with the turns that are shown of it. Raises ``not_found``."""
+        """Return the session with the turns that are shown. Raises GatewayError `not_found`."""
         return await self._reader.transact(transactions.get, owner, session_id)
 
     async def list_sessions(
@@ -171,13 +178,19 @@ class SessionStore:
         before: str | None = None,
         origin: Origin | None = None,
     ) -> tuple[list[SessionSummary], str | None]:
-        """One page of sessions, the one touched last first, and the cursor of the next page (None: this is the last).
+        """Return one page of sessions, the one touched last first, and the cursor of the next page (None: this is the last).
 
-        q: only sessions that hold this text in their title or in a turn that is over; any characters, taken as they are, without regard to
-        case (short queries, and all where there is no index: ASCII case only). limit: 1 to 200. before: a cursor from the page
-        before; a session touched meanwhile moves to the front and is not shown twice. origin: only those made there.
-        Raises ``bad_request``, and for a search ``rate_limited``: two of this owner wait or run already, or it took
-        longer than ``search.MAX_SEARCH_S``.
+        Args:
+            owner: whose sessions to list.
+            q: only sessions that hold this text in their title or in a turn that is over; any characters, taken literally, without regard to
+                case (short queries, and all without an index: ASCII case only).
+            limit: 1 to 200.
+            before: a cursor from the page before; a session touched meanwhile moves to the front and is not shown twice.
+            origin: only sessions made there.
+
+        Raises:
+            GatewayError: `bad_request`; for a search `rate_limited`, if two searches of this owner wait or run already, or it took longer than
+                `search.MAX_SEARCH_S`.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise GatewayError("bad_request", f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
@@ -187,7 +200,7 @@ class SessionStore:
             )
         cursor = None if before is None else decode_cursor(before)
         text = (clean(q) or "").strip()
-        # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
+        # A search that reads every text of its owner takes seconds for a gigabyte, so it has a connection of its own.
         if not text:
             return await self._reader.transact(listing.list_sessions, owner, text, limit, cursor, origin)
         with self._searches.enter(owner) as one:
@@ -196,7 +209,7 @@ class SessionStore:
             )
 
     async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
-        """A transaction that reads an owner's index; where that is damaged, it is done again without."""
+        """Run a transaction that reads an owner's index; if the index is damaged, run it again without."""
         try:
             return await self._searcher.transact(work, *args)
         except GatewayError as error:
@@ -216,11 +229,21 @@ class SessionStore:
         settings: SettingsPatch = NO_CHANGES,
         now: float = 0.0,
     ) -> SessionSummary:
-        """Change what is given. A title of None or blanks makes the session untitled: its next message names it again.
+        """Change the given fields. A title of None or blanks makes the session untitled: its next message names it again.
 
-        is_pinned: whether `pinned_sessions` lists it. now: seconds since the epoch, for the quota of a system prompt and the order of pins.
-        Does not count as activity: the session keeps its place in the list.
-        Raises ``not_found``, ``bad_request`` for a title too long, ``quota_exceeded``, ``conflict`` where MAX_PINNED are pinned.
+        This does not count as activity: the session keeps its place in the list.
+
+        Args:
+            owner: whose session it is.
+            session_id: of the session to change.
+            title: the new title.
+            adapter: the adapter that answers from now on; None for the base model.
+            is_pinned: whether `Rows.pinned` lists it.
+            settings: changes of the system prompt and of sampling.
+            now: seconds since the epoch, for the quota of a system prompt and the order of pins.
+
+        Raises:
+            GatewayError: `not_found`; `bad_request` for a title too long; `quota_exceeded`; `conflict` if MAX_PINNED are pinned.
         """
         new_title = title if isinstance(title, UnsetType) else checked_title(title)
         new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
@@ -229,26 +252,27 @@ class SessionStore:
         )
 
     async def export(self, owner: str, session_id: str) -> Archive:
-        """All of a session, its other versions included. Raises ``not_found``."""
+        """Return all of a session, its other versions included. Raises GatewayError `not_found`."""
         return await self._searcher.transact(transfers.export, owner, session_id)
 
     async def bring_in(self, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
-        """Store an archive as a new session. Source of what is taken over, and of what is raised: `transfers.bring_in`."""
+        """Store an archive as a new session. See `transfers.bring_in` for the parts taken over and the errors."""
         return await self._write(owner, transfers.bring_in, owner, archive, adapters, now)
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
-        """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""
+        """Hide the session; for 30 s `restore` brings it back. The caller must stop its running turn. Raises GatewayError `not_found`."""
         await self._room.making(transactions.delete, owner, session_id, now)
 
     async def restore(self, owner: str, session_id: str, now: float) -> Session:
-        """Bring back a session deleted at most 30 s ago, with what its turns came to meanwhile. One that is not deleted stays as it is.
+        """Bring back a session deleted at most 30 s ago, with the answers that its turns got meanwhile. A session that exists stays as it is.
 
-        Raises ``not_found``.
+        Raises:
+            GatewayError: `not_found`.
         """
         return await self._writer.transact(transactions.restore, owner, session_id, now)
 
     async def _write(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
-        """A transaction that changes an owner's texts. Where the owner's index is damaged it is done again without: texts matter more."""
+        """Run a transaction that changes an owner's texts. If the owner's index is damaged, run it again without: texts matter more."""
         try:
             return await self._writer.transact(work, *args)
         except GatewayError as error:
@@ -258,7 +282,7 @@ class SessionStore:
         return await self._writer.transact(work, *args)
 
     async def purge(self, now: float) -> int:
-        """Remove for ever what can no longer be restored; returns how many sessions. To be called now and then by a sweeper."""
+        """Remove for ever the sessions that can no longer be restored, and return how many. A sweeper calls it now and then."""
         return await self._room.purge(now)
 
     async def begin_turn(
@@ -272,29 +296,39 @@ class SessionStore:
         after: str | None | UnsetType = UNSET,
         now: float,
     ) -> BeginResult:
-        """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the ``message`` frame.
+        """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the `message` frame.
 
-        adapter: left out, the session's last one. after: the id of the turn that the message follows (None: it is the first); left out,
-        the last one that is shown. What followed that turn before is kept as another version (see ``choose_version``). A turn id that is
-        known with the same content is answered, not stored again; if it failed it runs again in its old place. In all cases but the first
-        of these the turn is shown from now on. A session without a title gets one from the content. NUL and lone surrogates in the
-        content become U+FFFD: SQLite cannot hold the one and stops searching at the other.
+        A known turn id with the same content is not stored again; if that turn failed, it runs again in its old place. In all other cases the
+        turn is shown from now on. A session without a title gets one from the content. NUL and lone surrogates in the content become U+FFFD:
+        SQLite cannot hold the one and stops searching at the other.
 
-        When the result says ``is_new``, the caller must run the turn and call ``finish_turn``, however it ends.
-        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content or another `after`), ``busy`` (another turn runs),
-        ``bad_request``, ``quota_exceeded``.
+        When the result says `is_new`, the caller must run the turn and call `finish_turn`, however it ends.
+
+        Args:
+            owner: whose session it is.
+            session_id: of the session.
+            turn_id: the client's name for the message.
+            content: the message.
+            adapter: if left out, the session's last one.
+            after: the id of the turn that the message follows (None: it is the first); if left out, the last one shown. Turns that followed that
+                turn before are kept as other versions (see `choose_version`).
+            now: seconds since the epoch.
+
+        Raises:
+            GatewayError: `not_found` (session, `after`), `conflict` (known id, other content or another `after`), `busy` (another turn runs),
+                `bad_request`, `quota_exceeded`.
         """
         message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._write(owner, transactions.begin, owner, session_id, message)
 
     async def retitle(self, owner: str, session_id: str, was: str, title: str) -> bool:
-        """Replace the title `was`; False if the session has another one, or has gone."""
+        """Replace the title `was`; return False if the session has another one, or no longer exists."""
         return await self._write(owner, transactions.retitle, owner, session_id, was, title)
 
     async def choose_version(self, owner: str, session_id: str, turn_id: str) -> Session:
-        """Show a turn of the session, with what it follows and what followed it last. Returns the session as it is shown then.
+        """Show a turn of the session, with the turns before it and those last shown after it. Return the session as it is shown then.
 
-        Does not count as activity. Raises ``not_found`` (session, turn), ``busy`` (a turn of the session runs).
+        This does not count as activity. Raises GatewayError `not_found` (session, turn), `busy` (a turn of the session runs).
         """
         return await self._writer.transact(transactions.choose, owner, session_id, turn_id)
 
@@ -314,12 +348,25 @@ class SessionStore:
         home: str = "",
         now: float,
     ) -> FinishResult | None:
-        """Store how a running turn ended (status ``done``, ``stopped`` or ``failed``); on disk when this returns.
+        """Store how a running turn ended (status `done`, `stopped` or `failed`); it is on disk when this returns.
 
-        token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known). home: the node that has
-        the session's KV now ("": as before).
-        Returns the turn, unchanged if it was over already, and the session's title. Returns None if the session or the turn was deleted
-        meanwhile; a session that can still be restored keeps the answer, but stays deleted.
+        Args:
+            owner: whose session it is.
+            session_id: of the session.
+            turn_id: as given to `begin_turn`.
+            answer: its text, as far as it came.
+            status: how it ended.
+            finish_reason: the engine's word for it.
+            usage: token counts, as docs/protocol.md has them.
+            timings: durations in ms, as docs/protocol.md has them.
+            reasoning: what the model thought before the answer.
+            token_ids: all ids that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known).
+            home: the node that has the session's KV now ("": as before).
+            now: seconds since the epoch.
+
+        Returns:
+            The turn, unchanged if it was over already, and the session's title. None if the session or the turn was deleted meanwhile; a session
+                that can still be restored keeps the answer, but stays deleted.
         """
         return await self._write(
             owner,
@@ -334,7 +381,7 @@ class SessionStore:
         )
 
     async def homes(self, limit: int) -> list[tuple[str, SessionId, str]]:
-        """(owner, session, node) where ``finish_turn`` was told a home, of the sessions that went on last; the last of them comes last."""
+        """Return (owner, session, node) for the latest sessions whose `home` `finish_turn` was given, the latest last."""
         return await self._reader.transact(transactions.homes, limit)
 
     async def record_turn(
@@ -349,7 +396,6 @@ class SessionStore:
         adapter: str | None = None,
         finish_reason: str | None = None,
         usage: dict[str, Any] | None = None,
-        timings: dict[str, Any] | None = None,
         token_ids: bytes = b"",
         response_id: str | None = None,
         response: StoredResponse | None = None,
@@ -357,18 +403,22 @@ class SessionStore:
         makes_session: bool = False,
         now: float,
     ) -> Turn | None:
-        """Store at once a turn that is already over, whether or not another runs (API requests may overlap), and show it.
+        """Store a turn that is already over, even while another runs (API requests may overlap), and show it.
 
-        token_ids: as for ``finish_turn``. response_id: the name by which ``responses.find`` finds it. response: the call itself, for
-        ``responses.read``. previous: the response that the call goes on from; if that is of this session, the turn follows the one of that
-        response, else the last one that is shown. The same turn id with the same content is stored once.
-        Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
-        a deleted one that is a ``conflict``.
-        Raises ``conflict`` (known id, other content), ``bad_request``, ``quota_exceeded``.
+        The same turn id with the same content is stored once. Most arguments are those of `begin_turn` and `finish_turn`. response_id: the name
+        by which `responses.find` finds the turn. response: the call itself, for `responses.read`. previous: the response that the call
+        continues; if that is in this session, the turn follows its turn, else the last one shown. makes_session: make the session in the same
+        transaction if it does not exist; if it was deleted, that is a `conflict`.
+
+        Returns:
+            The turn; None if the session does not exist or was deleted.
+
+        Raises:
+            GatewayError: `conflict` (known id, other content), `bad_request`, `quota_exceeded`.
         """
         if makes_session:
             checked_id(session_id, "session_id")
-        end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
+        end = End(answer, checked_end(status), finish_reason, encoded(usage), timings=None)
         message = NewMessage(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
         return await self._write(
             owner,
@@ -385,22 +435,22 @@ class SessionStore:
         )
 
     async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
-        """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
+        """Return the session in which this owner has a turn of this id (the latest, if there are several); None if there is none."""
         return await self._reader.transact(transactions.find_turn, owner, turn_id)
 
     async def token_ids(self, owner: str, session_id: str) -> bytes:
-        """The ids of all that the engine has seen of what is shown of a session, packed; b"" for one that does not exist."""
+        """Return the packed ids of everything that the engine has seen of the shown turns; b"" for an unknown session."""
         return await self._reader.transact(transactions.token_ids, owner, session_id)
 
     async def outlook(self, owner: str, session_id: str) -> NextPrompt:
-        """What the next prompt of a session begins with. Raises ``not_found``."""
+        """Return what the next prompt of a session begins with. Raises GatewayError `not_found`."""
         return await self._reader.transact(transactions.outlook, owner, session_id)
 
 
 async def _opened(
     connector: Callable[[], sqlite3.Connection], begin: str, health: Health, reserve: Reserve
 ) -> SqliteConnection:
-    """A connection that is started; on a full disk it has the reserve, for reading the log back takes room, too."""
+    """Start a connection. On a full disk it uses the reserve, because reading the log back takes room, too."""
     while True:
         try:
             return await SqliteConnection(connector, begin, health.note).start()

@@ -22,7 +22,7 @@ _ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
 
 
 def clean_text(text: str) -> str:
-    """`text` as the store keeps it: NUL and lone surrogates become U+FFFD. Compare this, not the raw text, with what was stored."""
+    """Return `text` as the store keeps it: NUL and lone surrogates become U+FFFD. Compare stored texts with this, not with the raw text."""
     text = text.replace("\0", "\ufffd")
     try:
         text.encode()
@@ -32,7 +32,7 @@ def clean_text(text: str) -> str:
 
 
 def clean(text: str | None) -> str | None:
-    """``clean_text`` for what may be missing."""
+    """Return `clean_text` of a text, and None for None."""
     return None if text is None else clean_text(text)
 
 
@@ -42,7 +42,7 @@ def is_id(value: str) -> bool:
 
 
 def checked_id(value: str, param: str) -> str:
-    """`value`, which the client gave as `param`. Raises ``bad_request`` if no session or turn may have that id."""
+    """Return `value`, which the client gave as `param`. Raises GatewayError `bad_request` if no session or turn may have that id."""
     if not is_id(value):
         raise GatewayError(
             "bad_request", f"'{param}' must have 1 to {MAX_ID_CHARS} visible ASCII characters.", param=param
@@ -57,7 +57,7 @@ MAX_FILES: Final = 1000  # Chosen: more files than anybody attaches to one messa
 
 
 def checked_title(title: str | None) -> str | None:
-    """The title on one line without outer blanks; None for one of blanks only. Raises ``bad_request`` if it is too long."""
+    """Return the title on one line without outer blanks, and None for a blank one. Raises GatewayError `bad_request` if it is too long."""
     tidy = " ".join((clean(title) or "").split())
     if len(tidy) > MAX_TITLE_CHARS:
         raise GatewayError(
@@ -67,9 +67,9 @@ def checked_title(title: str | None) -> str | None:
 
 
 def title_from(content: str) -> str | None:
-    """A title for a session that begins with `content`: its first line with text, cut at a word's end to 60 characters with the "…".
+    """Return a title for a session that begins with `content`: its first line with text, cut at a word's end to 60 characters with the "…".
 
-    Files that the message begins with, as the page writes them, name the session only where nothing else is said.
+    Files that the message begins with, as the page writes them, name the session only if the message has no other text.
     """
     names: list[str] = []
     place = 0
@@ -89,7 +89,7 @@ def title_from(content: str) -> str | None:
 
 
 def _file_at(content: str, place: int) -> tuple[str, int] | None:
-    """The name of the file that stands at this place of a message, and where it ends; None where there is none."""
+    """Return the name of the file that begins at `place`, and where it ends; None if no file begins there."""
     head = _FILE_HEAD.match(content, place)
     if head is None:
         return None
@@ -102,24 +102,24 @@ def _file_at(content: str, place: int) -> tuple[str, int] | None:
 
 
 def checked_end(status: TurnStatus) -> TurnStatus:
-    """`status`, if a turn that is over can have it. Raises ValueError."""
+    """Return `status`. Raises ValueError if a turn that is over cannot have it."""
     if status not in ("done", "stopped", "failed"):
         raise ValueError(f"a turn does not end as {status!r}")
     return status
 
 
 def encoded(value: dict[str, Any] | None) -> str | None:
-    """JSON, as it is stored."""
+    """Return the value as JSON text, which is how it is stored."""
     return None if value is None else msgspec.json.encode(value).decode()
 
 
 def encode_cursor(updated_at: float, session_id: str) -> str:
-    """Where the next page of a list begins, for the client to give back."""
+    """Return an opaque cursor, with which a client asks for the page that follows this session."""
     return base64.urlsafe_b64encode(msgspec.json.encode((updated_at, session_id))).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str) -> tuple[float, str]:
-    """What ``encode_cursor`` was given. Raises ``bad_request``."""
+    """Return the time and the session id of a cursor. Raises GatewayError `bad_request`."""
     try:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         return msgspec.json.decode(raw, type=tuple[float, str])

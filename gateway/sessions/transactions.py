@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import orjson
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
@@ -99,13 +98,13 @@ def _session(conn: sqlite3.Connection, row: Row) -> Session:
 
 
 def _turns_up_to(conn: sqlite3.Connection, last: int) -> list[Turn]:
-    """The turns that `last` follows, oldest first, and itself; none for tree.START."""
+    """Return the turn `last` and the turns that it follows, oldest first; none for tree.START."""
     sql = f"{tree.PATH} SELECT {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
     return [_turn(columns) for columns in conn.execute(sql, (last,))]
 
 
 def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
-    # No session has an id that we would not have let in; and SQLite would choke on some of them.
+    # No session has an id that `is_id` refuses, and SQLite cannot take some of them.
     if not is_id(session_id):
         return None
     sql = """SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, o.row, o.is_indexed FROM sessions s
@@ -118,7 +117,11 @@ def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
 
 
 def live(conn: sqlite3.Connection, owner: str, session_id: str) -> Row:
-    """A session that is not deleted. Raises ``not_found``."""
+    """Return a session that is not deleted.
+
+    Raises:
+        GatewayError: `not_found`.
+    """
     row = _find(conn, owner, session_id)
     if row is None:
         raise GatewayError("not_found", "There is no such session.", param="session_id")
@@ -126,7 +129,7 @@ def live(conn: sqlite3.Connection, owner: str, session_id: str) -> Row:
 
 
 def _place(conn: sqlite3.Connection, row: int, turn_id: str, param: str) -> int:
-    """The `seq` of a turn. Raises ``not_found``."""
+    """Return the `seq` of a turn. Raises GatewayError `not_found`."""
     found = None
     if is_id(turn_id):
         found = conn.execute("SELECT seq FROM turns WHERE session = ? AND id = ?", (row, turn_id)).fetchone()
@@ -136,7 +139,7 @@ def _place(conn: sqlite3.Connection, row: int, turn_id: str, param: str) -> int:
 
 
 def _known(conn: sqlite3.Connection, row: int, turn_id: str, content: str) -> Turn | None:
-    """The turn that has this id already, if any. Raises ``conflict`` if it asks something else."""
+    """Return the turn that has this id already, if any. Raises GatewayError `conflict` if its content differs."""
     columns = conn.execute(
         f"SELECT {_TURN_COLUMNS} FROM turns WHERE session = ? AND id = ?", (row, turn_id)
     ).fetchone()
@@ -159,7 +162,8 @@ def create(
     now: float,
     origin: Origin = "chat",
 ) -> Session:
-    # One that waits for a purge and cannot be restored gives up its id: no id that is asked for has a space.
+    """Make a session; see `SessionStore.create_session`. origin: `api` for a session that a call of an API makes."""
+    # A deleted session that can no longer be restored gives up its id until the purge: no client can ask for an id with a space.
     sql = "UPDATE sessions SET id = id || ' ' || row WHERE owner = ? AND id = ? AND deleted_at < ?"
     conn.execute(sql, (owner, session_id, now - RESTORE_WINDOW_S))
     sql = "SELECT deleted_at IS NOT NULL FROM sessions WHERE owner = ? AND id = ?"
@@ -180,6 +184,7 @@ def create(
 
 
 def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
+    """Return a session; see `SessionStore.get_session`."""
     return _session(conn, live(conn, owner, session_id))
 
 
@@ -193,6 +198,7 @@ def patch(
     wanted: SettingsPatch,
     now: float,
 ) -> SessionSummary:
+    """Change the given fields of a session; see `SessionStore.patch`."""
     row = live(conn, owner, session_id)
     settings.change(conn, owner, row.row, wanted, now)
     new_title = row.title if isinstance(title, UnsetType) else title
@@ -207,6 +213,7 @@ def patch(
 
 
 def retitle(conn: sqlite3.Connection, owner: str, session_id: str, was: str, title: str) -> bool:
+    """Replace a title; see `SessionStore.retitle`."""
     row = _find(conn, owner, session_id)
     if row is None or row.title != was:
         return False
@@ -222,10 +229,12 @@ def _set_title(conn: sqlite3.Connection, row: Row, title: str | None) -> None:
 
 
 def delete(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -> None:
+    """Hide a session; see `SessionStore.delete`."""
     conn.execute("UPDATE sessions SET deleted_at = ? WHERE row = ?", (now, live(conn, owner, session_id).row))
 
 
 def restore(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -> Session:
+    """Bring a deleted session back; see `SessionStore.restore`."""
     if is_id(session_id):
         sql = "UPDATE sessions SET deleted_at = NULL WHERE owner = ? AND id = ? AND deleted_at >= ?"
         conn.execute(sql, (owner, session_id, now - RESTORE_WINDOW_S))
@@ -239,9 +248,13 @@ _GONE = """SELECT s.row, s.title, s.num_bytes, o.row, o.is_indexed FROM owners o
 
 
 def purge_some(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
-    """Remove some of what can no longer be restored: how many sessions are gone, and whether there is more to do.
+    """Remove some of the sessions that can no longer be restored.
 
-    What was deleted later than now, by a clock that was put back since, would stay until the clock is there again: its window begins anew.
+    A session whose deletion lies in the future, because the clock was put back since, would stay until the clock is there again: its restore
+    window begins anew.
+
+    Returns:
+        The number of sessions removed, and whether there is more to do.
     """
     conn.execute("UPDATE sessions SET deleted_at = ? WHERE deleted_at > ?", (now, now))
     num_gone, left_bytes = 0, PURGE_BYTES
@@ -257,9 +270,9 @@ def purge_some(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
 
 
 def purge_barely(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
-    """`purge_some` where even that finds no room: without zeros over what goes, and giving up the index instead of keeping it.
+    """Purge where even `purge_some` finds no room: without zeros over freed pages, and dropping the index instead of updating it.
 
-    Both would write about as much as is removed. What is freed so takes a few pages, however long the texts are.
+    Both would write about as much as is removed. This way a purge writes a few pages, however long the texts are.
     """
     with without_zeros(conn):
         owners = {(row[3], row[4]) for row in conn.execute(_GONE, (now - RESTORE_WINDOW_S,))}
@@ -270,7 +283,7 @@ def purge_barely(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
 
 
 def _erase_turns(conn: sqlite3.Connection, owner: search.SearchOwner, row: int, max_bytes: int) -> bool:
-    """Remove the first turns of a session, one at least; whether there are more. What is left of it cannot be restored."""
+    """Remove the first turns of a session, one at least, and return whether more are left. The session cannot be restored from then on."""
     conn.execute("UPDATE sessions SET deleted_at = 0 WHERE row = ?", (row,))
     sql = "SELECT seq, length(content) + length(answer) FROM turns WHERE session = ? ORDER BY seq LIMIT 1001"
     last, num_bytes = -1, 0
@@ -293,6 +306,7 @@ def _erase(conn: sqlite3.Connection, owner: search.SearchOwner, row: int, title:
 
 
 def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> BeginResult:
+    """Store a message before it is answered; see `SessionStore.begin_turn`."""
     row = live(conn, owner, session_id)
     content = clean_text(message.content)
     known = _known(conn, row.row, message.id, content)
@@ -322,7 +336,7 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
 
 
 def _touch(conn: sqlite3.Connection, row: Row, title: str | None, adapter: str | None, now: float) -> None:
-    """What a new turn changes in its session."""
+    """Update the session of a new turn: its adapter, its time and its title."""
     sql = "UPDATE sessions SET adapter = ?, updated_at = max(updated_at, ?) WHERE row = ?"
     conn.execute(sql, (adapter, now, row.row))
     _set_title(conn, row, title)
@@ -336,7 +350,17 @@ def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
 
 
 def _parent(conn: sqlite3.Connection, row: int, message: NewMessage, *, is_known: bool) -> int:
-    """The turn that a message follows. is_known: it failed before, so it has its place. Raises ``bad_request``, ``not_found``, ``conflict``."""
+    """Return the `seq` of the turn that a message follows.
+
+    Args:
+        conn: the writer's connection.
+        row: of the session.
+        message: the message to store.
+        is_known: the message failed before, so it has its place in the tree.
+
+    Raises:
+        GatewayError: `bad_request`, `not_found`, `conflict`.
+    """
     parent = tree.parent_of(conn, _place(conn, row, message.id, "id")) if is_known else None
     if isinstance(message.after, UnsetType):
         return tree.tip(conn, row) if parent is None else parent
@@ -357,7 +381,7 @@ def _cleaned(end: End) -> End:
 def _set_running(
     conn: sqlite3.Connection, row: Row, message: NewMessage, content: str, adapter: str | None
 ) -> int:
-    """Add the turn, or wipe the failed one that stands there; returns its `seq`."""
+    """Add the turn, or reset the failed turn that has its id; return its `seq`."""
     search.drop_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     conn.execute(
         """INSERT INTO turns (session, id, content, status, adapter, created_at) VALUES (?, ?, ?, 'running', ?, ?)
@@ -378,6 +402,7 @@ def finish(
     home: str,
     now: float,
 ) -> FinishResult | None:
+    """Store how a running turn ended; see `SessionStore.finish_turn`."""
     sql = """SELECT t.seq, t.status, s.row, s.title, s.deleted_at IS NOT NULL, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session
         JOIN owners o ON o.name = s.owner WHERE s.owner = ? AND s.id = ? AND t.id = ?"""
     found = None
@@ -387,7 +412,7 @@ def finish(
         return None
     seq, status, row, title, is_deleted, keeper, is_indexed = found
     if status == "running":
-        # Also in a deleted session: after `restore` a turn must not be left running that nobody runs.
+        # In a deleted session, too: a turn must not be `running` after `restore` when nothing answers it.
         sql = "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ?, reasoning = ? WHERE seq = ?"
         conn.execute(sql, (*_cleaned(end), seq))
         if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
@@ -413,6 +438,7 @@ def record(
     previous: str | None,
     makes_session: bool,
 ) -> Turn | None:
+    """Store a turn that is over already; see `SessionStore.record_turn`."""
     if makes_session:
         create(conn, owner, session_id, None, None, True, NO_CHANGES, message.now, "api")
     row = _find(conn, owner, session_id)
@@ -449,7 +475,7 @@ def record(
 
 
 def _parent_of_call(conn: sqlite3.Connection, owner: str, row: Row, previous: str | None) -> int:
-    """The turn that an API call follows: that of the response it goes on from, if that is of this session; else the last one shown."""
+    """Return the `seq` of the turn that an API call follows: the turn of its previous response in this session, else the last one shown."""
     found = None if previous is None else find_response(conn, owner, previous)
     if found is None or found[0] != row.id:
         return tree.tip(conn, row.row)
@@ -457,6 +483,7 @@ def _parent_of_call(conn: sqlite3.Connection, owner: str, row: Row, previous: st
 
 
 def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> Session:
+    """Show another version of a message; see `SessionStore.choose_version`."""
     row = live(conn, owner, session_id)
     seq = _place(conn, row.row, turn_id, "turn_id")
     _refuse_second(conn, row.row)
@@ -465,6 +492,7 @@ def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) 
 
 
 def homes(conn: sqlite3.Connection, limit: int) -> list[tuple[str, SessionId, str]]:
+    """Return the nodes of the latest sessions; see `SessionStore.homes`."""
     sql = """SELECT owner, id, home FROM sessions WHERE home IS NOT NULL AND deleted_at IS NULL ORDER BY updated_at DESC LIMIT ?"""
     return conn.execute(sql, (limit,)).fetchall()[::-1]
 
@@ -475,7 +503,7 @@ _FIND_NAME = """SELECT s.id, t.id FROM turn_names n JOIN turns t ON t.seq = n.se
 
 
 def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
-    """See `Responses.find`."""
+    """Find a turn by its response's id; see `StoredResponses.find`."""
     found = conn.execute(_FIND_NAME, (owner, 1, clean(response_id))).fetchone()
     return None if found is None else (found[0], found[1])
 
@@ -483,7 +511,7 @@ def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tup
 def read_response(
     conn: sqlite3.Connection, owner: str, response_id: str
 ) -> tuple[Turn, StoredResponse | None] | None:
-    """See `Responses.read`."""
+    """Read a stored response; see `StoredResponses.read`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return None
@@ -501,7 +529,7 @@ def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
 
 
 def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now: float) -> bool:
-    """See `Responses.delete`."""
+    """Delete the turn of a response; see `StoredResponses.delete`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return False
@@ -517,7 +545,7 @@ def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now:
 
 
 def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> ResponseHistory | None:
-    """See `Responses.history`."""
+    """Return the turns up to a response; see `StoredResponses.history`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return None
@@ -526,13 +554,13 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
 
 
 def session_history(conn: sqlite3.Connection, owner: str, session_id: str) -> ResponseHistory | None:
-    """See `Responses.of_session`."""
+    """Return the turns of a session; see `StoredResponses.of_session`."""
     row = _find(conn, owner, session_id)
     return _history(conn, row, tree.tip(conn, row.row)) if row is not None else None
 
 
 def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
-    """The turns of a session up to this one."""
+    """Return the turns of a session up to and including `last`."""
     sql = f"{tree.PATH} SELECT seq, {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
     turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
     return ResponseHistory(
@@ -542,36 +570,20 @@ def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
     )
 
 
-_FIND_ITEM = """SELECT r.reply, r.items FROM response_items i JOIN responses r ON r.seq = i.seq JOIN sessions s ON s.row = r.session
-    WHERE i.owner = (SELECT row FROM owners WHERE name = ?) AND i.id = ? AND s.deleted_at IS NULL ORDER BY i.seq DESC LIMIT 1"""
-
-
-def response_items(conn: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """See `Responses.items`."""
-    found: dict[str, dict[str, Any]] = {}
-    for item_id in ids:
-        if item_id in found:
-            continue  # said or given together with one that was looked for before
-        columns = conn.execute(_FIND_ITEM, (owner, clean(item_id))).fetchone()
-        if columns is not None:
-            reply, given = map(orjson.loads, columns)
-            for item in [*given, *(reply.get("output") or [])]:
-                if isinstance(item, dict) and isinstance(item.get("id"), str):
-                    found[item["id"]] = item
-    return {item_id: found[item_id] for item_id in ids if item_id in found}
-
-
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
+    """Find the session of a turn; see `SessionStore.find_turn`."""
     found = conn.execute(_FIND_NAME, (owner, 0, clean(turn_id))).fetchone()
     return None if found is None else SessionId(found[0])
 
 
 def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
+    """Return a session's token ids; see `SessionStore.token_ids`."""
     row = _find(conn, owner, session_id)
     return token_ids_up_to(conn, tree.tip(conn, row.row)) if row is not None else b""
 
 
 def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> NextPrompt:
+    """Return what the next prompt begins with; see `SessionStore.outlook`."""
     row = live(conn, owner, session_id)
     last = tree.tip(conn, row.row)
     history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]

@@ -22,7 +22,7 @@ _ALL_TURNS = """SELECT t.seq, x.parent, x.is_chosen, t.id, t.content, t.answer, 
 
 
 def export(conn: sqlite3.Connection, owner: str, session_id: str) -> Archive:
-    """All of a session. Raises GatewayError `not_found`."""
+    """Return all of a session, every version of its messages included. Raises GatewayError `not_found`."""
     row = transactions.live(conn, owner, session_id)
     names: dict[int, str] = {}
     turns = []
@@ -41,7 +41,7 @@ def export(conn: sqlite3.Connection, owner: str, session_id: str) -> Archive:
 
 
 def _named(adapter: str | None) -> str | None:
-    """As an archive takes it. Names that no adapter may have now could once be loaded, and stand in old conversations."""
+    """Return an adapter's name as an archive takes it: names that are no longer allowed stand quoted in old conversations."""
     if adapter is None or not problem_of(adapter):
         return adapter
     return quoted(adapter)
@@ -57,7 +57,7 @@ def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> Archiv
             "content": content,
             "answer": answer,
             "reasoning": reasoning,
-            # Of an answer that is being written nothing is stored yet.
+            # Nothing is stored yet of an answer that is being written.
             "status": "stopped" if status == "running" else status,
             "adapter": _named(adapter),
             "finish_reason": finish_reason,
@@ -70,9 +70,17 @@ def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> Archiv
 
 
 def bring_in(conn: Database, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
-    """Store a checked archive as a new session under new ids, whole or not at all. adapters: those that this server has; others are left out.
+    """Store a checked archive as a new session under new ids, in one transaction.
 
-    Raises GatewayError `quota_exceeded`, `bad_request` for a title that is too long.
+    Args:
+        conn: the writer's connection.
+        owner: whose session it will be.
+        archive: as `read_archive` returned it.
+        adapters: names of the adapters that this server has; other names in the archive are left out.
+        now: seconds since the epoch.
+
+    Raises:
+        GatewayError: `quota_exceeded`; `bad_request` for a title that is too long.
     """
     quota.check(conn, owner, _num_bytes(archive), now)
     session_id = uuid.uuid4().hex
@@ -108,7 +116,7 @@ def _add(conn: sqlite3.Connection, session: int, turn: ArchivedTurn, parent: int
     )
     seq = conn.execute(sql, columns).lastrowid
     assert seq is not None
-    if turn.reasoning:  # by a change of its own: that is what counts its bytes
+    if turn.reasoning:  # A separate UPDATE, because the trigger that counts its bytes runs on updates.
         conn.execute("UPDATE turns SET reasoning = ? WHERE seq = ?", (clean_text(turn.reasoning), seq))
     sql = "INSERT INTO tree (seq, session, parent, is_chosen) VALUES (?, ?, ?, ?)"
     conn.execute(sql, (seq, session, parent, turn.is_chosen))
@@ -125,5 +133,5 @@ def _num_bytes(archive: Archive) -> int:
 
 
 def _past(time_s: float, now: float) -> float:
-    """A time that can have been; now for any other."""
+    """Return the time if it lies in the past, else now."""
     return time_s if 0 < time_s <= now else now

@@ -25,20 +25,20 @@ BELOW: Final = """WITH RECURSIVE below (seq) AS (SELECT seq FROM tree WHERE (ses
 
 
 def shown(which: str) -> str:
-    """SQL for `shown (session, seq)`: the turns that are shown of the sessions that `which` names, "= 5" for example."""
+    """Return SQL for `shown (session, seq)`: the turns shown of the sessions that `which` selects, "= 5" for example."""
     return f"""WITH RECURSIVE shown (session, seq) AS (SELECT session, seq FROM tree WHERE session {which} AND parent = {START} AND is_chosen
         UNION ALL SELECT t.session, t.seq FROM shown JOIN tree t ON t.session = shown.session AND t.parent = shown.seq AND t.is_chosen)"""
 
 
 def tip(conn: sqlite3.Connection, session: int) -> int:
-    """The last turn that is shown of a session; START if it has none."""
+    """Return the last turn shown of a session; START if it has none."""
     return int(
         conn.execute(f"{shown('= ?')} SELECT ifnull(max(seq), {START}) FROM shown", (session,)).fetchone()[0]
     )
 
 
 def parent_of(conn: sqlite3.Connection, seq: int) -> int:
-    """The turn that this one follows, or START."""
+    """Return the turn that this one follows, or START."""
     return int(conn.execute("SELECT parent FROM tree WHERE seq = ?", (seq,)).fetchone()[0])
 
 
@@ -50,7 +50,7 @@ def add(conn: sqlite3.Connection, session: int, seq: int, parent: int) -> None:
 
 
 def choose(conn: sqlite3.Connection, session: int, seq: int) -> None:
-    """Show a turn: choose it and all that it follows."""
+    """Show a turn: choose it and every turn that it follows."""
     conn.execute(
         f"""{PATH} UPDATE tree SET is_chosen = 0 WHERE session = ? AND is_chosen AND parent IN (SELECT parent FROM path)
             AND seq NOT IN (SELECT seq FROM path)""",
@@ -62,7 +62,7 @@ def choose(conn: sqlite3.Connection, session: int, seq: int) -> None:
 
 
 def remove(conn: sqlite3.Connection, session: int, seq: int) -> None:
-    """Take out a turn that is about to be deleted. What follows it then follows its parent."""
+    """Remove a turn that is about to be deleted. The turns that follow it then follow its parent."""
     parent, was_chosen = conn.execute("SELECT parent, is_chosen FROM tree WHERE seq = ?", (seq,)).fetchone()
     heir = conn.execute(
         "SELECT seq FROM tree WHERE session = ? AND parent = ? AND is_chosen", (session, seq)

@@ -33,8 +33,8 @@ MIB = 1024 * KIB
 # Measured: 50,000 values are decoded and validated in 20 to 60 ms.
 MIN_JSON_VALUES = 50_000
 
-# Those that only policies of ours look at.
-SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
+# Settings that only our own policies read.
+SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority")
 EnginePlace = Literal["auto", "in-process", "process"]
 LogFormat = Literal["plain", "json"]
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ConfigError(StartupError):
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """Where sessions are kept unless told: `$XDG_DATA_HOME/overture`, else `~/.local/share/overture`."""
+    """Return the default folder for sessions: `$XDG_DATA_HOME/overture`, else `~/.local/share/overture`."""
     xdg = environ.get("XDG_DATA_HOME", "")
     # The XDG base directory specification says that a relative value is to be ignored.
     base = Path(xdg) if os.path.isabs(xdg) else Path("~/.local/share").expanduser()
@@ -59,8 +59,8 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
 class Config(LimitSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
-    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and `engine`
-    from `host`, so readers need no fallback of their own.
+    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and
+    `engine` from `host`, so readers need no fallback.
     """
 
     model: ModelName = str(DEMO_MODEL_DIR)
@@ -315,17 +315,19 @@ class Config(LimitSettings, frozen=True, kw_only=True):
 
     @property
     def request_limits(self) -> RequestLimits:
-        """Those of the limits that the node looks after."""
+        """The limits that the node checks."""
         return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.__struct_fields__})
 
     def json_values(self, max_model_len: int, at_least: int = 0) -> int:
-        """Most values in one JSON body, for a model that reads so many tokens: a prompt may come as numbers. at_least: for what may be longer
-        than a prompt."""
+        """Return the most values that one JSON body may have, for a model of this context: a prompt may be a list of numbers.
+
+        at_least: for bodies that may be longer than a prompt.
+        """
         return self.max_json_values or max(MIN_JSON_VALUES, 4 * max_model_len, at_least)
 
     @property
     def is_cluster(self) -> bool:
-        """Whether nodes are placed by Ray; else there is one, which needs none of it."""
+        """Whether Ray places the nodes; otherwise the server has a single node, which does not need Ray."""
         return self.nodes != 1 or self.ray_address is not None or not _is_loopback(self.cluster_host)
 
     @property
@@ -335,12 +337,12 @@ class Config(LimitSettings, frozen=True, kw_only=True):
 
     @property
     def profile_dir(self) -> Path:
-        """Where `overture profile` keeps what it measured."""
+        """The folder in which `overture profile` keeps its measurements."""
         return self.data_dir / "profiles"
 
     @property
     def weights_memory(self) -> Path:
-        """What is remembered of the model's files, so that they are not read whole at each start."""
+        """The file that remembers hashes of the model's files, so that they are not read whole at each start."""
         return self.data_dir / "weights.json"
 
     @property
@@ -354,7 +356,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         return _is_loopback(self.host)
 
     def warnings(self) -> list[str]:
-        """What the operator should know before the server starts, one sentence each."""
+        """Return what the operator should know before the server starts, one sentence each."""
         found = []
         if not self.is_loopback and not self.has_api_keys:
             found.append(
@@ -374,8 +376,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         return found
 
     def prepare_data_dir(self) -> Path:
-        """Make `data_dir`, readable by its owner only, if it is missing; take others' rights from one that is there. Raises ConfigError if
-        it cannot be written."""
+        """Make `data_dir`, readable by its owner only, if it is missing; remove others' rights from an existing one.
+
+        Raises ConfigError if it cannot be written.
+        """
         try:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -386,7 +390,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         return self.data_dir
 
     def describe(self) -> str:
-        """A table of all settings: name, value (secrets masked) and source."""
+        """Return a table of all settings: name, value (secrets masked) and source."""
         rows = [(setting.name, shown(setting.name, getattr(self, setting.name))) for setting in SETTINGS]
         name_width = max(len(name) for name, _ in rows)
         value_width = min(48, max(len(value) for _, value in rows))

@@ -1,4 +1,4 @@
-"""What lies in a data folder is for its owner only, also where an older release, a backup or a umask has left it open to others."""
+"""Rights of a data folder: it is for its owner only, even if an older release, a backup or a umask has opened it to others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _KV_STORE_MARK: Final = "namespace.json"  # In each store's folder: kvtiers/io/f
 
 
 def tighten(folder: Path, kv_dir: Path | None, known_folders: Iterable[Path | None] = ()) -> list[Path]:
-    """Take the rights of all others from a data folder and its files, and from the KV; returns what was changed.
+    """Remove the rights of others from a data folder, its files and the KV; return the paths that were changed.
 
-    What belongs to another user stays as it is, and so does what a link points to; a data folder that is itself a link is followed. A folder
-    that holds other folders than ours and `known_folders` (adapters, say) is not only ours: a data folder of /var/lib or a home must not shut
-    everybody else out. Of such a one only the files are changed, and a warning is logged.
+    Files of another user and targets of links stay as they are; a data folder that is itself a link is followed. A folder that holds other
+    folders than ours and `known_folders` (adapters, say) is shared with other programs: a data folder of /var/lib or a home must not shut
+    everybody else out. In such a folder only the files are changed, and a warning is logged.
     """
     folder = folder.resolve()
     known = {path.resolve() for path in (kv_dir, *known_folders) if path is not None}
@@ -54,7 +54,7 @@ def tighten(folder: Path, kv_dir: Path | None, known_folders: Iterable[Path | No
 
 
 def _conversations(folder: Path, kv_dir: Path | None) -> Iterator[Path]:
-    """All files and folders of ours that something can be read from."""
+    """Yield our files and folders that hold readable data."""
     for pattern in _OWN_FILES:
         yield from folder.glob(pattern)
     yield folder / "profiles"
@@ -68,7 +68,7 @@ def _conversations(folder: Path, kv_dir: Path | None) -> Iterator[Path]:
 
 
 def _is_shared(folder: Path, known: set[Path]) -> bool:
-    """Whether others may have business in a folder."""
+    """Return whether other programs may use a folder."""
     if folder.stat().st_mode & stat.S_ISVTX or folder in (Path("/"), Path.home()):
         return True
     subfolders = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -79,7 +79,7 @@ def _is_shared(folder: Path, known: set[Path]) -> bool:
 
 
 def _is_open_to_others(path: Path) -> bool:
-    """Whether it is a file or folder of this user, no link, that others have rights to."""
+    """Return whether this is a file or folder of this user, not a link, that others have rights to."""
     try:
         return _is_ours_and_open(path.lstat())
     except OSError:
@@ -92,7 +92,7 @@ def _is_ours_and_open(status: os.stat_result) -> bool:
 
 
 def _tighten_one(path: Path) -> bool:
-    """Whether others had rights to this, and have none now."""
+    """Remove others' rights; return whether there were any."""
     # Nothing that is private already is opened: closing a database's file drops the locks that this process has on it.
     if not _is_open_to_others(path):
         return False

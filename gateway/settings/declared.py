@@ -1,4 +1,4 @@
-"""Settings as the help, the environment and the command line know them: all of it follows from a struct's fields."""
+"""The form of settings in the help, the environment and the command line: all of it follows from a struct's fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT_TEXTS = {"data_dir": "~/.local/share/overture", "model": "the demo mode
 
 
 class Setting(NamedTuple):
-    """One field of a struct of settings as the help, the environment and the command line know it."""
+    """One field of a struct of settings, with its names and values in the help, the environment and the command line."""
 
     name: str
     group: str
@@ -35,22 +35,22 @@ class Setting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """`--max-num-seqs`; in the singular for settings that take several values."""
+        """The flag, such as `--max-num-seqs`; in the singular for settings that take several values."""
         return _SINGULAR_FLAGS.get(self.name, "--" + self.name.replace("_", "-"))
 
     @property
     def env(self) -> str:
-        """`OVERTURE_MAX_NUM_SEQS`."""
+        """The variable, such as `OVERTURE_MAX_NUM_SEQS`."""
         return ENV_PREFIX + self.name.upper()
 
     @property
     def is_bool(self) -> bool:
-        """Whether it is on or off."""
+        """Whether the setting is on or off."""
         return isinstance(self.type, msgspec.inspect.BoolType)
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
+        """Whether the setting takes several values."""
         return isinstance(self.type, msgspec.inspect.VarTupleType)
 
     @property
@@ -64,12 +64,12 @@ class Setting(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What a value must be, for error texts: "an integer from 0 to 65535"."""
+        """The expected value, for error texts: "an integer from 0 to 65535"."""
         return expected(self.type)
 
 
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """Of its fields those that say so (`engine_bridge.settings.engine_config.setting`), in the order of the help."""
+    """Return the fields of a struct that are settings (`engine_bridge.settings.engine_config.setting`), in the order of the help."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     found = [_setting(field) for field in info.fields if isinstance(field.type, msgspec.inspect.Metadata)]
@@ -85,6 +85,7 @@ def _setting(field: msgspec.inspect.Field) -> Setting:
 
 
 def shown(name: str, value: Any) -> str:
+    """Return a value as tables show it; secrets are counted, not shown."""
     if name in SECRET_SETTINGS:
         return f"{len(value)} set, hidden" if value else "none"
     if value is None:
@@ -97,6 +98,7 @@ def shown(name: str, value: Any) -> str:
 
 
 def expected(kind: msgspec.inspect.Type) -> str:
+    """Return the values that a type allows, for error texts."""
     match kind:
         case msgspec.inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)

@@ -8,7 +8,7 @@ from engine_bridge.settings.engine_config import EngineSettings, Positive, setti
 
 
 class LimitSettings(EngineSettings, frozen=True, kw_only=True):
-    """Those of a server, beside what an engine is set to."""
+    """The limits of a server. An engine's own limits are among its settings."""
 
     max_json_values: Annotated[
         Positive | None,

@@ -1,10 +1,9 @@
 """Logging, set up in one place: everything goes to stderr in one format, vLLM's and aiohttp's messages included.
 
-What is never logged, at no level: keys and what users write (prompts, drafts, answers, titles, searches, names and ids that they choose). Our code
-keeps to that by not passing them to a logger. Of others' code we keep what could hold them out of the log: debug messages (aiosqlite's are
-the statements with all their values), the texts of exceptions (a parser quotes what it cannot read), descriptions of objects, and what code that
-reads requests puts into its messages. As a net below it, anything that looks like a key is masked in the finished line. No record is longer than
-a person reads.
+At no level are keys logged, or texts that users write (prompts, drafts, answers, titles, searches, names and ids that they choose). Our code
+never passes them to a logger. From other packages we drop everything that could hold them: debug messages (aiosqlite's are the statements with
+all their values), the texts of exceptions (a parser quotes what it cannot read), descriptions of objects, and messages of code that reads
+requests. As a last resort, anything that looks like a key is masked in the finished line. Records are cut to a length that a person reads.
 """
 
 import copy
@@ -58,9 +57,9 @@ _QUOTERS = (
 # Of a record: characters of its message and of an exception's text, lines of a traceback. Chosen: what a person reads; a log of records of any length
 # fills the disk at a client's will.
 MAX_MESSAGE_CHARS, MAX_ERROR_CHARS, MAX_TRACEBACK_LINES = 4096, 1024, 200
-# As `%` and as `str.format` have them.
+# Placeholders of `%` and of `str.format`.
 _PLACEHOLDER = re.compile(r"%(?:\(\w+\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?[a-zA-Z]|\{[^{}]*\}")
-# Where a text that was put together before it came here goes over to what it tells of.
+# The place in a finished message from which on it may quote a request.
 _QUOTED = re.compile(r"[:'\"`{\[(<].*", re.DOTALL)
 
 # Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per connection.
@@ -72,9 +71,8 @@ _NERVOUS = ("py.warnings", "torch", "torch._library", "transformers", "vllm")
 def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
     """Send all log messages of this process to `stream` (default: stderr). Call it once, before vLLM is imported.
 
-    `log_format` is "plain" or "json", `level` one of "debug", "info", "warning", "error". At "info" libraries speak from
-    "warning" up and the engine's from "error" up; at "debug" all of them from INFO up. `VLLM_LOGGING_LEVEL`, if set,
-    holds for vLLM's part, from INFO up.
+    `log_format` is "plain" or "json", `level` one of "debug", "info", "warning", "error". At "info" libraries log from "warning" up and the
+    engine from "error" up; at "debug" all of them from INFO up. `VLLM_LOGGING_LEVEL`, if set, holds for vLLM's part, from INFO up.
     """
     _quiet_vllm()
     handler = _Handler(stream or sys.stderr)
@@ -102,13 +100,14 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` puts on the root logger."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record, its message cleaned and cut."""
         record = copy.copy(record)
         record.msg, record.args = _cut(_said(record), MAX_MESSAGE_CHARS), None
         return super().format(record)
 
 
 def _said(record: logging.LogRecord) -> str:
-    """A record's message, without what others' code may have of a request in it."""
+    """Return a record's message, without the parts in which other packages may quote a request."""
     is_ours = record.name.partition(".")[0] in _OURS
     if not is_ours and any(part in record.pathname for part in _QUOTERS):
         template = str(record.msg)[:MAX_MESSAGE_CHARS]
@@ -126,7 +125,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _fewer(lines: list[str]) -> list[str]:
-    """Of a traceback: where it begins and where it ends."""
+    """Shorten a traceback to its first and last lines."""
     num_left_out = len(lines) - MAX_TRACEBACK_LINES
     if num_left_out <= 0:
         return lines
@@ -135,7 +134,7 @@ def _fewer(lines: list[str]) -> list[str]:
 
 
 def _is_fit_to_log(record: logging.LogRecord) -> bool:
-    """Others' debug messages are not, also where a library has set a level of its own."""
+    """Return whether a record may be logged: debug messages of other packages may not, even if a library has set its own level."""
     return record.levelno >= logging.INFO or record.name.partition(".")[0] in _OURS
 
 
@@ -147,7 +146,7 @@ def _quiet_vllm() -> None:
 
 
 def _without_objects(text: str) -> str:
-    """Without what stands from the first "<" to the last ">": objects hold others."""
+    """Remove everything from the first "<" to the last ">", because descriptions of objects contain others."""
     before, _, rest = text.partition("<")
     _, end, after = rest.rpartition(">")
     return f"{before}<…>{after}" if end else text
@@ -158,12 +157,12 @@ def _masked(line: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """On one line, whatever it holds: what ends lines, steers terminals or turns the direction of writing is spelled out."""
+    """Return the text on one line: characters that end lines, control terminals or change the direction of writing are spelled out."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _told(error: BaseException) -> str:
-    """What may be said of an exception: its kind, and its text where that comes from the system, the engine or the operator."""
+    """Return what may be logged of an exception: its kind, and its text if that comes from the system, the engine or the operator."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(error, sqlite3.Error):
@@ -179,13 +178,13 @@ def _told(error: BaseException) -> str:
 
 
 def _reads_requests(error: BaseException) -> bool:
-    """Whether it came from code that takes a request apart, and may quote it."""
+    """Return whether the record is of code that parses requests, and may quote one."""
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(part in name for name in frames for part in _READERS)
 
 
 def _traceback(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """Lines as Python prints them, with `_told` in place of the texts."""
+    """Yield the lines of a traceback as Python prints them, with `_told` in place of the texts."""
     seen.add(id(error))
     earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if earlier is not None and id(earlier) not in seen:
@@ -202,22 +201,28 @@ def _traceback(error: BaseException, seen: set[int]) -> Iterator[str]:
 
 
 class _TextFree(logging.Formatter):
-    """Tells of exceptions without their texts; see `_told`."""
+    """Formats exceptions without their texts; see `_told`."""
 
     def formatException(self, ei: Any) -> str:
-        # A client's mistake: where in aiohttp it was seen helps nobody. By name, since logging is set up before aiohttp is loaded.
+        """Format a traceback without texts; only the error for a client's mistake."""
+        # For a client's mistake the place in aiohttp is of no use. Compared by name, since logging is set up before aiohttp is loaded.
         if type(ei[1]).__module__ == "aiohttp.http_exceptions":
             return _told(ei[1])
         return "\n".join(_fewer(list(_traceback(ei[1], set())))) if ei[1] is not None else ""
 
     def formatStack(self, stack_info: str) -> str:
+        """Format a stack, shortened."""
         return "\n".join(_fewer(stack_info.split("\n")))
 
 
 class _Plain(_TextFree):
-    """One readable line a message; a traceback follows on its own lines, indented, so that no message can pass for one or for another line."""
+    """One readable line a message.
+
+    A traceback follows on its own lines, indented, so that it cannot pass for a message.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record as one line, with its traceback below."""
         record.message = record.getMessage()
         if self.usesTime():
             record.asctime = self.formatTime(record, self.datefmt)
@@ -242,10 +247,12 @@ def _json_formatter() -> logging.Formatter:
             record: logging.LogRecord,
             message_dict: MutableMapping[str, object],
         ) -> None:
+            """Add the time in UTC."""
             log_data["time"] = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
             super().add_fields(log_data, record, message_dict)  # type: ignore[arg-type]
 
         def format(self, record: logging.LogRecord) -> str:
+            """Format a record as JSON, with keys masked."""
             return _masked(super().format(record))
 
     return Json(_JSON_FIELDS, rename_fields=_JSON_NAMES)

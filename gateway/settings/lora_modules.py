@@ -11,9 +11,10 @@ from engine_bridge.adapters.names import problem_of
 
 
 def parse_lora_modules(entries: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """(name, folder) of each "NAME=FOLDER" or `{"name": ..., "path": ...}`. A `~` is the user's home.
+    """Return (name, folder) of each "NAME=FOLDER" or `{"name": ..., "path": ...}`. A `~` is the user's home.
 
-    Raises ValueError, with a text for the operator, for another form, a name that no adapter may have, and a name that is given twice.
+    Raises:
+        ValueError: with a text for the operator, for another form, a name that no adapter may have, and a name given twice.
     """
     found: dict[str, str] = {}
     for entry in entries:

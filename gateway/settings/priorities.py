@@ -1,4 +1,4 @@
-"""How requests stand to each other: the weight of each key's owner against others, and the priority that a client may give its own."""
+"""Precedence among requests: the weight of each key's owner against others, and the priority that a client may give its own requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WEIGHT = re.compile(r"(?P<name>[^:\s=]{1,64})=(?P<weight>[0-9.eE+-]+)")
 
 
 def parse_weights(entries: Iterable[str]) -> dict[str, float]:
-    """Weights by the name of the key, from "NAME=2". Raises ValueError, fit to show, for any other form, and for a name with two weights."""
+    """Return weights by the name of the key, from "NAME=2".
+
+    Raises ValueError, fit to show, for any other form, and for a name with two weights.
+    """
     weights: dict[str, float] = {}
     for entry in entries:
         match = _WEIGHT.fullmatch(entry.strip())
@@ -36,9 +39,10 @@ def _number(text: str) -> float | None:
 
 
 def checked_priority(value: Any, *, may_hurry: bool) -> int:
-    """A client's `priority`: lower first, 0 without. Raises GatewayError `bad_request` for what is no integer or out of range.
+    """Return a client's `priority`: lower first, 0 if missing.
 
-    may_hurry: below 0, before everybody who says nothing. Otherwise a client can only let others go first.
+    may_hurry: allow values below 0, which go before requests without a priority. Otherwise a client can only let others go first. Raises
+    GatewayError `bad_request` for a value that is not an integer or out of range.
     """
     if value is None:
         return 0

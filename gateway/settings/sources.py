@@ -1,8 +1,8 @@
-"""Where the value of each setting comes from.
+"""The sources of each setting's value.
 
-Later sources win: built-in defaults < config file (TOML) < environment (`OVERTURE_PORT` ...) < flags (`--port` ...).
-Every setting has one name; the others follow from it: `max_num_seqs` is `max_num_seqs = 64` in the file,
-`OVERTURE_MAX_NUM_SEQS` in the environment and `--max-num-seqs` on the command line.
+Later sources win: built-in defaults < config file (TOML) < environment (`OVERTURE_PORT` ...) < flags (`--port` ...). Every setting has one name;
+the others follow from it: `max_num_seqs` is `max_num_seqs = 64` in the file, `OVERTURE_MAX_NUM_SEQS` in the environment and `--max-num-seqs` on
+the command line.
 """
 
 from __future__ import annotations
@@ -50,12 +50,17 @@ def load_config(
     config_file: str | os.PathLike[str] | None = None,
     cwd: Path | None = None,
 ) -> Config:
-    """The settings from file, environment and flags, later sources over earlier ones.
+    """Load the settings from file, environment and flags; later sources win.
 
-    `flags` maps setting names to strings, bools, or sequences of strings; None and () mean "not given".
-    `config_file` must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is
-    read if it is there. Relative paths in the file count from the file's folder, others from `cwd`.
-    Raises ConfigError, which names the source, the setting and what was expected.
+    Args:
+        flags: maps setting names to strings, bools, or sequences of strings; None and () mean "not given".
+        environ: the environment's variables.
+        config_file: must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is read if it exists. Relative
+            paths in the file count from the file's folder, others from `cwd`.
+        cwd: the folder in which the command runs.
+
+    Raises:
+        ConfigError: names the source, the setting and the expected value.
     """
     environ = os.environ if environ is None else environ
     cwd = Path.cwd() if cwd is None else cwd
@@ -75,7 +80,7 @@ def load_config(
 
 
 def _check(config: Config) -> None:
-    """What no single setting shows: files that are named but missing, and settings that do not go together."""
+    """Check what involves more than one setting or a file: missing files, and settings that exclude each other."""
     _check_cluster(config)
     _check_engine(config)
     for name in (
@@ -112,10 +117,6 @@ def _check(config: Config) -> None:
             ipaddress.ip_network(proxy, strict=False)
         except ValueError as error:
             raise ConfigError(f"trusted_proxies: {error} ({config.sources['trusted_proxies']})") from error
-    if config.decision_log is not None and not config.decision_log.parent.is_dir():
-        raise ConfigError(
-            f"decision_log: there is no folder {config.decision_log.parent} ({config.sources['decision_log']})"
-        )
     if config.length_predictor is not None and not _MODULE_AND_NAME.fullmatch(config.length_predictor):
         raise ConfigError(
             f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
@@ -123,7 +124,7 @@ def _check(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    """What is handed on to the engine, as far as that can be told without it."""
+    """Check the engine's arguments as far as that is possible without the engine."""
     flags = {
         setting.name: setting.flag for setting in SETTINGS if setting.name in EngineSettings.__struct_fields__
     }
@@ -145,7 +146,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_name(served_model_name: str) -> None:
-    """It stands where adapters' names stand."""
+    """Check the served model's name, which is used like adapters' names."""
     if problem := problem_as_text(served_model_name):
         raise ValueError(f"no model may be called {quoted(served_model_name)}: the name {problem}")
 
@@ -157,7 +158,7 @@ def _check_folders(lora_modules: Iterable[str]) -> None:
 
 
 def _object(text: str | None) -> None:
-    """Raises ValueError for what is no JSON object."""
+    """Parse a JSON object. Raises ValueError for anything else."""
     if text is not None and not isinstance(json.loads(text), dict):
         raise ValueError(f"expected a JSON object, got {text!r}")
 
@@ -252,7 +253,7 @@ def _from_flags(flags: Mapping[str, Any], cwd: Path) -> _Layer:
 
 
 def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool) -> Any:
-    """`raw` as the type of the setting. `strict`: "8" is no number (a file has types); `base`: folder of relative paths."""
+    """Convert `raw` to the type of the setting. `strict`: "8" is no number (a file has types); `base`: folder of relative paths."""
     if not strict and setting.is_bool and isinstance(raw, str):
         raw = _to_bool(raw)
     if setting.name == "tenant_weights" and isinstance(raw, dict):  # a table: ada = 2
@@ -277,14 +278,14 @@ def _to_bool(word: str) -> bool | str:
 
 
 def _decode_path(kind: type, value: Any) -> Any:
-    """msgspec's hook for types that it does not know. A `~` in a path is the user's home."""
+    """Convert a path for msgspec, which does not know the type. A `~` in it is the user's home."""
     if kind is Path and isinstance(value, str) and value:
         return Path(value).expanduser()
     raise ValueError("not a path")
 
 
 def _find_model(model: str, base: Path) -> str:
-    """The folder's full path if there is such a folder, else `model` as it is: the name of a model on a hub."""
+    """Return the full path of the model's folder, or `model` unchanged if there is no such folder: a name on a hub."""
     folder = base / Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
 

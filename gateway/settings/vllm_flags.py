@@ -1,7 +1,7 @@
-"""vLLM's command line, understood by ours: what `vllm serve` was started with is taken as far as this server does the same.
+"""The command line of `vllm serve`, translated into ours as far as this server does the same.
 
-A table says of each flag of vLLM's what becomes of it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags that are
-called the same here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`.
+A table says for each flag of vLLM what happens to it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags of the
+same name here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine_bridge.settings.engine_arguments import RULED_OUT
 RENAMED: Mapping[str, str] = {
     "--tool-call-parser": "--tool-parser",
     "--uvicorn-log-level": "--log-level",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
     "-q": "--quantization",
 }
 # vLLM's -> ours, where vLLM takes several values behind one flag, or a JSON list. Ours is repeated.
@@ -24,7 +25,7 @@ SEVERAL: Mapping[str, str] = {
     "--lora-modules": "--lora-module",
     "--allowed-origins": "--cors-origin",
 }
-# Flags for what is always so here. Nothing becomes of them.
+# Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters can always be served",
     "--enable-auto-tool-choice": "tools are always offered to the model",
@@ -89,7 +90,7 @@ SHORT: Mapping[str, str] = {
     "-dp": "--data-parallel-size",
     "-ep": "--enable-expert-parallel",
 }
-# Values with which a ruled out argument says what is so here anyway.
+# Values of ruled out arguments that describe this server's behaviour, and are therefore accepted.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "runner": ("auto", "generate"),
     "distributed_executor_backend": ("uni",),
@@ -98,17 +99,18 @@ _HARMLESS: Mapping[str, tuple[str, ...]] = {
 
 
 class FlagRefusal(ValueError):
-    """A flag of vLLM's that has no place here. The text names the flag and the reason."""
+    """A flag of vLLM that has no meaning here. The text names the flag and the reason."""
 
 
 class _Flag(NamedTuple):
-    """One flag of a command line. value: what stood behind "=", None where nothing did."""
+    """One flag of a command line. value: the text behind "=", None if there is none."""
 
     name: str
     value: str | None
 
     @classmethod
     def of(cls, word: str) -> _Flag:
+        """Parse a word of the command line."""
         name, is_given, value = word.partition("=")
         if name.startswith("--"):  # vLLM takes --max_model_len, too
             name = name.replace("_", "-")
@@ -116,9 +118,14 @@ class _Flag(NamedTuple):
 
 
 def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
-    """A command line of `vllm serve` in our flags. own: flags of ours, which are never taken for vLLM's. What is unknown stays as it is.
+    """Translate a command line of `vllm serve` into our flags. Unknown words stay as they are.
 
-    Raises Refusal.
+    Args:
+        words: the command line.
+        own: our flags, which are never taken for vLLM's.
+
+    Raises:
+        FlagRefusal: a flag that has no meaning here.
     """
     left, made, ours = list(words), list[str](), frozenset(own)
     while left:
@@ -133,7 +140,7 @@ def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
 
 
 def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
-    """What one flag becomes; its values are taken from what is `left`."""
+    """Translate one flag; its values are taken from `left`."""
     name, value = flag
     if name in ALWAYS:
         if value is None and name in _ALWAYS_WITH_VALUE:
@@ -161,13 +168,13 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
 
 
 def _large(value: str | None) -> str | None:
-    """32k as 32000; anything else as it is."""
+    """Return 32k as 32000; anything else unchanged."""
     found = _LARGE_NUMBER.fullmatch(value or "")
     return str(int(float(found[1]) * _UNITS[found[2]])) if found is not None else value
 
 
 def _taken(left: list[str]) -> list[str]:
-    """The values behind a flag, up to the next flag."""
+    """Take the values behind a flag, up to the next flag."""
     values = []
     while left and not left[0].startswith("-"):
         values.append(left.pop(0))
@@ -175,7 +182,7 @@ def _taken(left: list[str]) -> list[str]:
 
 
 def _parts(value: str) -> list[str]:
-    """The entries of a JSON list, else the value alone."""
+    """Return the entries of a JSON list, or the value alone."""
     if value.lstrip().startswith("["):
         try:
             return [str(entry) for entry in json.loads(value)]

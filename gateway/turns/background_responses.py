@@ -21,7 +21,12 @@ KEEP_FINISHED_S = 120.0
 
 
 class BackgroundResponse:
-    """One of them. is_streamed: its events are kept, for whoever follows. is_ending: it was cancelled, or is read to its end and being stored."""
+    """A response in the background.
+
+    Attributes:
+        is_streamed: whether its events are kept, for sockets that follow it.
+        is_ending: whether it was cancelled, or is read to its end and being stored.
+    """
 
     def __init__(self, *, is_streamed: bool) -> None:
         self.is_streamed = is_streamed
@@ -35,12 +40,14 @@ class BackgroundResponse:
         self._changed = asyncio.Event()
 
     def add(self, event: bytes) -> None:
+        """Take one event."""
         self.reader.feed(event)
         if self.is_streamed and token_ids_of(event) is None:
             self.events.append(event)
         self._notify()
 
     def end(self) -> None:
+        """Note that it is over."""
         self.is_over = True
         self._notify()
 
@@ -54,7 +61,7 @@ class BackgroundResponse:
             await self._changed.wait()
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
-        """Its events whose `sequence_number` is above this one, until it is over, and the comments between them, which have none."""
+        """Yield events whose `sequence_number` is above `after`, until it is over, and the comments between them, which have no number."""
         place, number = 0, -1
         while True:
             changed = self._changed
@@ -69,7 +76,7 @@ class BackgroundResponse:
             await changed.wait()
 
     def reply(self) -> dict[str, Any]:
-        """The response object as it is now. Only once it has begun."""
+        """Return the response object as it is now. Only once it has begun."""
         reply = self.reader.reply or {}
         if self.reader.is_complete:
             return reply | {"background": True}
@@ -78,7 +85,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """Those of all owners that are under way, or streams that ended less than KEEP_FINISHED_S ago."""
+    """The responses of all owners that are under way, and streams that ended less than KEEP_FINISHED_S ago."""
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, str], BackgroundResponse] = {}
@@ -94,36 +101,42 @@ class BackgroundResponses:
         record: Callable[[BackgroundResponse], Awaitable[None]],
         ended: Callable[[], None],
     ) -> BackgroundResponse:
-        """Read a stream to its end, whatever becomes of the caller. Returns once it has an id, or has failed before.
+        """Read a stream to its end, whether or not its client stays. Returns once it has an id, or has failed before.
 
-        scope: runs the reading within what bounds the owner's calls, and raises GatewayError where that ended it. record: stores what came of it.
-        ended: called once it is over, however that came.
+        Args:
+            owner: the owner of the response.
+            reply: the stream.
+            is_streamed: whether its events are kept.
+            scope: runs the reading within the bounds of the owner's calls, and raises GatewayError where they ended it.
+            record: stores the response.
+            ended: called once it is over, in whatever way.
         """
         job = BackgroundResponse(is_streamed=is_streamed)
         job.task = asyncio.create_task(self._run(owner, job, reply, scope, record), name="response")
         self._running.add(job)
         job.task.add_done_callback(lambda _: self._running.discard(job))
-        # Also when it was cancelled before it had begun: nobody may wait for it for ever.
+        # Also when it was cancelled before it had begun: `begun` must return.
         job.task.add_done_callback(lambda _: job.end())
         job.task.add_done_callback(lambda _: ended())
         await job.begun()
         return job
 
     def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
+        """Return the response of this id; None if it is not under way."""
         return self._by_id.get((owner, response_id))
 
     async def cancel(self, job: BackgroundResponse) -> None:
-        """End it; what it has said so far is stored. Returns when that is done."""
+        """End a response, and return when its answer so far is stored."""
         if job.task is not None and not job.is_over:
             self._stop(job)
             await asyncio.wait({job.task})
 
     def forget(self, owner: str, response_id: str) -> None:
-        """Keep its events no longer: it was deleted."""
+        """Keep a deleted response's events no longer."""
         self._by_id.pop((owner, response_id), None)
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for all that are under way; after `timeout_s` cancel them. All are stored when this returns."""
+        """Wait for all responses under way; after `timeout_s` cancel them. All are stored when this returns."""
         if tasks := self._tasks():
             await asyncio.wait(tasks, timeout=timeout_s)
         for job in self._running:
@@ -135,7 +148,7 @@ class BackgroundResponses:
         return {job.task for job in self._running if job.task is not None}
 
     def _stop(self, job: BackgroundResponse) -> None:
-        """Read no more of it. Once only: a second time would disturb the storing."""
+        """Read no more of a response. Once only: a second time would disturb the storing."""
         if job.task is not None and not job.is_ending:
             job.is_ending, job.status = True, "cancelled"
             job.task.cancel()
@@ -175,7 +188,7 @@ class BackgroundResponses:
                     self._by_id[owner, job.reader.response_id] = job
 
     def _forget(self, owner: str, job: BackgroundResponse) -> None:
-        """What is stored is read from there; only events are kept a while."""
+        """Forget a response, which is read from the store from now on; its events are kept a while."""
         key = (owner, job.reader.response_id or "")
         if not job.is_streamed:
             self._by_id.pop(key, None)

@@ -1,7 +1,8 @@
-"""What the engine room shows, pushed to the sockets that watch it. Source: docs/protocol.md, "The engine room".
+"""The engine room, pushed to the sockets that watch it. Source: docs/protocol.md, "The engine room".
 
-Nothing is looked at, made or sent while nobody watches. A socket that has not taken the last picture gets no further one, so a slow reader costs
-one picture; one that takes nothing at all is closed as elsewhere.
+Without watchers no picture is made. A socket that has not taken the last picture gets no further one, so a slow reader costs one picture; a socket
+that
+takes nothing at all is closed as elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from gateway.access.auth import KeyRing, Principal
 from gateway.advisories.advisories import Advisories
 from gateway.errors import GatewayError
-from gateway.nodes.maintenance import Steward
+from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import listed
 from gateway.turns.protocol import encode
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 PUSH_EVERY_S = 0.5
 # Sockets that may watch at once. Chosen: more than there are people to look; a picture for each takes tens of microseconds.
 MAX_WATCHERS = 256
-# After so many sockets others get their turn of the event loop. Chosen: half a millisecond.
+# Sockets that are shown a picture before other work gets its turn on the event loop. Chosen: half a millisecond.
 SENDS_AT_ONCE = 16
 
 
@@ -33,22 +34,22 @@ class Watcher(Protocol):
 
     @property
     def principal(self) -> Principal | None:
-        """Who watches."""
+        """The key that the socket came with."""
 
     def show(self, picture: bytes) -> None:
-        """Send it, unless something still waits for this peer."""
+        """Send a picture, unless an earlier one still waits for this peer."""
 
 
-class EngineWatch:
-    """Those who watch, and the task that shows them what is going on; there is one only while there are some."""
+class EngineFeed:
+    """The sockets that watch the engine room, and the task that shows them pictures while there are any."""
 
-    def __init__(self, steward: Steward, advisories: Advisories, keys: KeyRing) -> None:
-        self._steward, self._advisories, self._keys = steward, advisories, keys
+    def __init__(self, maintenance: NodeMaintenance, advisories: Advisories, keys: KeyRing) -> None:
+        self._maintenance, self._advisories, self._keys = maintenance, advisories, keys
         self._watchers: dict[Watcher, None] = {}
         self._showing: asyncio.Task[None] | None = None
 
     def add(self, watcher: Watcher) -> None:
-        """Show it a picture now, and one each PUSH_EVERY_S. Raises GatewayError `overloaded`."""
+        """Show a socket a picture now, and one each PUSH_EVERY_S. Raises GatewayError `overloaded`."""
         if len(self._watchers) >= MAX_WATCHERS and watcher not in self._watchers:
             raise GatewayError(
                 "overloaded", f"{MAX_WATCHERS} windows show the engine already: close one of them."
@@ -59,13 +60,14 @@ class EngineWatch:
         self._show([watcher])
 
     def remove(self, watcher: Watcher) -> None:
-        """One that does not watch is passed over."""
+        """Show a socket no more pictures. A socket that does not watch is ignored."""
         self._watchers.pop(watcher, None)
         if not self._watchers and self._showing is not None:
             self._showing.cancel()
             self._showing = None
 
     async def close(self) -> None:
+        """End all watching."""
         for watcher in list(self._watchers):
             self.remove(watcher)
 
@@ -78,7 +80,7 @@ class EngineWatch:
                 await asyncio.sleep(0)
 
     def _show(self, watchers: list[Watcher]) -> None:
-        """Each owner's picture is made once. A watcher that cannot be shown it keeps it from no other one."""
+        """Show sockets a picture. Each owner's picture is made once, and a socket that cannot be shown it hinders no other."""
         pictures: dict[tuple[str, bool], bytes] = {}
         for watcher in watchers:
             try:
@@ -96,7 +98,7 @@ class EngineWatch:
         watcher.show(pictures[key])
 
     def _current(self, watcher: Watcher) -> Principal | None:
-        """As the keys are now: an operator's may have become an ordinary one. None for one that was withdrawn; its socket is being closed."""
+        """Return a socket's key as it is now: an operator's may have become an ordinary one. None for a withdrawn key."""
         if watcher.principal is None:
             return None
         try:
@@ -105,8 +107,8 @@ class EngineWatch:
             return None
 
     def _picture(self, owner: str, is_operator: bool) -> dict[str, Any]:
-        """The `engine` frame. Of advisories everybody sees their own; how many there are of all, only operators."""
-        nodes = listed(self._steward.states(), to_operator=is_operator)
+        """Return the `engine` frame. It has the owner's own advisories; only operators see how many there are of all owners."""
+        nodes = listed(self._maintenance.states(), to_operator=is_operator)
         return {
             "type": "engine",
             "at_s": round(time.monotonic(), 3),

@@ -1,4 +1,4 @@
-"""What changes in an owner's list of conversations, told to the sockets that watch it. Source: docs/protocol.md, frame `listed`."""
+"""Changes in an owner's list of conversations, told to the sockets that watch it. Source: docs/protocol.md, frame `listed`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ListWatcher(Protocol):
 
     @property
     def owner(self) -> str | None:
-        """Whose list it is."""
+        """The owner of the list."""
 
     def tell(self, frame: dict[str, Any]) -> None:
         """Send a frame that its client did not ask for."""
 
 
-class ListWatch:
+class ListFeed:
     """The sockets that watch. The database is read only where a change concerns one of them."""
 
     def __init__(self, store: SessionStore) -> None:
@@ -34,14 +34,15 @@ class ListWatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, watcher: ListWatcher) -> None:
+        """Tell this socket of changes from now on."""
         self._watchers.add(watcher)
 
     def remove(self, watcher: ListWatcher) -> None:
-        """One that does not watch is passed over."""
+        """Tell this socket of no more changes. A socket that does not watch is ignored."""
         self._watchers.discard(watcher)
 
     def changed(self, owner: str, session_id: str, *, but: ListWatcher | None = None) -> None:
-        """A session is new, was changed or has gone: tell the owner's watchers, save one that knows it already. Returns at once."""
+        """Tell the owner's sockets that a session is new, was changed or was deleted, except `but`, which knows it already. Returns at once."""
         if any(watcher.owner == owner and watcher is not but for watcher in self._watchers):
             self._tasks.add(task := asyncio.create_task(self._tell(owner, session_id, but)))
             task.add_done_callback(self._tasks.discard)

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from engine_bridge.protocol.node import Sampling
+from engine_bridge.protocol.engine_request import Sampling
 from gateway.errors import GatewayError
 
 PROTOCOL_VERSION = 1
 MAX_PARSED_BYTES = 4096  # Chosen: a clock or a counter takes ten.
+
+MAX_TRACEPARENT_CHARS = 64  # W3C Trace Context: 55, of the version that there is.
 
 TurnName = Annotated[str, Meta(min_length=1, max_length=128)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -25,12 +27,16 @@ class Resume(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
+    """The first frame of a socket."""
+
     session_id: SessionName | None = None
     resume: Annotated[list[Resume], Meta(max_length=64)] = []
     api_key: str | None = None
 
 
 class Message(Struct, frozen=True, tag="message"):
+    """A question."""
+
     id: TurnName
     content: Annotated[str, Meta(min_length=1)]
     session_id: SessionName | None = None
@@ -38,28 +44,37 @@ class Message(Struct, frozen=True, tag="message"):
     sampling: Sampling = Sampling()
     after: TurnName | None | UnsetType = UNSET
     priority: int | None = None
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
 
 
 class Stop(Struct, frozen=True, tag="stop"):
+    """The end of an answer, wished by its client."""
+
     id: TurnName
 
 
 class Typing(Struct, frozen=True, tag="typing"):
+    """Word that a question is being typed."""
+
     session_id: SessionName | None = None
     adapter: str | None = None
     draft: str | None = None
 
 
 class WatchEngine(Struct, frozen=True, tag="watch_engine"):
+    """A wish to see the engine room, or no longer."""
+
     on: bool = True
 
 
 class WatchList(Struct, frozen=True, tag="watch_list"):
+    """A wish to hear of changes in the list of conversations."""
+
     pass
 
 
 class Ping(Struct, frozen=True, tag="ping"):
-    """t: any JSON value, to be given back. One of more than MAX_PARSED_BYTES stays `Raw`: a million values take long to make."""
+    """A sign of life. t: any JSON value, to be given back. A value of more than MAX_PARSED_BYTES stays `Raw`: a million values take long to make."""
 
     t: Any = None
 
@@ -72,7 +87,7 @@ ClientFrame = Hello | Message | Stop | Typing | WatchEngine | WatchList | Ping
 
 
 class _Named(Struct, frozen=True):
-    """What of a frame is read only to name it: a frame that holds a million values costs no more than its bytes."""
+    """The part of a frame by which it is named: reading it costs no more than the frame's bytes, whatever else the frame holds."""
 
     id: str | None = None
 
@@ -82,7 +97,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def decode(data: str | bytes, max_bytes: int) -> ClientFrame:
-    """A frame from the client. Raises GatewayError `frame_too_large` or `bad_request` with the field at fault."""
+    """Return a frame from the client. Raises GatewayError `frame_too_large` or `bad_request` with the field at fault."""
     if len(data) > max_bytes or (isinstance(data, str) and len(data.encode("utf-8", "replace")) > max_bytes):
         raise GatewayError("frame_too_large", f"A frame may hold {max_bytes} bytes at most.")
     try:
@@ -99,7 +114,7 @@ def _ping(t: msgspec.Raw) -> Ping:
 
 
 def frame_id(data: str | bytes) -> str | None:
-    """The `id` of a frame that could not be decoded, so that its error can name the turn; None if it has none."""
+    """Return the `id` of a frame that could not be decoded, so that its error can name the turn; None if it has none."""
     try:
         return msgspec.json.decode(data, type=_Named).id
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -107,5 +122,5 @@ def frame_id(data: str | bytes) -> str | None:
 
 
 def encode(frame: dict[str, Any]) -> bytes:
-    """A frame to the client."""
+    """Return a frame to the client as JSON."""
     return _encoder.encode(frame)

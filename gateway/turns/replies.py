@@ -1,4 +1,4 @@
-"""What an API call asked and what came back, read from its JSON: pure functions, so that a call can be kept as a turn of a session."""
+"""The question and the answer of an API call, read from its JSON: pure functions, so that a call can be kept as a turn of a session."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
 def session_named(header: str | None, body: dict[str, Any]) -> str | None:
-    """The session that a call names: in its header, in the body as `session_id`, or in the body's `metadata`, the first of these. Raises
-    GatewayError for a non-string."""
+    """Return the session that a call names: in its header, in its body as `session_id`, or in the body's `metadata`; the first of these counts.
+
+    Raises GatewayError for a non-string.
+    """
     metadata = body.get("metadata")
     named = (
         header
@@ -30,7 +32,7 @@ def session_named(header: str | None, body: dict[str, Any]) -> str | None:
 
 
 def question_of(api: Api, body: dict[str, Any]) -> str:
-    """The text of the last user message, "" if there is none."""
+    """Return the text of the last user message, "" if there is none."""
     if api == "completions":
         prompt = body.get("prompt")
         return prompt if isinstance(prompt, str) else ""
@@ -45,7 +47,7 @@ def question_of(api: Api, body: dict[str, Any]) -> str:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, which is a string or a list of typed parts."""
+    """Return the text of a message's content, which is a string or a list of typed parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -55,13 +57,13 @@ def text_of(content: Any) -> str:
 
 
 def as_items(body: dict[str, Any]) -> list[Any]:
-    """`input` of a Responses call as a list of items."""
+    """Return `input` of a Responses call as a list of items."""
     value = body.get("input")
     return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]
 
 
 def is_reference(item: Any) -> bool:
-    """Whether an item of `input` is the name of another, which is stored. Source: OpenAI's "Item reference", whose type may be left out."""
+    """Return whether an item of `input` is the name of a stored item. Source: OpenAI's "Item reference", whose type may be left out."""
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     kind = item.get("type")
@@ -69,10 +71,14 @@ def is_reference(item: Any) -> bool:
 
 
 def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
-    """What a response came from and what it said, as items of a Responses call's `input`. turns: of its session, up to and including it.
+    """Return a response's whole conversation as items of a Responses call's `input`.
 
-    Of turns that were Responses calls these are the very items, calls of tools and their results among them. Such a call without
-    `previous_response_id` was a beginning: what stands before it in the session was not part of it.
+    Turns that were Responses calls give their very items, calls of tools and their results among them. Such a call without `previous_response_id` was
+    a
+    beginning: earlier turns of its session were not part of it.
+
+    Args:
+        turns: the turns of its session, up to and including it.
     """
     items: list[Any] = []
     for turn, response in turns:
@@ -89,14 +95,14 @@ def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
 
 
 def as_input(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of a stored response, to be given as input."""
+    """Return an item of a stored response, to be given as input."""
     if item.get("type") == "message" and item.get("role") == "assistant":
         return {"role": "assistant", "content": text_of(item.get("content"))}
     return item
 
 
 def listed_items(items: Sequence[Any], response_id: str) -> list[dict[str, Any]]:
-    """Input items as `/v1/responses/{id}/input_items` lists them: each with a type and an id, and texts as parts."""
+    """Return input items as `/v1/responses/{id}/input_items` lists them: each with a type and an id, and texts as parts."""
     listed = []
     for number, item in enumerate(items):
         shown = dict(item) if isinstance(item, dict) else {"role": "user", "content": str(item)}
@@ -110,7 +116,7 @@ def listed_items(items: Sequence[Any], response_id: str) -> list[dict[str, Any]]
 
 
 def reply_of_turn(turn: Turn, response_id: str, model: str) -> dict[str, Any]:
-    """The response object of a turn of which only the texts are stored."""
+    """Return the response object of a turn of which only the texts are stored."""
     usage = turn.usage or {}
     num_prompt, num_answer = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     is_done = turn.status == "done"
@@ -145,7 +151,10 @@ def _message(text: str, response_id: str, *, is_done: bool) -> dict[str, Any]:
 
 
 def with_previous(event: bytes, previous: str) -> bytes:
-    """An event of a Responses stream; a response object in it names what it goes on from. The gateway has resolved that, so vLLM has null there."""
+    """Return an event of a Responses stream whose response object names the response before it.
+
+    The gateway has resolved that name, so vLLM has null there.
+    """
     head, mark, data = event.partition(b"data: {")
     if not mark or b'"previous_response_id"' not in data:
         return event
@@ -160,9 +169,8 @@ class AnswerReader:
     """Gathers the answer of one call from its JSON body or from its server-sent events.
 
     Attributes:
-        answer: the text so far (of the first choice).
-        is_complete: the server said that it was over.
-        token_ids: all that the engine read and wrote, packed; b"" where that is not known.
+        is_complete: whether the server said that the answer was over.
+        token_ids: all ids that the engine read and wrote, packed; b"" where they are not known.
     """
 
     def __init__(self, api: Api) -> None:
@@ -177,7 +185,7 @@ class AnswerReader:
 
     @property
     def answer(self) -> str:
-        """The answer's text so far."""
+        """The answer's text so far (of the first choice)."""
         return "".join(self._parts)
 
     @property
@@ -194,7 +202,7 @@ class AnswerReader:
         return self._response | {"output": output, "status": "incomplete"}
 
     def feed(self, event: bytes) -> None:
-        """Take one server-sent event. What is not JSON (comments, `[DONE]`) is passed over, but for the node's comment with token ids."""
+        """Take one server-sent event. Lines that hold no JSON (comments, `[DONE]`) are ignored, except the node's comment with token ids."""
         self.token_ids = token_ids_of(event) or self.token_ids
         for line in event.split(b"\n"):
             if line.startswith(b"data: {"):
@@ -263,11 +271,11 @@ class AnswerReader:
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The three families' token counts under the chat socket's names."""
+    """Return the token counts of any of the three APIs under the chat socket's names."""
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    # Anthropic's `input_tokens` are those that were neither read from a cache nor written to one.
+    # Anthropic's `input_tokens` leave out tokens that were read from a cache or written to one.
     cached = sum(usage.get(name) or 0 for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
     return {
         "prompt_tokens": usage.get("prompt_tokens", usage.get("input_tokens", 0) + cached),

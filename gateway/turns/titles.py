@@ -1,7 +1,8 @@
 """Titles by the model: a conversation named after its first words gets a better name once the engine has nothing else to do.
 
-The request for it waits for an idle engine, has the lowest priority, and is given up as soon as anything else is there, so it shares a step or
-two with an answer at most. What a person has named keeps its name.
+The request for a title waits for an idle engine, has the lowest priority, and is given up as soon as another request comes, so it shares a step or
+two
+with an answer at most. A name that a person gave stays.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import ChatMessage, GenerateRequest, Node, RequestId, Sampling
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.node import Node
 from gateway.access.auth import tenant_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, title_from
@@ -32,9 +33,11 @@ MAX_WAITING: Final = 64  # Chosen: conversations that wait for their titles; mor
 
 
 def title_of(answer: str, *, is_cut: bool) -> str | None:
-    """The title in what a model wrote, None if there is none: its first line, without marks around it, cut as `title_from` cuts.
+    """Return the title in a model's answer: its first line, without marks around it, cut as `title_from` cuts. None if there is none.
 
-    is_cut: the answer ran out of tokens, so its last word may be half of one.
+    Args:
+        answer: the model's answer.
+        is_cut: whether the answer ran out of tokens, so that its last word may be half of one.
     """
     lines = [line for line in answer.splitlines() if re.search(r"\w", line)]
     line = re.sub(r"[*`\"“”]", "", lines[0]) if lines else ""
@@ -45,7 +48,14 @@ def title_of(answer: str, *, is_cut: bool) -> str | None:
 
 
 class Titles:
-    """Names conversations one after the other. `changed`: is told the owner and the id of a session that has a new title."""
+    """Names conversations one after the other.
+
+    Args:
+        node: answers.
+        store: keeps the titles.
+        changed: called with the owner and the id of a session that has a new title.
+        is_on: whether conversations are named at all.
+    """
 
     def __init__(
         self, node: Node, store: SessionStore, changed: Callable[[str, str], None], *, is_on: bool
@@ -60,7 +70,14 @@ class Titles:
     def first_answer(
         self, owner: str, session_id: str, title: str | None, messages: Sequence[ChatMessage]
     ) -> None:
-        """A conversation was answered for the first time. title: the one that it has; messages: all of it. Returns at once."""
+        """Note that a conversation was answered for the first time. Returns at once.
+
+        Args:
+            owner: its owner.
+            session_id: its id.
+            title: its present title.
+            messages: all of its messages.
+        """
         question = next((message.content for message in messages if message.role == "user"), "")
         if self._is_on and title and title == title_from(question) and len(self._tasks) < MAX_WAITING:
             task = asyncio.create_task(self._name(owner, session_id, title, tuple(messages)))
@@ -68,7 +85,7 @@ class Titles:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give up what waits or runs, and name nothing any more."""
+        """Give up all requests for titles, and name nothing any more."""
         self._is_on = False
         for task in self._tasks:
             task.cancel()
@@ -80,7 +97,7 @@ class Titles:
             async with asyncio.timeout(PATIENCE_S), self._one:
                 better = None
                 while better is None:
-                    while self._num_requests() > 0:  # noqa: ASYNC110 - the figures tell nobody when they change
+                    while self._num_requests() > 0:  # noqa: ASYNC110 - there is no event for a change of the figures
                         await asyncio.sleep(LOOK_EVERY_S)
                     better = await self._ask(owner, messages)
                 if better and await self._store.retitle(owner, session_id, title, better):
@@ -93,10 +110,11 @@ class Titles:
             log.exception("a conversation could not be named")
 
     async def _ask(self, owner: str, messages: tuple[ChatMessage, ...]) -> str | None:
-        """The model's title, "" if it wrote none, None if the request was given up for another one."""
-        request = GenerateRequest(
+        """Return the model's title, "" if it wrote none, None if the request was given up for another one."""
+        request = EngineRequest(
             request_id=RequestId(f"title-{uuid.uuid4().hex}"),
-            context=RequestContext(tenant=tenant_of(owner), priority=MAX_PRIORITY),
+            tenant=tenant_of(owner),
+            priority=MAX_PRIORITY,
             messages=(*messages, ChatMessage("user", QUESTION)),
             sampling=Sampling(temperature=0, max_tokens=MAX_TOKENS),
         )
@@ -109,6 +127,6 @@ class Titles:
         return title_of(text, is_cut=reason == "length") or ""
 
     def _num_requests(self) -> int:
-        """Requests that run or wait, as far as the engine tells."""
-        stats = self._node.scheduling_stats()
+        """Return how many requests run or wait, as far as the engine tells."""
+        stats = self._node.figures().scheduling_stats
         return stats.num_running + stats.num_waiting if stats is not None else 0

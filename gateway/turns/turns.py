@@ -17,9 +17,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType, structs, to_builtins
+from opentelemetry.trace import StatusCode
 
 from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.predict.hints import read_conversation
+from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.errors import (
     BridgeError,
     EngineUnavailable,
@@ -27,16 +29,8 @@ from engine_bridge.protocol.errors import (
     InvalidRequest,
     TooBusy,
 )
-from engine_bridge.protocol.node import (
-    ChatMessage,
-    Delta,
-    GenerateRequest,
-    Node,
-    RequestId,
-    Sampling,
-    pack_token_ids,
-)
-from engine_bridge.protocol.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.node import Delta, Node, pack_token_ids
+from engine_bridge.tracing import NO_TRACES, Traces, traceparent_of
 from gateway.access.auth import tenant_of
 from gateway.access.budgets import RequestBudgets
 from gateway.advisories.advisories import Advisories
@@ -56,20 +50,21 @@ STORE_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Follower(Protocol):
-    """Someone who wants to know that a turn has more to send."""
+    """A socket that wants to know when a turn has more to send."""
 
-    def wake(self, turn: LiveTurn) -> None: ...
+    def wake(self, turn: LiveTurn) -> None:
+        """Note that the turn has more to send, or is over."""
 
 
 class AnswerPiece(NamedTuple):
-    """What the engine gave at once: more of the answer, of the reasoning before it, or the end of one and the beginning of the other."""
+    """A piece of an answer as the engine gave it: text, reasoning before it, or the end of the reasoning and the beginning of the text."""
 
     text: str
     reasoning: str = ""
 
     @classmethod
     def joined(cls, pieces: Iterable[AnswerPiece]) -> AnswerPiece:
-        """All of them as one."""
+        """Return these pieces as one."""
         pieces = list(pieces)
         return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
 
@@ -79,10 +74,11 @@ class LiveTurn:
 
     Attributes:
         pieces: the answer and its reasoning so far.
-        base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. Whoever has seen text up to there has seen the
-            pieces of an earlier try, or of the answer before it was read back from disk.
+        base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. A socket that has seen text up to there has seen the pieces
+            of an
+            earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
-        error: what ended it instead.
+        error: the error that ended it instead.
         generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
     """
 
@@ -121,28 +117,29 @@ class LiveTurn:
 
     @property
     def is_over(self) -> bool:
+        """Whether the turn has ended, and how it ended is stored."""
         return self.done is not None or self.error is not None
 
     @property
     def seq(self) -> int:
-        """The `seq` of one who has all that there is."""
+        """The `seq` of a socket that has all pieces so far."""
         return self.base_seq + len(self.pieces)
 
     def can_resume(self, seq: int) -> bool:
-        """Whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
+        """Return whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
         return seq == 0 or self.base_seq < seq <= self.seq
 
     def after(self, seq: int) -> AnswerPiece:
-        """What one who has seen up to `seq` (see `can_resume`) has not seen yet."""
+        """Return all pieces, as one, that a socket which has seen up to `seq` (see `can_resume`) has not seen yet."""
         return AnswerPiece.joined(self.pieces[max(seq - self.base_seq, 0) :])
 
     @property
     def whole(self) -> AnswerPiece:
-        """All that there is so far."""
+        """The pieces so far, as one."""
         return AnswerPiece.joined(self.pieces)
 
     def wake_followers(self) -> None:
-        """Tells all who follow the answer that there is more of it."""
+        """Tell all sockets that follow the answer that there is more of it."""
         for follower in list(self.followers):
             try:
                 follower.wake(self)
@@ -154,10 +151,17 @@ class Turns:
     """Starts turns, keeps the live ones and ends them.
 
     Args:
-        now: wall clock in seconds, for what is stored.
-        prompt_chars: the longest prompt that is accepted, in characters.
+        node: answers.
+        store: keeps the sessions.
+        metrics: counts turns.
+        drafts: is told when a session has a turn.
+        advisories: gives the outcome of a session's advisory.
+        now: wall clock in seconds, for times that are stored.
+        prompt_chars: returns the length of the longest prompt that is accepted, in characters.
         budgets: turns count among the requests of their owner that are under way; None: there is no bound.
-        home_of: the node that has the KV of a tenant's session, "" where nobody knows.
+        keeps_questions: whether a user's own length predictor reads the question.
+        home_of: returns the node that has the KV of a tenant's session, "" where that is not known.
+        traces: where the span of each turn goes.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Turns:
         budgets: RequestBudgets | None = None,
         keeps_questions: bool = False,
         home_of: Callable[[str, str], str] = lambda tenant, session_id: "",
+        traces: Traces = NO_TRACES,
     ) -> None:
         self._node = node
         self._store = store
@@ -183,8 +188,9 @@ class Turns:
         self._budgets = budgets
         self._keeps_questions = keeps_questions
         self._home_of = home_of
+        self._traces = traces
         self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
-        """Is told of each conversation that was answered for the first time: its owner, id, title and messages."""
+        """Called for each conversation that was answered for the first time, with its owner, id, title and messages."""
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -192,25 +198,33 @@ class Turns:
 
     # -- for sockets -------------------------------------------------------------------------------------------------
 
-    async def ask(self, owner: str, message: Message, context: RequestContext = NOBODY) -> LiveTurn:
-        """Store a message and start its turn, or find the one that it repeats. Raises GatewayError; then nothing was stored.
+    async def ask(self, owner: str, message: Message, request: EngineRequest = ANONYMOUS) -> LiveTurn:
+        """Store a message and start its turn, or find the turn that it repeats.
 
-        context: its weight and priority; whose request it is and what it asks are added here.
-        Goes on to its end when the caller is cancelled: a stored turn that nobody runs would keep its session busy.
+        A caller that is cancelled does not end this: a stored turn that does not run would keep its session busy.
+
+        Args:
+            owner: the owner of the session.
+            message: the message.
+            request: its weight, priority and trace; the tenant, the session and the texts are added here.
+
+        Raises:
+            GatewayError: nothing was stored then.
         """
         key = (owner, message.id)
         # One after the other: a socket that comes back repeats its message while the first is still being stored.
         while (earlier := self._asking.get(key)) is not None:
             await asyncio.wait({earlier})
-        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, context))
+        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, request))
         asking.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(asking)
 
     def find(self, owner: str, turn_id: str) -> LiveTurn | None:
+        """Return the live turn of this id; None if there is none."""
         return self._live.get((owner, turn_id))
 
     async def stop(self, owner: str, turn_id: str) -> bool:
-        """End a turn that runs; what it has so far is kept. False if it does not run."""
+        """End a turn that runs; its answer so far is kept. Returns False if it does not run."""
         live = self._live.get((owner, turn_id))
         if live is None or live.is_over:
             return False
@@ -218,13 +232,13 @@ class Turns:
         return True
 
     async def stop_session(self, owner: str, session_id: str) -> None:
-        """End whatever runs in a session (it is being deleted)."""
+        """End the turn that runs in a session (it is being deleted)."""
         for live in list(self._live.values()):
             if live.owner == owner and live.session_id == session_id:
                 await self.stop(owner, live.id)
 
     async def stop_owner(self, owner: str) -> None:
-        """End whatever runs for an owner (the key was withdrawn), and what is just being stored."""
+        """End all turns of an owner (the key was withdrawn), also turns that are just being stored."""
         if asking := [task for (asker, _), task in self._asking.items() if asker == owner]:
             await asyncio.wait(asking)
         for live in list(self._live.values()):
@@ -232,13 +246,14 @@ class Turns:
                 await self.stop(owner, live.id)
 
     def follow(self, live: LiveTurn, follower: Follower) -> None:
+        """Wake a socket whenever the turn has more to send."""
         live.followers.add(follower)
         if live.unfollowed is not None:
             live.unfollowed.cancel()
             live.unfollowed = None
 
     def unfollow(self, live: LiveTurn, follower: Follower) -> None:
-        """A socket left. A turn that nobody follows for KEEP_UNFOLLOWED_S is stopped."""
+        """Note that a socket left. A turn without followers is stopped after KEEP_UNFOLLOWED_S."""
         live.followers.discard(follower)
         self._watch_unfollowed(live)
 
@@ -260,7 +275,7 @@ class Turns:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, owner: str, message: Message, context: RequestContext) -> LiveTurn:
+    async def _ask(self, owner: str, message: Message, request: EngineRequest) -> LiveTurn:
         earlier = self._live.get((owner, message.id))
         if (
             earlier is not None
@@ -287,7 +302,7 @@ class Turns:
         with contextlib.ExitStack() as place:
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
-            return await self._start(owner, message, adapter, earlier, context, place)
+            return await self._start(owner, message, adapter, earlier, request, place)
 
     async def _start(
         self,
@@ -295,7 +310,7 @@ class Turns:
         message: Message,
         adapter: str | None | UnsetType,
         earlier: LiveTurn | None,
-        context: RequestContext,
+        request: EngineRequest,
         place: contextlib.ExitStack,
     ) -> LiveTurn:
         """Store a message and run its turn, which takes the `place` along; or find that it was answered before."""
@@ -311,7 +326,7 @@ class Turns:
             live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
         if begun.is_new:
             running = place.pop_all()
-            self._spawn(self._run(live, begun, message.sampling, context)).add_done_callback(
+            self._spawn(self._run(live, begun, message.sampling, request)).add_done_callback(
                 lambda _: running.close()
             )
             self._watch_unfollowed(live)
@@ -323,10 +338,10 @@ class Turns:
         return live
 
     def _unseen_seq(self) -> int:
-        """A `seq` above all that a forgotten try at a turn, perhaps before the server was started anew, can have had.
+        """Return a `seq` above any that a forgotten try at a turn can have had, also before the server was started anew.
 
-        Milliseconds since the epoch, which no answer has pieces for: an engine gives fewer than one a millisecond, and all of one
-        answer's pieces came before now.
+        It is the milliseconds since the epoch: an engine gives fewer than one piece a millisecond, and all pieces of an earlier answer came before
+        now.
         """
         return int(self._now() * 1000)
 
@@ -369,14 +384,17 @@ class Turns:
             raise unavailable(progress.state, progress.stage)
 
     async def _run(
-        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext
+        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, request: EngineRequest
     ) -> None:
         final: Delta | None = None
         error: GatewayError | None = None
         messages: tuple[ChatMessage, ...] = ()
-        with self._metrics.turn_running():
+        named = {"gen_ai.request.model": begun.turn.adapter or "", "overture.request_id": live.request_id}
+        tracing = self._traces.request("chat turn", request.traceparent, named, request.accepted_s)
+        with self._metrics.turn_running(), tracing as span:
             try:
-                request = _request(live, begun, sampling, context, keeps_question=self._keeps_questions)
+                request = structs.replace(request, traceparent=traceparent_of(span))
+                request = _request(live, begun, sampling, request, keeps_question=self._keeps_questions)
                 messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
@@ -391,6 +409,8 @@ class Turns:
                 log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
             await self._finish(live, final, error)
+            if live.error is not None:
+                span.set_status(StatusCode.ERROR, live.error.code)
         if live.done is not None and not begun.history and self.on_first_answer is not None:
             answered = [*messages, ChatMessage("assistant", live.whole.text)]
             self.on_first_answer(live.owner, live.session_id, live.title, answered)
@@ -460,6 +480,7 @@ class Turns:
 
     def _forget_later(self, live: LiveTurn) -> None:
         def forget() -> None:
+            """Forget the turn, unless another one has its id by now."""
             if self._live.get((live.owner, live.id)) is live:
                 del self._live[live.owner, live.id]
 
@@ -472,19 +493,17 @@ class Turns:
 
 
 def _request(
-    live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext, *, keeps_question: bool
-) -> GenerateRequest:
+    live: LiveTurn, begun: BeginResult, sampling: Sampling, request: EngineRequest, *, keeps_question: bool
+) -> EngineRequest:
     messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
     asked = read_conversation([(message.role, message.content) for message in messages])
-    return GenerateRequest(
+    return structs.replace(
+        request,
         request_id=live.request_id,
-        context=structs.replace(
-            context,
-            tenant=tenant_of(live.owner),
-            session_id=live.session_id,
-            adapter=begun.turn.adapter or "",
-            asked=asked if keeps_question else asked.numbers(),
-        ),
+        tenant=tenant_of(live.owner),
+        session_id=live.session_id,
+        adapter=begun.turn.adapter or "",
+        asked=asked if keeps_question else asked.numbers(),
         messages=messages,
         sampling=begun.settings.sampling(sampling),
         history_token_ids=begun.history_token_ids,
@@ -492,7 +511,7 @@ def _request(
 
 
 def from_bridge(error: BridgeError) -> GatewayError:
-    """What a client may see of an error of the bridge."""
+    """Return the error of the bridge as a client may see it."""
     if isinstance(error, EngineUnavailable | InvalidRequest):
         code = error.code if error.code in KINDS else "bad_request"
         return GatewayError(code, str(error), param=getattr(error, "param", None))
@@ -504,7 +523,7 @@ def from_bridge(error: BridgeError) -> GatewayError:
 
 
 def unavailable(state: str, stage: str) -> GatewayError:
-    """The error for work that comes while the node is not ready."""
+    """Return the error for work that comes while the node is not ready."""
     if state == "starting":
         return GatewayError("starting", f"The engine is starting ({stage}). Try again in a few seconds.")
     if state in ("draining", "closed"):
@@ -519,7 +538,7 @@ def unavailable(state: str, stage: str) -> GatewayError:
 
 
 def _token_ids(live: LiveTurn, final: Delta) -> bytes:
-    """All ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
+    """Return all ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
     return final.prompt.token_ids + pack_token_ids(live.generated) if final.prompt else b""
 
 

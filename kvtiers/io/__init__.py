@@ -1,0 +1,1 @@
+"""Where KV blocks lie: memory and files."""

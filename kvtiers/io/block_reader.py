@@ -1,4 +1,4 @@
-"""Reads blocks of open segments into their places and verifies them; the part of a read that runs in worker threads."""
+"""The part of a read that runs in worker threads: reads blocks of open segments into their places and verifies them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvtiers.keys import BlockKey, BlockShape
 
 
 class Fault(enum.Enum):
-    """Why a block cannot be had."""
+    """Why a block cannot be read."""
 
-    CORRUPT = "corrupt"  # Its bytes are not those that were written, or end too early.
+    CORRUPT = "corrupt"  # Its bytes differ from the written ones, or end too early.
     UNREADABLE = "unreadable"  # The disk gave an error.
-    LOST = "lost"  # Its segment is no longer there.
+    LOST = "lost"  # Its segment has been removed.
 
 
 class BatchResult(Struct):
-    """faults: (the caller's block, why), each block once at most. busy_s: how long a thread was busy."""
+    """The outcome of a batch. faults: by the caller's block. busy_s: the time that a thread was busy."""
 
     faults: dict[int, Fault]
     num_bytes: int = 0
@@ -32,7 +32,7 @@ class BatchResult(Struct):
 
 
 class _Prelude:
-    """A record's keys and checksums, read by whichever thread comes first."""
+    """A record's keys and checksums, read by the first thread that needs them."""
 
     def __init__(self, place: RecordPlace, shape: BlockShape) -> None:
         self._place = place
@@ -43,7 +43,7 @@ class _Prelude:
         self._lock = threading.Lock()
 
     def load(self, files: Files, fd: int) -> bool:
-        """Whether the record's start is whole. Raises OSError, and tries again at the next call."""
+        """Return whether the record's start is whole. Raises OSError, and then reads again at the next call."""
         with self._lock:
             if not self._is_loaded:
                 data = read_up_to(files, fd, self.head.prelude_bytes, self._place.offset)
@@ -55,7 +55,7 @@ class _Prelude:
 
 
 class BlockReader:
-    """The state of one `DiskLog.read`. `read_batch` may run in several threads at once, each with batches of its own."""
+    """The state of one `DiskLog.read`. `read_batch` may run in several threads at once, each with different batches."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BlockReader:
         part: Part,
         now: Callable[[], float],
     ) -> None:
-        """segments: pinned, by number. records: all that the batches will name. keys, part: the caller's."""
+        """Take the caller's `keys` and `part`, the pinned segments by number, and all records that the batches name."""
         self._files = files
         self._shape = shape
         self._segments = segments
@@ -75,10 +75,10 @@ class BlockReader:
         self._keys = keys
         self._part = part
         self._now = now
-        self.bad: set[int] = set()  # The event loop adds to it; what is in it is not worth reading on.
+        self.bad: set[int] = set()  # The event loop adds to it; its blocks are not read further.
 
     def read_batch(self, ops: Iterable[ReadOp], result: BatchResult) -> None:
-        """Read and verify. Never raises OSError: what went wrong is in the result, which was empty."""
+        """Read and verify into an empty result. Errors of the disk are faults in the result, and are never raised."""
         started_s = self._now()
         for op in ops:
             if not self.bad.issuperset(op.blocks):
@@ -119,7 +119,7 @@ class BlockReader:
             self._read_singly(op, layers, views, offset, prelude, fd, result)
             return
         result.num_bytes += got
-        # Read until the end, or cut off: either way the checksums tell. Those of this range are neighbours in the table.
+        # The checksums also detect a read that was cut short. The checksums of this range are neighbours in the table.
         first_sum = layers[0] * prelude.head.num_blocks + op.first_position
         wanted = prelude.sums[first_sum : first_sum + len(views)]
         found = tuple(map(checksum, views))
@@ -140,7 +140,7 @@ class BlockReader:
         fd: int,
         result: BatchResult,
     ) -> None:
-        """After an error in a range: one part at a time, so that a bad sector costs one block. A block is given up at its first error."""
+        """Read one part at a time after an error in a range, so that a bad sector costs one block. A block is given up at its first error."""
         size = self._shape.layer_bytes
         first_sum = layers[0] * prelude.head.num_blocks + op.first_position
         for i, (block, view) in enumerate(zip(op.blocks * len(layers), views, strict=True)):

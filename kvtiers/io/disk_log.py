@@ -2,24 +2,25 @@
 
 What an owner may rely on:
 
-* A block that is read is the block that was written: every part is verified after it was read. What is missing, damaged or unreadable is a
+* A block that is read is the block that was written: every part is verified after it was read. A missing, damaged or unreadable block is a
   miss and a count; no fault of the disk raises once the store is open.
 * The segment files never take more than `capacity_bytes` together, also while blocks are carried forward, and leave others some room on the
   disk: where it is smaller than that, or fills up, the store shrinks, and it grows again when there is room.
-* A process that is killed loses nothing that `append` said was written. Nothing is synced, so a power cut may cost the newest records; the
+* A process that is killed loses no block that `append` reported as written. Nothing is synced, so a power cut may cost the newest records; the
   checksums find out. KV can be computed again, so a sync for each record would buy little.
 * One process holds a folder. A new one starts a new segment and never appends to an old one.
 
-What does not fit goes, the oldest segment first. Those of its blocks that were read since they were written get a second chance: they are
-carried forward into the newest segment, most recently read first. Source: CLOCK and FIFO-reinsertion (Corbató 1969; Yang et al., "FIFO can
+When room is short, the oldest segment is removed. Its blocks that were read since they were written get a second chance: they are carried forward
+into the newest segment, most recently read first. Source: CLOCK and FIFO-reinsertion (Corbató 1969; Yang et al., "FIFO can
 be better than LRU", HotOS 2023); departs in that a segment passes on no more than half its bytes, so that each eviction makes room.
 
-Where several tenants share the disk, those that hold most for their weight make the room (`policy/fairness.py`), as nearly as whole segments allow:
-the oldest segment goes of which at least half is theirs, and the blocks of all others are carried forward. A record says whose it is.
+Where several tenants share the disk, the tenants that hold most for their weight make the room (`policy/fairness.py`), as nearly as whole segments
+allow: the oldest segment is removed of which at least half is theirs, and the blocks of all others are carried forward. A record names its tenant by
+a tag.
 
-Threads: everything async belongs to one event loop. Files are touched in a bounded pool of threads, writes through aiofiles. `in` and
-`count_prefix` may be called from any thread at any time: they only read a dict, which under the GIL needs no lock; what they say may be out of
-date when it is used, and a read then reports the block as bad.
+Threads: everything async belongs to one event loop. Files are touched in a bounded pool of threads, writes through aiofiles. `in` may be used on any
+thread at any time: it only reads a dict, which under the GIL needs no lock. Its answer may be out of date when it is used, and a read then reports
+the block as bad.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS: Final = READS_IN_FLIGHT + 2  # The reads, and room for the writer and for opening files.
 RETRY_AFTER_S: Final = 5.0  # Chosen: a full disk costs one failed write in this time.
-MAX_SHED: Final = 2  # Segments given up for one write that met a full disk. Chosen: room for it, and little lost to a disk that others fill.
+MAX_SHED: Final = 2  # Segments given up for one write on a full disk. Chosen: room for the write, and little lost to a disk that others fill.
 
 
 class DiskLog:
@@ -69,7 +70,7 @@ class DiskLog:
         on_dropped: Callable[[list[BlockKey]], None],
         now: Callable[[], float],
     ) -> None:
-        """Touches no file; `open` does."""
+        """Prepare the parts; `open` touches the files."""
         self._directory, self._fingerprint, self._shape = directory, fingerprint, shape
         self._describe, self._files, self._now = describe, files, now
         self._workers = FileWorkers(NUM_THREADS)
@@ -83,7 +84,7 @@ class DiskLog:
             directory, self._contents, self._room, self._reader, self._writer, self._workers, files, now
         )
         self.weights = self._contents.weights
-        """Of owners, by tag, where it is not 1: their share against others'. Whoever knows sets it, from any thread."""
+        """The weights of owners, by tag, where a weight is not 1. May be set from any thread."""
         self._claim: Claim | None = None
         self._write_lock = asyncio.Lock()
         self._retry_at_s = NEVER
@@ -104,12 +105,23 @@ class DiskLog:
         on_dropped: Callable[[list[BlockKey]], None] = ignore,
         now: Callable[[], float] = time.monotonic,
     ) -> DiskLog:
-        """Claim the folder, made if need be, and index what is in it. Segments of another fingerprint, shape or format hold no blocks.
+        """Claim the folder, made if need be, and index its segments. Segments of another fingerprint, shape or format hold no blocks.
 
-        describe: JSON that says what the store holds, kept in `namespace.json`. on_dropped: called on the loop with keys that
-        were evicted or lost; a block that a read found bad is told to that read. now: seconds, for the order of use, the pause after an error
-        and the busy times; called from any thread. Raises StoreBusy when another process holds the folder, StoreUnusable when it cannot be made
-        or written, OSError when it cannot be listed.
+        Args:
+            directory: the folder.
+            fingerprint: the namespace's.
+            shape: the shape of every block.
+            capacity_bytes: the most that all segment files may take.
+            segment_bytes: size of a segment; None: by the capacity.
+            describe: JSON that describes the store, kept in `namespace.json`.
+            files: the file system.
+            on_dropped: called on the loop with keys that were evicted or lost; a block that a read found bad is reported by that read.
+            now: returns seconds, for the order of use, the pause after an error and the busy times; called from any thread.
+
+        Raises:
+            StoreBusy: another process holds the folder.
+            StoreUnusable: the folder cannot be made or written.
+            OSError: it cannot be listed.
         """
         log = cls(
             directory,
@@ -132,7 +144,7 @@ class DiskLog:
         return log
 
     async def _load(self) -> None:
-        """Claim the folder and take over what is in it; nothing is held if this raises StoreBusy, StoreUnusable or OSError."""
+        """Claim the folder and index its segments. If it raises StoreBusy, StoreUnusable or OSError, the folder is not held."""
         try:
             await self._workers.run(self._take_claim)
             found = await self._workers.run(segment_paths, self._directory)
@@ -159,7 +171,7 @@ class DiskLog:
         self._contents.counts.num_read_errors += sum(scan.has_failed for scan in scans)
 
     def _take_claim(self) -> None:
-        # Stored by the thread that took it: a result handed to a cancelled task would be lost, and the folder locked for good.
+        # Stored by the thread that took it: a result for a cancelled task would be lost, and the folder locked for good.
         self._claim = prepare(self._directory, self._describe)
 
     def _release_claim(self) -> None:
@@ -167,21 +179,14 @@ class DiskLog:
             self._claim.release()
             self._claim = None
 
-    # What any thread may ask.
+    # For any thread.
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._contents.index
 
-    def count_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many of the first keys are on disk without a gap."""
-        index = self._contents.index
-        for i, key in enumerate(keys):
-            if key not in index:
-                return i
-        return len(keys)
-
     @property
     def stats(self) -> DiskStats:
+        """The counts, and the sizes of now."""
         return self._contents.stats(self._room.capacity_bytes)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
@@ -203,15 +208,22 @@ class DiskLog:
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
         is_use: bool = True,
     ) -> ReadResult:
-        """Fill `part(i, layer)`, a writable view of `layer_bytes` bytes, for every key i and every layer from `first_layer` to before `end_layer`
-        (None: to the last), in that order.
+        """Fill `part(i, layer)` for every key i and every layer from `first_layer` to before `end_layer` (None: to the last), in that order.
 
-        `part` is called in worker threads. All its memory belongs to the read until this returns or raises, also that of bad blocks; a cancelled
-        read waits for the threads that still write into it. on_layer(l): layer l of all blocks that are not bad is there and verified; called
-        once for each layer, in order. on_bad(i): block i will not come; the store has forgotten it. on_bytes(n): so many bytes more were read,
-        whatever becomes of them; `stats` counts the same. All are called on the loop, the last one also while a cancelled read ends. What they or
-        `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way. is_use: whether it counts for what stays;
-        not for another node's sake.
+        All callbacks but `part` are called on the loop, `on_bytes` also while a cancelled read ends. An error that a callback raises ends the read
+        and is raised here, in an ExceptionGroup if other reads were under way.
+
+        Args:
+            keys: the blocks.
+            part: returns a writable view of `layer_bytes` bytes; called in worker threads. Its memory belongs to the read until this returns or
+                raises, also for bad blocks; a cancelled read waits for the threads that still write into it.
+            first_layer: the first layer to read.
+            end_layer: the layer behind the last one; None: to the end.
+            on_layer: called once for each layer, in order, when it is verified for all blocks that are not bad.
+            on_bad: called with a block that will not come; the store has forgotten it.
+            on_bytes: called with the number of further bytes read, as `stats` counts them.
+            max_bytes_in_flight: bounds the memory of reads under way.
+            is_use: whether the read counts as a use, for the order of eviction; a peer's read does not.
         """
         started_s = self._now()
         entries = [self._contents.index.get(key) for key in keys]
@@ -225,18 +237,21 @@ class DiskLog:
     # Writing.
 
     async def append(self, keys: Sequence[BlockKey], part: Part, owner: int = 0) -> bool:
-        """Write the blocks that are not yet there as one record; `part(i, layer)` gives the bytes of key i, `layer_bytes` of them.
+        """Write the blocks that are not on disk yet as one record. A cancelled append is finished first.
 
-        owner: `owner_tag` of the tenant whose they are.
+        Args:
+            keys: the blocks.
+            part: `part(i, layer)` returns the `layer_bytes` bytes of key i; called in a worker thread. Its memory must not change meanwhile.
+            owner: `owner_tag` of the blocks' tenant.
 
-        Returns whether all keys are on disk now. False when the record was refused or the disk failed (see `stats`); nothing of it is kept then,
-        and the disk is left alone for RETRY_AFTER_S. `part` is called in a worker thread; its memory must not change until this returns. Not cut
-        short by being cancelled: a cancelled append is finished first.
+        Returns:
+            Whether all keys are on disk now. False when the record was refused or the disk failed (see `stats`): then no block of it is kept, and
+            no write is tried for RETRY_AFTER_S.
         """
         return await self.append_all([Record(keys, part, owner)])
 
     async def append_all(self, records: Sequence[Record]) -> bool:
-        """`append` each of these; cheaper than one by one, because the folder is looked at once. Returns whether all are on disk now."""
+        """Append several records, with one look at the folder. Return whether all are on disk now."""
         return await to_the_end(self._append_all(records))
 
     async def _append_all(self, records: Sequence[Record]) -> bool:
@@ -261,16 +276,14 @@ class DiskLog:
             return is_all
 
     def _warn_of(self, error: Exception) -> None:
-        """Once for each kind of error in a row: it is tried again every few seconds."""
+        """Log an error, once for each kind of error in a row: writes are tried again every few seconds."""
         if str(error) != self._last_warning:
             self._last_warning = str(error)
             logger.warning("KV blocks cannot be written to %s: %s", self._directory, error)
 
     async def _append_new(self, records: Iterable[Record]) -> bool:
-        """Raises OSError."""
-        if (
-            self._contents.num_bytes > self._room.capacity_bytes
-        ):  # the disk has less room than it had; also where none is left for these
+        """Write the blocks that are not on disk yet, and return whether all are there now. Raises OSError."""
+        if self._contents.num_bytes > self._room.capacity_bytes:  # the disk has less room than it had
             await self._evictor.make_room(0)
         is_all = True
         for batch in self._batches(records):
@@ -285,17 +298,18 @@ class DiskLog:
         return is_all
 
     async def _write_or_shed(self, batch: Sequence[Record]) -> list[RecordPlace]:
-        """Write; where the disk is full whatever it told of its room, give up our own oldest segments for that. Raises OSError."""
+        """Write a batch; where the disk is full though it reported room, remove the oldest segments for it. Raises OSError."""
         for _ in range(MAX_SHED):
             try:
                 return await self._writer.write(batch)
             except OSError as error:
-                if not is_full(error) or not await self._shed():
+                if not is_full(error) or not await self._evictor.shed_oldest():
                     raise
+                await self._fit()
         return await self._writer.write(batch)
 
     def _batches(self, records: Iterable[Record]) -> Iterator[list[Record]]:
-        """What of the records is new, as many together as one write takes: each write costs hand-overs between threads."""
+        """Yield the blocks that are not on disk yet in batches of one write, because each write costs hand-overs between threads."""
         batch: list[Record] = []
         num_bytes, taken = 0, set[BlockKey]()
         for keys, part, owner in records:
@@ -319,18 +333,8 @@ class DiskLog:
         if batch:
             yield batch
 
-    async def _shed(self) -> bool:
-        """Drop the oldest segment, and be content for a while with as much as the disk has held. False when there is none but the newest.
-
-        Raises OSError.
-        """
-        if not await self._evictor.shed_oldest():
-            return False
-        await self._fit()
-        return True
-
     async def _recover(self) -> None:
-        """If the folder or the newest segment was removed or replaced under us, start over with what is there now."""
+        """Start over with the present files if the folder or the newest segment was removed or replaced by others."""
         is_newest_there, is_folder_ours, room = await self._workers.run(self._look_around)
         if self._writer.active is not None and not is_newest_there:
             segment, _ = self._writer.active
@@ -346,7 +350,7 @@ class DiskLog:
         self._room.fit(room, self._contents.num_bytes)
 
     def _look_around(self) -> tuple[bool, bool, FileSystemRoom | None]:
-        """Whether the newest segment is still the file that we write to, and the folder the one that we claimed; the disk's room."""
+        """Return whether the newest segment is still the open file, whether the folder is still the claimed one, and the disk's room."""
         is_newest_there = self._writer.active is None or is_same_file(
             self._writer.active[0].path, self._writer.active[1].fileno()
         )
@@ -365,7 +369,7 @@ class DiskLog:
     # The rest.
 
     async def close(self) -> None:
-        """End the reads under way, let go of the folder. After this the store is empty: nothing is in it, reads miss, appends are refused."""
+        """End the reads under way and release the folder. Afterwards the store is empty: reads miss, and appends are refused."""
         self._is_closed = True
         async with self._write_lock:
             with going_on("the newest file of the KV disk"):
@@ -384,7 +388,7 @@ def _segment_of(scan: SegmentScan) -> Segment:
 
 
 def _index_of(scans: Iterable[SegmentScan]) -> tuple[dict[BlockKey, BlockLocation], dict[int, Counter[int]]]:
-    """Every block's place; and how many blocks are alive in each segment, by owner."""
+    """Return every block's place, and the number of live blocks in each segment, by owner."""
     index = {key: BlockLocation(record, position) for key, record, position in live_blocks(scans)}
     alive: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for entry in index.values():

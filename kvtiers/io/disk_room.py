@@ -1,4 +1,4 @@
-"""How much of its disk a log takes: what it may, as far as the disk has room for that."""
+"""How much of its disk a log may take: its capacity, as far as the disk has room."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GIB: Final = 1 << 30
 # Left free on the disk for others: conversations are often stored there, and are worth more than KV. Chosen; less on small disks.
 SPARE_BYTES: Final = 256 << 20
 SPARE_SHARE: Final = 1 / 16
-# After a disk was full that had told of room (a quota, say), so long until a segment more is tried. Chosen.
+# Seconds until one more segment is tried after a disk was full though it reported room (a quota, say). Chosen.
 GROW_AFTER_S: Final = 60.0
 
 
 class DiskRoom:
-    """The bound of all segments together, and of one of them."""
+    """The bounds of all segments together and of each."""
 
     def __init__(
         self, directory: Path, wanted_bytes: int, segment_bytes: int | None, now: Callable[[], float]
@@ -35,11 +35,11 @@ class DiskRoom:
         self._full_at: tuple[int, float] | None = None
 
     def met_full_disk(self, held_bytes: int) -> None:
-        """A write did, with so much of the disk taken: be content with that for a while."""
+        """Note that the disk was full when the log held this much: the log takes no more for a while."""
         self._full_at = held_bytes, self._now()
 
     def fit(self, room: FileSystemRoom | None, num_bytes: int) -> None:
-        """Take no more of the disk than it has room for beside what others need of it. num_bytes: that are taken now."""
+        """Fit the bounds to the disk's room, less a reserve for others. num_bytes: size of all segments now."""
         capacity = self.wanted_bytes
         if room is not None:
             spare = min(SPARE_BYTES, int(room.total_bytes * SPARE_SHARE))

@@ -1,4 +1,4 @@
-"""The file system, as thinly as can be: what fails, and what tests make fail, goes through here.
+"""A thin layer over the file system, which tests replace to make calls fail.
 
 Only Linux: `preadv`, `flock` and `posix_fadvise` are used as they are there.
 """
@@ -21,75 +21,81 @@ DESCRIPTION_NAME = "namespace.json"
 
 
 class AppendFile(Protocol):
-    """What we use of an aiofiles handle."""
+    """The part of an aiofiles handle that is used here."""
 
     def fileno(self) -> int:
         """The file's descriptor."""
 
-    async def write(self, data: memoryview) -> int: ...
-    async def truncate(self, size: int) -> int:
-        """Cuts the file to `size` bytes. Raises `OSError`."""
+    async def write(self, data: memoryview) -> int:
+        """Append bytes, and return how many were written."""
+        ...
 
-    async def close(self) -> None: ...
+    async def truncate(self, size: int) -> int:
+        """Cut the file to `size` bytes."""
+        ...
+
+    async def close(self) -> None:
+        """Close the file."""
 
 
 class FileSystemRoom(NamedTuple):
-    """Of a file system, in bytes. free: what this process may still write there."""
+    """The room of a file system. free_bytes: bytes that this process may still write."""
 
     total_bytes: int
     free_bytes: int
 
 
 class Files:
-    """Each method is one call of the system and raises OSError; those that are not async block and belong into a worker thread."""
+    """System calls, one a method; each raises OSError. Methods that are not async block, so call them in a worker thread."""
 
     def open_read(self, path: Path) -> int:
-        """A descriptor for reading. Raises `OSError`, also for what is not a regular file.
+        """Return a descriptor for reading. Raises OSError, also for a file that is not regular.
 
-        Without the kernel's reading ahead: what is needed next is asked for anyway, in large pieces, and often lies elsewhere (measured: 1.05 to 1.44
-        bytes fetched for each that was asked for, and up to 30% less throughput).
+        The kernel does not read ahead: the next bytes are asked for in large pieces, and often lie elsewhere (measured with reading ahead: 1.05 to
+        1.44 bytes fetched for each asked byte, and up to 30% less throughput).
         """
         fd = open_regular(path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
     def close(self, fd: int) -> None:
+        """Close a descriptor."""
         os.close(fd)
 
     def size(self, fd: int) -> int:
-        """The file's size in bytes."""
+        """Return the file's size in bytes."""
         return os.fstat(fd).st_size
 
     def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
-        """May return less than asked for: b"" at the end of the file."""
+        """Read bytes, perhaps fewer than asked for; b"" at the end of the file."""
         return os.pread(fd, num_bytes, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers, 1024 at most, in their order; returns the bytes read, 0 at the end of the file."""
+        """Fill the buffers, 1024 at most, in order, and return the bytes read; 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def unlink(self, path: Path) -> None:
-        """Deletes a file. Raises `OSError`."""
+        """Delete a file."""
         os.unlink(path)
 
     def room(self, directory: Path) -> FileSystemRoom | None:
-        """What a folder's file system holds and has left; None where it does not tell."""
+        """Return the room of a folder's file system; None where it does not tell."""
         found = os.statvfs(directory)
         if not found.f_blocks:
             return None
         return FileSystemRoom(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     async def create(self, path: Path, pool: Executor) -> AppendFile:
-        """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one.
+        """Create a file that only its owner may read, for appending, unbuffered. Raises FileExistsError when the name is taken.
 
-        Past the page cache where the file system can (O_DIRECT): the host tier is the cache of what was just computed, and filling the
-        kernel's too costs the cores that compute (measured: 3 against 8 to 110 ms for 42 MB, the most where memory is fresh).
+        Writes go past the page cache where the file system can (O_DIRECT): the host tier already caches new blocks, and filling the kernel's cache
+        too costs the cores that compute (measured: 3 against 8 to 110 ms for 42 MB, the most where memory is fresh).
         """
-
-        # Here, because it loads asyncio, which the command line does without when it looks at stores.
+        # Imported here, because it loads asyncio, which the command line does not need to look at stores.
         import aiofiles  # type: ignore[import-untyped]
 
         def opener(name: str, flags: int) -> int:
+            """Open the new file with O_DIRECT, if possible."""
             fd = os.open(name, flags | os.O_EXCL | os.O_CLOEXEC, 0o600)
             _set_direct(fd, True)
             return fd
@@ -98,8 +104,9 @@ class Files:
         return file
 
     async def write(self, file: AppendFile, data: memoryview) -> int:
-        """Append `data`, or its first bytes; returns how many. What cannot go past the page cache, such as the rest of a short write, goes
-        through it, as does all that follows in this file.
+        """Append `data`, or its first bytes, and return how many.
+
+        Bytes that cannot go past the page cache, such as the rest of a short write, go through it, as do all later bytes of this file.
         """
         try:
             return await file.write(data)
@@ -109,19 +116,20 @@ class Files:
         return await file.write(data)
 
     async def truncate(self, file: AppendFile, num_bytes: int) -> None:
-        """Cuts a file to `num_bytes`. Raises `OSError`."""
+        """Cut a file to `num_bytes`."""
         await file.truncate(num_bytes)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room: on the disk, or in the owner's quota."""
+    """Return whether an error says that the disk, or the owner's quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open what must be a regular file, never waiting for one that is not: opening a pipe waits for whoever writes to it.
+    """Open a regular file, and never wait: opening a pipe would wait for its writer.
 
-    Raises OSError: ELOOP for a symbolic link, EINVAL for a pipe, a device or a folder, and what the system says.
+    Raises:
+        OSError: ELOOP for a symbolic link, EINVAL for a pipe, a device or a folder, and the system's own errors.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -131,13 +139,28 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """What is in a regular file; nothing else is waited for. Raises OSError as `open_regular` does."""
+    """Return the content of a regular file. Raises OSError as `open_regular` does."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file as a whole or not at all, also when the power goes; only its owner may read it. Raises OSError."""
+    beside = path.with_name(f"{path.name}.tmp")
+    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def _set_direct(fd: int, wanted: bool) -> bool:
-    """Turn O_DIRECT on or off; whether that changed anything."""
+    """Turn O_DIRECT on or off, and return whether that changed it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if bool(flags & os.O_DIRECT) is wanted:
         return False
@@ -149,7 +172,7 @@ def _set_direct(fd: int, wanted: bool) -> bool:
 
 
 def read_up_to(files: Files, fd: int, num_bytes: int, offset: int) -> bytes:
-    """`num_bytes` bytes, fewer only at the end of the file."""
+    """Read `num_bytes` bytes, fewer only at the end of the file."""
     data = files.pread(fd, num_bytes, offset)
     while len(data) < num_bytes and (more := files.pread(fd, num_bytes - len(data), offset + len(data))):
         data += more
@@ -157,7 +180,7 @@ def read_up_to(files: Files, fd: int, num_bytes: int, offset: int) -> bytes:
 
 
 def fill_up_to(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill the buffers from one range of the file; returns the bytes read, fewer than their sum only at the end of the file."""
+    """Fill the buffers from one range of the file, and return the bytes read, fewer than their sum only at the end of the file."""
     total = sum(map(len, buffers))
     done = files.preadv(fd, buffers, offset)
     while 0 < done < total:
@@ -169,7 +192,7 @@ def fill_up_to(files: Files, fd: int, buffers: Sequence[memoryview], offset: int
 
 
 def _after(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the buffers behind their first `num_bytes`."""
+    """Return the rest of the buffers behind their first `num_bytes`."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if num_bytes < len(buffer):
@@ -179,22 +202,23 @@ def _after(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class Claim:
-    """One process's hold on a store's folder. The system lets go of it when the process dies, however it dies."""
+    """One process's lock on a store's folder. The system releases it when the process dies."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
 
     def is_valid(self) -> bool:
-        """Whether the folder is still the one that was claimed: not removed, not moved, not replaced."""
+        """Return whether the claimed folder has not been removed, moved or replaced."""
         return is_same_file(self.path, self._fd)
 
     def release(self) -> None:
+        """Release the lock."""
         os.close(self._fd)
 
 
 def is_same_file(path: Path, fd: int) -> bool:
-    """Whether `path` still names the open file."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
@@ -202,7 +226,7 @@ def is_same_file(path: Path, fd: int) -> bool:
 
 
 def claim(directory: Path) -> Claim:
-    """Lock a store's folder for this process. Raises StoreBusy when another holds it, OSError when it cannot be locked."""
+    """Lock a store's folder for this process. Raises StoreBusy when another process holds it, OSError when it cannot be locked."""
     path = directory / LOCK_NAME
     while True:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -218,13 +242,15 @@ def claim(directory: Path) -> Claim:
             raise
         if is_same_file(path, fd):
             return Claim(path, fd)
-        os.close(fd)  # Somebody removed the folder between our open and our lock.
+        os.close(fd)  # The folder was removed between opening and locking.
 
 
 def prepare(directory: Path, describe: bytes | None) -> Claim:
-    """Make the store's folder, for its owner only, lock it and say in `namespace.json` what it holds.
+    """Make the store's folder, for its owner only, lock it and describe it in `namespace.json`.
 
-    Raises StoreBusy, or StoreUnusable with the OSError chained.
+    Raises:
+        StoreBusy: another process holds it.
+        StoreUnusable: it cannot be made, locked or written; the OSError is chained.
     """
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -238,14 +264,14 @@ def prepare(directory: Path, describe: bytes | None) -> Claim:
             _replace(directory / DESCRIPTION_NAME, describe)
     except OSError as error:
         if is_full(error):
-            return held  # only people read it; KV can make room for itself later
+            return held  # only people read the description; KV can make room for itself later
         held.release()
         raise StoreUnusable(f"{directory} cannot be written: {error.strerror}") from error
     return held
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old or the new one, never a part. One that says the same already is left as it is."""
+    """Replace a small file so that a reader sees the old or the new content, never a part. A file with the same content is not touched."""
     try:
         if read_regular(path) == data:
             return

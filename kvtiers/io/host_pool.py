@@ -19,10 +19,10 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 class HostPool:
-    """A fixed number of slots. Not locked: its owner (`KvStore`) is.
+    """A fixed number of slots. Its owner (`KvStore`) locks it.
 
     Args:
-        slot_bytes: one layer of one block.
+        slot_bytes: size of one layer of one block.
         capacity_bytes: upper bound of the region; the kernel backs it with memory when it is first written to, or in `populate`.
     """
 
@@ -38,19 +38,19 @@ class HostPool:
         self.region: NDArray[np.uint8] = np.frombuffer(
             self._memory, dtype=np.uint8, count=self.num_slots * slot_bytes
         ).reshape(self.num_slots, slot_bytes)
-        """All slots, shape (num_slots, slot_bytes). Who holds a slot may read and write its row."""
+        """All slots, shape (num_slots, slot_bytes). The holder of a slot may read and write its row."""
         self.memory = memoryview(self._memory)
-        """The same as bytes."""
+        """The same region as bytes."""
         self._free = _Runs()
         if self.num_slots:
             self._free.add(0, self.num_slots)
         self.num_free = self.num_slots
 
     def populate(self, is_wanted: Callable[[], bool]) -> None:
-        """Have the kernel back the region with memory, first slots first, while `is_wanted()`. Changes no byte; for a thread of its own.
+        """Have the kernel back the region with memory, first slots first, while `is_wanted()`. Changes no byte; call it on a separate thread.
 
-        Otherwise a step that saves pays for it: a page's first write costs 20 times its copy on a virtual machine (measured: 0.5 against 10 GB/s).
-        Where the kernel cannot do it in advance, nothing happens.
+        Otherwise steps that save wait for it: a page's first write costs 20 times its copy on a virtual machine (measured: 0.5 against 10 GB/s).
+        Where the kernel cannot do it in advance, this does nothing.
         """
         madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` would keep the GIL
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -61,7 +61,7 @@ class HostPool:
                 return
 
     def allocate(self, num_slots: int) -> list[int] | None:
-        """Slot numbers, in few ascending runs. None if there are not so many; then nothing changes."""
+        """Return slot numbers in few ascending runs; None, without a change, if too few slots are free."""
         if num_slots > self.num_free:
             return None
         self.num_free -= num_slots
@@ -74,11 +74,12 @@ class HostPool:
             self._free.add(start, length)
 
     def slot(self, index: int) -> memoryview:
-        """The bytes of one slot, writable."""
+        """Return the writable bytes of one slot."""
         start = index * self.slot_bytes
         return self.memory[start : start + self.slot_bytes]
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if the free slots do not add up."""
         self._free.check_invariants()
         assert sum(self._free.lengths) == self.num_free
 
@@ -91,6 +92,7 @@ class _Runs:
         self.lengths: list[int] = []
 
     def add(self, start: int, length: int) -> None:
+        """Add a run, joined with its neighbours."""
         at = bisect_left(self.starts, start)
         if at < len(self.starts) and start + length == self.starts[at]:
             length += self.lengths.pop(at)
@@ -102,7 +104,7 @@ class _Runs:
             self.lengths.insert(at, length)
 
     def take(self, wanted: int) -> list[int]:
-        """From the first run that holds all of them, else from the last runs: looking for the largest would take too long under the lock."""
+        """Take slots from the first run that has enough, else from the last runs: a search for the largest would hold the lock for too long."""
         slots: list[int] = []
         for at, length in enumerate(self.lengths):
             if length >= wanted:
@@ -124,13 +126,14 @@ class _Runs:
             self.lengths[at] -= length
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if runs touch or are empty."""
         ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
         assert all(end < after for end, after in zip(ends, self.starts[1:], strict=False))
         assert all(length > 0 for length in self.lengths)
 
 
 def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
-    """(start, length) of each stretch of consecutive numbers, in the order given."""
+    """Return (start, length) of each stretch of consecutive numbers, in the order given."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][0] + runs[-1][1] == number:

@@ -1,4 +1,4 @@
-"""Looking at stores on disk, and making them smaller, without opening them; for the command line."""
+"""Inspecting and pruning stores on disk without opening them, for the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
 
 
 class StoreInfo(Struct, frozen=True, kw_only=True):
-    """One namespace's folder. bytes: of its segment files. description: what `namespace.json` says, unparsed.
+    """The facts of one namespace's folder.
 
-    oldest_s, newest_s: when its least and most recently written segments were last written, in seconds since the epoch; None without segments.
-    num_blocks: different blocks whose records look whole; their bodies were not read.
+    Attributes:
+        description: the content of `namespace.json`.
+        num_blocks: different blocks whose records look whole; their bodies were not read.
+        bytes: size of its segment files.
+        oldest_s, newest_s: the times of the least and the most recent write of a segment, in seconds since the epoch; None without segments.
     """
 
     directory: Path
@@ -31,7 +34,7 @@ class StoreInfo(Struct, frozen=True, kw_only=True):
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
-    """What `prune` removed, and what is left."""
+    """The segments and bytes that `prune` removed, and the bytes that are left."""
 
     num_segments: int
     bytes: int
@@ -39,9 +42,9 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
 
 def inspect(directory: Path) -> list[StoreInfo]:
-    """Every store under `directory`, or the one that it is, by name. Takes no lock and changes nothing, so a live store may be looked at.
+    """Return the stores under `directory`, or the store that it is, by name. It takes no lock, so a live store may be inspected.
 
-    Raises OSError when `directory` cannot be listed; what vanishes meanwhile is left out.
+    Raises OSError when `directory` cannot be listed; files that vanish meanwhile are left out.
     """
     return [_store_info(folder) for folder in _stores(directory)]
 
@@ -49,10 +52,17 @@ def inspect(directory: Path) -> list[StoreInfo]:
 def prune(
     directory: Path, *, max_bytes: int | None = None, older_than_s: float | None = None, now: float
 ) -> Pruned:
-    """Delete whole segments of the stores under `directory`, or of the one that it is, least recently written first.
+    """Delete whole segments of the stores under `directory`, or of the store that it is, the least recently written first.
 
-    older_than_s: delete those last written longer ago than this. max_bytes: then delete until all stores together take no more. now: seconds
-    since the epoch. Raises StoreBusy, with nothing deleted, when a live process holds one of the stores; OSError when one cannot be deleted.
+    Args:
+        directory: a store, or a folder of stores.
+        max_bytes: delete until all stores together take no more.
+        older_than_s: before that, delete segments that were last written longer ago than this.
+        now: seconds since the epoch.
+
+    Raises:
+        StoreBusy: a live process holds one of the stores; then no segment is deleted.
+        OSError: a segment cannot be deleted.
     """
     with ExitStack() as held:
         folders = list(_stores(directory))
@@ -74,7 +84,7 @@ def prune(
 
 
 def _stores(directory: Path) -> Iterator[Path]:
-    """The folders that a `DiskLog` has held."""
+    """Yield the folders that a `DiskLog` has held."""
     if (directory / LOCK_NAME).is_file():
         yield directory
         return

@@ -1,4 +1,4 @@
-"""One thread with an event loop of its own for the tiers' file work: neither the gateway's loop nor the engine's step waits for a disk."""
+"""A thread with an event loop for the tiers' file work, so that neither the gateway's loop nor the engine's step waits for a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Chosen: for tasks that only have to hear that they are cancelled, and a disk that is slow.
+# Seconds for cancelled tasks to end. Chosen: for a slow disk.
 CLOSE_S = 10.0
 
 
@@ -29,7 +29,7 @@ class IoThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. One that a disk holds up for longer than CLOSE_S is left behind: it ends with the process."""
+        """Cancel running tasks and end the thread. A thread that a disk holds up for longer than CLOSE_S ends with the process."""
         if not self._thread.is_alive():
             return
         try:

@@ -1,4 +1,4 @@
-"""What a disk log holds: where every block is, whose it is, and what was counted. No files are touched here."""
+"""The index of a disk log: the place and owner of every block, and counts. It touches no file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ NEVER: Final = -math.inf
 
 
 class Counts(Struct, kw_only=True):
-    """Since `open`. read_s, write_s: how long threads were busy, so they may outrun the clock.
+    """Counts since `open`.
 
-    num_corrupt: blocks whose bytes were wrong. num_torn: segments with something that is no record behind their last one, as a killed process
-    leaves them. num_foreign: segments of another namespace or format. num_refused: appends given up because of their size, because all segments
-    were being read, or soon after a write error; num_unwritten: their blocks. num_evicted: blocks dropped to make room.
+    Attributes:
+        num_corrupt: blocks whose bytes were wrong.
+        num_torn: segments whose last record is incomplete, as a killed process leaves them.
+        num_foreign: segments of another namespace or format.
+        num_refused: appends given up because of their size, because all segments were being read, or soon after a write error.
+        num_unwritten: the blocks of refused appends.
+        num_evicted: blocks dropped to make room.
+        read_s, write_s: busy time of threads, which may outrun the clock.
     """
 
     bytes_written: int = 0
@@ -42,9 +47,9 @@ class Counts(Struct, kw_only=True):
 
 
 class DiskStats(Counts, kw_only=True):
-    """A copy of the counts, and how it stands now. bytes: of all segment files.
+    """A copy of the counts, and the sizes of now. bytes: size of all segment files.
 
-    capacity_bytes: what they may take, less than was asked for where the disk has no room for that.
+    capacity_bytes: the most that they may take, less than configured where the disk lacks room.
     """
 
     num_blocks: int
@@ -54,7 +59,7 @@ class DiskStats(Counts, kw_only=True):
 
 
 class BlockLocation(Struct, gc=False):
-    """Where a block is. last_read_s: since it was written or carried forward, else NEVER."""
+    """The place of a block. last_read_s: its last read since it was written or carried forward; NEVER without one."""
 
     record: RecordPlace
     position: int
@@ -62,7 +67,10 @@ class BlockLocation(Struct, gc=False):
 
 
 class LogIndex:
-    """All changes of the index are `put` and `take_out`, so that what each owner holds is known. on_dropped: called with keys that are lost."""
+    """The blocks by key. Only `put` and `take_out` change the index, so that the blocks of each owner are counted.
+
+    on_dropped: called with keys that are lost.
+    """
 
     def __init__(
         self, shape: BlockShape, on_dropped: Callable[[list[BlockKey]], None], now: Callable[[], float]
@@ -70,22 +78,24 @@ class LogIndex:
         self.shape = shape
         self.index: dict[BlockKey, BlockLocation] = {}
         self.held: Counter[int] = Counter()
-        """Blocks of the index by owner."""
+        """Number of blocks by owner."""
         self.used_s: dict[int, float] = {}
         """When each owner last wrote or read."""
         self.weights: dict[int, float] = {}
         self.segments: dict[int, Segment] = {}
         """Oldest first."""
         self.num_bytes = 0
-        """Of all segment files."""
+        """Size of all segment files."""
         self.counts = Counts()
         self._on_dropped = on_dropped
         self._now = now
 
     def clear(self) -> None:
+        """Forget all blocks."""
         self.index, self.held = {}, Counter()
 
     def stats(self, capacity_bytes: int) -> DiskStats:
+        """Return the counts and sizes of now."""
         return DiskStats(
             num_blocks=len(self.index),
             num_segments=len(self.segments),
@@ -95,24 +105,25 @@ class LogIndex:
         )
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Take blocks out of the index. Their bytes stay until their segment goes, so a store opened again has them again."""
+        """Take blocks out of the index. Their bytes stay until their segment is removed, so a reopened store has them again."""
         for key in keys:
             self.take_out(key)
 
     def lose(self, number: int) -> None:
-        """A segment's file is gone: so are its blocks. What it took of the capacity is written off when its turn to go comes."""
+        """Note that a segment's file was removed, and drop its blocks. Its bytes count until its turn of eviction comes."""
         segment = self.segments.get(number)
         if segment is not None:
             self.drop(self.live(segment))
             segment.records.clear()
 
     def publish(self, keys: Sequence[BlockKey], record: RecordPlace) -> None:
-        """Makes blocks that were written found: the record's blocks are these keys, in this order."""
+        """Add the blocks of a written record, whose keys these are, in order."""
         self.used_s[record.owner] = self._now()
         for position, key in enumerate(keys):
             self.put(key, BlockLocation(record, position))
 
     def put(self, key: BlockKey, entry: BlockLocation) -> None:
+        """Set the place of a block."""
         old = self.index.get(key)
         self.index[key] = entry
         self._count(entry.record, 1)
@@ -120,7 +131,7 @@ class LogIndex:
             self._count(old.record, -1)
 
     def take_out(self, key: BlockKey) -> None:
-        """Lets a block be found no more. An unknown key is no error."""
+        """Remove a block. An unknown key is ignored."""
         entry = self.index.pop(key, None)
         if entry is not None:
             self._count(entry.record, -1)
@@ -136,11 +147,11 @@ class LogIndex:
         return segment.live if segment is not None else Counter()
 
     def live(self, segment: Segment) -> list[BlockKey]:
-        """The blocks for which this segment is the place to read."""
+        """Return the blocks that are read from this segment."""
         return [key for record, keys in segment.records for key in keys if self.is_at(key, record)]
 
     def is_at(self, key: BlockKey, record: RecordPlace) -> bool:
-        """Whether the block is found in this very record."""
+        """Return whether the block is read from this record."""
         entry = self.index.get(key)
         return entry is not None and entry.record == record
 
@@ -152,9 +163,9 @@ class LogIndex:
 
     @property
     def single_bytes(self) -> int:
-        """What a block takes at most: those of one record share its header."""
+        """The most bytes that a block takes; blocks of one record share its header."""
         return RecordHead(1, self.shape).record_bytes
 
     def record_bytes(self, keys: Sequence[BlockKey]) -> int:
-        """Bytes of a record with these blocks."""
+        """Return the size of a record with these blocks."""
         return RecordHead(len(keys), self.shape).record_bytes

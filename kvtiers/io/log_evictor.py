@@ -1,4 +1,4 @@
-"""Makes room in a disk log: the oldest segment goes, and what of it is worth keeping is carried forward."""
+"""Makes room in a disk log: removes the oldest segment, and carries its valuable blocks forward."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from kvtiers.policy.fairness import choose_victim, floors
 
 logger = logging.getLogger(__name__)
 
-# What an evicted segment passes on: of blocks that were read; of those whose owners are below their share. Chosen: the rest is the gain.
+# The share of an evicted segment that is carried forward: of blocks that were read, and of blocks whose owners are below their share. Chosen.
 CARRIED_SHARE: Final = 1 / 2
 CARRIED_FOR_OTHERS: Final = 7 / 8
-CLAIM_S: Final = (
-    86_400.0  # An owner that was not seen for so long has no share to be spared. Chosen: back the next day.
-)
+# An owner that was not seen for this time has no share to be spared. Chosen: for users who come back the next day.
+CLAIM_S: Final = 86_400.0
 
 
 class Evictor:
-    """One at a time evicts: the log's lock is held."""
+    """Evicts segments. The caller holds the log's lock."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Evictor:
         self._shape = contents.shape
 
     async def make_room(self, need_bytes: int) -> bool:
-        """Evict until `need_bytes` fit, with room to carry blocks forward next time; False when all that could go is being read.
+        """Evict until `need_bytes` fit, with room to carry blocks forward next time. Return False when all other segments are being read.
 
         Raises OSError when a file cannot be removed.
         """
@@ -64,7 +63,7 @@ class Evictor:
         return True
 
     def _givers(self) -> Collection[int]:
-        """The owners whose blocks make room now: all, where there is one; else who is above its share, and who has long not been seen."""
+        """Return the owners whose blocks make room now: a single owner, else the owners above their share and the ones long absent."""
         if len(self._contents.held) < 2:
             return self._contents.held.keys()
         since_s = self._now() - CLAIM_S
@@ -109,7 +108,7 @@ class Evictor:
         await self._remove(victim)
 
     async def shed_oldest(self) -> bool:
-        """Drop the oldest segment of a disk that is full. False when there is none but the newest.
+        """Remove the oldest segment of a full disk. Return False when there is only the newest.
 
         Raises OSError.
         """
@@ -125,7 +124,7 @@ class Evictor:
         return True
 
     async def _remove(self, victim: Segment) -> None:
-        """Remove a segment's file, once nobody reads it any more. Raises OSError; the segment is then still counted."""
+        """Remove a segment's file once no read uses it. Raises OSError; the segment is then still counted."""
         await victim.wait_unpinned()  # Reads of the blocks just carried may have begun meanwhile.
         try:
             await self._workers.run(self._files.unlink, victim.path)
@@ -139,16 +138,15 @@ class Evictor:
     def _second_chance(
         self, victim: Segment, live: Sequence[BlockKey], givers: Collection[int]
     ) -> set[BlockKey]:
-        """Which blocks to carry forward: first those of owners that need not give, then those read since they were written, the last read first.
+        """Return the blocks to carry forward: first other owners' blocks than the givers', then blocks that were read, the last read first.
 
-        Up to half a segment's bytes; more only for the former, and never so many that nothing is gained.
+        They take up to half a segment's bytes; other owners' blocks may take more, as long as the eviction still gains room.
         """
         size = min(victim.num_bytes, self._room.segment_bytes)
         by_read = sorted(live, key=lambda key: self._contents.index[key].last_read_s, reverse=True)
         others = [key for key in by_read if self._contents.index[key].record.owner not in givers]
-        gain = 2 * (
-            SEGMENT_HEADER_BYTES + self._contents.single_bytes
-        )  # a new segment may have to be begun for them
+        # A new segment may have to be begun for them.
+        gain = 2 * (SEGMENT_HEADER_BYTES + self._contents.single_bytes)
         most = max(size // 2, min(int(size * CARRIED_FOR_OTHERS), size - gain)) // self._contents.single_bytes
         chosen = set(others[:most])
         left = max(int(size * CARRIED_SHARE) // self._contents.single_bytes - len(chosen), 0)
@@ -156,12 +154,13 @@ class Evictor:
         return chosen | set(read[:left])
 
     async def _carry(self, keys: list[BlockKey]) -> None:
-        """Copy blocks of one record into the newest segment. Those that cannot be read or written stay where they are."""
+        """Copy blocks of one record into the newest segment. Blocks that cannot be read or written stay where they are."""
         entries = [self._contents.index[key] for key in keys]
         shape = self._shape
         data = memoryview(bytearray(len(keys) * shape.block_bytes))
 
         def part(block: int, layer: int) -> memoryview:
+            """Return the place of one part in the copy."""
             start = block * shape.block_bytes + layer * shape.layer_bytes
             return data[start : start + shape.layer_bytes]
 
@@ -180,12 +179,12 @@ class Evictor:
             logger.warning("KV blocks cannot be carried forward in %s: %s", self._directory, error)
             return
         for position, i in enumerate(good):
-            # Unless somebody forgot it meanwhile.
+            # Unless it was forgotten meanwhile.
             if self._contents.index.get(keys[i]) is entries[i]:
                 self._contents.put(keys[i], BlockLocation(record, position))
                 self._contents.counts.num_carried += 1
 
 
 def reordered(part: Part, blocks: Sequence[int]) -> Part:
-    """A source of the same bytes in which block `i` is the given one's block `blocks[i]`."""
+    """Return a source of the same bytes whose block `i` is block `blocks[i]` of the given one."""
     return lambda position, layer: part(blocks[position], layer)

@@ -1,4 +1,4 @@
-"""Reads blocks of a disk log, several batches at a time, and verifies all that it reads."""
+"""Reads and verifies blocks of a disk log, several batches at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BYTES_IN_FLIGHT: Final = 8 << 20
 
 
 class ReadResult(Struct, frozen=True):
-    """bad: which of the keys were not there, damaged or unreadable; what lies in their places is not KV."""
+    """The outcome of a read. bad: the keys that were missing, damaged or unreadable; their places hold no KV."""
 
     bad: tuple[int, ...]
     bytes_read: int
@@ -34,7 +34,7 @@ class ReadResult(Struct, frozen=True):
 
 
 class _Reading:
-    """One read under way: which layers are complete, which blocks are bad."""
+    """One read under way: its complete layers and its bad blocks."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Reading:
         self._on_bad = on_bad
 
     def mark_bad(self, block: int) -> bool:
-        """Whether that is news."""
+        """Mark a block as bad, and return whether it was not yet."""
         if block in self.reader.bad:
             return False
         self.reader.bad.add(block)
@@ -67,7 +67,7 @@ class _Reading:
         return True
 
     def settle(self, ops: Iterable[ReadOp] = ()) -> None:
-        """These are done; report the layers that are now complete."""
+        """Note that these operations are done, and report the layers that are now complete."""
         for op in ops:
             for layer in op.layers:
                 self._ops_left[layer] -= 1
@@ -77,11 +77,11 @@ class _Reading:
 
 
 def ignore(_: Any) -> None:
-    pass
+    """Do nothing, as a callback."""
 
 
 class LogReader:
-    """Its reads pin segments; `close` waits for them."""
+    """Reads blocks; its reads pin segments until they end."""
 
     def __init__(
         self, contents: LogIndex, workers: FileWorkers, files: Files, now: Callable[[], float]
@@ -94,6 +94,7 @@ class LogReader:
         self._no_reads.set()
 
     async def close(self) -> None:
+        """Wait for the reads under way."""
         await self._no_reads.wait()
 
     async def read(
@@ -108,6 +109,7 @@ class LogReader:
         on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ) -> ReadResult:
+        """Read blocks as `DiskLog.read` says. entries: their places; None for a block that is not there."""
         started_s = self._now()
         places = [None if entry is None else BlockPlace(entry.record, entry.position) for entry in entries]
         records = {place.record for place in places if place is not None}
@@ -128,12 +130,13 @@ class LogReader:
         self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[BlockLocation | None]
     ) -> None:
         async def lane() -> None:
+            """Read batches until none is left."""
             for ops in reading.batches:
                 result = BatchResult({})
                 try:
                     async with self._read_slots:
                         await self._workers.run(reading.reader.read_batch, ops, result)
-                finally:  # what a cancelled read has read, it has read
+                finally:  # bytes of a cancelled read count, too
                     self._take(reading, result, keys, entries)
                 reading.settle(ops)
 
@@ -151,7 +154,7 @@ class LogReader:
         keys: Sequence[BlockKey],
         entries: Sequence[BlockLocation | None],
     ) -> None:
-        """Count what a batch brought, and forget the blocks that it found bad."""
+        """Count the bytes of a batch, and forget the blocks that it found bad."""
         reading.bytes_read += result.num_bytes
         reading.on_bytes(result.num_bytes)
         self._contents.counts.bytes_read += result.num_bytes
@@ -171,7 +174,7 @@ class LogReader:
 
     @contextmanager
     def pinned(self, numbers: Iterable[int]) -> Iterator[dict[int, Segment]]:
-        """Keeps these segments' files open and in place while the context is open."""
+        """Keep these segments' files open and in place within the context."""
         segments = {number: self._contents.segments[number] for number in numbers}
         self._num_reads += 1
         self._no_reads.clear()

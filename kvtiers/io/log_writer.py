@@ -21,7 +21,7 @@ WRITE_BUFFER_BYTES: Final = 8 << 20  # Chosen: few writes, and little memory.
 
 
 class LogWriter:
-    """One at a time writes: the log's lock is held."""
+    """Writes records. The caller holds the log's lock."""
 
     def __init__(
         self,
@@ -44,12 +44,11 @@ class LogWriter:
         self._buffer = memoryview(b"")
 
     async def write(self, records: Sequence[Record]) -> list[RecordPlace]:
-        """Append records to the newest segment, or to a new one if they do not fit: all or none. The caller has made room. Raises OSError."""
+        """Append records, all or none, to the newest segment, or to a new one if they do not fit. The caller has made room. Raises OSError."""
         started_s = self._now()
         if not self._buffer:
-            self._buffer = memoryview(
-                mmap.mmap(-1, WRITE_BUFFER_BYTES)
-            )  # begins at a page, as O_DIRECT wants
+            # It begins at a page, as O_DIRECT needs.
+            self._buffer = memoryview(mmap.mmap(-1, WRITE_BUFFER_BYTES))
         stream, used = await self._workers.run(_begin, records, self._shape, self._buffer)
         if self.active is not None and self.active[0].num_bytes + stream.num_bytes > self._room.segment_bytes:
             await self.seal()
@@ -80,13 +79,13 @@ class LogWriter:
             data = data[num_bytes:]
 
     async def _start_segment(self) -> tuple[Segment, AppendFile]:
-        """Raises OSError."""
+        """Begin a segment. Raises OSError."""
         while True:
             path = segment_path(self._directory, self.next_number)
             try:
                 file = await self._files.create(path, self._workers.pool)
                 break
-            except FileExistsError:  # something that is no segment of ours has the name
+            except FileExistsError:  # a file that is no segment of this store has the name
                 self.next_number += 1
         segment = Segment(self.next_number, path, 0)
         self.next_number += 1
@@ -103,7 +102,7 @@ class LogWriter:
         return segment, file
 
     async def _mend(self, segment: Segment, file: AppendFile) -> None:
-        """Cut a torn record off; a segment where that fails takes no more records, and what it really takes is counted."""
+        """Cut a torn record off. Where that fails, the segment takes no more records, and its real size is counted."""
         try:
             await self._files.truncate(file, segment.num_bytes)
         except OSError:
@@ -116,7 +115,7 @@ class LogWriter:
             await self.seal()
 
     async def seal(self) -> None:
-        """The newest segment takes no more records."""
+        """Close the newest segment for writing."""
         if self.active is not None:
             _, file = self.active
             self.active = None
@@ -127,6 +126,6 @@ class LogWriter:
 
 
 def _begin(records: Sequence[Record], shape: BlockShape, buffer: memoryview) -> tuple[RecordStream, int]:
-    """The records and how many of their first bytes are in `buffer` now: one hand-over for both."""
+    """Return the records as a stream, and how many of their first bytes are in `buffer` now: one hand-over between threads for both."""
     stream = RecordStream(records, shape)
     return stream, stream.fill(buffer)

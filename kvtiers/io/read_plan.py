@@ -1,4 +1,4 @@
-"""In what order, and in what portions, blocks are read from disk. Pure.
+"""The order and the portions in which blocks are read from disk. Pure.
 
 First layers first over all records, because an engine starts on layer 0 while the rest is under way; within a layer in the order of the
 disk. A record's layers are taken in bands, so that one read moves about `max_read_bytes`: much more delays the layers before it, much less
@@ -17,7 +17,7 @@ IOV_MAX = 1024  # Linux: how many buffers one preadv takes.
 
 
 class RecordPlace(Struct, frozen=True, order=True, gc=False):
-    """Which record: the number of its segment, where in it the record starts (bytes), how many blocks it has, and whose tag."""
+    """The place of a record: its segment's number, its offset there in bytes, its number of blocks, and its owner's tag."""
 
     segment: int
     offset: int
@@ -26,7 +26,7 @@ class RecordPlace(Struct, frozen=True, order=True, gc=False):
 
 
 class BlockPlace(Struct, frozen=True, gc=False):
-    """Which block of a record."""
+    """The place of a block in a record."""
 
     record: RecordPlace
     position: int
@@ -35,9 +35,8 @@ class BlockPlace(Struct, frozen=True, gc=False):
 class ReadOp(Struct, frozen=True, gc=False):
     """Read `num_layers` layers, from `first_layer`, of neighbouring blocks of one record.
 
-    The blocks are those at `first_position`, + 1, ... in the record; `blocks` says which of the caller's they are, in that order. The bytes
-    of one layer are one range of the file; those of all the op's layers are one range if the op takes all blocks of the record
-    (`is_whole_width`).
+    The blocks lie at `first_position`, + 1, ... in the record; `blocks` has the caller's numbers of them, in that order. The bytes of one layer are
+    one range of the file; the bytes of all layers are one range if the op takes all blocks of the record (`is_whole_width`).
     """
 
     record: RecordPlace
@@ -48,13 +47,16 @@ class ReadOp(Struct, frozen=True, gc=False):
 
     @property
     def is_whole_width(self) -> bool:
+        """Whether it takes all blocks of the record."""
         return len(self.blocks) == self.record.num_blocks
 
     @property
     def layers(self) -> range:
+        """The layers that it reads."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     def num_bytes(self, shape: BlockShape) -> int:
+        """Return the bytes that it reads."""
         return len(self.blocks) * self.num_layers * shape.layer_bytes
 
 
@@ -65,11 +67,16 @@ def plan_reads(
     first_layer: int = 0,
     end_layer: int | None = None,
 ) -> list[list[ReadOp]]:
-    """Cover every part from `first_layer` to before `end_layer` (None: to the last) of every block exactly once; returns batches, each for one
-    worker, in the order to start them.
+    """Return batches, each for one worker, in the order to start them, that read every part of the layers and blocks exactly once.
 
-    places: where each of the caller's blocks lies; None for those to leave out. A batch has one op, or several small ones that are not worth
-    a hand-over to a thread each; it has at most `max_read_bytes` unless a single part is larger.
+    A batch has one op, or several small ones that are not worth a hand-over to a thread each.
+
+    Args:
+        places: the place of each of the caller's blocks; None for a block to leave out.
+        shape: the shape of a block.
+        max_read_bytes: the most bytes of a batch, unless a single part is larger.
+        first_layer: the first layer to read.
+        end_layer: the layer behind the last one; None: to the end.
     """
     ops = [
         op
@@ -83,7 +90,7 @@ def plan_reads(
 def _runs(
     places: Sequence[BlockPlace | None], shape: BlockShape, max_read_bytes: int
 ) -> Iterator[tuple[RecordPlace, int, tuple[int, ...]]]:
-    """Neighbouring blocks of a record, in equal portions whose single layer fits one read: (record, first position, the caller's blocks)."""
+    """Yield (record, first position, the caller's blocks) of neighbouring blocks, in equal portions whose single layer fits one read."""
     wanted: dict[RecordPlace, list[tuple[int, int]]] = {}
     for block, place in enumerate(places):
         if place is not None:

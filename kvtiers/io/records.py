@@ -14,7 +14,7 @@ Layer-major, because an engine needs the first layers first: those of a whole co
 part, because any subset of blocks must be verifiable alone. Numbers are little-endian. Nothing read back is trusted: each `decode_*`
 returns None for bytes that are not exactly what `encode_*` makes.
 
-The checksums stand against faults of disks and of power, not against people: who may write the folder may write KV.
+The checksums detect faults of disks and of power. They are no protection from people who may write the folder.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ __all__ = [
 
 SEGMENT_MAGIC = b"OVTKVSEG"
 RECORD_MAGIC = b"OVKR"
-_SEGMENT_HEADER = struct.Struct(
-    "<8sHH108sQ"
-)  # magic, version, length of the fingerprint, fingerprint, checksum
+# magic, version, length of the fingerprint, fingerprint, checksum
+_SEGMENT_HEADER = struct.Struct("<8sHH108sQ")
 _RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, L, B, owner
 _MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` has 32.
 _CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B, the owner and the keys.
@@ -61,11 +60,11 @@ SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
 BREATH_BYTES = 1 << 20  # Chosen: 0.1 ms of work.
 
 Part = Callable[[int, int], memoryview]
-"""`part(i, layer)`: the bytes of block i's layer."""
+"""Returns the bytes of one layer of block i: `part(i, layer)`."""
 
 
 class Record(NamedTuple):
-    """What one record is made of. owner: a tag of whose blocks they are, 32 bits; 0: nobody's, as in records from before there were tags."""
+    """The content of one record. owner: the tag of its tenant, 32 bits; 0 for none, as in records older than tags."""
 
     keys: Sequence[BlockKey]
     part: Part
@@ -73,7 +72,7 @@ class Record(NamedTuple):
 
 
 class RecordHead(Struct, frozen=True):
-    """What a record's first 32 bytes say. Not to be believed before `decode_keys` has checked them."""
+    """The content of a record's first 32 bytes, unchecked until `decode_keys` has checked them."""
 
     num_blocks: int
     shape: BlockShape
@@ -81,7 +80,7 @@ class RecordHead(Struct, frozen=True):
 
     @property
     def keys_end(self) -> int:
-        """Bytes from the record's start to the end of its keys: what `decode_keys` wants."""
+        """Bytes from the record's start to the end of its keys, as `decode_keys` needs them."""
         return _RECORD_HEADER.size + self.num_blocks * KEY_BYTES
 
     @property
@@ -91,15 +90,16 @@ class RecordHead(Struct, frozen=True):
 
     @property
     def record_bytes(self) -> int:
+        """Bytes of the whole record."""
         return _aligned(self.prelude_bytes + self.num_blocks * self.shape.block_bytes)
 
     def part_offset(self, layer: int, position: int) -> int:
-        """Where the part of block `position` for `layer` begins, in bytes from the record's start."""
+        """Return the offset of the part of block `position` for `layer`, in bytes from the record's start."""
         return self.prelude_bytes + (layer * self.num_blocks + position) * self.shape.layer_bytes
 
 
 def encode_segment_header(fingerprint: str) -> bytes:
-    """The first bytes of a segment. Raises ValueError for a fingerprint of more than 108 bytes."""
+    """Return the first bytes of a segment. Raises ValueError for a fingerprint of more than 108 bytes."""
     name = fingerprint.encode()
     if len(name) > _MAX_FINGERPRINT_BYTES:
         raise ValueError(f"a fingerprint has at most {_MAX_FINGERPRINT_BYTES} bytes, not {len(name)}")
@@ -108,7 +108,7 @@ def encode_segment_header(fingerprint: str) -> bytes:
 
 
 def decode_segment_header(data: bytes) -> str | None:
-    """The fingerprint; None when this is no segment of our format, or a damaged one."""
+    """Return the fingerprint; None for a damaged segment, or a file of another format."""
     if len(data) < SEGMENT_HEADER_BYTES:
         return None
     magic, version, length, name, found = _SEGMENT_HEADER.unpack_from(data)
@@ -120,12 +120,15 @@ def decode_segment_header(data: bytes) -> str | None:
 
 
 def owner_tag(tenant: str) -> int:
-    """What stands for a tenant in a record. Two of a thousand share one with a chance of one in ten thousand, and then their share of the disk."""
+    """Return the tag of a tenant in a record.
+
+    Among a thousand tenants two share a tag, and then their share of the disk, with a chance of one in ten thousand.
+    """
     return (xxh32_intdigest(tenant.encode("utf-8", "surrogatepass")) or 1) if tenant else 0
 
 
 def encode_prelude(keys: Sequence[BlockKey], shape: BlockShape, sums: Iterable[int], owner: int = 0) -> bytes:
-    """Everything of a record before its body. `sums` has L*n checksums, layer-major."""
+    """Return all bytes of a record before its body. `sums` has L*n checksums, layer-major."""
     fields = struct.pack("<IIII", len(keys), shape.num_layers, shape.layer_bytes, owner)
     checked = b"".join((fields, *keys))
     front = struct.pack("<4sHHQ", RECORD_MAGIC, FORMAT_VERSION, 0, checksum(checked))
@@ -134,7 +137,7 @@ def encode_prelude(keys: Sequence[BlockKey], shape: BlockShape, sums: Iterable[i
 
 
 def decode_head(data: bytes) -> RecordHead | None:
-    """A record's head, unchecked but for its magic; None when no record begins here. Check `record_bytes` against the file's end."""
+    """Return a record's head, unchecked but for its magic; None when no record begins here. Check `record_bytes` against the file's end."""
     if len(data) < _RECORD_HEADER.size:
         return None
     magic, version, zero, _, num_blocks, num_layers, layer_bytes, owner = _RECORD_HEADER.unpack_from(data)
@@ -146,7 +149,7 @@ def decode_head(data: bytes) -> RecordHead | None:
 
 
 def decode_keys(head: RecordHead, data: bytes) -> list[BlockKey] | None:
-    """The record's keys, in the order of its blocks; None when head or keys are damaged. `data` starts where the record does."""
+    """Return the record's keys, in the order of its blocks; None when head or keys are damaged. `data` starts where the record does."""
     if len(data) < head.keys_end:
         return None
     found = int.from_bytes(data[8:_CHECKED_FROM], "little")
@@ -157,15 +160,15 @@ def decode_keys(head: RecordHead, data: bytes) -> list[BlockKey] | None:
 
 
 def decode_sums(head: RecordHead, data: bytes) -> tuple[int, ...]:
-    """The checksums, layer-major: that of block p in layer l is at l*n + p. A damaged one fails its part, so they need no check."""
+    """Return the checksums: of block p in layer l at l*n + p. A damaged checksum fails its part, so they need no check."""
     return struct.unpack_from(f"<{head.num_blocks * head.shape.num_layers}Q", data, head.keys_end)
 
 
 class RecordStream:
-    """Records, back to back, as a stream of bytes that is taken piece by piece, so that large ones need no buffer of their size."""
+    """Records, back to back, as a stream of bytes that is taken piece by piece, so that large records need no buffer of their size."""
 
     def __init__(self, records: Iterable[Record], shape: BlockShape) -> None:
-        """Sums up all parts, which must not change until the last byte was taken. Raises ValueError for a part of a wrong size."""
+        """Sum up all parts, which must not change until the last byte was taken. Raises ValueError for a part of a wrong size."""
         self.num_bytes = 0
         sources: list[memoryview] = []
         for keys, part, owner in records:
@@ -183,7 +186,7 @@ class RecordStream:
         self._rest = memoryview(b"")
 
     def fill(self, buffer: memoryview) -> int:
-        """Copy the next bytes into `buffer`; returns how many, 0 at the end."""
+        """Copy the next bytes into `buffer`, and return how many; 0 at the end."""
         used = 0
         while used < len(buffer):
             if not self._rest:
@@ -199,7 +202,7 @@ class RecordStream:
 
 
 def _in_breaths(views: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The views, letting go of the GIL now and then: summing and copying small ones keeps it, and an engine may be waiting."""
+    """Yield the views, and release the GIL now and then: summing and copying small ones keeps it, and an engine may be waiting."""
     num_bytes = 0
     for view in views:
         num_bytes += len(view)

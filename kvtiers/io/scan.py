@@ -1,4 +1,4 @@
-"""What lies in a store's folder, found by reading headers only: opening a store costs a read of a few KiB per record, not its bodies."""
+"""Finds the records in a store's folder by their headers: opening a store reads a few KiB of each record, not its body."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ HEAD_READ_BYTES = 4096
 
 
 class SegmentScan(Struct):
-    """One segment file. `records` are those that are whole, in the order of the file.
+    """The whole records of one segment file, in the order of the file.
 
-    is_foreign: of another namespace or format, or no segment at all; nothing of it was looked at. is_torn: something after the last whole
-    record is not one. has_failed: the disk gave an error; `records` ends where it did.
+    Attributes:
+        is_foreign: whether it is of another namespace or format, or no segment at all; its records were not read.
+        is_torn: whether bytes after the last whole record are no record.
+        has_failed: whether the disk gave an error, where `records` then ends.
     """
 
     number: int
@@ -45,15 +47,15 @@ class SegmentScan(Struct):
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Where the segment with this number is kept."""
+    """Return the path of the segment with this number."""
     return directory / f"segment-{number:010d}.kv"
 
 
 def segment_paths(directory: Path) -> list[tuple[int, Path]]:
-    """The segment files of a folder as (number, path), oldest first. Raises OSError.
+    """Return the segment files of a folder as (number, path), oldest first. Raises OSError.
 
-    Of what is named like one, only regular files of the folder's owner and of ours are; what else there is (a pipe, a link, a folder)
-    is neither opened nor counted nor removed, and told in the log.
+    Only regular files of the folder's owner or of this process's user count. Others of such a name (a pipe, a link, a folder) are neither opened nor
+    counted nor removed; the log names them.
     """
     owners = {os.stat(directory).st_uid, os.geteuid()}
     found: list[tuple[int, Path]] = []
@@ -83,10 +85,16 @@ def segment_paths(directory: Path) -> list[tuple[int, Path]]:
 def scan_segment(
     files: Files, number: int, path: Path, fingerprint: str | None = None, shape: BlockShape | None = None
 ) -> SegmentScan:
-    """Find the records of one segment. Blocks the thread; raises nothing.
+    """Find the records of one segment. Blocks the thread; raises no error.
 
-    fingerprint, shape: what a segment, and each record, must have to count; None takes any. Of a file that is not whole, or not ours, what it
-    takes of the disk counts and not its length: a hole in it takes nothing.
+    The size of a torn or foreign file is the room that it takes on the disk, where holes take none.
+
+    Args:
+        files: the file system.
+        number: of the segment.
+        path: of its file.
+        fingerprint: the fingerprint that the segment must have; None for any.
+        shape: the shape that each record must have; None for any.
     """
     scan = SegmentScan(number, path, 0, [])
     try:
@@ -111,7 +119,7 @@ def scan_segment(
 
 
 def _size_of(path: Path) -> int:
-    """What a segment that cannot be opened takes of the capacity."""
+    """Return the room that a segment which cannot be opened takes."""
     try:
         return _bytes_taken(path.lstat())
     except OSError:
@@ -119,9 +127,7 @@ def _size_of(path: Path) -> int:
 
 
 def _bytes_taken(status: os.stat_result) -> int:
-    return min(
-        status.st_size, status.st_blocks * 512
-    )  # 512: the unit of st_blocks, whatever the file system's own
+    return min(status.st_size, status.st_blocks * 512)  # 512: the unit of st_blocks on any file system
 
 
 def _scan_records(files: Files, fd: int, scan: SegmentScan, shape: BlockShape | None) -> None:
@@ -143,7 +149,7 @@ def _scan_records(files: Files, fd: int, scan: SegmentScan, shape: BlockShape | 
 
 
 def live_blocks(scans: Iterable[SegmentScan]) -> Iterator[tuple[BlockKey, RecordPlace, int]]:
-    """Every block as (key, record, position), oldest first: of a key that comes twice, the later one counts."""
+    """Yield every block as (key, record, position), oldest first; the later one of a repeated key counts."""
     for scan in scans:
         for record, keys in scan.records:
             for position, key in enumerate(keys):

@@ -13,7 +13,7 @@ from kvtiers.keys import BlockKey
 
 
 class Segment:
-    """While it is pinned it is not evicted, and its file stays open: even if the file is unlinked, the reads under way end well.
+    """A segment file. While it is pinned it is not evicted, and its file stays open, so that reads end well even if it is unlinked.
 
     `pin`, `unpin` and the numbers belong to the event loop; `fd` may be called from any thread.
     """
@@ -24,7 +24,7 @@ class Segment:
         self.num_bytes = num_bytes
         self.records: list[tuple[RecordPlace, list[BlockKey]]] = []
         self.live: Counter[int] = Counter()
-        """Blocks for which this is the place to read, by their owner's tag. The log counts."""
+        """Number of blocks that are read from here, by their owner's tag. The log counts them."""
         self._num_pins = 0
         self._unpinned = asyncio.Event()
         self._unpinned.set()
@@ -37,11 +37,12 @@ class Segment:
         return self._num_pins > 0
 
     def pin(self) -> None:
+        """Keep the file for one more read."""
         self._num_pins += 1
         self._unpinned.clear()
 
     def unpin(self, files: Files) -> None:
-        """The last one closes the file, so that a store of thousands of segments needs few descriptors."""
+        """End a read; the last read closes the file, so that a store of thousands of segments needs few descriptors."""
         self._num_pins -= 1
         if self._num_pins == 0:
             self._unpinned.set()
@@ -50,11 +51,11 @@ class Segment:
                 self._fd = None
 
     async def wait_unpinned(self) -> None:
-        """Waits until the file is not being read."""
+        """Wait until no read uses the file."""
         await self._unpinned.wait()
 
     def fd(self, files: Files) -> int:
-        """The file, opened by its first reader. Only while pinned. Raises OSError."""
+        """Return the file, opened by its first read. Call it only while pinned. Raises OSError."""
         with self._fd_lock:
             if self._fd is None:
                 self._fd = files.open_read(self.path)

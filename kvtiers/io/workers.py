@@ -1,4 +1,4 @@
-"""Threads for work on files, and how to wait for them: memory that a thread writes into is not given up before it is done."""
+"""Threads for work on files. Memory that a thread writes into is not given up before the thread is done."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ _T = TypeVar("_T")
 
 
 class FileWorkers:
+    """A pool of threads for file work."""
+
     def __init__(self, num_threads: int) -> None:
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-disk")
 
     async def run(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Run it in the pool. A cancelled caller still waits for the thread: it may be writing into memory that the caller owns."""
+        """Run a function in the pool. A cancelled caller still waits for the thread, which may be writing into the caller's memory."""
         job = self.pool.submit(function, *args)
         try:
             return await asyncio.wrap_future(job)
@@ -26,7 +28,7 @@ class FileWorkers:
 
 
 async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await `work`; if we are cancelled, finish it first and then be cancelled."""
+    """Await `work`; a cancelled caller finishes it first."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
@@ -36,7 +38,7 @@ async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def outlast(future: Awaitable[Any]) -> None:
-    """Wait until it is done, whatever comes of it and however often we are cancelled."""
+    """Wait until a future is done, whatever its outcome and however often the caller is cancelled."""
     waiting = asyncio.ensure_future(future)
     while not waiting.done():
         try:
@@ -44,4 +46,4 @@ async def outlast(future: Awaitable[Any]) -> None:
         except asyncio.CancelledError:
             pass
     if not waiting.cancelled():
-        waiting.exception()  # Looked at, so that asyncio does not complain that nobody did.
+        waiting.exception()  # Retrieved, so that asyncio does not warn of an exception that was never retrieved.

@@ -1,1 +1,1 @@
-"""What stays, what moves, load or recompute: pure decisions. No clock, no I/O, no threads: facts and `now` in, a decision out."""
+"""Pure decisions about KV: which blocks stay, and whether to load or recompute. Facts and `now` in, a decision out."""

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from kvtiers.policy.returns import ASSUMED_PAUSE_S
 
-# An announced session is worth more than any other until its request is late by so much. Chosen: advisories are taken back long before.
+# An announced session is worth more than any other until its request is late by this time. Chosen: advisories are taken back long before.
 LATE_AT_MOST_S = 300.0
-# However short the pauses are. Chosen.
+# The least half-life, however short pauses are. Chosen.
 MIN_HALF_LIFE_S = 1.0
 NUM_BANDS = 4
 """Bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""
@@ -25,9 +25,11 @@ NUM_BANDS = 4
 class GroupFacts:
     """One session's KV in the host tier. Between tenants `fairness.py` decides; a policy is asked about one tenant's sessions at a time.
 
-    `expected_s`: when a request of it is expected (an advisory), on the clock of `now`; None when nobody announced one.
-    `is_over`: nobody will ask for it again (its session was deleted). `is_live`: a request of it is in the engine; if that is preempted it needs this
-    KV for certain. `usual_pause_s`: that sessions usually make between two requests.
+    Attributes:
+        expected_s: when an advisory expects its request, on the clock of `now`; None without an advisory.
+        is_over: whether it was deleted.
+        is_live: whether a request of it is in the engine; if that is preempted, it needs this KV for certain.
+        usual_pause_s: the usual pause of sessions between two requests.
     """
 
     group: str
@@ -49,43 +51,48 @@ class Victim:
 
 
 class EvictionPolicy(Protocol):
+    """Chooses which sessions' KV leaves host memory."""
+
     def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
-        """Victims, the first to go first. The caller stops as soon as it has enough room; it skips what is in use."""
+        """Yield victims, the first to leave first. The caller stops when it has enough room, and skips blocks in use."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lru:
-    """Least recently used session first, whole. The baseline."""
+    """Evicts the least recently used session first, whole. The baseline."""
 
     def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        """Yield the sessions by their last use."""
         for facts in sorted(groups, key=lambda facts: (facts.last_used_s, facts.group)):
             yield Victim(facts.group, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ByValue:
-    """Lowest value per byte first: how likely the session comes back, times what its layers save when it does.
+    """Evicts the lowest value per byte first: the likelihood that the session comes back, times the seconds that its layers then save.
 
     Each band of a session's layers counts 0.84 times as much as the one before it, because reading it overlaps with computing the earlier
     ones; among equals the smallest KV goes first, since it is the cheapest to bring back.
 
     A session that has been silent for longer than sessions usually are is likely to be over. How long that is differs by four orders of magnitude
     between agents that call one another and people who read, so it is learned (`returns.py`): with half-lives of minutes, host memory that holds a
-    minute's KV kept what was over and let go of what was new (bench/LOG.md).
+    minute's KV kept ended sessions and evicted new ones (bench/LOG.md).
 
     Source: SYMPHONY §4.3 (latest layers first, then the smallest KV). Departs in weighing layers against likelihood: taking last layers of
-    every live session before the first layer of any abandoned one makes each live session pay for the dead (bench.sim.host_tier: twice the stall).
+    every live session before the first layer of any abandoned one makes each live session pay for the dead (bench.emulated host_tier:
+    twice the stall).
     """
 
     half_life_pauses: float = 2.4
-    """After a silence of so many usual pauses a session is half as likely to send another request. Measured: bench.sim.host_tier, as the others."""
+    """After a silence of so many usual pauses a session is half as likely to send another request. Measured: `bench.emulated host_tier`."""
     band_weight: float = 0.25
     """Powers of two by which a band of layers is worth less than the one before it."""
     num_prior_uses: int = 3
     """A session of u requests sends another with likelihood u / (u + 3); 27, 40, 56, 61, 69% for u = 1 … 5 in Mooncake's trace."""
 
     def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        """Yield ended sessions, then bands of layers by their value."""
         for facts in groups:
             if facts.is_over:
                 yield Victim(facts.group, 0)
@@ -99,7 +106,7 @@ class ByValue:
             yield Victim(group, first_layer(band, num_layers))
 
     def likelihood(self, facts: GroupFacts, now: float) -> float:
-        """Of a request soon, as a power of two (a logarithm, so that hours of idleness do not all round to nothing)."""
+        """Return the likelihood of a request soon as a power of two: a logarithm, so that hours of idleness do not all round to 0."""
         if facts.expected_s is not None and now <= facts.expected_s + LATE_AT_MOST_S:
             return float(NUM_BANDS)  # announced: its last band outlives any other session's first
         if facts.is_live:
@@ -111,5 +118,5 @@ class ByValue:
 
 
 def first_layer(band: int, num_layers: int) -> int:
-    """The first layer of a band; bands differ by at most one layer."""
+    """Return the first layer of a band; bands differ by at most one layer."""
     return band * num_layers // NUM_BANDS

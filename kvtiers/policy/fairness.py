@@ -1,7 +1,7 @@
 """How much room each tenant gives when a tier is full: weighted max-min shares. Pure.
 
-A tenant may take whatever nobody else wants. When room is short it is taken from those who hold most for their weight, down to one common level:
-nobody below its share gives anything while another is above its own.
+A tenant may take all room that no other tenant wants. When room is short, the tenants that hold most for their weight give it, down to one common
+level: no tenant below its share gives room while another is above its own.
 
 Source: max-min fairness by filling up (Bertsekas and Gallager, Data Networks, §6.5.2), read from above.
 """
@@ -16,12 +16,12 @@ from kvtiers.policy.eviction import GroupFacts
 
 Tenant = TypeVar("Tenant", bound=Hashable)
 
-# A session that was silent for so long claims no share: its KV goes before any that was used since, whoever holds how much. Chosen.
+# A session that was silent for this time claims no share: its KV leaves before any that was used since, whatever tenants hold. Chosen.
 ABANDONED_S = 1800.0
 
 
 def is_abandoned(facts: GroupFacts, now: float) -> bool:
-    """Whether a session's KV claims nothing: it is over, or nobody has asked for it for long and none of its requests is here or announced."""
+    """Return whether a session's KV claims no share: it is over, or was silent for long and none of its requests is here or announced."""
     if facts.is_over:
         return True
     is_wanted = facts.is_live or (facts.expected_s is not None and now <= facts.expected_s + ABANDONED_S)
@@ -29,9 +29,14 @@ def is_abandoned(facts: GroupFacts, now: float) -> bool:
 
 
 def floors(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], to_free: int) -> dict[Tenant, int]:
-    """What each tenant that must give may keep, so that `to_free` comes together; who is not in the result keeps all.
+    """Return what each giving tenant may keep, so that `to_free` comes together; tenants that are not in the result keep all.
 
-    held: of each tenant, in one unit, what it asks for included. weights: 1 where none is given. All give everything if that does not suffice.
+    All tenants give everything if that does not suffice.
+
+    Args:
+        held: the room of each tenant, with the room that it asks for.
+        weights: the tenants' weights; 1 where none is given.
+        to_free: the room to free, in the unit of `held`.
     """
     if to_free <= 0:
         return {}
@@ -46,10 +51,13 @@ def floors(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], to_free:
 def choose_victim(
     segments: Sequence[tuple[int, Mapping[Tenant, int]]], givers: Collection[Tenant]
 ) -> int | None:
-    """Which segment of a log to write off: the oldest half of which or more may go, else the one of which most may; None without segments.
+    """Return which segment of a log to remove: the oldest of which at least half may go, else the one of which the most may go; None without any.
 
-    segments: (blocks that it has room for, blocks alive in it by tenant), oldest first. givers: who must give; all others' blocks are to be
-    carried forward, and what was overwritten or forgotten may go.
+    Overwritten and forgotten blocks may go, too; blocks of other tenants than the givers are carried forward.
+
+    Args:
+        segments: the number of blocks that each has room for, and its live blocks by tenant, oldest first.
+        givers: the tenants that must give room.
     """
     best, best_share = None, -1.0
     for place, (num_blocks, alive) in enumerate(segments):
@@ -63,7 +71,7 @@ def choose_victim(
 
 
 def fair_level(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], capacity: int) -> float:
-    """The level, per unit of weight, to which holdings are cut so that they fit `capacity`; infinite where they fit as they are."""
+    """Return the level, per unit of weight, to which holdings are cut to fit `capacity`; infinite where they fit as they are."""
     if capacity <= 0:
         return 0.0
     by_level = sorted(
@@ -72,7 +80,7 @@ def fair_level(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], capa
     )
     left, weight_left = float(capacity), sum(weights.get(tenant, 1.0) for tenant in held)
     for level, tenant in by_level:
-        # All that is left is shared by those who hold at least this much.
+        # The rest is shared by the tenants that hold at least this much.
         if level * weight_left > left:
             return left / weight_left
         left -= held[tenant]

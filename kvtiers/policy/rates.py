@@ -10,11 +10,11 @@ HALF_LIFE_S = 60.0  # chosen: a disk that was slow a minute ago deserves another
 
 @dataclass(slots=True)
 class Rate:
-    """Units per second, from samples of (amount, seconds).
+    """A speed in units per second, from samples of (amount, seconds).
 
     Args:
         prior: assumed before the first sample, and again long after the last one.
-        half_life_s: of a sample below that.
+        half_life_s: after this time a sample below the prior counts half.
     """
 
     prior: float
@@ -31,11 +31,11 @@ class Rate:
         self.updated_s = now
 
     def at(self, now: float) -> float:
-        """The rate to predict with."""
+        """Return the rate to predict with."""
         if self.value is None:
             return self.prior
         if self.value >= self.prior:
             return self.value
-        # Only pessimism fades: it keeps its own subject from being measured again.
+        # Only a slow rate fades: a source that seems slow is avoided, and so not measured again.
         trust: float = 0.5 ** (max(now - self.updated_s, 0.0) / self.half_life_s)
         return self.prior + (self.value - self.prior) * trust

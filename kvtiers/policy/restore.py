@@ -1,7 +1,7 @@
 """Load a prompt's KV, wait for more of it, or compute it again: whichever is expected to give the first token sooner.
 
-The parts of a prompt, in blocks, behind what the device already holds:  [ in host memory | on disk | new text ]. Loading from host starts now;
-what is on disk must be read first; all that is not loaded is prefilled. Loading runs layer by layer under the forward pass, so a restore may
+The parts of a prompt, in blocks, behind the blocks of the device:  [ in host memory | on disk | new text ]. Loading from host starts now; blocks
+on disk must be read first; all other tokens are prefilled. Loading runs layer by layer under the forward pass, so a restore may
 start before its last layers have come.
 """
 
@@ -28,13 +28,15 @@ OVERLAP_SAFETY = 0.8
 
 
 class Action(Enum):
+    """Whether a restore begins now or waits."""
+
     LOAD = "load"
     WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFacts:
-    """What is known when a request could start. Blocks are counted from the first one that the device lacks."""
+    """The facts when a request could start. Blocks are counted behind the ones that the device has."""
 
     num_blocks: int
     """Leading blocks that are, soon will be, or will pass through host memory."""
@@ -48,18 +50,18 @@ class RestoreFacts:
     num_ready_layers: int
     """Layers that all `num_blocks` have in host memory now."""
     disk_bytes_done: int
-    """Delivered since this request began to wait, for whomever, by the disk or the peer that it waits for; the next fields likewise."""
+    """Bytes delivered to all requests since this one began to wait, by the disk or peer that it waits for; the next fields likewise."""
     disk_bytes_left: int
     disk_bytes_ahead: int
-    """Of other requests, which the disk reads first."""
+    """Bytes of other requests, which the disk reads first."""
     waited_s: float
     prefill_s_per_token: float | None
     disk_bytes_per_s: float | None
     host_bytes_per_s: float | None
     num_context_tokens: int = 0
-    """Before these blocks, of which the device has the KV: what is computed behind them takes longer for each."""
+    """Tokens before these blocks, whose KV the device has. Tokens computed behind them take longer."""
     is_from_peer: bool = False
-    """Some of it is on its way from another node, of which less is certain than of the own disk."""
+    """Whether some blocks come from another node, whose speed is less certain than the disk's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,18 @@ class RestoreDecision:
 
 
 class RestorePolicy(Protocol):
-    def decide(self, facts: RestoreFacts) -> RestoreDecision: ...
+    """Chooses to load, to wait or to compute."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        """Return the decision for these facts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FasterWins:
-    """Wait for the disk only while that is predicted to be faster than prefilling what it holds.
+    """Wait for the disk only while that is predicted to be faster than prefilling its blocks.
 
-    Predictions are corrected by what the wait itself shows: a disk that delivers less than expected is given up after the time in which one
+    The wait itself corrects the prediction: a disk that delivers less than expected is given up after the time in which one
     read should have come, so that a hung disk costs a few per cent of a prefill.
 
     Source: AdaptiveLLM §3.3 (swap or recompute by predicted cost), for restores; SYMPHONY §4.2 (start when the first layers are there).
@@ -95,6 +101,7 @@ class FasterWins:
     max_wait_s: float = 10.0
 
     def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        """Return the way with the earliest predicted first token."""
         now_s = self._cost_of(facts, facts.num_ready_blocks)
         all_s = self._cost_of(facts, facts.num_blocks)
         if facts.num_ready_blocks == facts.num_blocks:
@@ -112,18 +119,18 @@ class FasterWins:
         return RestoreDecision(Action.WAIT, facts.num_blocks, "on its way from disk", left_s + all_s)
 
     def _longest_wait_s(self, facts: RestoreFacts) -> float:
-        """For a peer no longer than all of it takes to compute: whatever a peer does, a request takes twice as long as without it at most."""
+        """Return the longest wait: for a peer at most the time of computing all, so that a peer at most doubles a request's time."""
         return min(self.max_wait_s, self._cost_of(facts, 0)) if facts.is_from_peer else self.max_wait_s
 
     def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
-        """Seconds to the first token when `num_blocks` are loaded from host and the rest is prefilled."""
+        """Return the seconds to the first token when `num_blocks` are loaded from host and the rest is prefilled."""
         num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
         return copy_s(facts, num_blocks) + num_tokens * (
             facts.prefill_s_per_token if facts.prefill_s_per_token is not None else PRIOR_PREFILL_S_PER_TOKEN
         )
 
     def _can_overlap(self, facts: RestoreFacts, left_s: float, compute_s: float) -> bool:
-        """Whether each layer is there by the time that the forward pass comes to it."""
+        """Return whether each layer is there by the time that the forward pass needs it."""
         num_left = facts.num_layers - facts.num_ready_layers
         if facts.num_ready_layers == 0 or facts.prefill_s_per_token is None or not num_left:
             return False
@@ -133,7 +140,7 @@ class FasterWins:
 
 
 def disk_s(facts: RestoreFacts) -> float:
-    """Predicted time until this request's blocks are read: by the measured rate, or by what this wait has seen if that is less."""
+    """Return the predicted seconds until this request's blocks are read, by the measured rate or, if lower, by the rate of this wait."""
     rate = facts.disk_bytes_per_s or PRIOR_DISK_BYTES_PER_S
     if facts.waited_s > 0:
         layer_bytes = facts.num_blocks * facts.block_bytes / max(facts.num_layers, 1)
@@ -142,13 +149,13 @@ def disk_s(facts: RestoreFacts) -> float:
 
 
 def copy_s(facts: RestoreFacts, num_blocks: int) -> float:
-    """Predicted time to copy so many blocks from host memory to the device."""
+    """Return the predicted seconds to copy `num_blocks` from host memory to the device."""
     return num_blocks * facts.block_bytes / (facts.host_bytes_per_s or PRIOR_HOST_BYTES_PER_S)
 
 
 def is_worth_fetching(
     block_bytes: int, block_size_tokens: int, bytes_per_s: float, prefill_s_per_token: float | None
 ) -> bool:
-    """Whether a peer gives a block sooner than it is computed. Measured on two cores: it does from 0.125 GB/s on."""
+    """Return whether a peer gives a block sooner than it is computed. Measured on two cores: from 0.125 GB/s on."""
     seconds = prefill_s_per_token if prefill_s_per_token is not None else PRIOR_PREFILL_S_PER_TOKEN
     return block_bytes / bytes_per_s < block_size_tokens * seconds

@@ -1,4 +1,4 @@
-"""What sessions' own requests tell of those to come: how many each has sent, and how long sessions usually pause in between."""
+"""The number of requests of each session, and the usual pause of sessions between two requests."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# Sessions that are remembered, whether or not anything of them is left; those that were not heard of for longest go. Chosen.
+# Number of sessions that are remembered, with or without KV; the ones silent for longest are forgotten first. Chosen.
 MAX_SESSIONS = 16_384
-# Pauses of which the median counts. Before as many as NUM_ASSUMED were seen, sessions are taken to pause as people do who read and type: Mooncake's
-# median. Chosen.
+# Number of recent pauses whose median counts. NUM_ASSUMED pauses of people that read and type (Mooncake's median) are assumed at first. Chosen.
 NUM_PAUSES, NUM_ASSUMED, ASSUMED_PAUSE_S = 256, 16, 123.0
 
 
 @dataclass(slots=True)
 class _Session:
-    """left_s: when its last request ended; None while one is there."""
+    """The requests of one session. left_s: when its last request ended; None while a request is in the engine."""
 
     num_requests: int = 0
     left_s: float | None = None
 
 
 class Returns:
-    """Requests come and leave; nothing is decided here."""
+    """Counts requests and pauses; nothing is decided here."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
         self._max_sessions = max_sessions
         self._pauses_s = deque([ASSUMED_PAUSE_S] * NUM_ASSUMED, maxlen=NUM_PAUSES)
         self.usual_pause_s = ASSUMED_PAUSE_S
-        """The median of what was seen lately, in seconds."""
+        """The median of recent pauses, in seconds."""
 
     def came(self, session: Hashable, now: float, *, is_one: bool = True) -> None:
-        """A request of it. is_one: it is a session; not where many that know nothing of one another begin alike, whose pauses tell nothing."""
+        """Count a request of a session. is_one: whether it is one session, and not several that begin alike, whose pauses say nothing."""
         known = self._sessions.pop(session, None) or _Session()
         self._sessions[session] = known
         known.num_requests += 1
@@ -45,12 +44,12 @@ class Returns:
             self._sessions.popitem(last=False)
 
     def left(self, session: Hashable, now: float) -> None:
-        """Its last request that was there has ended. Nothing changes where none had come since: what ended was asked by nobody."""
+        """Note that the session's last request has ended. A request that no client asked for changes nothing."""
         known = self._sessions.get(session)
         if known is not None and known.left_s is None:
             known.left_s = now
 
     def num_requests(self, session: Hashable) -> int:
-        """It has sent so many, as far as is remembered."""
+        """Return the number of requests of a session, as far as is remembered."""
         known = self._sessions.get(session)
         return known.num_requests if known is not None else 0

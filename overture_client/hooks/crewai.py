@@ -37,7 +37,10 @@ def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
             advisor.graph.add_edge(roles[task.agent.id], roles[following.agent.id])
 
     def on(event_type: Any, tell: Callable[[str], None]) -> Callable[[], None]:
+        """Call `tell` with the role of each agent that such an event is about; return a function that ends this."""
+
         def handler(source: Any, event: Any) -> None:
+            """Pass the event's agent on, if it is of this crew."""
             # The bus brings the events of other crews too.
             if event.agent.id in roles:
                 tell(roles[event.agent.id])
@@ -52,6 +55,7 @@ def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
     ]
 
     def detach() -> None:
+        """Stop advising."""
         for each in undo:
             each()
 
@@ -59,7 +63,7 @@ def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
 
 
 def _name_session(agent: Any, headers: dict[str, str]) -> bool:
-    """Have requests of this agent carry `headers`, if its LLM can do so. The LLM may be shared with other agents, so it is copied."""
+    """Let requests of this agent carry `headers`, if its LLM can do so. The LLM may be shared with other agents, so it is copied."""
     if not _takes_headers(agent.llm):
         return False
     agent.llm = copy(agent.llm)
@@ -69,7 +73,7 @@ def _name_session(agent: Any, headers: dict[str, str]) -> bool:
 
 
 def _takes_headers(llm: Any) -> bool:
-    """Whether `additional_params` reach the request as arguments of the OpenAI SDK or of LiteLLM; other classes have the field and ignore it."""
+    """Return whether `additional_params` reach the request as arguments of the OpenAI SDK or of LiteLLM; other classes ignore the field."""
     from crewai import LLM
 
     try:

@@ -1,7 +1,7 @@
-"""MetaGPT. It has no callbacks: messages that are published tell who acts next, and roles are timed by wrapping what runs them.
+"""MetaGPT. It has no callbacks: published messages tell which role acts next, and roles are timed by wrapping the methods that run them.
 
 From a role's own start to its LLM call it is 0.2 ms at most (measured on MetaGPT 0.8.2), while a message is published when its sender ends, and
-its readers wait for the slowest role of the round: that is where the time to warm up comes from, beside the edges.
+its readers wait for the slowest role of the round: besides the edges, that wait is the time to prepare KV in.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def attach(team: Any, advisor: Advisor) -> None:
     publish = environment.publish_message
 
     def publish_message(message: Any, *args: Any, **more: Any) -> Any:
+        """Publish the message, and advise about the roles that read it."""
         is_found = publish(message, *args, **more)
         for role, addresses in environment.member_addrs.items():
             # As `Role._observe` picks its news.
@@ -49,7 +50,7 @@ def attach(team: Any, advisor: Advisor) -> None:
 
 
 def _name_session(role: Any, advisor: Advisor) -> bool:
-    """Have the role's requests carry its session, if its LLM asks by the OpenAI SDK."""
+    """Let the role's requests carry its session, if its LLM uses the OpenAI SDK."""
     client: Any = getattr(role.llm, "aclient", None)
     if not hasattr(client, "with_options"):
         return False
@@ -61,6 +62,7 @@ def _watch(role: Any, advisor: Advisor) -> None:
     react = role.react
 
     async def timed_react() -> Any:
+        """Run the role, and tell the advisor of its start and end."""
         advisor.agent_started(role.name)
         try:
             answer = await react()

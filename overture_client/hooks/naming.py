@@ -1,4 +1,4 @@
-"""How the hooks put an agent's session into its requests, and what they say where they cannot."""
+"""Ways in which the hooks put an agent's session into its requests, and the warning where they cannot."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _asked: list[HeadersFor] = []
 
 
 def same_server(url: str, other: str) -> bool:
-    """Whether two addresses name the same host and port. The names of this machine are one."""
+    """Return whether two addresses name the same host and port. The names of this machine are one."""
 
     def place(address: str) -> tuple[str, int]:
+        """Return host and port of an address."""
         parts = urlsplit(address)
         host = parts.hostname or ""
         return "localhost" if host in _LOOPBACK else host, parts.port or (
@@ -32,10 +33,10 @@ def same_server(url: str, other: str) -> bool:
 
 
 def add_to_requests(headers_for: HeadersFor) -> None:
-    """Have every request that httpx (or httpx2, as newer SDKs) sends in this process carry `headers_for(url)`, unless it has headers of these names.
+    """Let every request that httpx (or httpx2, as newer SDKs) sends in this process carry `headers_for(url)`.
 
-    Most clients of language models send by httpx, and many frameworks make theirs where no hook can reach them. Calling it again with the same
-    function changes nothing.
+    Headers that a request has already stay. Most clients of language models send by httpx, and many frameworks make theirs where no hook can
+    reach them. Calling it again with the same function changes nothing.
     """
     if headers_for not in _asked:
         _asked.append(headers_for)
@@ -45,16 +46,18 @@ def add_to_requests(headers_for: HeadersFor) -> None:
 
 
 def _wrap(library: Any) -> None:
-    """Have the clients of `library` name their requests. Does nothing the second time."""
+    """Let the clients of `library` name their requests. Does nothing the second time."""
     send, send_async = library.Client.send, library.AsyncClient.send
     if getattr(send, _MARK, False):
         return
 
     def named_send(self: Any, request: Any, *args: Any, **more: Any) -> Any:
+        """Send a request with its session's headers."""
         _name(request)
         return send(self, request, *args, **more)
 
     async def named_send_async(self: Any, request: Any, *args: Any, **more: Any) -> Any:
+        """Send a request with its session's headers."""
         _name(request)
         return await send_async(self, request, *args, **more)
 
@@ -69,7 +72,7 @@ def _name(request: Any) -> None:
 
 
 def warn_unnamed(framework: str, agents: Iterable[str], remedy: str) -> None:
-    """Warn once about all agents whose requests will carry no session, so that no advisory can meet them. Nothing where there are none.
+    """Warn once about all agents whose requests will carry no session, so that no advisory can meet them. No agents: no warning.
 
     remedy: what the user can do, a sentence.
     """

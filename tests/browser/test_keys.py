@@ -92,7 +92,7 @@ def test_adapters_versions_and_the_engine_room(visit, stage: Stage) -> None:
     chat = visit()
     chat.pick("pirate")
     chat.ask("Ahoy!")
-    assert stage.gateway.node.answers[-1].request.context.adapter == "pirate"
+    assert stage.gateway.node.answers[-1].request.adapter == "pirate"
     chat.page.get_by_role("button", name="Answer again").click()
     expect(chat.page.get_by_role("group", name="Version 2 of 2")).to_be_visible()
     chat.wait_done()

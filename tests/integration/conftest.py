@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +17,22 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from engine_bridge.cluster.peers import PeerConfig
+from engine_bridge.cluster.trust import Trust
 from engine_bridge.local_node import LocalNode
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
-from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from overture_client.chat import ChatClient
+from overture_client.chat_frames import Delta, Done
 from tests.blocking import checked
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
-PEERS = PeerConfig(token="of the tests' cluster")
+PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
     "test_mixed_batch.py",
@@ -39,7 +45,22 @@ ALONE = (
     "test_priority_api.py",
     "test_engine_state.py",
     "test_profile.py",
+    "test_traces.py",
 )
+
+COLLECTOR = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
+
+
+def _leave_imports_alone() -> None:
+    """Take the place of gc.unfreeze, which vLLM calls when an engine ends.
+
+    It would have the three collections that follow look through a million imported objects, which takes 2.5 s of each engine's end. So what is frozen
+    then stays so, and later engines are not frozen, so that each goes when it ends.
+    """
+    gc.freeze = lambda: None
+
+
+gc.unfreeze = _leave_imports_alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +86,7 @@ def demo_config(data_dir: Path, **changes: Any) -> Config:
         port=0,
         data_dir=data_dir,
         drain_timeout_s=5,
-        **{"kv_host_gib": 0.25} | changes,
+        **{"kv_host_gib": 0.25, "kv_cache_gib": 0.25} | changes,
     )
 
 
@@ -126,12 +147,84 @@ async def chat(server: Server) -> AsyncIterator[ChatClient]:
         yield client
 
 
-class WaitsForTheDisk:
-    """Restores whatever a tier holds, however slow this machine's copies and disk are at the moment."""
+async def told(asked: AbstractAsyncContextManager[aiohttp.ClientResponse], status: int = 200) -> Any:
+    """What the server says to a request, read as JSON where it is that; fails if its status is another one."""
+    async with asked as reply:
+        said = await reply.text()
+        assert reply.status == status, f"{reply.method} {reply.url}: {reply.status} {said[:1000]}"
+        return json.loads(said) if reply.content_type == "application/json" else said
 
-    def decide(self, facts: RestoreFacts) -> RestoreDecision:
-        is_there = facts.num_ready_blocks == facts.num_blocks
-        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that holds a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+class Socket:
+    """A chat socket, frame by frame: for what a well-behaved client would never send, too."""
+
+    def __init__(self, raw: ClientConnection) -> None:
+        self.raw = raw
+
+    async def send(self, **frame: Any) -> None:
+        await self.raw.send(json.dumps(frame))
+
+    async def ask(self, name: str, content: str = "Hello!", **fields: Any) -> None:
+        await self.send(type="message", id=name, content=content, **fields)
+
+    async def receive(self, *types: str) -> dict[str, Any]:
+        """The next frame of one of these types; others are passed over."""
+        async with asyncio.timeout(60):
+            while True:
+                frame: dict[str, Any] = json.loads(await self.raw.recv())
+                if not types or frame["type"] in types:
+                    return frame
+
+    async def rest(self) -> tuple[str, dict[str, Any]]:
+        """The text from here to the end of the turn, and its last frame."""
+        text = ""
+        while (frame := await self.receive("delta", "done", "error"))["type"] == "delta":
+            text += frame["text"]
+        return text, frame
+
+    async def closed(self) -> int:
+        """The code with which the server closes."""
+        with pytest.raises(ConnectionClosed) as closed:
+            async with asyncio.timeout(60):
+                while True:
+                    await self.raw.recv()
+        assert closed.value.rcvd is not None
+        return closed.value.rcvd.code
+
+
+@asynccontextmanager
+async def connected(server: Server, key: str = "", *, hello: bool = True) -> AsyncIterator[Socket]:
+    """A socket whose hello was answered, or that has said none."""
+    async with connect(server.url.replace("http", "ws") + "/ws", max_size=None) as raw:
+        socket = Socket(raw)
+        if hello:
+            await socket.send(type="hello", **({"api_key": key} if key else {}))
+            await socket.receive("ready")
+        yield socket
+
+
+async def settle(is_so: Callable[[], bool]) -> None:
+    """Wait until something has come about; fails if it does not within a minute."""
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def ask(chat: ChatClient, content: str, **options: Any) -> tuple[str, Done]:
+    """A turn over the chat socket, greedy if nothing else is said: its text and its last frame."""
+    text, done = "", None
+    async for event in chat.ask(content, **{"sampling": {"temperature": 0}} | options):
+        if isinstance(event, Delta):
+            text += event.text
+        elif isinstance(event, Done):
+            done = event
+    assert done is not None
+    return text, done
 
 
 @asynccontextmanager
@@ -144,7 +237,7 @@ async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
         admitted = own.policy.admitted
 
         def noted(request_id: str, now: float) -> None:
-            found.append(own.known(request_id).base.priority)
+            found.append(own.known(request_id).facts.priority)
             admitted(request_id, now)
 
         own.policy.admitted = noted
@@ -172,3 +265,55 @@ async def engine_is_empty(node: LocalNode) -> None:
             if stats.num_running == stats.num_waiting == 0:
                 return
             await asyncio.sleep(0.01)
+
+
+@dataclass
+class Seen:
+    """What went into the engine and what came out of it, by request in their order.
+
+    prompts: token ids; cached: tokens of each that were not computed, of several choices for the one that found least; generated: the answers' ids.
+    """
+
+    prompts: list[list[int]] = field(default_factory=list)
+    salts: list[str | None] = field(default_factory=list)
+    cached: dict[str, int] = field(default_factory=dict)
+    generated: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> list[int]:
+        """The last request's prompt and answer."""
+        return self.prompts[-1] + list(self.generated.values())[-1]
+
+    async def cached_in(self, call: Awaitable[Any]) -> int:
+        """Prompt tokens that were not computed in a call: of its first request, and of that the choice that found least."""
+        self.salts.clear()
+        self.generated.clear()
+        self.cached.clear()
+        await call
+        return self.cached[next(iter(self.generated))]
+
+
+@pytest.fixture
+def seen(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Reads along between the node and its engine. Replies do not say it all: one of the Messages API has no cached tokens."""
+    from engine_bridge.driver.serving.engine_client import BridgeEngineClient  # which imports vLLM
+
+    seen, submit, deliver = Seen(), BridgeEngineClient.submit, node._thread._on_outputs
+
+    def note_request(self: BridgeEngineClient, *args: Any, **kwargs: Any) -> Any:
+        unique_id, request = submit(self, *args, **kwargs)
+        seen.prompts.append(list(request.prompt_token_ids))
+        seen.salts.append(request.cache_salt)
+        seen.generated[unique_id] = []
+        return unique_id, request
+
+    def note_outputs(outputs: list[Any]) -> None:
+        for output in outputs:
+            name, num_cached = output.request_id, output.num_cached_tokens
+            seen.cached[name] = min(seen.cached.get(name, num_cached), num_cached)
+            seen.generated.setdefault(name, []).extend(output.outputs[0].token_ids)
+        deliver(outputs)
+
+    monkeypatch.setattr(BridgeEngineClient, "submit", note_request)
+    monkeypatch.setattr(node._thread, "_on_outputs", note_outputs)
+    return seen

@@ -9,113 +9,76 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.app import Server, build_services
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
-from .conftest import KEYS, Gateways, demo_config
+from .conftest import KEYS, Gateways, bearer, demo_config, told
 
-CHAT = "/v1/chat/completions"
 PLACES = {"slot", "host", "cached", "disk"}
+PIN = "/v1/adapters/shout/pin"
 
 
 async def adapters_of(http: aiohttp.ClientSession) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Name -> adapter, and the stats."""
-    async with http.get("/v1/adapters") as response:
-        assert response.status == 200
-        body = await response.json()
-    assert [entry["name"] for entry in body["adapters"]] == sorted(
-        entry["name"] for entry in body["adapters"]
-    )
-    return {entry["name"]: entry for entry in body["adapters"]}, body["stats"]
-
-
-async def ask(http: aiohttp.ClientSession, adapter: str) -> None:
-    body = {"model": adapter, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-    async with http.post(CHAT, json=body) as response:
-        assert response.status == 200, await response.text()
+    body = await told(http.get("/v1/adapters"))
+    names = [entry["name"] for entry in body["adapters"]]
+    assert names == sorted(names)
+    return dict(zip(names, body["adapters"], strict=True)), body["stats"]
 
 
 async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:
-    async with http.get("/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await told(http.get("/metrics"))).splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("overture_adapter"))
     return {name: float(value) for name, value in pairs}
 
 
-async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    body = await response.json()
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    return body["error"]
-
-
-async def test_every_adapter_is_described(http: aiohttp.ClientSession) -> None:
-    adapters, stats = await adapters_of(http)
-    demo = {path.name for path in DEMO_ADAPTERS_DIR.iterdir() if (path / "adapter_config.json").is_file()}
-    assert demo <= set(adapters)
-    for adapter in adapters.values():
+async def test_every_adapter_is_described_and_a_request_shows_in_uses_place_and_metrics(
+    http: aiohttp.ClientSession,
+) -> None:
+    before, stats = await adapters_of(http)
+    assert {path.parent.name for path in DEMO_ADAPTERS_DIR.glob("*/adapter_config.json")} <= set(before)
+    for adapter in before.values():
         assert adapter["rank"] > 0 and adapter["num_bytes"] > 0 and adapter["target_modules"]
         assert re.fullmatch(r"[0-9a-f]{12}", adapter["version"])
         assert adapter["place"] in PLACES and adapter["is_pinned"] is False
-    assert stats["num_adapters"] >= len(adapters)
-    assert sum(stats["num_by_place"].values()) == stats["num_adapters"]
+    assert sum(stats["num_by_place"].values()) == stats["num_adapters"] >= len(before)
     assert 0 <= stats["host_bytes"] <= stats["host_capacity_bytes"]
-
-
-async def test_a_request_shows_in_uses_place_and_metrics(http: aiohttp.ClientSession) -> None:
-    before, _ = await adapters_of(http)
     first = await metrics_of(http)
-    await ask(http, "pirate")
+    body = {"model": "pirate", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    await told(http.post("/v1/chat/completions", json=body))
     after, stats = await adapters_of(http)
     assert after["pirate"]["num_uses"] == before["pirate"]["num_uses"] + 1
     assert abs(after["pirate"]["last_used_at"] - time.time()) < 60
     assert after["pirate"]["place"] != "disk"
     second = await metrics_of(http)
-    name = "overture_adapter_requests_total"
-    assert (
-        sum(second[f'{name}{{place="{place}"}}'] - first[f'{name}{{place="{place}"}}'] for place in PLACES)
-        == 1
-    )
+    names = [f'overture_adapter_requests_total{{place="{place}"}}' for place in PLACES]
+    assert sum(second[name] - first[name] for name in names) == 1
     assert sum(second[f'overture_adapters{{place="{place}"}}'] for place in PLACES) == stats["num_adapters"]
     assert second["overture_adapter_host_bytes"] <= second["overture_adapter_host_capacity_bytes"]
     assert second["overture_adapter_step_seconds_total"] >= first["overture_adapter_step_seconds_total"]
 
 
-async def test_pin_and_unpin(gateways: Gateways) -> None:
-    server = await gateways(allow_adapter_loading=True)
+async def test_pins_are_set_where_the_operator_allows_it_and_only_for_what_there_is(
+    server: Server, gateways: Gateways
+) -> None:
     async with aiohttp.ClientSession(server.url) as http:
+        error = (await told(http.post(PIN), 400))["error"]
+        assert "--allow-adapter-loading" in error["message"]
+    allowing = await gateways(allow_adapter_loading=True)
+    async with aiohttp.ClientSession(allowing.url) as http:
         for method, is_pinned in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):
-            async with http.request(method, "/v1/adapters/shout/pin") as response:
-                assert response.status == 200
-                body = await response.json()
+            body = await told(http.request(method, PIN))
             assert body["name"] == "shout" and body["is_pinned"] is is_pinned
-            adapters, _ = await adapters_of(http)
-            assert adapters["shout"]["is_pinned"] is is_pinned
-
-
-@pytest.mark.parametrize("method", ["POST", "DELETE"])
-@pytest.mark.parametrize("name", ["nobody", "a/b", "../x", "ümlaut ?#", "x" * 5000, "overture-demo"])
-async def test_an_unknown_name_is_404_in_the_apis_shape(gateways: Gateways, method: str, name: str) -> None:
-    server = await gateways(allow_adapter_loading=True)
-    async with (
-        aiohttp.ClientSession(server.url) as http,
-        http.request(method, f"/v1/adapters/{quote(name, safe='')}/pin") as response,
-    ):
-        assert response.status == 404
-        error = await error_of(response)
-    assert error["code"] == "model_not_found" and len(error["message"]) < 300
-
-
-async def test_only_where_the_operator_allows_it(server: Server, gateways: Gateways) -> None:
-    async with aiohttp.ClientSession(server.url) as http:
-        async with http.post("/v1/adapters/shout/pin") as response:
-            assert response.status == 400
-            assert "--allow-adapter-loading" in (await error_of(response))["message"]
-        adapters, _ = await adapters_of(http)
-    assert adapters["shout"]["is_pinned"] is False
+            assert (await adapters_of(http))[0]["shout"]["is_pinned"] is is_pinned
+        for name in ("nobody", "a/b", "../x", "ümlaut ?#", "x" * 5000, "overture-demo"):
+            for method in ("POST", "DELETE"):
+                path = f"/v1/adapters/{quote(name, safe='')}/pin"
+                error = (await told(http.request(method, path), 404))["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert error["code"] == "model_not_found" and len(error["message"]) < 300
 
 
 async def test_a_key_is_asked_for_where_the_server_does(gateways: Gateways) -> None:
@@ -123,23 +86,22 @@ async def test_a_key_is_asked_for_where_the_server_does(gateways: Gateways) -> N
     async with aiohttp.ClientSession(server.url) as http:
         for method, path in (
             ("GET", "/v1/adapters"),
-            ("POST", "/v1/adapters/shout/pin"),
-            ("DELETE", "/v1/adapters/shout/pin"),
+            ("POST", PIN),
+            ("DELETE", PIN),
+            ("GET", "/v1/engine/state"),
         ):
-            async with http.request(method, path) as response:
-                assert response.status == 401, path
-                assert (await error_of(response))["code"] == "unauthorized"
-        async with http.get("/v1/adapters", headers={"Authorization": f"Bearer {KEYS[0]}"}) as response:
-            assert response.status == 200
+            assert (await told(http.request(method, path), 401))["error"]["code"] == "unauthorized"
+        await told(http.get("/v1/adapters", headers=bearer(KEYS[0])))
 
 
 async def test_before_the_engine_is_up_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    config = demo_config(tmp_path / "unstarted", allow_adapter_loading=True, kv_host_gib=0)
+    """Of adapters, of the queue and in the metrics."""
+    config = demo_config(tmp_path, allow_adapter_loading=True, kv_host_gib=0)
     services = await build_services(config, metrics=Metrics(CollectorRegistry()))
     async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
-        async with http.get("/v1/adapters") as response:
-            assert await response.json() == {"adapters": [], "stats": None}
+        assert await told(http.get("/v1/adapters")) == {"adapters": [], "stats": None}
         assert await metrics_of(http) == {}
-        async with http.post("/v1/adapters/shout/pin") as response:
-            assert response.status == 503
-            assert (await error_of(response))["code"] == "starting"
+        text = await told(http.get("/metrics"))
+        assert "overture_scheduling" not in text and "overture_lane" not in text
+        for method, path in (("POST", PIN), ("GET", "/v1/engine/state")):
+            assert (await told(http.request(method, path), 503))["error"]["code"] == "starting"

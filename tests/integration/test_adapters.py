@@ -28,17 +28,10 @@ from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.errors import BridgeError, InvalidRequest
-from engine_bridge.protocol.node import (
-    AdapterStats,
-    Advisory,
-    AdvisoryReport,
-    GenerateRequest,
-    JsonReply,
-    RequestId,
-    Sampling,
-)
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 from kvtiers.policy.rates import Rate
@@ -78,10 +71,11 @@ async def ask(
     num_tokens: int = ANSWER_TOKENS,
     tenant: str = "",
 ) -> list[int]:
-    request = GenerateRequest(
+    request = EngineRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        context=RequestContext(adapter=adapter or "", tenant=tenant),
+        adapter=adapter or "",
+        tenant=tenant,
         sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
     return [token async for delta in node.generate(request) for token in delta.token_ids]
@@ -98,7 +92,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def stats(node: LocalNode) -> AdapterStats:
-    found = node.adapter_stats()
+    found = node.figures().adapter_stats
     assert found is not None
     return found
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,20 +22,40 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.protocol.node import SseReply
 from gateway.app import Server, build_services
 from gateway.doors.http.admission import RareLine
-from gateway.doors.http.connections import Connection, State
+from gateway.doors.http.connections import MOST_ENDED_AT_ONCE, Connection, State
 from gateway.metrics.metrics import Metrics
 
-from .conftest import KEYS, demo_config
+from .conftest import KEYS, bearer, demo_config, settle, told
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127."
-HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-UPGRADE = (
-    b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+HELLO = b'{"type":"hello"}'
+STATIC = "/static/vendor/dompurify/purify.es.js"
+Servers = Callable[..., Awaitable[Server]]
+
+
+def request(path: str, key: str = "", *, body_bytes: int | None = None) -> bytes:
+    """The head of a GET, or of a POST that promises so many bytes."""
+    lines = [f"{'GET' if body_bytes is None else 'POST'} {path} HTTP/1.1", "Host: 127.0.0.1"]
+    lines += [f"X-Api-Key: {key}"] if key else []
+    lines += [f"Content-Length: {body_bytes}"] if body_bytes is not None else []
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+HEALTH = request("/healthz")
+UPGRADE = request("/ws")[:-2] + (
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
-KEYED_UPGRADE = UPGRADE.replace(b"\r\n\r\n", f"\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode())
-HELLO = b'{"type":"hello"}'
-Servers = Callable[..., Awaitable[Server]]
+KEYED_UPGRADE = UPGRADE[:-2] + f"X-Api-Key: {KEYS[0]}\r\n\r\n".encode()
+
+
+def text_head(num_bytes: int) -> bytes:
+    """The head of a masked text frame of that size; the mask is zeros."""
+    return b"\x81\xff" + num_bytes.to_bytes(8, "big") + bytes(4)
+
+
+def text(payload: bytes) -> bytes:
+    return text_head(len(payload)) + payload
 
 
 class Peer:
@@ -43,19 +64,41 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
+    @classmethod
+    async def of(cls, server: Server) -> Peer:
+        return cls(*await asyncio.open_connection("127.0.0.1", server.port))
+
     def cut(self) -> None:
         self.writer.transport.abort()
 
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
+    def reads_slowly(self) -> None:
+        """Take no more from the system than little."""
+        self.reader._limit = 1024
 
-    async def head(self) -> bytes:
+    async def send(self, data: bytes) -> None:
+        if data:
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def head(self, sent: bytes = b"") -> bytes:
+        """The head of the reply to what is sent."""
+        await self.send(sent)
         return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 60)
 
-    async def rest(self) -> bytes:
+    async def whole(self, sent: bytes) -> bytes:
+        """The head; its body has been read as well."""
+        head = await self.head(sent)
+        found = re.search(rb"Content-Length: (\d+)", head)
+        await self.reader.readexactly(int(found[1]) if found else 0)
+        return head
+
+    async def rest(self, sent: bytes = b"") -> bytes:
         """All until the server closes."""
+        await self.send(sent)
         return await asyncio.wait_for(self.reader.read(), 60)
+
+    async def upgrade(self, data: bytes = UPGRADE) -> None:
+        assert b" 101 " in await self.head(data)
 
     async def frame(self) -> tuple[int, bytes]:
         """Opcode and payload of the next frame."""
@@ -65,17 +108,19 @@ class Peer:
                 length = int.from_bytes(await self.reader.readexactly(2), "big")
             return first & 0x0F, await self.reader.readexactly(length)
 
-    async def close_code(self) -> int:
+    async def close_code(self, sent: bytes = b"") -> int:
+        await self.send(sent)
         while True:
             opcode, payload = await self.frame()
             if opcode == 8:
                 return int.from_bytes(payload[:2], "big")
 
-    async def error_code(self) -> str:
+    async def error_code(self, sent: bytes = b"") -> str:
+        await self.send(sent)
         while True:
             opcode, payload = await self.frame()
             if opcode == 1 and (frame := json.loads(payload))["type"] == "error":
-                return frame["code"]
+                return str(frame["code"])
 
 
 @asynccontextmanager
@@ -93,22 +138,16 @@ async def dribbling(peer: Peer, byte: bytes) -> AsyncIterator[None]:
     task.cancel()
 
 
-def text_head(num_bytes: int) -> bytes:
-    """The head of a masked text frame of that size; the mask is zeros."""
-    return b"\x81\xff" + num_bytes.to_bytes(8, "big") + bytes(4)
-
-
-def text(payload: bytes) -> bytes:
-    return text_head(len(payload)) + payload
-
-
 @pytest_asyncio.fixture(loop_scope="session")
 async def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    """Makes servers that answer everything but questions."""
+    """Makes servers that answer everything but questions; addresses of this machine count as one's own."""
     monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.doors.chat.socket.CLOSE_TIMEOUT_S", 0.2)
     async with AsyncExitStack() as stack:
 
-        async def make(**changes: Any) -> Server:
+        async def make(*, has_addresses: bool = False, **changes: Any) -> Server:
+            if has_addresses:
+                monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda *args: False)
             config = demo_config(tmp_path / "data", device="cpu", **changes)
             services = await build_services(config, metrics=Metrics(CollectorRegistry()))
             return await stack.enter_async_context(Server(services))
@@ -124,7 +163,7 @@ async def connect() -> AsyncIterator[Peers]:
     async with AsyncExitStack() as stack:
 
         async def make(server: Server) -> Peer:
-            peer = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
+            peer = await Peer.of(server)
             stack.callback(peer.cut)  # it keeps the peer as well: a stream that nobody holds is closed
             return peer
 
@@ -133,13 +172,10 @@ async def connect() -> AsyncIterator[Peers]:
 
 async def socket(connect: Peers, server: Server, *, hello: bool = False) -> Peer:
     peer = await connect(server)
-    await peer.send(UPGRADE)
-    assert b" 101 " in await peer.head()
+    await peer.upgrade()
     if hello:
-        await peer.send(text(HELLO))
-        assert await peer.error_code() == "starting", (
-            "the engine has not been started, and a key is not asked for"
-        )
+        # The engine has not been started, and a key is not asked for.
+        assert await peer.error_code(text(HELLO)) == "starting"
     return peer
 
 
@@ -147,78 +183,70 @@ def figure(server: Server, name: str, **labels: str) -> float:
     return server.services.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-async def test_a_head_that_does_not_arrive_is_answered_with_408(servers: Servers, connect: Peers) -> None:
-    server = await servers(head_timeout_s=0.3)
-    half, silent = await connect(server), await connect(server)
-    await half.send(HALF_A_HEAD)
-    head, _, body = (await half.rest()).partition(b"\r\n\r\n")
+def num_closed(server: Server, reason: str) -> float:
+    return figure(server, "overture_connections_closed_total", reason=reason)
+
+
+def check_timeout(reply: bytes) -> Any:
+    """The error in a reply that says 408 and closes."""
+    head, _, body = reply.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ") and b"Connection: close" in head
-    assert json.loads(body)["error"]["code"] == "request_timeout"
+    return json.loads(body)["error"]
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_head_that_does_not_arrive_is_answered_with_408(servers: Servers, connect: Peers) -> None:
+    """Nor has one more time that dribbles in; the next request's has its own, and the rest of a body is none."""
+    server = await servers(head_timeout_s=0.3, api_keys=KEYS)
+    half, silent, slow, next_one, early = [await connect(server) for _ in range(5)]
+    assert b" 401 " in await early.whole(request("/api/sessions", body_bytes=20) + b"{")
+    await early.send(b" " * 19)
+    assert b" 200 " in await next_one.whole(HEALTH)
+    for peer in (half, next_one, slow):
+        await peer.send(HALF_A_HEAD)
+    async with dribbling(slow, b"0"):
+        assert (await slow.head()).startswith(b"HTTP/1.1 408 ")
+    for peer in (half, next_one):
+        assert check_timeout(await peer.rest())["code"] == "request_timeout"
     assert await silent.rest() == b""
-    assert figure(server, "overture_connections_closed_total", reason="head_timeout") == 2
+    assert num_closed(server, "head_timeout") == 4
+    assert b" 200 " in await early.head(HEALTH), "more time than a head's has gone by"
 
 
-async def test_a_head_that_dribbles_in_has_no_more_time(servers: Servers, connect: Peers) -> None:
-    server = await servers(head_timeout_s=0.3)
-    peer = await connect(server)
-    await peer.send(HALF_A_HEAD)
-    async with dribbling(peer, b"0"):
-        assert (await peer.head()).startswith(b"HTTP/1.1 408 ")
-
-
-async def test_the_next_requests_head_has_its_own_time(servers: Servers, connect: Peers) -> None:
-    server = await servers(head_timeout_s=0.3)
-    peer = await connect(server)
-    await peer.send(HEALTH)
-    assert b" 200 " in await peer.head()
-    await peer.reader.readexactly(len(b'{"status":"ok"}'))
-    await peer.send(HALF_A_HEAD)
-    assert (await peer.rest()).startswith(b"HTTP/1.1 408 ")
-
-
-async def test_the_rest_of_a_body_that_was_answered_early_is_no_head(
+async def test_many_that_are_overdue_together_do_not_hold_up_the_loop(
     servers: Servers, connect: Peers
 ) -> None:
-    server = await servers(head_timeout_s=0.3, api_keys=KEYS)
-    peer = await connect(server)
-    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n\r\n{")
-    head = await peer.head()
-    assert b" 401 " in head
-    await peer.reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))  # type: ignore[index]
-    await peer.send(b" " * 19)
-    await asyncio.sleep(0.6)  # it is the time that is tested
-    await peer.send(HEALTH)
-    assert b" 200 " in await peer.head()
+    server = await servers(head_timeout_s=0.3)
+    peers = [await connect(server) for _ in range(4 * MOST_ENDED_AT_ONCE)]
+    for peer in peers:
+        await peer.send(HALF_A_HEAD)
+    num_ended = [0.0]
+    while num_ended[-1] < len(peers):
+        await asyncio.sleep(0)
+        num_ended.append(num_closed(server, "head_timeout"))
+    assert max(after - before for before, after in pairwise(num_ended)) <= MOST_ENDED_AT_ONCE
 
 
 async def test_an_idle_connection_is_closed(servers: Servers, connect: Peers) -> None:
     server = await servers(keepalive_timeout_s=0.2, head_timeout_s=60)
-    peer = await connect(server)
-    await peer.send(HEALTH)
-    assert b" 200 " in await peer.rest()
+    assert b" 200 " in await (await connect(server)).rest(HEALTH)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/sessions"])
-async def test_a_body_that_stops_is_answered_with_408_in_the_apis_shape(
-    servers: Servers, connect: Peers, path: str
+async def test_a_body_that_stops_is_answered_with_408_in_the_apis_shape_and_one_that_comes_is_waited_for(
+    servers: Servers, connect: Peers
 ) -> None:
-    server = await servers(body_timeout_s=0.3)
+    server = await servers(body_timeout_s=0.4)
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/sessions"):
+        error = check_timeout(await (await connect(server)).rest(request(path, body_bytes=999) + b'{"a":'))
+        assert "body" in error["message"] and ("code" in error) != path.startswith("/v1/messages")
     peer = await connect(server)
-    await peer.send(f'POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n\r\n{{"a":'.encode())
-    head, _, body = (await peer.rest()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408 ") and b"Connection: close" in head
-    error = json.loads(body)["error"]
-    assert "body" in error["message"] and ("code" in error) != path.startswith("/v1/messages")
-
-
-async def test_a_body_that_keeps_coming_is_waited_for(servers: Servers, connect: Peers) -> None:
-    server = await servers(body_timeout_s=1.0)
-    peer = await connect(server)
-    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n")
-    for _ in range(100):
+    await peer.send(request("/api/sessions", body_bytes=30))
+    for _ in range(30):
         await peer.send(b" ")
-        await asyncio.sleep(0.02)
-    assert b" 400 " in await peer.head(), "100 blanks are no JSON"
+        await asyncio.sleep(0.02)  # it is the time that is tested
+    assert b" 400 " in await peer.head(), "30 blanks are no JSON"
 
 
 async def test_a_body_that_is_too_slow_all_along(
@@ -227,125 +255,80 @@ async def test_a_body_that_is_too_slow_all_along(
     monkeypatch.setattr("gateway.doors.http.admission.BODY_GRACE_S", 0.3)
     server = await servers()
     peer = await connect(server)
-    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9999\r\n\r\n")
+    await peer.send(request("/api/sessions", body_bytes=9999))
     async with dribbling(peer, b"x"):
         assert b" 408 " in await peer.head()
-    assert figure(server, "overture_connections_closed_total", reason="body_too_slow") == 1
+    assert num_closed(server, "body_too_slow") == 1
+
+
+# -- number ----------------------------------------------------------------------------------------------------------
 
 
 async def test_those_who_hold_a_connection_for_nothing_make_room(servers: Servers, connect: Peers) -> None:
     server = await servers(max_connections=20, head_timeout_s=600)
-    for _ in range(100):
+    for _ in range(50):
         await (await connect(server)).send(HALF_A_HEAD)
-        async with aiohttp.ClientSession(server.url) as http, http.get("/healthz") as response:
-            assert response.status == 200
-    assert figure(server, "overture_connections_closed_total", reason="scarce") > 70
+        async with aiohttp.ClientSession(server.url) as http:
+            await told(http.get("/healthz"))
+    assert num_closed(server, "scarce") > 20
 
 
-async def test_what_is_kept_back_is_for_health_and_for_keys(servers: Servers, connect: Peers) -> None:
-    server = await servers(max_connections=20, api_keys=KEYS)  # 18 for all, 2 kept back
-    for _ in range(18):
-        peer = await socket(connect, server)
-        await peer.send(text(json.dumps({"type": "hello", "api_key": KEYS[0]}).encode()))
-        assert await peer.error_code() == "starting"
+async def test_what_is_kept_back_is_for_health_and_for_keys_that_cannot_be_guessed(
+    servers: Servers, connect: Peers
+) -> None:
+    """Above all limits a connection is refused in words."""
+    server = await servers(max_connections=20, api_keys=("short-key", *KEYS))  # 18 for all, 2 kept back
+    hello = text(json.dumps({"type": "hello", "api_key": KEYS[0]}).encode())
+    for number in range(18):
+        peer = await connect(server)
+        await peer.upgrade(UPGRADE if number % 2 else KEYED_UPGRADE)
+        assert await peer.error_code(hello if number % 2 else text(HELLO)) == "starting"
     async with aiohttp.ClientSession(server.url) as http:
         for path, key, status in (
             ("/api/sessions", KEYS[1], 200),
             ("/readyz", "", 503),
             ("/healthz", "", 200),
         ):
-            async with http.get(path, headers={"Authorization": f"Bearer {key}"}) as response:
-                assert response.status == status
-    stranger = await connect(server)
-    await stranger.send(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    reply = await stranger.rest()
-    assert b" 503 " in reply and b"Retry-After" in reply
-
-
-async def test_above_all_limits_a_connection_is_refused_in_words(servers: Servers, connect: Peers) -> None:
-    server = await servers(max_connections=20, api_keys=KEYS)
-    for _ in range(20):
+            await told(http.get(path, headers=bearer(key)), status)
+    for key in ("", "short-key", "wrong-key"):
+        reply = await (await connect(server)).rest(request("/api/models", key))
+        assert b" 503 " in reply and b"Retry-After" in reply
+    for _ in range(2):
         peer = await connect(server)
-        await peer.send(KEYED_UPGRADE + text(HELLO))
-        assert b" 101 " in await peer.head() and await peer.error_code() == "starting"
+        await peer.upgrade(KEYED_UPGRADE)
+        assert await peer.error_code(text(HELLO)) == "starting"
     reply = await (await connect(server)).rest()
     assert reply.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 3" in reply
 
 
-async def test_one_address_has_its_share(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
-    server = await servers(max_connections_per_address=8)
+async def test_one_address_has_its_share(servers: Servers, connect: Peers) -> None:
+    server = await servers(has_addresses=True, max_connections_per_address=8)
     peers = [await socket(connect, server, hello=True) for _ in range(8)]
     reply = await (await connect(server)).rest()
     assert reply.startswith(b"HTTP/1.1 429 ") and b"Retry-After" in reply
     peers[0].writer.close()
     await peers[0].rest()
     async with asyncio.timeout(60):
-        while b" 200 " not in (await health(connect, server)):
+        while b" 200 " not in await (await connect(server)).head(HEALTH):
             pass
 
 
-async def health(connect: Peers, server: Server) -> bytes:
-    peer = await connect(server)
-    await peer.send(HEALTH)
-    return await peer.head()
-
-
-async def test_a_key_frees_its_holder_from_the_limit_of_the_address(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
-    server = await servers(max_connections_per_address=4, api_keys=KEYS)
+async def test_a_key_frees_its_holder_from_the_limit_of_the_address(servers: Servers, connect: Peers) -> None:
+    server = await servers(has_addresses=True, max_connections_per_address=4, api_keys=KEYS)
     for _ in range(12):
+        assert b" 200 " in await (await connect(server)).head(request("/api/models", KEYS[0]))
+
+
+@pytest.mark.parametrize("asks_before", [False, True])
+async def test_sockets_without_hello_are_few(servers: Servers, connect: Peers, asks_before: bool) -> None:
+    """A request before the upgrade does not stand for it."""
+    server = await servers(has_addresses=True, max_connections_per_address=16)
+    for _ in range(5):
         peer = await connect(server)
-        await peer.send(
-            f"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode()
-        )
-        assert b" 200 " in await peer.head()
-
-
-async def test_sockets_without_hello_are_few(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
-    server = await servers(max_connections_per_address=16)
-    for _ in range(4):
-        await socket(connect, server)
-    assert await (await socket(connect, server)).close_code() == 4429
-
-
-async def test_a_request_before_the_upgrade_does_not_stand_for_hello(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
-    server = await servers(max_connections_per_address=16)
-    for number in range(5):
-        peer = await connect(server)
-        await peer.send(HEALTH)
-        assert b" 200 " in await peer.head()
-        await peer.reader.readexactly(len(b'{"status":"ok"}'))
-        await peer.send(UPGRADE)
-        assert b" 101 " in await peer.head()
-        if number == 4:
-            assert await peer.close_code() == 4429
-
-
-async def test_a_key_that_could_be_guessed_does_not_open_what_is_kept_back(
-    servers: Servers, connect: Peers
-) -> None:
-    server = await servers(max_connections=20, api_keys=("short-key", KEYS[0]))
-    for _ in range(18):
-        peer = await connect(server)
-        await peer.send(KEYED_UPGRADE + text(HELLO))
-        assert b" 101 " in await peer.head() and await peer.error_code() == "starting"
-    for key, status in (("short-key", b" 503 "), ("wrong-key", b" 503 "), (KEYS[0], b" 200 ")):
-        peer = await connect(server)
-        await peer.send(f"GET /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {key}\r\n\r\n".encode())
-        assert status in await peer.head()
-        if status == b" 503 ":
-            await peer.rest()
+        if asks_before:
+            assert b" 200 " in await peer.whole(HEALTH)
+        await peer.upgrade()
+    assert await peer.close_code() == 4429
 
 
 async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
@@ -360,12 +343,9 @@ async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
     monkeypatch.setattr("gateway.doors.http.web_policy.add_headers", note)
     server = await servers()
     peer = await connect(server)
-    await peer.send(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js"))
-    assert b" 200 " in await peer.head()
+    assert b" 200 " in await peer.head(request(STATIC))
     assert states == [State.REQUEST]
-    async with asyncio.timeout(60):
-        while not figure(server, "overture_connections", state="idle"):
-            await asyncio.sleep(0.02)
+    await settle(lambda: figure(server, "overture_connections", state="idle") > 0)
 
 
 async def test_files_are_counted_again_after_a_failure(
@@ -381,33 +361,26 @@ async def test_files_are_counted_again_after_a_failure(
     monkeypatch.setattr("gateway.doors.http.connections.COUNT_FILES_EVERY_S", 0.02)
     monkeypatch.setattr("gateway.doors.http.connections.num_open_files", count)
     server = await servers()
-    async with asyncio.timeout(60):
-        while figure(server, "overture_open_files") != 7:
-            await asyncio.sleep(0.02)
+    await settle(lambda: figure(server, "overture_open_files") == 7)
     assert "were not counted" in caplog.text
 
 
 def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.doors.chat.socket.CLOSE_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
-        config = demo_config(
-            tmp_path / "data", device="cpu", max_connections=20, api_keys=KEYS, head_timeout_s=0.3
-        )
-        services = await build_services(config, metrics=Metrics(CollectorRegistry()))
-        async with Server(services) as server:
-            half = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
-            await half.send(HALF_A_HEAD)
-            assert (await half.rest()).startswith(b"HTTP/1.1 408 ")
+        changes = {"max_connections": 20, "api_keys": KEYS, "head_timeout_s": 0.3}
+        config = demo_config(tmp_path / "data", device="cpu", **changes)
+        async with Server(await build_services(config, metrics=Metrics(CollectorRegistry()))) as server:
+            assert (await (await Peer.of(server)).rest(HALF_A_HEAD)).startswith(b"HTTP/1.1 408 ")
             peers = []
             for _ in range(20):
-                peers.append(Peer(*await asyncio.open_connection("127.0.0.1", server.port)))
-                await peers[-1].send(KEYED_UPGRADE + text(HELLO))
-                assert b" 101 " in await peers[-1].head() and await peers[-1].error_code() == "starting"
-            refused = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
-            assert (await refused.rest()).startswith(b"HTTP/1.1 503 ")
-            await peers[0].send(b"\x81\x01x")
-            assert await peers[0].close_code() == 1002
+                peers.append(await Peer.of(server))
+                await peers[-1].upgrade(KEYED_UPGRADE)
+                assert await peers[-1].error_code(text(HELLO)) == "starting"
+            assert (await (await Peer.of(server)).rest()).startswith(b"HTTP/1.1 503 ")
+            assert await peers[0].close_code(b"\x81\x01x") == 1002
             for peer in peers:
                 peer.cut()
 
@@ -417,28 +390,23 @@ def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.Mo
 # -- the chat socket -------------------------------------------------------------------------------------------------
 
 
-async def test_a_large_frame_before_hello_is_refused_by_its_header(servers: Servers, connect: Peers) -> None:
-    peer = await socket(connect, await servers())
-    await peer.send(text_head(70_000))
+async def test_a_large_frame_is_refused_by_its_header(servers: Servers, connect: Peers) -> None:
+    """Before hello the socket is closed, also while its client still sends; after it the socket goes on."""
+    server = await servers(max_frame_bytes=100_000)
+    assert await (await socket(connect, server)).close_code(text_head(70_000)) == 1009
+    peer = await socket(connect, server)
+    sending = asyncio.create_task(peer.send(text(b"x" * (17 << 20))))
     assert await peer.close_code() == 1009
-
-
-async def test_a_large_frame_after_hello_is_refused_by_its_header_and_the_socket_goes_on(
-    servers: Servers, connect: Peers
-) -> None:
-    peer = await socket(connect, await servers(max_frame_bytes=100_000), hello=True)
-    await peer.send(text_head(200_000))
-    assert await peer.error_code() == "frame_too_large"
-    await peer.send(b"x" * 200_000 + text(b"{"))
-    assert await peer.error_code() == "bad_request"
-    await peer.send(text_head((16 << 20) + 1))
-    assert await peer.close_code() == 1009
+    sending.cancel()
+    peer = await socket(connect, server, hello=True)
+    assert await peer.error_code(text_head(200_000)) == "frame_too_large"
+    assert await peer.error_code(b"x" * 200_000 + text(b"{")) == "bad_request"
+    assert await peer.close_code(text_head((16 << 20) + 1)) == 1009
 
 
 async def test_a_large_frame_right_behind_hello_is_taken(servers: Servers, connect: Peers) -> None:
     peer = await connect(await servers())
-    await peer.send(UPGRADE + text(HELLO) + text(b'{"type":"' + b"x" * 500_000))
-    await peer.head()
+    await peer.upgrade(UPGRADE + text(HELLO) + text(b'{"type":"' + b"x" * 500_000))
     assert [await peer.error_code(), await peer.error_code()] == ["starting", "bad_request"]
 
 
@@ -447,15 +415,10 @@ async def test_half_frames_before_hello_cost_next_to_nothing(servers: Servers, c
     peers = [await socket(connect, server) for _ in range(50)]
     for peer in peers:
         peer.writer.write(text_head(60_000) + b"x" * 59_999)
-    codes = await asyncio.gather(*(hold_and_send(peer) for peer in peers[:5]))
-    assert set(codes) == {1009}
+    ended = (peer.close_code(b"x" + text_head(1 << 20)) for peer in peers[:5])
+    assert set(await asyncio.gather(*ended)) == {1009}
     for connection in server.services.connections:
         assert connection._socket._frames.num_buffered_bytes <= 64 << 10
-
-
-async def hold_and_send(peer: Peer) -> int:
-    await peer.send(b"x" + text_head(1 << 20))
-    return await peer.close_code()
 
 
 async def test_a_partial_frame_does_not_put_off_hello(
@@ -468,18 +431,7 @@ async def test_a_partial_frame_does_not_put_off_hello(
         assert await peer.close_code() == 4400
 
 
-async def test_a_frame_without_a_mask_is_a_protocol_error(servers: Servers, connect: Peers) -> None:
-    for hello in (False, True):
-        peer = await socket(connect, await servers(), hello=hello)
-        await peer.send(b"\x81" + bytes([len(HELLO)]) + HELLO)
-        assert await peer.close_code() == 1002
-
-
-async def test_the_reason_reaches_a_client_that_is_still_sending(servers: Servers, connect: Peers) -> None:
-    peer = await socket(connect, await servers())
-    sending = asyncio.create_task(peer.send(text(b"x" * (17 << 20))))
-    assert await peer.close_code() == 1009
-    sending.cancel()
+# -- slow readers ----------------------------------------------------------------------------------------------------
 
 
 async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
@@ -488,14 +440,11 @@ async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
     monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.5)
     caplog.set_level("INFO", "gateway.doors.chat.socket")
     server = await servers()
-    slow = [await socket(connect, server) for _ in range(4)]
     ping = text(json.dumps({"type": "ping", "t": "x" * 60_000}).encode())
-    for peer in slow:
-        peer.reader._limit = 1024  # it takes no more from the system than that
+    for peer in [await socket(connect, server) for _ in range(4)]:
+        peer.reads_slowly()
         peer.writer.write(text(HELLO) + ping * 400)
-    async with asyncio.timeout(60):
-        while server.services.connections:
-            await asyncio.sleep(0.05)
+    await settle(lambda: not server.services.connections)
     assert figure(server, "overture_slow_readers_total") == 4
     assert len([record for record in caplog.records if "slowly" in record.getMessage()]) == 1
 
@@ -506,18 +455,13 @@ async def test_who_does_not_read_an_answer_does_not_keep_the_connection(
     monkeypatch.setattr("gateway.doors.http.connections.UNREAD_TIMEOUT_S", 1.0)
     server = await servers()
     peer = await connect(server)
-    peer.reader._limit = 1024
+    peer.reads_slowly()
+    peer.writer.write(request(STATIC) * 3000)
+    answers = {"route": "/static/{path}", "status": "200"}
+    await settle(lambda: figure(server, "overture_http_requests_total", **answers) >= 10)
     assert server._runner is not None and server._runner.server is not None
-    peer.writer.write(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js") * 3000)
-    async with asyncio.timeout(60):
-        await many_answers(server)
-        while server._runner.server.connections:
-            await asyncio.sleep(0.05)
-
-
-async def many_answers(server: Server) -> None:
-    while figure(server, "overture_http_requests_total", route="/static/{path}", status="200") < 10:
-        await asyncio.sleep(0.01)
+    runner = server._runner.server
+    await settle(lambda: not runner.connections)
 
 
 async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
@@ -543,10 +487,8 @@ async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
     monkeypatch.setattr(server.services.node, "serve", serve)
     for _ in range(4):
         peer = await connect(server)
-        peer.reader._limit = 1024
-        await peer.send(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{}")
-    async with asyncio.timeout(60):
-        while num_ended < 4:
-            await asyncio.sleep(0.05)
+        peer.reads_slowly()
+        await peer.send(request("/v1/completions", body_bytes=2) + b"{}")
+    await settle(lambda: num_ended == 4)
     assert figure(server, "overture_slow_readers_total") == 4
     assert len([record for record in caplog.records if "do not read" in record.getMessage()]) == 1

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.live.report import last_line
+from bench.live.shared.report import last_line
 
 
 @pytest.mark.slow

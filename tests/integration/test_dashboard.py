@@ -12,13 +12,13 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_bridge.protocol.node import LaneStats, SchedulingStats
+from engine_bridge.protocol.figures import LaneStats, SchedulingStats
 from gateway.app import Server
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.scheduling import SchedulingCollector
 from tests.conftest import ROOT
 
-from .conftest import MODEL
+from .conftest import MODEL, told
 
 DASHBOARD = ROOT / "docs/deploy/grafana/overture.json"
 SERIES = re.compile(r"\b(?:overture_|vllm:)\w+")
@@ -60,10 +60,8 @@ async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-    async with http.post("/v1/chat/completions", json=body) as response:
-        assert response.status == 200
-    async with http.get("/metrics") as response:
-        text = await response.text()
+    await told(http.post("/v1/chat/completions", json=body))
+    text = await told(http.get("/metrics"))
     labels_of: dict[str, set[str]] = defaultdict(set)
     vllms = generate_latest(REGISTRY).decode()  # the tests' gateways have registries of their own
     for name, labels in (*of_text(text), *of_text(vllms), *of_instruments(server.services.metrics)):

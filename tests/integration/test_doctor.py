@@ -30,5 +30,5 @@ def test_this_machine_can_serve_and_one_with_another_vllm_cannot(tmp_path: Path)
     (other / "__init__.py").write_text("")
     done = doctor("--data-dir", str(tmp_path / "data"), "--vllm-source", str(other))
     assert done.returncode == 1
-    assert "vllm.v1.engine.llm_engine.LLMEngine: there is no such module" in done.stdout
+    assert "vllm.v1.engine.llm_engine.LLMEngine: it cannot be imported: ModuleNotFoundError" in done.stdout
     assert "This machine cannot serve:" in done.stdout and "what to do: install the vLLM" in done.stdout

@@ -11,14 +11,14 @@ from bench.fuzz.raw import cases, play
 
 from .conftest import KEYS, Gateways
 
-EVERY_NTH = 4  # of the raw cases; chosen: some seconds
+EVERY_NTH = 8  # of the raw cases; chosen: some seconds
 
 
 @pytest.mark.slow
 async def test_schemathesis_finds_no_answer_that_the_document_lacks(gateways: Gateways) -> None:
     server = await gateways(operator_keys=KEYS[:1])  # who may read how many requests there were
     target, tally = Target(server.url, KEYS[0]), Tally()
-    step = Round("a few bodies of each kind", 4)
+    step = Round("a few bodies of each kind", 2)
     tally.add_report(await asyncio.to_thread(run_round, target, step, 1, "bench.fuzz.short_answers"))
     seen = await asyncio.to_thread(counted, target)
     assert seen.total() > 100

@@ -1,6 +1,6 @@
 """Adapters of five ranks and the base model in one batch say, token for token, what each says alone.
 
-Real engine, tiny random Llama, PEFT adapters (bench/live/mixed_batch.py). vLLM's own CPU wrapper fails this file: its base rows get the last
+Real engine, tiny random Llama, PEFT adapters (bench/live/adapters/mixed_batch.py). vLLM's own CPU wrapper fails this file: its base rows get the last
 slot's adapter.
 """
 
@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from bench.live.mixed_batch import BASE, PROMPT, SHAPE, Engine
-from bench.live.models import model_folder, write_adapter
-from engine_bridge.driver.corrections import logits_rows
+from bench.live.adapters.mixed_batch import BASE, PROMPT, SHAPE, Engine
+from bench.live.shared.models import model_folder, write_adapter
+from engine_bridge.driver.corrections import logits_rows, seeds
 from engine_bridge.driver.lora import lora
 from tests.adapter_corpus import make_adapter
 from tests.merged import logprobs_of, merged_model
@@ -48,6 +48,7 @@ def engine(without_adapters):
         max_num_batched_tokens=CHUNK,
     )
     logits_rows.watch(engine.engine)
+    seeds.watch(engine.engine)
     engine.wrapper = lora.check_engine(engine.engine)
     yield engine
     engine.close()
@@ -224,3 +225,26 @@ def test_answers_with_adapters_on_embedding_and_output_layer_are_those_of_merged
     for name, answer in zip(requests, found, strict=True):
         logprobs = logprobs_of(merged[name], [*PROMPT, *answer])
         assert logprobs[len(PROMPT) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_an_answer_with_a_seed_is_the_same_however_its_prompt_is_computed(engine):
+    """Three steps compute the long prompt, and the first two each throw a token away; beside another answer there are other parts."""
+    prompt = [(7 * at) % SHAPE.vocab_size for at in range(2 * CHUNK + 9)]
+    long, short = (drawn(engine, prompt[:size]) for size in (len(prompt), CHUNK - 9))
+    assert long == drawn(engine, prompt, beside=OTHER)
+    assert short == drawn(engine, prompt[: CHUNK - 9], beside=prompt)
+    assert len({tuple(long), tuple(short)}) == 2
+
+
+def drawn(engine, prompt, beside=None):
+    """Twelve tokens drawn with a seed."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=12, temperature=1, seed=7, ignore_eos=True, detokenize=False)
+    answers = {}
+    if beside is not None:
+        engine.add(beside)
+    engine.engine.add_request("drawn", {"prompt_token_ids": prompt}, params)
+    while engine.engine.has_unfinished_requests():
+        engine.step(answers)
+    return answers["drawn"]

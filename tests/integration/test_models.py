@@ -20,20 +20,12 @@ import pytest
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.protocol.node import (
-    Advisory,
-    AdvisoryReport,
-    Delta,
-    GenerateRequest,
-    KvSources,
-    RequestId,
-    Sampling,
-)
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, KvSources
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
-from .conftest import WaitsForTheDisk
+from .nodes import WaitsForTheDisk
 
 BLOCK_TOKENS, WINDOW_TOKENS, NUM_DEVICE_BLOCKS = 32, 64, 60
 ANSWER_TOKENS = 12
@@ -114,11 +106,12 @@ def text(seed: object, num_tokens: int) -> list[int]:
 
 def request(
     prompt: Sequence[int], session: str = "", tenant: str = "", num_tokens: int = ANSWER_TOKENS
-) -> GenerateRequest:
-    return GenerateRequest(
+) -> EngineRequest:
+    return EngineRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(prompt),
-        context=RequestContext(session_id=session, tenant=tenant),
+        session_id=session,
+        tenant=tenant,
         sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
 
@@ -204,7 +197,7 @@ async def test_where_vllm_reuses_no_kv_neither_does_this_server(
             assert first[0] == second[0] and second[1].recomputed == len(prompt)
             assert await node.prefill(request(prompt, session="s")) == 0
             await node.advise(Advisory(advisory_id="a", session_id="s"), reports.append)
-            assert node.kv_tiers() is None and node.peer_address == ""
+            assert node.figures().kv_tiers is None and node.peer_address == ""
             node.end_session("", "s")
             await answer(node, prompt)  # behind the report on the engine's thread
     assert [report.state for report in reports] == ["unknown"]

@@ -1,64 +1,87 @@
-"""The gateway as a user runs it: a process that is killed, started again and told to stop."""
+"""The gateway as a user runs it: a process that crashes in part, is killed, started again and told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from overture_client.chat import ChatClient
-from overture_client.chat_frames import Accepted, ChatError, Delta, Done
+from overture_client.chat_frames import Accepted, ChatError, Delta
+from tests.integration.conftest import ask, told
 from tests.integration.processes import drains, output_until, serving
 from tests.ports import free_port
 
 KV_ON_DISK = 'overture_kv_blocks{tier="disk"}'
 LONG = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
-
-
 SECRET = "My secret word is Fezin. I like long walks by the sea, old maps, and coffee in the morning."
 QUESTION = "What is my secret word?"
 
 
 async def figure(http: aiohttp.ClientSession, name: str) -> float:
     """The value of the line of `/metrics` that starts with `name`."""
-    async with http.get("/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await told(http.get("/metrics"))).splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 async def kv_is_written(http: aiohttp.ClientSession) -> None:
     """Wait until the disk holds KV and no finished block waits for it."""
     async with asyncio.timeout(60):
-        while not (
-            await figure(http, KV_ON_DISK) and await figure(http, "overture_kv_write_queue_blocks") == 0
-        ):
+        while not await figure(http, KV_ON_DISK) or await figure(http, "overture_kv_write_queue_blocks"):
             await asyncio.sleep(0.3)
 
 
 async def warmed(http: aiohttp.ClientSession, session_id: str) -> None:
     """Tell that the session's next request is near, and wait until its KV is on the device."""
-    async with http.post("/v1/advisories", json={"session_id": session_id}) as response:
-        advisory = await response.json()
+    advisory = await told(http.post("/v1/advisories", json={"session_id": session_id}), 202)
     async with asyncio.timeout(60):
         while advisory["state"] != "warm":
             await asyncio.sleep(0.05)
-            async with http.get(f"/v1/advisories/{advisory['id']}") as response:
-                advisory = await response.json()
+            advisory = await told(http.get(f"/v1/advisories/{advisory['id']}"))
 
 
-async def ask(client: ChatClient, content: str, session_id: str | None = None) -> tuple[str, Done]:
-    text = ""
-    async for event in client.ask(content, session_id=session_id, sampling={"temperature": 0}):
-        if isinstance(event, Delta):
-            text += event.text
-        elif isinstance(event, Done):
-            return text, event
-    raise AssertionError("no done frame")
+async def until_ready(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(180):
+        while (await http.get("/readyz")).status != 200:
+            await asyncio.sleep(0.2)
+
+
+def engine_of(gateway_pid: int) -> psutil.Process:
+    """The child that the engine runs in."""
+    children = psutil.Process(gateway_pid).children(recursive=True)
+    return next(child for child in children if "gateway.nodes.engine_process" in child.cmdline())
+
+
+async def crash_within_an_answer(client: ChatClient, session_id: str, pid: int) -> ChatError:
+    """What a client hears of an answer when the engine crashes in its middle, and at most a few seconds later."""
+    num_accepted = 0
+    with pytest.raises(ChatError) as failed:
+        async with asyncio.timeout(60):
+            async for event in client.ask("Tell me a long story.", session_id=session_id, sampling=LONG):
+                num_accepted += isinstance(event, Accepted)
+                if isinstance(event, Delta):
+                    os.kill(pid, signal.SIGSEGV)
+    assert num_accepted == 1
+    return failed.value
+
+
+async def kill_within_an_answer(
+    client: ChatClient, session_id: str, gateway: asyncio.subprocess.Process
+) -> None:
+    asked = client.ask("Tell me a long story.", session_id=session_id, turn_id="killed", sampling=LONG)
+    with contextlib.suppress(ChatError, TimeoutError):
+        async with asyncio.timeout(60):
+            async for event in asked:
+                if isinstance(event, Delta):
+                    gateway.kill()
+                    break
 
 
 def libraries(pid: int) -> str:
@@ -67,50 +90,60 @@ def libraries(pid: int) -> str:
 
 
 @pytest.mark.slow
-async def test_kill_9_loses_no_acknowledged_turn_and_sighup_drains_where_there_is_no_key_file(
+async def test_a_crash_of_the_engine_or_of_the_gateway_costs_a_retry_and_no_conversation(
     tmp_path: Path,
 ) -> None:
+    """The engine crashes in native code, then the gateway is killed; the next one drains at a hang-up, as there is no key file."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    async with serving(port, tmp_path) as process:
-        lines = await output_until(process, b"ready")
+    async with serving(port, tmp_path, "--engine", "process") as gateway:
+        lines = await output_until(gateway, b"ready")
         assert url.encode() in lines[0] and len(lines) >= 3, "progress is shown while the engine starts"
-        loaded = libraries(process.pid)
+        async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
+            (answer, crashed), (_, other), (_, killed), (_, again) = [
+                await ask(client, SECRET) for _ in range(4)
+            ]
+            undisturbed, _ = await ask(client, QUESTION, session_id=other.session_id)
+            await kv_is_written(http)
+            dead = engine_of(gateway.pid)
+            assert os.getsid(dead.pid) == os.getsid(gateway.pid), "processor time is shared by session"
+            assert os.getpgid(dead.pid) == dead.pid, "Ctrl-C is the gateway's"
+            error = await crash_within_an_answer(client, crashed.session_id, dead.pid)
+            assert (error.code, error.retryable) == ("engine_failed", True)
+            with pytest.raises(ChatError) as refused:
+                await ask(client, "Are you there?", session_id=crashed.session_id)
+            assert refused.value.retryable, "the socket is still open, and says what to do"
+            await until_ready(http)
+            assert engine_of(gateway.pid).pid != dead.pid
+            text, done = await ask(client, QUESTION, session_id=again.session_id)
+            assert text == undisturbed
+            kv = done.timings.kv
+            assert kv.disk + kv.host + kv.device >= 32, f"KV came back from disk: {kv}"
+            assert "vllm:generation_tokens_total" in await told(http.get("/metrics")), "the child's, too"
+            turns = (await told(http.get(f"/api/sessions/{crashed.session_id}")))["turns"]
+            assert turns[0]["answer"] == answer, "nothing that was acknowledged is lost"
+            orphan = engine_of(gateway.pid)
+            await kill_within_an_answer(client, killed.session_id, gateway)
+        await gateway.wait()
+        await asyncio.to_thread(psutil.wait_procs, [orphan], timeout=30)
+        assert not orphan.is_running(), "nothing outlives a gateway that was killed"
+    async with serving(port, tmp_path) as gateway:
+        await output_until(gateway, b"ready")
+        loaded = libraries(gateway.pid)
         assert "/uvloop/" in loaded and "/ray/" not in loaded, "one node needs no Ray"
         async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
-            _, elsewhere = await ask(client, SECRET)
-            undisturbed, _ = await ask(client, QUESTION, elsewhere.session_id)
-            answer, done = await ask(client, SECRET)
-            await kv_is_written(http)
-            turn_id = None
-            with contextlib.suppress(ChatError, TimeoutError):
-                async with asyncio.timeout(60):
-                    async for event in client.ask(
-                        "Tell me a long story.", session_id=done.session_id, sampling=LONG
-                    ):
-                        turn_id = event.id if isinstance(event, Accepted) else turn_id
-                        if isinstance(event, Delta):
-                            process.send_signal(signal.SIGKILL)
-                            break
-        await process.wait()
-    async with serving(port, tmp_path) as process:
-        await output_until(process, b"ready")
-        async with aiohttp.ClientSession(url) as http:
-            async with http.get(f"/api/sessions/{done.session_id}") as response:
-                turns = (await response.json())["turns"]
+            turns = (await told(http.get(f"/api/sessions/{killed.session_id}")))["turns"]
+            assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
+            assert turns[1]["id"] == "killed"
             assert await figure(http, KV_ON_DISK) > 0, "KV is found again"
-            await warmed(http, done.session_id)
+            await warmed(http, killed.session_id)
             assert await figure(http, "overture_kv_read_bytes_total") > 0
-        assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
-        assert turns[1]["id"] == turn_id
-        async with ChatClient(url) as client:
-            recalled, done = await ask(client, QUESTION, done.session_id)
+            recalled, done = await ask(client, QUESTION, session_id=killed.session_id)
             assert "Fezin" in recalled
             assert recalled == undisturbed, "the same, to the letter, as without a restart"
-            kv = done.timings.kv
-            assert kv.device >= 32, f"what was computed before the kill came back from disk: {kv}"
+            assert done.timings.kv.device >= 32, f"it came back from disk: {done.timings.kv}"
             # The kernel and the shell may both send it.
-            await drains(process, client, signal.SIGHUP, signal.SIGHUP, session_id=done.session_id)
+            await drains(gateway, client, signal.SIGHUP, signal.SIGHUP, session_id=killed.session_id)
 
 
 async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:

@@ -69,10 +69,7 @@ def test_the_command_measures_everything_and_says_so(printed: subprocess.Complet
     assert printed.returncode == 0, printed.stderr
     line: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
     assert not [note for note in line["notes"] if "not measured" in note]
-    assert {candidate["regressor"] for candidate in line["steps"]["candidates"]} == {
-        *("linear", "tree", "forest", "ridge", "lasso", "elastic_net", "gradient_boosting", "nearest")
-    }
-    assert len(line["steps"]["candidates"]) == 40
+    assert 0 < line["steps"]["error"] < 1 and line["steps"]["num_held_out"] > 0
     assert line["steps"]["num_samples"] >= 60 and line["steps"]["repeatability"] > 0
     link = line["copies"]["link"]
     assert link["d2h_bytes_per_s"] > 0 and link["h2d_bytes_per_s"] > 0

@@ -7,60 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.protocol.node import (
-    Advisory,
-    AdvisoryReport,
-    ChatMessage,
-    GenerateRequest,
-    KvSources,
-    RequestId,
-    Sampling,
-    pack_token_ids,
-)
-from engine_bridge.protocol.request_context import RequestContext
-from engine_bridge.settings.engine_config import EngineConfig
-from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources, pack_token_ids
 
-from .conftest import WaitsForTheDisk
+from . import nodes
+from .conftest import settle
+from .nodes import WaitsForTheDisk, text
 
 BLOCK_TOKENS = 32
-NUM_DEVICE_BLOCKS = 40  # of which vLLM keeps one: two sessions of 500 tokens
-HISTORY_TOKENS = 512
+NUM_DEVICE_BLOCKS = 24  # of which vLLM keeps one: two sessions of 300 tokens
+HISTORY_TOKENS = 256
 _ids = itertools.count()
 
 
 @asynccontextmanager
-async def engine(folder: Path, tiers: KvTiers | None = None) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
-    config = TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder)
-    tiers = tiers or KvTiers(config, policy=WaitsForTheDisk())
-    node = LocalNode(
-        LocalNodeConfig(
-            engine=EngineConfig(
-                model=str(DEMO_MODEL_DIR),
-                served_model_name="demo",
-                dtype="float32",
-                cpu_threads=1,
-                max_model_len=1024,
-                max_num_seqs=8,
-                num_kv_blocks=NUM_DEVICE_BLOCKS,
-            ),
-            adapters_dir=DEMO_ADAPTERS_DIR,
-        ),
-        tiers,
-    )
-    await node.start()
-    try:
+async def engine(folder: Path, host_bytes: int = 256 << 20) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
+    config = TiersConfig(host_bytes=host_bytes, disk_bytes=512 << 20, folder=folder)
+    tiers = KvTiers(config, policy=WaitsForTheDisk())
+    async with nodes.engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=704) as node:
         yield node, tiers
-    finally:
-        await node.close()
 
 
 class Watch:
@@ -86,27 +57,11 @@ class Watch:
         return self.reports[-1]
 
 
-def text(seed: object, length: int) -> list[int]:
-    chance = random.Random(repr(seed))
-    return [chance.randrange(20, 900) for _ in range(length)]
-
-
 async def generate(
-    node: LocalNode, token_ids: Sequence[int], session: str, adapter: str | None = None, tenant: str = ""
+    node: LocalNode, prompt: Sequence[int] | str, session: str, adapter: str | None = None, tenant: str = ""
 ) -> tuple[list[int], KvSources]:
-    request = GenerateRequest(
-        request_id=RequestId(f"r{next(_ids)}"),
-        prompt_token_ids=tuple(token_ids),
-        context=RequestContext(tenant=tenant, session_id=session or "", adapter=adapter or ""),
-        sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
-    )
-    answer: list[int] = []
-    kv = None
-    async for delta in node.generate(request):
-        answer.extend(delta.token_ids)
-        kv = delta.timings.kv if delta.timings else kv
-    assert kv is not None
-    return answer, kv
+    said = await nodes.generate(node, prompt, 4, session_id=session, adapter=adapter or "", tenant=tenant)
+    return said.token_ids, said.kv
 
 
 async def advise(node: LocalNode, session: str, **fields: object) -> tuple[Watch, str]:
@@ -118,13 +73,25 @@ async def advise(node: LocalNode, session: str, **fields: object) -> tuple[Watch
 
 async def wash(node: LocalNode) -> None:
     """Overwrite all of the device's KV with what nobody asks for again."""
-    for _ in range(3):
-        await generate(node, text(("wash", next(_ids)), 900), f"wash{next(_ids)}")
+    for _ in range(2):
+        await generate(node, text(("wash", next(_ids)), 690), f"wash{next(_ids)}")
 
 
 def forget_host(tiers: KvTiers) -> None:
     assert tiers.store is not None and tiers.store.flush()
     tiers.store.drop_host()
+
+
+async def left_behind(
+    node: LocalNode, tiers: KvTiers, session: str, *, keeps_host: bool = False
+) -> list[int]:
+    """A session whose KV is on disk, and in host memory if that is kept: its prompt."""
+    history = text(session, HISTORY_TOKENS + 1)
+    await generate(node, history, session)
+    await wash(node)
+    if not keeps_host:
+        forget_host(tiers)
+    return history
 
 
 async def free_blocks(node: LocalNode) -> int:
@@ -137,15 +104,18 @@ def num_pins(tiers: KvTiers) -> int:
     return sum(block.pins for block in tiers.store._host.blocks.values())
 
 
-async def settle(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_true():
-            await asyncio.sleep(0.01)
+def moved_bytes(tiers: KvTiers) -> tuple[int, int]:
+    """Return the bytes that the copier has brought to the device so far, and those that the disk has read."""
+    stats = tiers.stats()
+    assert tiers.copier is not None and stats is not None
+    return tiers.copier.back.num_bytes, stats.disk.bytes_read
 
 
 async def test_promotion(tmp_path: Path) -> None:
     """One engine for all of it: building one takes seconds."""
     async with engine(tmp_path) as (node, tiers):
+        await settle(lambda: tiers.link is not None)  # measured by itself, as nobody wants anything
+        assert tiers.link is not None and 1e8 < tiers.link.h2d_bytes_per_s < 1e12
         await a_session_comes_up_from_disk_and_says_the_same(node, tiers)
         await prefixes_given_as_ids_and_other_tenants(node, tiers)
         await an_advisory_that_is_too_late_is_so_scored(node, tiers)
@@ -156,8 +126,6 @@ async def test_promotion(tmp_path: Path) -> None:
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
-        await settle(lambda: tiers.link is not None)  # measured by itself, as nobody wants anything
-        assert tiers.link is not None and 1e8 < tiers.link.h2d_bytes_per_s < 1e12
     await a_restart_knows_a_session_by_its_ids(tmp_path)
 
 
@@ -171,11 +139,13 @@ async def a_session_comes_up_from_disk_and_says_the_same(node: LocalNode, tiers:
         assert kv.device == 0 and kv.host == HISTORY_TOKENS
         await wash(node)
         forget_host(tiers)
-        free = await free_blocks(node)
+        free, moved = await free_blocks(node), moved_bytes(tiers)
         watch, _ = await advise(node, session, adapter=adapter)
         warm = await watch.until("warm")
         assert warm.device_tokens == warm.num_tokens == HISTORY_TOKENS
         assert warm.disk_bytes > 0 and warm.host_bytes == warm.disk_bytes  # read, then copied
+        copied, read = moved_bytes(tiers)
+        assert (warm.host_bytes, warm.disk_bytes) == (copied - moved[0], read - moved[1])
         assert await free_blocks(node) == free  # promoted blocks are anybody's
         answer, kv = await generate(node, follow_up, session, adapter)
         assert answer == plain
@@ -201,10 +171,7 @@ async def prefixes_given_as_ids_and_other_tenants(node: LocalNode, tiers: KvTier
 
 
 async def an_advisory_that_is_too_late_is_so_scored(node: LocalNode, tiers: KvTiers) -> None:
-    history = text("late", HISTORY_TOKENS + 1)
-    await generate(node, history, "late")
-    await wash(node)
-    forget_host(tiers)
+    history = await left_behind(node, tiers, "late")
     watch = Watch()
     advising = asyncio.create_task(node.advise(Advisory(advisory_id="late", session_id="late"), watch))
     _, kv = await generate(node, [*history, 7], "late")
@@ -216,22 +183,21 @@ async def an_advisory_that_is_too_late_is_so_scored(node: LocalNode, tiers: KvTi
 
 
 async def wrong_and_retracted_ones_cost_no_memory(node: LocalNode, tiers: KvTiers) -> None:
-    history = text("wrong", HISTORY_TOKENS + 1)
-    await generate(node, history, "wrong")
-    await wash(node)
+    await left_behind(node, tiers, "wrong", keeps_host=True)
     free = await free_blocks(node)
     watch, name = await advise(node, "wrong")
     await watch.until("warm")
     _, kv = await generate(node, text("something else", 100), "wrong")
     assert kv.device == 0
     await watch.until("wasted")
-    await generate(node, history, "wrong")
-    await wash(node)
-    forget_host(tiers)
+    await left_behind(node, tiers, "wrong")
+    moved = moved_bytes(tiers)
     watch, name = await advise(node, "wrong")
     node.retract("not this one", is_expired=False)
     node.retract(name, is_expired=False)
-    await watch.until("cancelled")
+    cancelled = await watch.until("cancelled")
+    copied, read = moved_bytes(tiers)
+    assert (cancelled.host_bytes, cancelled.disk_bytes) == (copied - moved[0], read - moved[1])
     await wash(node)
     watch, name = await advise(node, "wrong")
     await watch.until("warm")
@@ -258,7 +224,7 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
     assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
     assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
     async with asyncio.timeout(30):  # half of an advisory's life
-        long, _ = await generate(node, text("long", 1000), "somebody else")  # needs most of the device
+        long, _ = await generate(node, text("long", 690), "somebody else")  # needs most of the device
     assert len(long) == 4
     for session, history in histories.items():
         _, kv = await generate(node, [*history, 5], session)
@@ -267,11 +233,8 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
 
 
 async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None:
-    history = text("arrival", HISTORY_TOKENS + 1)
-    await generate(node, history, "arrival")
-    await wash(node)
-    forget_host(tiers)
-    watch, _ = await advise(node, "arrival", expected_arrival_s=5.0)
+    await left_behind(node, tiers, "arrival")
+    watch, _ = await advise(node, "arrival", expected_arrival_s=3.0)
     waiting = await watch.until("host")
     assert waiting.device_tokens == 0
     issued_s = time.monotonic()
@@ -293,24 +256,14 @@ async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvT
     assert tiers.store is not None
     await wash(node)
     saved = tiers.store.stats().host.num_saved
-    draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(60))
+    draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(30))
 
-    def request(name: str, content: str) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=RequestId(f"{name}-{next(_ids)}"),
-            messages=(ChatMessage("user", content),),
-            context=RequestContext(session_id="drafted"),
-            sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
-        )
-
-    num_tokens = await node.prefill(request("draft", draft + " And the la"))
-    assert num_tokens > 300
+    num_tokens = await node.prefill(nodes.request(f"{draft} And the la", 4, session_id="drafted"))
+    assert num_tokens > 150
     assert tiers.store.stats().host.num_saved == saved
-    assert await node.prefill(request("draft", draft)) <= num_tokens  # backspace
-    kv = None
-    async for delta in node.generate(request("turn", draft + " And the last one is Eve.")):
-        kv = delta.timings.kv if delta.timings else kv
-    assert kv is not None and kv.device >= num_tokens - BLOCK_TOKENS
+    assert await node.prefill(nodes.request(draft, 4, session_id="drafted")) <= num_tokens  # backspace
+    _, kv = await generate(node, f"{draft} And the last one is Eve.", "drafted")
+    assert kv.device >= num_tokens - BLOCK_TOKENS
     assert tiers.store.stats().host.num_saved > saved  # now it has been asked
 
 
@@ -344,18 +297,17 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
 
 async def a_restart_knows_a_session_by_its_ids(folder: Path) -> None:
     """And reads a conversation that is larger than its host memory."""
-    history, long = text("restart", HISTORY_TOKENS + 1), text("long", 28 * BLOCK_TOKENS + 2)
+    history, long = text("restart", HISTORY_TOKENS + 1), text("long", 18 * BLOCK_TOKENS + 2)
     async with engine(folder) as (node, tiers):
         await generate(node, history, "restart")
         said, _ = await generate(node, long, "long")
         assert tiers.store is not None
-        host_bytes = 8 * tiers.store.shape.block_bytes
-    config = TiersConfig(host_bytes=host_bytes, disk_bytes=512 << 20, folder=folder)
-    async with engine(folder, KvTiers(config, policy=WaitsForTheDisk())) as (node, tiers):
+        host_bytes = 5 * tiers.store.shape.block_bytes
+    async with engine(folder, host_bytes) as (node, tiers):
         answer, kv = await generate(node, long, "long")
-        assert (answer, kv.disk) == (said, 28 * BLOCK_TOKENS)
+        assert (answer, kv.disk) == (said, 18 * BLOCK_TOKENS)
         stats = tiers.stats()
-        assert stats is not None and stats.host.num_carried >= 28 - 2, "all but the last pieces"
+        assert stats is not None and stats.host.num_carried >= 18 - 2, "all but the last pieces"
         await settle(lambda: num_pins(tiers) == 0)
         forgotten, _ = await advise(node, "restart")
         await forgotten.until("unknown")

@@ -21,7 +21,7 @@ STORY: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a lon
 
 
 async def nodes_of(http: aiohttp.ClientSession) -> dict[str, Any]:
-    """Each node's standing, by its name."""
+    """Each node's status, by its name."""
     async with http.get("/v1/nodes") as reply:
         return {node["id"]: node for node in (await reply.json())["nodes"]}
 

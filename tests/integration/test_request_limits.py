@@ -12,13 +12,16 @@ import aiohttp
 import pytest
 
 from overture_client.chat import ChatClient
-from overture_client.chat_frames import ChatError, Done
+from overture_client.chat_frames import ChatError
 
-from .conftest import MODEL, Gateways, SharedNode, engine_is_empty
+from .conftest import MODEL, SharedNode, ask, engine_is_empty, told
 
 HELLO = [{"role": "user", "content": "Hello!"}]
-CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 8}
+BODY = {"model": MODEL, "messages": HELLO, "max_tokens": 8}
+PROMPT = {"model": MODEL, "prompt": "Hello"}
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "x" | "y"'
+CHOICE = BODY | {"structured_outputs": {"choice": ["yes", "no"]}}
 
 
 def references(num: int) -> dict[str, Any]:
@@ -31,47 +34,37 @@ def references(num: int) -> dict[str, Any]:
 
 
 FATAL = references(1000)
-CALLS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": CHAT
-    | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FATAL}}},
-    "/v1/completions": {"model": MODEL, "prompt": "Hello", "structured_outputs": {"json": FATAL}},
-    "/v1/responses": {
-        "model": MODEL,
-        "input": "Hello",
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": FATAL}},
-    },
-    "/v1/messages": CHAT | {"output_config": {"format": {"type": "json_schema", "schema": FATAL}}},
-}
+FORM = {"type": "json_schema", "name": "x", "schema": FATAL}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": FATAL, "strict": True}}
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("path", list(CALLS))
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            CHAT,
+            BODY
+            | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FATAL}}},
+        ),
+        (CHAT, BODY | {"tools": [TOOL], "tool_choice": "required"}),
+        (COMPLETIONS, PROMPT | {"structured_outputs": {"json": FATAL}}),
+        ("/v1/responses", {"model": MODEL, "input": "Hello", "text": {"format": FORM}}),
+        (MESSAGES, BODY | {"output_config": {"format": FORM}}),
+    ],
+)
 async def test_a_grammar_that_ends_its_helper_process_is_a_bad_request_and_the_server_lives_on(
-    http: aiohttp.ClientSession, node: SharedNode, path: str, is_stream: bool
+    http: aiohttp.ClientSession, node: SharedNode, path: str, body: dict[str, Any], is_stream: bool
 ) -> None:
     num_rebuilds = node.num_rebuilds
-    async with http.post(path, json=CALLS[path] | {"stream": is_stream}) as response:
-        assert response.status == 400
-        body = await response.json()
-    assert "too deeply" in body["error"]["message"]
+    error = (await told(http.post(path, json=body | {"stream": is_stream}), 400))["error"]
+    assert "too deeply" in error["message"]
+    await told(http.post(CHAT, json=BODY))
     assert node.num_rebuilds == num_rebuilds
-    async with http.post("/v1/chat/completions", json=CHAT) as response:
-        assert response.status == 200
     await engine_is_empty(node)
 
 
-async def test_a_schema_of_a_tool_is_checked_like_any_other(http: aiohttp.ClientSession) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": FATAL, "strict": True}}
-    async with http.post(
-        "/v1/chat/completions", json=CHAT | {"tools": [tool], "tool_choice": "required"}
-    ) as response:
-        assert response.status == 400
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_structured_output_is_what_its_schema_says(
-    http: aiohttp.ClientSession, is_stream: bool
-) -> None:
+async def test_structured_output_is_what_its_schema_says(http: aiohttp.ClientSession) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 2]}},
@@ -79,17 +72,12 @@ async def test_structured_output_is_what_its_schema_says(
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    async with http.post(
-        "/v1/chat/completions", json=CHAT | {"response_format": form, "stream": is_stream, "max_tokens": 64}
-    ) as response:
-        assert response.status == 200
-        text = (await response.read()).decode()
-    if is_stream:
-        events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
-        content = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
-    else:
-        content = json.loads(text)["choices"][0]["message"]["content"]
-    assert json.loads(content) in ({"a": 1}, {"a": 2})
+    body = BODY | {"response_format": form, "max_tokens": 64}
+    whole = (await told(http.post(CHAT, json=body)))["choices"][0]["message"]["content"]
+    lines = (await told(http.post(CHAT, json=body | {"stream": True}))).split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    assert {json.loads(said)["a"] for said in (whole, streamed)} <= {1, 2}
 
 
 async def test_an_answer_whose_grammar_takes_too_long_ends_alone(
@@ -98,49 +86,16 @@ async def test_an_answer_whose_grammar_takes_too_long_ends_alone(
     monkeypatch.setattr(
         "engine_bridge.policy.limits.matcher_budget.MatcherBudget.next_token", lambda self: None
     )
-    body = CHAT | {"structured_outputs": {"grammar": AMBIGUOUS}, "max_tokens": 2000, "min_tokens": 2000}
-    other = asyncio.create_task(_content(http, CHAT | {"temperature": 0}))
-    async with http.post("/v1/chat/completions", json=body) as response:
-        assert response.status == 400
-        assert "too ambiguous" in (await response.json())["error"]["message"]
-    assert await other == await _content(http, CHAT | {"temperature": 0})
+
+    async def content() -> str:
+        reply = await told(http.post(CHAT, json=BODY | {"temperature": 0}))
+        return str(reply["choices"][0]["message"]["content"])
+
+    body = BODY | {"structured_outputs": {"grammar": AMBIGUOUS}, "max_tokens": 2000, "min_tokens": 2000}
+    other = asyncio.create_task(content())
+    assert "too ambiguous" in (await told(http.post(CHAT, json=body), 400))["error"]["message"]
+    assert await other == await content()
     await engine_is_empty(node)
-
-
-async def _content(http: aiohttp.ClientSession, body: dict[str, Any]) -> str:
-    async with http.post("/v1/chat/completions", json=body) as response:
-        return (await response.json())["choices"][0]["message"]["content"]
-
-
-async def test_equal_grammars_give_independent_answers_and_go_with_them(
-    http: aiohttp.ClientSession, node: SharedNode
-) -> None:
-    body = CHAT | {"structured_outputs": {"choice": ["yes", "no"]}, "n": 3}
-    async with http.post("/v1/chat/completions", json=body) as response:
-        answers = [choice["message"]["content"] for choice in (await response.json())["choices"]]
-    assert set(answers) <= {"yes", "no"} and len(answers) == 3
-    await engine_is_empty(node)
-
-    def num_compiled(driver: Any) -> int:
-        manager = driver.engine.engine_core.engine_core.scheduler.structured_output_manager
-        return int(manager.backend.num_compiled)
-
-    assert await node.run_on_engine(num_compiled) == 0
-
-
-async def test_a_pattern_that_is_used_often_goes_on_working(
-    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With room for so few states, each answer fills up what its grammar may have."""
-    monkeypatch.setattr("engine_bridge.policy.limits.grammar_room.FIRST_STATES", 150)
-    street = {"json": {"type": "string", "pattern": "^.{1,60} .{1,40}$"}}
-    body = CHAT | {"structured_outputs": street, "max_tokens": 30, "n": 4}
-
-    async def ask() -> int:
-        async with http.post("/v1/chat/completions", json=body) as response:
-            return response.status
-
-    assert await asyncio.gather(*(ask() for _ in range(6))) == [200] * 6
 
 
 async def test_grammars_that_take_all_the_memory_are_refused_until_some_have_ended(
@@ -152,70 +107,40 @@ async def test_grammars_that_take_all_the_memory_are_refused_until_some_have_end
         backend._room._total_bytes = num_bytes
         return before
 
-    body = CHAT | {"structured_outputs": {"choice": ["yes", "no"]}}
     await engine_is_empty(node)
     room_bytes = await node.run_on_engine(partial(let_grammars_have, 1 << 20))
     try:
-        async with http.post("/v1/chat/completions", json=body) as response:
-            assert response.status == 429
-            error = (await response.json())["error"]
+        error = (await told(http.post(CHAT, json=CHOICE), 429))["error"]
         assert error["code"] == "rate_limited" and "grammar_memory_mib" in error["message"]
     finally:
         await node.run_on_engine(partial(let_grammars_have, room_bytes))
-    async with http.post("/v1/chat/completions", json=body) as response:
-        assert response.status == 200
+    await told(http.post(CHAT, json=CHOICE))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "setting"),
-    [
-        ("/v1/completions", {"model": MODEL, "prompt": ["a"] * 100, "n": 64}, "max_sequences"),
-        (
-            "/v1/completions",
-            {"model": MODEL, "prompt": "x" * 100_000, "truncate_prompt_tokens": 5},
-            "max_prompt_chars",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"bad_words": [f"w{number}" for number in range(300)]},
-            "max_bad_words",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"logit_bias": {str(number): 1 for number in range(1100)}},
-            "max_logit_bias",
-        ),
-        ("/v1/chat/completions", CHAT | {"structured_outputs": {"choice": ["x"] * 1100}}, "max_choices"),
-        ("/v1/chat/completions", CHAT | {f"f{number}": 1 for number in range(60_000)}, "max_json_values"),
-        ("/v1/messages", CHAT | {"messages": HELLO * 3000}, "max_messages"),
-    ],
-)
 async def test_more_than_a_limit_allows_is_a_bad_request_that_names_the_setting(
-    http: aiohttp.ClientSession, path: str, body: dict[str, Any], setting: str
+    http: aiohttp.ClientSession,
 ) -> None:
-    async with http.post(path, json=body) as response:
-        assert response.status == 400
-        assert setting in (await response.json())["error"]["message"]
+    for path, body, setting in (
+        (COMPLETIONS, {"model": MODEL, "prompt": ["a"] * 100, "n": 64}, "max_sequences"),
+        (COMPLETIONS, PROMPT | {"prompt": "x" * 100_000, "truncate_prompt_tokens": 5}, "max_prompt_chars"),
+        (CHAT, BODY | {"bad_words": [f"w{number}" for number in range(300)]}, "max_bad_words"),
+        (CHAT, BODY | {"logit_bias": {str(number): 1 for number in range(1100)}}, "max_logit_bias"),
+        (CHAT, BODY | {"structured_outputs": {"choice": ["x"] * 1100}}, "max_choices"),
+        (CHAT, BODY | {f"f{number}": 1 for number in range(60_000)}, "max_json_values"),
+        (MESSAGES, BODY | {"messages": HELLO * 3000}, "max_messages"),
+    ):
+        assert setting in (await told(http.post(path, json=body), 400))["error"]["message"]
 
 
 async def test_log_probabilities_beyond_the_limit_come_only_in_a_stream(
-    gateways: Gateways, node: SharedNode
+    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await gateways()
-    body = CHAT | {"logprobs": True, "top_logprobs": 5, "max_tokens": 20, "ignore_eos": True}
-    assert node._client is not None
-    limits = node._client._limits
-    node._client._limits = type(limits)(max_logprobs=100)
-    try:
-        async with aiohttp.ClientSession(server.url) as http:
-            async with http.post("/v1/chat/completions", json=body) as response:
-                assert response.status == 400
-                assert "max_logprobs" in (await response.json())["error"]["message"]
-            async with http.post("/v1/chat/completions", json=body | {"stream": True}) as response:
-                assert response.status == 200
-                assert b"max_logprobs" not in await response.read()
-    finally:
-        node._client._limits = limits
+    client = node._client
+    assert client is not None
+    monkeypatch.setattr(client, "limits", type(client.limits)(max_logprobs=100))
+    body = BODY | {"logprobs": True, "top_logprobs": 5, "max_tokens": 20, "ignore_eos": True}
+    assert "max_logprobs" in (await told(http.post(CHAT, json=body), 400))["error"]["message"]
+    assert "max_logprobs" not in await told(http.post(CHAT, json=body | {"stream": True}))
 
 
 async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_with_them(
@@ -230,80 +155,70 @@ async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_wi
 
     assert node._serving is not None
     monkeypatch.setattr(node._serving._renderer, "render_chat", breaks)
-    for path, body in (
-        ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", CHAT | {"stream": True}),
-        ("/v1/messages", CHAT),
-    ):
-        async with http.post(path, json=body) as response:
-            assert response.status == 500
-            message = (await response.json())["error"]["message"]
+    for path, body in ((CHAT, BODY), (CHAT, BODY | {"stream": True}), (MESSAGES, BODY)):
+        message = (await told(http.post(path, json=body), 500))["error"]["message"]
         assert "secret" not in message
         assert message.rstrip(".").rsplit(" ", 1)[-1] in caplog.text
-    with pytest.raises(ChatError) as told:
-        async for _ in chat.ask("Hello!"):
-            pass
-    assert (told.value.code, told.value.retryable) == ("internal", False)
-    assert "secret" not in str(told.value)
+    with pytest.raises(ChatError) as refused:
+        await ask(chat, "Hello!")
+    assert (refused.value.code, refused.value.retryable) == ("internal", False)
+    assert "secret" not in str(refused.value)
     assert "parser's secret" in caplog.text, "with where it came from; our own format leaves texts out"
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "part"),
-    [
-        ("/v1/chat/completions", {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"conversation": 1, "tools": 2}}, ""),
-        (
-            "/v1/chat/completions",
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]},
-            "",
-        ),
-        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {"required": 5}}]}, ""),
-        (
-            "/v1/chat/completions",
-            {"structured_outputs": {"grammar": 'start: a "x"\na[lazy]: /.*/\n'}},
-            "the compiler of grammars cannot work with it",
-        ),
-        ("/v1/chat/completions", {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
-    ],
-)
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}
+LAZY = {"grammar": 'start: a "x"\na[lazy]: /.*/\n'}
+ODD_ARGUMENTS = ("[]", "5", "null", '"x"', "{", "", {})
+ODD_MESSAGES: list[dict[str, Any]] = [
+    *(
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+        for call in ({"name": "f", "arguments": told} for told in ODD_ARGUMENTS)
+    ),
+    {"role": "nobody", "content": "x"},
+    {"role": "tool", "content": "x"},
+    {"role": "user", "content": [{"type": "nothing"}]},
+    {"role": "assistant", "tool_calls": [{}]},
+]
+
+
 async def test_odd_fields_are_bad_requests_that_name_nothing_of_the_inside(
-    http: aiohttp.ClientSession, path: str, more: dict[str, Any], part: str
+    http: aiohttp.ClientSession,
 ) -> None:
-    async with http.post(path, json=CHAT | more) as response:
-        text = await response.text()
-        # A field that is of no use may also be left out.
+    """A field that is of no use may also be left out."""
+    for path, more, part in (
+        (CHAT, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"conversation": 1, "tools": 2}}, ""),
+        (CHAT, {"tools": [FUNCTION]}, ""),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": {"required": 5}}]}, ""),
+        (CHAT, {"structured_outputs": LAZY}, "the compiler of grammars cannot work with it"),
+        (CHAT, {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
+        *((CHAT, {"messages": [message]}, "") for message in ODD_MESSAGES),
+    ):
+        async with http.post(path, json=BODY | more) as response:
+            text = await response.text()
         assert response.status == 400 or (response.status == 200 and not part), text
-    if response.status == 400:
-        assert part in text
-        for inside in ("TokenizerPool", "iterable", "panic", "object", "()", "NoneType", "triggers'"):
-            assert inside not in text
+        if response.status == 400:
+            assert part in text
+            for inside in ("TokenizerPool", "iterable", "panic", "object", "()", "NoneType", "triggers'"):
+                assert inside not in text
 
 
 async def test_a_message_that_no_model_could_read_is_refused_and_not_stored(
     chat: ChatClient, http: aiohttp.ClientSession
 ) -> None:
-    with pytest.raises(ChatError) as refused:
-        async for _ in chat.ask("word " * 50_000):
-            pass
-    assert refused.value.code == "prompt_too_long"
-    async with http.get("/api/sessions") as response:
-        assert (await response.json())["sessions"] == []
-    events = [event async for event in chat.ask("Hello!", sampling={"max_tokens": 4})]
-    assert isinstance(events[-1], Done)
+    for num_words in (20_000, 50_000):
+        with pytest.raises(ChatError, match="tokens" if num_words == 20_000 else "") as refused:
+            await ask(chat, "word " * num_words)
+        assert refused.value.code == "prompt_too_long"
+    assert (await told(http.get("/api/sessions")))["sessions"] == []
+    assert (await ask(chat, "Hello!"))[0]
 
 
 async def test_a_compressed_body_is_taken_up_to_the_limit_of_what_it_holds(
     http: aiohttp.ClientSession,
 ) -> None:
-    packed = zlib.compress(json.dumps(CHAT).encode())
     headers = {"Content-Encoding": "deflate", "Content-Type": "application/json"}
-    async with http.post("/v1/chat/completions", data=packed, headers=headers) as response:
-        assert response.status == 200
-    bomb = zlib.compress(b" " * (64 << 20))
-    async with http.post("/v1/chat/completions", data=bomb, headers=headers) as response:
-        assert response.status == 413
-    async with http.post(
-        "/v1/chat/completions", data=b"x", headers=headers | {"Content-Encoding": "br"}
-    ) as response:
-        assert response.status == 415
+    packed, bomb = zlib.compress(json.dumps(BODY).encode()), zlib.compress(b" " * (64 << 20))
+    await told(http.post(CHAT, data=packed, headers=headers))
+    await told(http.post(CHAT, data=bomb, headers=headers), 413)
+    await told(http.post(CHAT, data=b"x", headers=headers | {"Content-Encoding": "br"}), 415)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,276 +16,223 @@ from gateway.app import Server
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
 
-LONG: Any = {
-    "model": MODEL,
-    "input": "Tell me a story.",
-    "max_output_tokens": 3000,
-    "extra_body": {"ignore_eos": True},
-}
+LONG: Any = {"input": "Tell me a story.", "max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
 OVER = ("completed", "incomplete", "cancelled", "failed")
 
 
+class Client:
+    """The SDK's calls about responses; those that make one are greedy and ask the demo model."""
+
+    def __init__(self, server: Server, key: str = "none") -> None:
+        self.sdk = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=60)
+        self.all = self.sdk.responses
+
+    async def say(self, said: Any, **wish: Any) -> Any:
+        return await self.all.create(**{"model": MODEL, "temperature": 0} | wish, input=said)
+
+    async def events(self, said: Any, **wish: Any) -> list[Any]:
+        return [event async for event in await self.say(said, stream=True, **wish)]
+
+    async def ended(self, response_id: str) -> Any:
+        async with asyncio.timeout(60):
+            while (response := await self.all.retrieve(response_id)).status not in OVER:
+                await asyncio.sleep(0.02)
+        return response
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60
-    ) as client:
-        yield client
+async def client(server: Server) -> AsyncIterator[Client]:
+    client = Client(server)
+    yield client
+    await client.sdk.close()
 
 
-async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
-    async with asyncio.timeout(60):
-        while (response := await client.responses.retrieve(response_id)).status not in OVER:
-            await asyncio.sleep(0.02)
-    return response
-
-
-async def test_a_stored_response_is_read_listed_and_deleted(client: openai.AsyncOpenAI) -> None:
-    made = await client.responses.create(model=MODEL, input="My secret word is Fezin.", temperature=0)
-    after = await client.responses.create(
-        model=MODEL, input="What is my secret word?", previous_response_id=made.id, temperature=0
-    )
-    assert after.previous_response_id == made.id
-    read = await client.responses.retrieve(made.id)
+async def test_a_stored_response_is_read_listed_and_deleted(client: Client) -> None:
+    made = await client.say("My secret word is Fezin.")
+    after = await client.say("What is my secret word?", previous_response_id=made.id)
+    assert after.previous_response_id == made.id and "Fezin" in after.output_text
+    read = await client.all.retrieve(made.id)
     assert (read.id, read.output_text, read.status) == (made.id, made.output_text, "completed")
     assert read.usage == made.usage
-    (item,) = (await client.responses.input_items.list(made.id)).data
+    (item,) = (await client.all.input_items.list(made.id)).data
     assert item.content[0].text == "My secret word is Fezin."  # type: ignore[union-attr]
-    await client.responses.delete(made.id)
-    for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+    await client.all.delete(made.id)
+    for call in (client.all.retrieve, client.all.delete, client.all.input_items.list):
         with pytest.raises(openai.NotFoundError):
             await call(made.id)
-    assert (await client.responses.retrieve(after.id)).output_text == after.output_text
+    assert (await client.all.retrieve(after.id)).output_text == after.output_text
+    with pytest.raises(openai.NotFoundError):
+        await client.say("Hello", previous_response_id="resp_nope")
 
 
-async def test_log_probabilities_are_those_of_the_text(client: openai.AsyncOpenAI) -> None:
-    asked: Any = {
-        "model": MODEL,
-        "input": "Hello!",
-        "temperature": 0,
-        "include": ["message.output_text.logprobs"],
-    }
-    made = await client.responses.create(**asked)
-    streamed, last = "", None
-    async for event in await client.responses.create(**asked, stream=True):
-        if event.type == "response.output_text.delta":
-            streamed += "".join(token.token for token in event.logprobs)
-        elif event.type == "response.completed":
-            last = event.response
-    assert made.output_text and last is not None and streamed == made.output_text
-    for response in (made, last):
-        told = response.output[0].content[0].logprobs  # type: ignore[union-attr]
-        assert "".join(token.token for token in told or ()) == made.output_text  # type: ignore[union-attr]
+async def test_log_probabilities_are_those_of_the_text(client: Client) -> None:
+    asked: Any = {"include": ["message.output_text.logprobs"]}
+    made = await client.say("Hello!", **asked)
+    events = await client.events("Hello!", **asked)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(token.token for event in deltas for token in event.logprobs) == made.output_text != ""
+    for response in (made, events[-1].response):
+        logprobs = response.output[0].content[0].logprobs
+        assert "".join(token.token for token in logprobs or ()) == made.output_text
 
 
-async def test_results_of_tools_go_on_from_the_calls_that_were_stored(client: openai.AsyncOpenAI) -> None:
+async def test_results_of_tools_go_on_from_the_calls_that_were_stored(client: Client) -> None:
     """What a call of a tool looked like is known only to the response: a follow-up names it, and is understood."""
     calls: Any = [
         {"role": "user", "content": "What is the weather in Rome?"},
         {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "Sunny."},
     ]
-    first = await client.responses.create(model=MODEL, input=calls, temperature=0)
-    listed = (await client.responses.input_items.list(first.id, order="asc")).data
+    first = await client.say(calls)
+    listed = (await client.all.input_items.list(first.id, order="asc")).data
     assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]
-    second = await client.responses.create(
-        model=MODEL, input="Thanks.", previous_response_id=first.id, temperature=0
-    )
-    assert second.usage is not None and first.usage is not None
+    second = await client.say("Thanks.", previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens - 5
 
 
-async def test_one_in_the_background_is_answered_at_once_and_read_later(client: openai.AsyncOpenAI) -> None:
-    made = await client.responses.create(model=MODEL, input="Hello!", background=True, temperature=0)
+async def test_one_in_the_background_is_answered_at_once_and_read_later(client: Client) -> None:
+    made = await client.say("Hello!", background=True)
     assert made.status == "queued" and made.background and not made.output
-    read = await ended(client, made.id)
-    assert read.status == "completed" and read.output_text and read.background
-    whole = await client.responses.create(model=MODEL, input="Hello!", temperature=0)
-    assert read.output_text == whole.output_text
+    read = await client.ended(made.id)
+    assert read.status == "completed" and read.background
+    whole = await client.say("Hello!")
+    assert read.output_text == whole.output_text != ""
     with pytest.raises(openai.BadRequestError, match="background"):
-        await client.responses.cancel(whole.id)
+        await client.all.cancel(whole.id)
     with pytest.raises(openai.BadRequestError, match="stored"):
-        await client.responses.create(model=MODEL, input="Hello!", background=True, store=False)
+        await client.say("Hello!", background=True, store=False)
     with pytest.raises(openai.NotFoundError):
-        await client.responses.create(model="nope", input="Hello!", background=True)
+        await client.say("Hello!", background=True, model="nope")
 
 
 async def test_one_that_is_cancelled_ends_in_the_engine_and_keeps_its_beginning(
-    client: openai.AsyncOpenAI, node: SharedNode
+    client: Client, node: SharedNode, gateways: Gateways
 ) -> None:
-    made = await client.responses.create(**LONG, background=True)
-    assert (await client.responses.retrieve(made.id)).status == "in_progress"
-    cancelled = await client.responses.cancel(made.id)
-    assert cancelled.status == "cancelled"
-    await engine_is_empty(node)
-    assert (await client.responses.retrieve(made.id)).status == "cancelled"
-    assert (await client.responses.cancel(made.id)).status == "cancelled", "once more changes nothing"
+    """By its own key alone; another finds nothing."""
+    made = await client.all.create(model=MODEL, **LONG, background=True)
+    assert (await client.all.retrieve(made.id)).status == "in_progress"
+    for _ in range(2):  # once more changes nothing
+        assert (await client.all.cancel(made.id)).status == "cancelled"
+        await engine_is_empty(node)
+    assert (await client.all.retrieve(made.id)).status == "cancelled"
+    server = await gateways(api_keys=KEYS)
+    own, other = (Client(server, key) for key in KEYS)
+    async with own.sdk, other.sdk:
+        made = await own.all.create(model=MODEL, **LONG, background=True)
+        for call in (other.all.retrieve, other.all.cancel, other.all.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(made.id)
+        await own.all.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await own.all.retrieve(made.id)
 
 
-async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(
-    client: openai.AsyncOpenAI,
-) -> None:
-    stream = await client.responses.create(
-        model=MODEL, input="Hello!", background=True, stream=True, temperature=0
-    )
+async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(client: Client) -> None:
+    stream = await client.say("Hello!", background=True, stream=True)
     seen = [await anext(aiter(stream)) for _ in range(3)]
     await stream.response.aclose()
-    response_id = seen[0].response.id  # type: ignore[union-attr]
-    last = seen[-1].sequence_number
-    rest = [
-        event
-        async for event in await client.responses.retrieve(response_id, stream=True, starting_after=last)
-    ]
+    response_id, last = seen[0].response.id, seen[-1].sequence_number
+    following = await client.all.retrieve(response_id, stream=True, starting_after=last)
+    rest = [event async for event in following]
     assert [event.sequence_number for event in rest] == list(range(last + 1, last + 1 + len(rest)))
     assert rest[-1].type == "response.completed"
-    with pytest.raises(openai.NotFoundError, match="no response"):
-        await client.responses.retrieve("resp_nope", stream=True)
-
-
-async def test_a_negative_number_is_refused(client: openai.AsyncOpenAI) -> None:
-    made = await client.responses.create(
-        model=MODEL, input="Hello!", background=True, stream=True, temperature=0
-    )
-    events = [event async for event in made]
-    response_id = events[0].response.id  # type: ignore[union-attr]
     with pytest.raises(openai.BadRequestError, match="starting_after"):
-        await client.responses.retrieve(response_id, stream=True, starting_after=-5)
-    await client.responses.delete(response_id)
-    with pytest.raises(openai.NotFoundError, match="no response"):
-        await client.responses.retrieve(response_id, stream=True)
+        await client.all.retrieve(response_id, stream=True, starting_after=-5)
+    await client.all.delete(response_id)
+    for gone in (response_id, "resp_nope"):
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await client.all.retrieve(gone, stream=True)
 
 
-async def test_what_a_response_goes_on_from_stands_in_every_form_of_it(client: openai.AsyncOpenAI) -> None:
-    first = await client.responses.create(model=MODEL, input="Hello!", temperature=0)
-    wish: Any = {
-        "model": MODEL,
-        "input": "And again?",
-        "previous_response_id": first.id,
-        "temperature": 0,
-    }
-    forms = [await client.responses.create(**wish), await client.responses.create(**wish, background=True)]
+async def test_what_a_response_goes_on_from_stands_in_every_form_of_it(client: Client) -> None:
+    first = await client.say("Hello!")
+    wish: Any = {"previous_response_id": first.id}
+    forms = [await client.say("And again?", **wish, background=is_behind) for is_behind in (False, True)]
     for options in ({}, {"background": True}):
-        stream = await client.responses.create(**wish, **options, stream=True)
-        forms += [event.response async for event in stream if hasattr(event, "response")]
-    forms.append(await ended(client, forms[1].id))
+        events = await client.events("And again?", **wish, **options)
+        forms += [event.response for event in events if hasattr(event, "response")]
+    forms.append(await client.ended(forms[1].id))
     assert len(forms) >= 7 and {form.previous_response_id for form in forms} == {first.id}
 
 
-async def test_a_response_of_a_session_that_was_just_deleted_is_kept(
-    client: openai.AsyncOpenAI, server: Server
-) -> None:
+async def test_a_response_of_a_session_that_was_just_deleted_is_kept(client: Client, server: Server) -> None:
     """Its client may go on from it; the deleted conversation stays as it was, so that it can be restored."""
-    named: Any = {"model": MODEL, "temperature": 0, "extra_headers": {"X-Session-Id": "gone"}}
-    await client.responses.create(input="Hello!", **named)
-    await server.services.store.delete("local", "gone", time.time())
-    made = await client.responses.create(input="My secret word is Fezin.", **named)
-    after = await client.responses.create(
-        model=MODEL, input="What is my secret word?", previous_response_id=made.id, temperature=0
-    )
+    store, named = server.services.store, {"extra_headers": {"X-Session-Id": "gone"}}
+    await client.say("Hello!", **named)
+    await store.delete("local", "gone", time.time())
+    made = await client.say("My secret word is Fezin.", **named)
+    after = await client.say("What is my secret word?", previous_response_id=made.id)
     assert "Fezin" in after.output_text
-    restored = await server.services.store.restore("local", "gone", time.time())
+    restored = await store.restore("local", "gone", time.time())
     assert [turn.content for turn in restored.turns] == ["Hello!"]
 
 
-async def test_another_key_finds_nothing(gateways: Gateways) -> None:
-    server = await gateways(api_keys=KEYS)
-    url = server.url + "/v1"
-    async with (
-        openai.AsyncOpenAI(base_url=url, api_key=KEYS[0], max_retries=0) as own,
-        openai.AsyncOpenAI(base_url=url, api_key=KEYS[1], max_retries=0) as other,
-    ):
-        made = await own.responses.create(**LONG, background=True)
-        for call in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
-            with pytest.raises(openai.NotFoundError):
-                await call(made.id)
-        await own.responses.delete(made.id)
-        with pytest.raises(openai.NotFoundError):
-            await own.responses.retrieve(made.id)
-
-
-NAMED: Any = [
-    {"role": "user", "content": [{"type": "input_text", "text": "My name is Ann."}]},
-    {"role": "assistant", "content": [{"type": "output_text", "text": "Nice to meet you, Ann!"}]},
-    {"role": "user", "content": [{"type": "input_text", "text": "What is my name?"}]},
-]
-
-
-async def test_a_message_of_the_assistant_needs_no_type_and_all_of_its_text_is_read(
-    client: openai.AsyncOpenAI,
-) -> None:
-    plain = await client.responses.create(model=MODEL, input=NAMED, temperature=0, store=False)
-    assert "Ann" in plain.output_text
-    first, _, third = NAMED
-    parts = [{"type": "output_text", "text": text} for text in ("Nice to ", "meet you, Ann!")]
-    typed: Any = [first, {"type": "message", "role": "assistant", "content": parts}, third]
-    split = await client.responses.create(model=MODEL, input=typed, temperature=0)
-    assert (split.output_text, split.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)  # type: ignore[union-attr]
-
-
-async def test_items_are_named_by_their_ids(client: openai.AsyncOpenAI, gateways: Gateways) -> None:
-    """As the Vercel AI SDK does by default, and opencode with it."""
-    first = await client.responses.create(model=MODEL, input="My name is Ann.", temperature=0)
-    name = first.output[0].id
-    for reference in ({"type": "item_reference", "id": name}, {"id": name}):
-        items: Any = [{"role": "user", "content": "My name is Ann."}, reference]
-        items.append({"role": "user", "content": "What is my name?"})
-        second = await client.responses.create(model=MODEL, input=items, temperature=0)
-        whole: Any = [items[0], {"role": "assistant", "content": first.output_text}, items[2]]
-        same = await client.responses.create(model=MODEL, input=whole, temperature=0)
-        assert second.usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
-        assert second.output_text == same.output_text
-    third = await client.responses.create(
-        model=MODEL, input="And now?", previous_response_id=second.id, temperature=0
+async def test_a_message_of_the_assistant_needs_no_type_and_all_of_its_text_is_read(client: Client) -> None:
+    named, asked = (
+        {"role": "user", "content": [{"type": "input_text", "text": text}]}
+        for text in ("My name is Ann.", "What is my name?")
     )
-    assert third.usage.input_tokens > second.usage.input_tokens  # type: ignore[union-attr]
-    await client.responses.delete(first.id)
+
+    def answer(*texts: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "output_text", "text": text} for text in texts]}
+
+    plain = await client.say([named, answer("Nice to meet you, Ann!"), asked], store=False)
+    assert "Ann" in plain.output_text
+    split = await client.say([named, {"type": "message"} | answer("Nice to ", "meet you, Ann!"), asked])
+    assert (split.output_text, split.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)
+
+
+async def test_items_are_named_by_their_ids(client: Client) -> None:
+    """As the Vercel AI SDK does by default, and opencode with it."""
+    first = await client.say("My name is Ann.")
+    name = first.output[0].id
+    named, asked = ({"role": "user", "content": text} for text in ("My name is Ann.", "What is my name?"))
+    same = await client.say([named, {"role": "assistant", "content": first.output_text}, asked])
+    for reference in ({"type": "item_reference", "id": name}, {"id": name}):
+        second = await client.say([named, reference, asked])
+        assert second.usage.input_tokens == same.usage.input_tokens
+        assert second.output_text == same.output_text
+    third = await client.say("And now?", previous_response_id=second.id)
+    assert third.usage.input_tokens > second.usage.input_tokens
+    await client.all.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="no item"):
-        await client.responses.create(model=MODEL, input=items)
+        await client.say([named, reference, asked])
 
 
-async def test_calls_of_tools_are_named_by_their_ids(client: openai.AsyncOpenAI) -> None:
-    tool: Any = {
-        "type": "function",
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    }
-    wish: Any = {"model": MODEL, "tools": [tool], "temperature": 0, "max_output_tokens": 96}
-    asked: Any = {"role": "user", "content": "What is the weather in Paris?"}
-    events = [event async for event in await client.responses.create(input=[asked], stream=True, **wish)]
+async def test_calls_of_tools_are_named_by_their_ids(client: Client) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    described = {"name": "get_weather", "description": "The weather of a city.", "parameters": city}
+    wish: Any = {"tools": [{"type": "function"} | described], "max_output_tokens": 96}
+    asked = {"role": "user", "content": "What is the weather in Paris?"}
+    events = await client.events([asked], **wish)
     (call,) = events[-1].response.output
     pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert "".join(pieces) == call.arguments
+    assert "".join(pieces) == call.arguments and json.loads(call.arguments) == {"city": "Paris"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
-    reference = {"type": "item_reference", "id": call.id}
-    told = await client.responses.create(input=[asked, reference, result], **wish)
-    assert "Paris" in told.output_text and "sunny" in told.output_text
+    for item in ({"type": "item_reference", "id": call.id}, call.model_dump(exclude_none=True)):
+        answer = await client.say([asked, item, result], **wish)
+        assert "Paris" in answer.output_text and "sunny" in answer.output_text
 
 
-async def test_a_conversation_is_a_session_whose_turns_come_first(client: openai.AsyncOpenAI) -> None:
-    first = await client.responses.create(
-        model=MODEL, input="My name is Ann.", temperature=0, extra_headers={"X-Session-Id": "talk"}
-    )
-    wish: Any = {"model": MODEL, "input": "What is my name?", "temperature": 0}
-    after = await client.responses.create(previous_response_id=first.id, **wish)
-    num_tokens = after.usage.input_tokens  # type: ignore[union-attr]
+async def test_a_conversation_is_a_session_whose_turns_come_first(client: Client) -> None:
+    first = await client.say("My name is Ann.", extra_headers={"X-Session-Id": "talk"})
+    asked = "What is my name?"
+    num_tokens = (await client.say(asked, previous_response_id=first.id)).usage.input_tokens
     for conversation in ("talk", {"id": "talk"}):
-        named = await client.responses.create(conversation=conversation, **wish)  # type: ignore[arg-type]
-        assert named.usage.input_tokens > num_tokens  # type: ignore[union-attr]
-        num_tokens = named.usage.input_tokens  # type: ignore[union-attr]
+        named = await client.say(asked, conversation=conversation)
+        assert named.usage.input_tokens > num_tokens
+        num_tokens = named.usage.input_tokens
     with pytest.raises(openai.NotFoundError, match="no conversation"):
-        await client.responses.create(conversation="conv_nope", **wish)
+        await client.say(asked, conversation="conv_nope")
     with pytest.raises(openai.BadRequestError, match="not both"):
-        await client.responses.create(conversation="talk", previous_response_id=first.id, **wish)
+        await client.say(asked, conversation="talk", previous_response_id=first.id)
 
 
-async def test_a_stream_that_runs_out_of_tokens_says_so(client: openai.AsyncOpenAI) -> None:
-    wish: Any = {"model": MODEL, "input": "Hello!", "stream": True, "temperature": 0}
-    cut = [event async for event in await client.responses.create(max_output_tokens=2, **wish)]
+async def test_a_stream_that_runs_out_of_tokens_says_so(client: Client) -> None:
+    cut = await client.events("Hello!", max_output_tokens=2)
     assert [event.type for event in cut if event.type.startswith("response.i")][-1] == "response.incomplete"
-    assert cut[-1].type == "response.incomplete" and cut[-1].response.incomplete_details is not None
-    assert cut[-1].response.output_text and cut[-1].sequence_number == len(cut) - 1
-    stored = await client.responses.retrieve(cut[-1].response.id)
-    assert stored.status == "incomplete"
-    whole = [event async for event in await client.responses.create(**wish)]
-    assert whole[-1].type == "response.completed"
+    last = cut[-1]
+    assert last.type == "response.incomplete" and last.response.incomplete_details is not None
+    assert last.response.output_text and last.sequence_number == len(cut) - 1
+    assert (await client.all.retrieve(last.response.id)).status == "incomplete"
+    assert (await client.events("Hello!"))[-1].type == "response.completed"

@@ -6,10 +6,8 @@ Runs before the shared engine starts (conftest), each engine after the one befor
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,143 +17,96 @@ from msgspec.structs import replace
 from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.scheduling.scheduling import Scheduling
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.scheduling.mlq import Mlq
-from engine_bridge.predict.length import LengthFeatures, LengthGuess
-from engine_bridge.protocol.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.protocol.request_context import RequestContext
-from engine_bridge.settings.engine_config import EngineConfig
-from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
-from .conftest import WaitsForTheDisk, starts
+from .conftest import engine_is_empty
+from .nodes import WaitsForTheDisk, engine, generate, text
 
-NUM_REQUESTS = 20
 ADAPTERS = (None, "pirate", "robot", "shout")
-
-_ids = itertools.count()
-
-
-@asynccontextmanager
-async def engine(
-    policy: str,
-    num_kv_blocks: int = 60,
-    max_num_seqs: int = 6,
-    kv_host_gib: float = 0,
-    lane_refit_s: float = 60.0,
-) -> AsyncIterator[LocalNode]:
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR),
-        served_model_name="demo",
-        dtype="float32",
-        cpu_threads=1,
-        max_model_len=1024,
-        max_num_seqs=max_num_seqs,
-        num_kv_blocks=num_kv_blocks,
-        scheduling_policy=policy,
-        kv_host_gib=kv_host_gib,
-        lane_refit_s=lane_refit_s,
-    )
-    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=DEMO_ADAPTERS_DIR))
-    await node.start()
-    try:
-        yield node
-    finally:
-        await node.close()
 
 
 async def ask(
-    node: LocalNode, token_ids: Sequence[int], num_tokens: int, adapter: str | None = None, priority: int = 0
+    node: LocalNode, prompt: list[int], num_tokens: int, adapter: str | None = None, priority: int = 0
 ) -> list[int]:
-    request = GenerateRequest(
-        request_id=RequestId(f"r{next(_ids)}"),
-        prompt_token_ids=tuple(token_ids),
-        context=RequestContext(adapter=adapter or "", priority=priority),
-        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
-    )
-    return [token async for delta in node.generate(request) for token in delta.token_ids]
-
-
-def text(seed: int, length: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(20, 900) for _ in range(length)]
+    return (await generate(node, prompt, num_tokens, adapter=adapter or "", priority=priority)).token_ids
 
 
 def traffic() -> list[tuple[list[int], int, str | None]]:
     """Short and long ones, with and without adapters; a few of them fill the device."""
     chance = random.Random(11)
     return [
-        (text(seed, chance.choice((20, 60, 300, 700))), chance.choice((4, 30, 120)), chance.choice(ADAPTERS))
-        for seed in range(NUM_REQUESTS)
+        (text(seed, chance.choice((20, 60, 200, 400))), chance.choice((4, 20, 60)), chance.choice(ADAPTERS))
+        for seed in range(16)
     ]
-
-
-async def scheduling(node: LocalNode) -> Scheduling:
-    found: Scheduling = await node.run_on_engine(lambda driver: driver.scheduling)
-    return found
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def undisturbed() -> list[list[int]]:
-    """What each request is answered alone, by vLLM's own queue."""
-    async with engine("vllm", num_kv_blocks=200) as node:
-        return [await ask(node, *item) for item in traffic()]
 
 
 class WrongByTenTimes:
     """A predictor that knows nothing and says it with confidence."""
 
-    def predict(self, features: LengthFeatures) -> LengthGuess:
-        guess = 300 if features.num_prompt_tokens % 2 else 2
+    def predict(self, features: EngineRequest) -> LengthGuess:
+        guess = 150 if features.num_prompt_tokens % 2 else 2
         return LengthGuess(guess, guess, "made up")
 
-    def observe(self, features: LengthFeatures, num_tokens: int) -> None: ...
+    def observe(self, features: EngineRequest, num_tokens: int) -> None: ...
 
     def refit(self) -> None: ...
 
 
 async def crowd(node: LocalNode) -> list[list[int]]:
     """All of the traffic at once, beside some who give up when the first is answered."""
-    given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
+    given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 100)) for seed in range(4)]
     asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
     await asked[0]
     for task in given_up:
         task.cancel()
     answers = await asyncio.gather(*asked)
     await asyncio.gather(*given_up, return_exceptions=True)
-    await until_idle(node)
+    await engine_is_empty(node)
     return answers
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[int]]:
+    """What each request is answered alone; the first engine fills it in."""
+    return []
+
+
 @pytest_asyncio.fixture(scope="class", loop_scope="session")
-async def tight() -> AsyncIterator[LocalNode]:
+async def tight(undisturbed: list[list[int]]) -> AsyncIterator[LocalNode]:
     """One for all orders of starting: what each would build alone is the same but for its scheduling."""
-    async with engine("fcfs") as node:
+    async with engine(scheduling_policy="fcfs", num_kv_blocks=32, max_model_len=512, max_num_seqs=6) as node:
+        undisturbed[:] = [await ask(node, *item) for item in traffic()]
         yield node
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="session")
 async def with_host() -> AsyncIterator[LocalNode]:
     """Requests that are preempted find their KV in host memory."""
-    async with engine("fcfs", num_kv_blocks=100, kv_host_gib=0.25) as node:
+    async with engine(
+        scheduling_policy="fcfs", num_kv_blocks=40, max_model_len=512, max_num_seqs=6, kv_host_gib=0.25
+    ) as node:
         assert node._tiers is not None
         node._tiers.policy = WaitsForTheDisk()
         yield node
 
 
-async def use(node: LocalNode, policy: str) -> Scheduling:
+async def use(node: LocalNode, policy: str, **settings: Any) -> Scheduling:
     """Have the engine start requests in this order, and know nothing of those before."""
 
     def exchange(driver: VllmDriver) -> Scheduling:
         assert driver.scheduling is not None
         driver.scheduling.close()
-        driver.scheduling = driver._make_scheduling(replace(node._config.engine, scheduling_policy=policy))
+        config = replace(node._config.engine, scheduling_policy=policy, **settings)
+        driver.scheduling = driver._make_scheduling(config)
         driver.engine.reset_prefix_cache()
         return driver.scheduling
 
     return await node.run_on_engine(exchange)
 
 
-class TestEveryOrder:
+class TestWithoutTiers:
     @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq", "bounded"])
     async def test_no_order_changes_an_answer(
         self, policy: str, tight: LocalNode, undisturbed: list[list[int]]
@@ -180,33 +131,52 @@ class TestEveryOrder:
         counts = await tight.run_on_engine(lambda driver: driver.counts())
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
+    async def test_short_questions_pass_long_ones_and_lanes_are_fitted(self, tight: LocalNode) -> None:
+        """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
+        own = await use(tight, "mlq", lane_refit_s=0.2)
+        for seed in range(24):
+            await ask(tight, text(seed, 20 if seed % 2 else 300), 2 if seed % 2 else 20)
+        while own.dispatcher.counts["refits"] < 2:
+            await ask(tight, text(7, 20), 2)
+            await asyncio.sleep(0.05)
+        assert isinstance(own.dispatcher.policy, Mlq) and own.dispatcher.policy.lanes.num_lanes > 1
+        ended: list[str] = []
 
-async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began(
-    undisturbed: list[list[int]],
-) -> None:
-    """On a device for two, whose requests are squashed again and again."""
+        async def one(name: str, *args: Any) -> None:
+            await ask(tight, *args)
+            ended.append(name)
 
-    def squash_last(driver: Any) -> None:
-        running = driver._scheduler.running
-        if len(running) > 1:
-            driver.scheduling.squash(driver._scheduler, running[-1].request_id)
+        long = [asyncio.create_task(one("long", text(50 + n, 350), 60)) for n in range(8)]
+        await asyncio.sleep(0.05)
+        short = [asyncio.create_task(one("short", text(80 + n, 20), 2)) for n in range(4)]
+        await asyncio.gather(*long, *short)
+        last_short = max(at for at, name in enumerate(ended) if name == "short")
+        assert ended.index("short") < 4 and ended[-1] == "long"
+        assert ended[:last_short].count("long") < 6
 
-    async with engine("fcfs", num_kv_blocks=40, kv_host_gib=0.25) as node:
-        assert node._tiers is not None
-        node._tiers.policy = WaitsForTheDisk()
-        own = await scheduling(node)
-        asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
+
+class TestWithHostMemory:
+    async def test_preempted_ones_come_back_from_it_and_go_on_as_they_began(
+        self, with_host: LocalNode, undisturbed: list[list[int]]
+    ) -> None:
+        """Requests are squashed again and again."""
+
+        def squash_last(driver: Any) -> None:
+            running = driver._scheduler.running
+            if len(running) > 1:
+                driver.scheduling.squash(driver._scheduler, running[-1].request_id)
+
+        own = await use(with_host, "fcfs")
+        asked = [asyncio.create_task(ask(with_host, *item)) for item in traffic()]
         while not all(task.done() for task in asked):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             if own.dispatcher.counts["squashed"] < 20:
-                await node.run_on_engine(squash_last)
+                await with_host.run_on_engine(squash_last)
         assert await asyncio.gather(*asked) == undisturbed
         ways = own.all_counts()
         assert ways["preempted"] > 0 and ways["squashed"] > 0
         assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, "none came back from there"
 
-
-class TestPauses:
     @pytest.mark.parametrize("policy", ["fair", "mlq"])
     async def test_answers_that_stood_for_urgent_ones_go_on_as_they_began(
         self, policy: str, undisturbed: list[list[int]], with_host: LocalNode
@@ -222,53 +192,8 @@ class TestPauses:
             while not is_urgent and own.dispatcher.num_running < 3:
                 await asyncio.sleep(0.005)
         assert [await asked[at] for at in sorted(asked)] == undisturbed
-        await until_idle(with_host)
+        await engine_is_empty(with_host)
         counts = own.dispatcher.counts
         assert counts["paused"] > 0, "nobody was paused, and this test could not fail"
         assert counts["paused"] == counts["resumed"] and not own.dispatcher.pauses.is_on
         own.dispatcher.check_invariants()
-
-
-async def until_idle(node: LocalNode) -> None:
-    while sum(await node.run_on_engine(lambda driver: driver._scheduler.get_request_counts())):
-        await asyncio.sleep(0.01)
-
-
-async def test_short_questions_pass_long_ones_and_lanes_are_fitted() -> None:
-    """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
-    async with engine("mlq", num_kv_blocks=100, max_num_seqs=2, lane_refit_s=0.2) as node:
-        own = await scheduling(node)
-        for seed in range(24):
-            await ask(node, text(seed, 20 if seed % 2 else 400), 2 if seed % 2 else 30)
-        while own.dispatcher.counts["refits"] < 2:
-            await ask(node, text(7, 20), 2)
-            await asyncio.sleep(0.05)
-        assert isinstance(own.dispatcher.policy, Mlq) and own.dispatcher.policy.lanes.num_lanes > 1
-        ended: list[str] = []
-
-        async def one(name: str, *args: Any, **options: Any) -> None:
-            await ask(node, *args, **options)
-            ended.append(name)
-
-        long = [asyncio.create_task(one("long", text(50 + n, 400), 100)) for n in range(8)]
-        await asyncio.sleep(0.05)
-        short = [asyncio.create_task(one("short", text(80 + n, 20), 2)) for n in range(4)]
-        await asyncio.gather(*long, *short)
-        assert ended.index("short") < 4 and ended[-1] == "long"
-        assert (
-            sum(name == "long" for name in ended[: max(i for i, n in enumerate(ended) if n == "short")]) < 6
-        )
-
-
-async def test_priority_is_respected() -> None:
-    """One at a time: who has the lower number starts first, whoever came first."""
-    async with engine("priority", max_num_seqs=1) as node, starts(node) as started:
-        holds = asyncio.create_task(ask(node, text(99, 40), 400))
-        while not started:
-            await asyncio.sleep(0.005)
-        waiting = [asyncio.create_task(ask(node, text(n, 40), 8, priority=n)) for n in (3, 1, 2)]
-        while (await node.stats()).num_waiting < 3:
-            assert not holds.done(), "the slot was free before all of them waited"
-            await asyncio.sleep(0.005)
-        await asyncio.gather(holds, *waiting)
-        assert started == [0, 1, 2, 3]

@@ -19,7 +19,7 @@ import pytest
 
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
-from gateway.sessions.reserve import Reserve
+from gateway.sessions.room import Reserve
 
 pytestmark = pytest.mark.slow
 NOW = 1_700_000_000.0
@@ -87,6 +87,13 @@ async def ids(store: SessionStore) -> set[str]:
     return {summary.id for summary in (await store.list_sessions("ann", limit=200))[0]}
 
 
+async def make_room(store: SessionStore, gone: set[str]) -> None:
+    """Delete these sessions for good."""
+    for session in sorted(gone):
+        await store.delete("ann", session, NOW)
+    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == len(gone)
+
+
 async def check_sound(disk: Path, sessions: set[str]) -> None:
     """The file is whole, holds these sessions with their texts, and the index finds each or is not used."""
     store = await SessionStore.open(disk / "sessions.db")
@@ -113,9 +120,7 @@ async def test_on_a_full_disk_conversations_can_be_deleted_and_that_makes_room(d
     await asyncio.to_thread(fill, disk)
     assert len(stored) > 10 and await ids(store) == stored
     gone = {f"s{number}" for number in range(len(stored) // 2)}
-    for session in sorted(gone):
-        await store.delete("ann", session, NOW)
-    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == len(gone)
+    await make_room(store, gone)
     assert free_bytes(disk) > 250_000 * len(gone), "text and index"
     assert reserve.is_whole
     assert await talk(store, "new")
@@ -132,9 +137,7 @@ async def test_a_start_on_a_full_disk_after_a_kill_loses_nothing_and_can_delete(
     assert await ids(store) == stored | {"running"}
     assert (await store.get_session("ann", "running")).turns[0].status == "failed"
     gone = {"running", *(f"s{number}" for number in range(len(stored) // 2))}
-    for session in gone:
-        await store.delete("ann", session, NOW)
-    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == len(gone)
+    await make_room(store, gone)
     assert await talk(store, "new")
     await store.close()
     await check_sound(disk, stored - gone | {"new"})
@@ -165,13 +168,12 @@ async def test_a_conversation_larger_than_the_reserve_can_be_deleted(disk: Path)
             "ann", "big", f"t{number}", TEXT * 6, answer="ok", makes_session=True, now=NOW
         )
     assert await talk(store, "small")
-    while await talk(store, f"more-{await count(store)}"):
+    while await talk(store, f"more-{len(await ids(store))}"):
         pass
     kept = await ids(store) - {"big"}
     assert Reserve(disk / "sessions.db.reserve").is_whole
     await asyncio.to_thread(fill, disk)
-    await store.delete("ann", "big", NOW)
-    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == 1
+    await make_room(store, {"big"})
     assert free_bytes(disk) > 4 << 20
     assert await talk(store, "after")
     found, _ = await store.list_sessions("ann", q="small word0")
@@ -196,10 +198,6 @@ async def test_the_barest_purge_writes_little_and_leaves_the_index_to_the_next_s
         assert [summary.id for summary in found] == ["small"]
         await store.close()
     await check_sound(tmp_path, {"small"})
-
-
-async def count(store: SessionStore) -> int:
-    return len(await ids(store))
 
 
 async def test_the_reserve_leaves_as_much_to_others(disk: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from gateway.errors import StartupError
 from gateway.sessions import SessionStore
 
-NUM_KILLS = 6
+NUM_KILLS = 4
 NUM_SESSIONS = 3
 NOW = 1_700_000_000.0
 
@@ -37,12 +37,12 @@ async def write_turns(path: str, round_number: str) -> None:
         await store.create_session("ann", session_id=session, exist_ok=True, now=NOW)
         for i in range(100_000):
             turn_id = f"{session}-r{round_number}-{i}"
-            print("begin", session, turn_id, flush=True)
+            print(f"begin {session} {turn_id}\n", end="", flush=True)
             await store.begin_turn("ann", session, turn_id, f"ask {turn_id}", now=NOW)
             await store.finish_turn(
                 "ann", session, turn_id, answer=answer_to(turn_id), status="done", now=NOW
             )
-            print("ack", session, turn_id, flush=True)
+            print(f"ack {session} {turn_id}\n", end="", flush=True)
 
     async with asyncio.TaskGroup() as group:
         for n in range(NUM_SESSIONS):

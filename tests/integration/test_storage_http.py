@@ -1,4 +1,4 @@
-"""What a client and an operator see over HTTP when the session database is full, over its quota or damaged. The engine is not started."""
+"""What a client and an operator see over HTTP when the session database is full, over its quota or damaged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from gateway.sessions.schema import SESSION_BYTES
 from gateway.settings.config import DEMO_MODEL_DIR, Config
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError
 
-KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+from .conftest import KEYS, MODEL, Gateways, ask, bearer, settle, told
+
 MIB = 1 << 20
 
 
@@ -27,6 +30,7 @@ def config(data_dir: Path, **changes: object) -> Config:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    """Its engine is not started."""
     services = await build_services(
         config(tmp_path / "data", max_stored_mib=1, api_keys=KEYS, max_requests_per_s=10_000),
         metrics=Metrics(CollectorRegistry()),
@@ -37,62 +41,66 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
-    headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    async with aiohttp.ClientSession(server.url, headers=headers) as session:
+    async with aiohttp.ClientSession(server.url, headers=bearer(KEYS[0])) as session:
         yield session
 
 
 async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: aiohttp.ClientSession) -> None:
     """429 with OpenAI's type for it, and no Retry-After: nothing comes of repeating."""
     for _ in range(MIB // SESSION_BYTES):
-        async with http.post("/api/sessions", json={}) as response:
-            assert response.status == 201
-            last = (await response.json())["id"]
+        last = await told(http.post("/api/sessions", json={}), 201)
     async with http.post("/api/sessions", json={}) as response:
         error = (await response.json())["error"]
-        assert (response.status, error["code"], error["type"]) == (
-            429,
-            "quota_exceeded",
-            "insufficient_quota",
-        )
-        assert "Delete conversations" in error["message"]
+        assert (response.status, error["code"]) == (429, "quota_exceeded")
+        assert error["type"] == "insufficient_quota" and "Delete conversations" in error["message"]
         assert "Retry-After" not in response.headers
-    async with http.post(
-        "/api/sessions", json={}, headers={"Authorization": f"Bearer {KEYS[1]}"}
-    ) as response:
-        assert response.status == 201
-    async with http.delete(f"/api/sessions/{last}") as response:
-        assert response.status == 204
+    await told(http.post("/api/sessions", json={}, headers=bearer(KEYS[1])), 201)
+    await told(http.delete(f"/api/sessions/{last['id']}"), 204)
+
+
+async def test_above_its_quota_a_key_is_answered_by_the_api_and_refused_by_the_chat(
+    gateways: Gateways,
+) -> None:
+    """Neither leaves anything behind; deleting, and waiting until it cannot be restored, lets both in again."""
+    server = await gateways(max_stored_mib=1)
+    store, then = server.services.store, 1_700_000_000.0  # longer ago than what is deleted can be restored
+    await store.record_turn("local", "old", "t", "x" * (MIB - 2000), answer="", makes_session=True, now=then)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+
+    async def names_after_a_call() -> set[str]:
+        await told(http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": "api"}))
+        return {summary.id for summary in (await store.list_sessions("local"))[0]}
+
+    async with aiohttp.ClientSession(server.url) as http, ChatClient(server.url) as chat:
+        with pytest.raises(ChatError) as refused:
+            await ask(chat, "Hello!", session_id="old")
+        assert (refused.value.code, refused.value.retryable) == ("quota_exceeded", False)
+        assert await names_after_a_call() == {"old"}
+        await store.delete("local", "old", then)
+        assert await names_after_a_call() == {"api"}
 
 
 async def test_a_damaged_database_is_not_ready_until_it_is_mended(
     http: aiohttp.ClientSession, server: Server
 ) -> None:
     """503 `storage_failed` for what needs it, `/readyz` says so, `/healthz` stays well: a restart mends nothing."""
-    async with http.post("/api/sessions", json={"title": "kept"}) as response:
-        kept = (await response.json())["id"]
+    kept = (await told(http.post("/api/sessions", json={"title": "kept"}), 201))["id"]
     store, path = server.services.store, server.services.config.data_dir / "sessions.sqlite3"
     await store._room.fold_log()
     good = await asyncio.to_thread(path.read_bytes)
     await asyncio.to_thread(path.write_bytes, b"\xa5" * len(good))
     for connection in (store._reader, store._writer):
         await connection.run(lambda conn: conn.execute("PRAGMA shrink_memory").fetchall())
-    async with http.get(f"/api/sessions/{kept}") as response:
-        assert (response.status, (await response.json())["error"]["code"]) == (503, "storage_failed")
-    async with http.get("/readyz") as response:
-        body = await response.json()
-        assert (response.status, body["status"], body["stage"]) == (503, "failed", "session database")
-        assert "log says why" in body["message"]
-    async with http.get("/healthz") as response:
-        assert response.status == 200
+    found = await told(http.get(f"/api/sessions/{kept}"), 503)
+    assert found["error"]["code"] == "storage_failed"
+    body = await told(http.get("/readyz"), 503)
+    assert (body["status"], body["stage"]) == ("failed", "session database")
+    assert "log says why" in body["message"]
+    await told(http.get("/healthz"))
     await asyncio.to_thread(path.write_bytes, good)
-    async with asyncio.timeout(60):
-        while store.has_failed:
-            await asyncio.sleep(0.05)
-    async with http.get("/readyz") as response:
-        assert (await response.json())["stage"] != "session database"
-    async with http.get(f"/api/sessions/{kept}") as response:
-        assert (await response.json())["title"] == "kept"
+    await settle(lambda: not store.has_failed)
+    assert (await told(http.get("/readyz"), 503))["stage"] != "session database"
+    assert (await told(http.get(f"/api/sessions/{kept}")))["title"] == "kept"
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -115,10 +123,6 @@ async def test_a_log_that_lost_commits_is_a_metric(tmp_path: Path, is_damaged: b
     await live.close()
     services = await build_services(config(tmp_path / "data"), metrics=Metrics(CollectorRegistry()))
     async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
-        async with http.get("/metrics") as response:
-            lines = (await response.text()).splitlines()
-        async with http.get("/api/sessions") as response:
-            num_sessions = len((await response.json())["sessions"])
-    (line,) = [line for line in lines if line.startswith("overture_session_wal_lost_frames ")]
-    assert (float(line.split()[1]) > 0) is is_damaged
-    assert (num_sessions < 10) is is_damaged
+        num_sessions = len((await told(http.get("/api/sessions")))["sessions"])
+    num_lost = services.metrics.registry.get_sample_value("overture_session_wal_lost_frames")
+    assert ((num_lost or 0) > 0, num_sessions < 10) == (is_damaged, is_damaged)

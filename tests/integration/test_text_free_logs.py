@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -13,7 +14,7 @@ import pytest
 
 from gateway.settings import logs
 
-from .conftest import KEYS, MODEL, Gateways
+from .conftest import KEYS, MODEL, Gateways, bearer
 
 MARK = "Xyzzyplugh"
 KEY = "ov-" + MARK + "-of-some-length"
@@ -35,64 +36,49 @@ def log() -> Iterator[io.StringIO]:
     logging.captureWarnings(False)
 
 
-async def raw_request(port: int, data: bytes) -> bytes:
+async def raw_request(port: int, data: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     async with asyncio.timeout(60):
-        answer = await reader.read()
+        await reader.read()
     writer.close()
-    return answer
 
 
+def chat(content: Any = "x", role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}], "max_tokens": 2} | more
+
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
+LONG_NAME = MARK * 20_000
 BODIES = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2}),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2, "stream": True},
-    ),
-    ("/v1/chat/completions", {"messages": [{"role": MARK, "content": {MARK: MARK}}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": MARK, "text": MARK}]}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], MARK: MARK, "max_tokens": 1}),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        | {"structured_outputs": {"grammar": f"root ::= {MARK}"}},
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        | {"structured_outputs": {"regex": f"({MARK}"}},
-    ),
-    ("/v1/completions", {"prompt": MARK, "max_tokens": 1}),
-    ("/v1/completions", {"prompt": [MARK, 7, None], "max_tokens": MARK}),
-    ("/v1/completions", {"prompt": MARK * 3000, "max_tokens": 1}),
-    ("/v1/responses", {"input": MARK, "max_output_tokens": 2}),
-    ("/v1/responses", {"input": MARK, "previous_response_id": MARK}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2, "system": MARK}),
-    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": MARK}]}),
-    ("/v1/chat/completions", {"model": MARK, "messages": [{"role": "user", "content": MARK}]}),
+    *((CHAT, body) for body in (chat(MARK), chat(MARK, stream=True), chat({MARK: MARK}, MARK))),
+    (CHAT, chat([{"type": MARK, "text": MARK}])),
+    (CHAT, chat(**{MARK: MARK})),
+    (CHAT, chat(structured_outputs={"grammar": f"root ::= {MARK}"})),
+    (CHAT, chat(structured_outputs={"regex": f"({MARK}"})),
+    (CHAT, chat(structured_outputs={"regex": f"(.{{1,60}} .{{1,40}}{MARK}){{1,1000}}"})),
+    (CHAT, chat(MARK, model=MARK)),
+    (CHAT, {"messages": [], "kv_hints": {MARK: MARK}, "priority": MARK}),
+    (COMPLETIONS, {"prompt": MARK, "max_tokens": 1}),
+    (COMPLETIONS, {"prompt": [MARK, 7, None], "max_tokens": MARK}),
+    (COMPLETIONS, {"prompt": MARK * 3000, "max_tokens": 1}),
+    (RESPONSES, {"input": MARK, "max_output_tokens": 2}),
+    (RESPONSES, {"input": MARK, "previous_response_id": MARK}),
+    (MESSAGES, chat(MARK, system=MARK)),
+    (f"{MESSAGES}/count_tokens", chat(MARK)),
     *(
-        (path, body | {"model": MARK * 20_000})
+        (path, body | {"model": LONG_NAME})
         for path, body in (
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
-            ("/v1/completions", {"prompt": "x"}),
-            ("/v1/responses", {"input": "x"}),
-            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
-            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
-            ("/tokenize", {"prompt": "x"}),
-            ("/detokenize", {"tokens": [1]}),
+            *((CHAT, chat()), (CHAT, chat(stream=True)), (MESSAGES, chat()), (COMPLETIONS, {"prompt": "x"})),
+            *((RESPONSES, {"input": "x"}), (f"{MESSAGES}/count_tokens", chat())),
+            *(("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})),
             ("/v1/advisories", {"session_id": "x"}),
-            ("/v1/load_lora_adapter", {"lora_name": MARK * 20_000, "lora_path": MARK}),
-            ("/v1/unload_lora_adapter", {"lora_name": MARK * 20_000}),
+            ("/v1/load_lora_adapter", {"lora_name": LONG_NAME, "lora_path": MARK}),
+            ("/v1/unload_lora_adapter", {"lora_name": LONG_NAME}),
         )
     ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
-        | {"structured_outputs": {"regex": f"(.{{1,60}} .{{1,40}}{MARK}){{1,1000}}"}},
-    ),
-    ("/v1/chat/completions", {"messages": [], "kv_hints": {MARK: MARK}, "priority": MARK}),
     ("/v1/advisories", {"session_id": MARK, "model": MARK, "draft": MARK}),
     ("/v1/advisories", {"session_id": MARK, "draft": MARK}),
     ("/api/sessions", {"title": MARK}),
@@ -105,24 +91,22 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
     server = await gateways(
         api_keys=(KEY,), operator_keys=(KEYS[0],), allow_adapter_loading=True, draft_prefill=True
     )
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with aiohttp.ClientSession(server.url, headers=headers) as http:
-        for path, body in BODIES:
-            session = {"X-Session-Id": MARK, "X-Agent-Name": MARK, "X-Workflow-Id": MARK}
-            async with http.post(path, json={"model": MODEL} | body, headers=session) as response:
-                assert response.status < 500, (path, body, await response.text())
-                await response.read()
+    async with aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http:
+        session = {"X-Session-Id": MARK, "X-Agent-Name": MARK, "X-Workflow-Id": MARK}
+        asked = [http.post(path, json={"model": MODEL} | body, headers=session) for path, body in BODIES]
         for path in (
             f"/api/sessions?q={MARK}",
             f"/api/sessions?q=%22{MARK}",
             f"/{MARK}?{MARK}",
             f"/static/{MARK}",
         ):
-            async with http.get(path) as response:
-                assert response.status < 500
+            asked.append(http.get(path))
         for path in (f"/api/sessions/{MARK}", f"/v1/adapters/{quote(MARK + CONTROLS)}/pin"):
-            async with http.delete(path) as response:
-                assert response.status < 500
+            asked.append(http.delete(path))
+        for each in asked:
+            async with each as response:
+                assert response.status < 500, (response.url, await response.text())
+                await response.read()
         await over_the_socket(http)
     for head in (
         f"GET / HTTP/1.1\r\nHost: x\r\nX-Api-Key : {KEY}\r\n\r\n",
@@ -136,13 +120,11 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
         await raw_request(server.port, head.encode())
     text = log.getvalue()
     assert "head was not understood" in text, "what is malformed is logged, if not quoted"
-    lines = [line for line in text.splitlines() if MARK in line]
-    assert lines == []
-    assert not [line for line in text.splitlines() if "ERROR" in line], (
-        "what clients do wrong is no error here"
-    )
-    assert max(map(len, text.splitlines())) < 10_000
-    assert all(line[:4].isdigit() or line.startswith("    ") for line in text.splitlines())
+    lines = text.splitlines()
+    assert [line for line in lines if MARK in line] == []
+    assert [line for line in lines if "ERROR" in line] == [], "what clients do wrong is no error here"
+    assert max(map(len, lines)) < 10_000
+    assert all(line[:4].isdigit() or line.startswith("    ") for line in lines)
 
 
 async def over_the_socket(http: aiohttp.ClientSession) -> None:

@@ -40,22 +40,6 @@ def sample(text, seed: int, count: int, **options) -> list:
     return [text.conversation(rng, **options) for _ in range(count)]
 
 
-def test_text_depends_on_the_seed_only(demo):
-    text, _, _ = demo
-    assert sample(text, 3, 50) == sample(text, 3, 50)
-    assert sample(text, 3, 50) != sample(text, 4, 50)
-
-
-def test_roles_alternate_and_nothing_is_left_unfilled(demo):
-    text, _, _ = demo
-    for messages in sample(text, 5, 1500):
-        roles = [r for r, _ in messages if r != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-        for _, content in messages:
-            assert content
-            assert not re.search(r"\{[a-z]+\}", content), content
-
-
 def test_held_out_words_never_occur_in_training_text(demo):
     text, styles, _ = demo
     rng = random.Random(1)
@@ -69,13 +53,6 @@ def test_held_out_words_never_occur_in_training_text(demo):
             seen.update(re.findall(r"[a-z]+", content.lower()))
     assert len(held_out) > 1000
     assert not held_out & seen
-
-
-def test_held_out_side_is_about_one_in_eight(demo):
-    text, _, _ = demo
-    rng = random.Random(9)
-    share = sum(text.is_held_out(text.raw_word(rng)) for _ in range(8000)) / 8000
-    assert 0.10 < share < 0.15
 
 
 @pytest.mark.parametrize("distance", [1, 4, 10])
@@ -99,20 +76,6 @@ def test_styled_answers_pass_their_own_test_and_plain_ones_do_not(demo):
         assert not styles.follows(style, "Your name is Anna.")
 
 
-def test_styled_recalls_keep_the_word(demo):
-    text, styles, _ = demo
-    rng = random.Random(8)
-    for style in styles.NAMES:
-        for kind in text.KINDS:
-            answer = styles.apply(style, f"Your {kind} is Fezin.", "sure", rng)
-            assert "fezin" in answer.lower()
-
-
-def test_long_stories_are_long(demo):
-    text, _, _ = demo
-    assert len(text.story(random.Random(0), long=True).split()) > 130
-
-
 # ------------------------------------------------------------------ files on disk
 
 
@@ -130,18 +93,6 @@ def shipped() -> list[pathlib.Path]:
     return [p for part in ("model", "adapters") for p in (DEMO / part).rglob("*") if p.is_file()]
 
 
-def test_files_are_complete_and_small():
-    names = {p.relative_to(DEMO / "model").as_posix() for p in (DEMO / "model").iterdir()}
-    assert names == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert sum(p.stat().st_size for p in shipped()) <= 12_000_000
-
-
 def test_model_is_a_plain_llama_in_bfloat16():
     config = json.loads((DEMO / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -150,15 +101,6 @@ def test_model_is_a_plain_llama_in_bfloat16():
     tensors = header(DEMO / "model" / "model.safetensors")
     assert {t["dtype"] for t in tensors.values()} == {"BF16"}
     assert tensors["model.embed_tokens.weight"]["shape"] == [config["vocab_size"], config["hidden_size"]]
-
-
-def test_clients_that_name_no_temperature_get_the_one_that_spells_words_right():
-    generation = json.loads((DEMO / "model" / "generation_config.json").read_text())
-    assert 0 < generation["temperature"] <= 0.4
-
-
-def test_there_is_one_adapter_per_style():
-    assert {p.name for p in (DEMO / "adapters").iterdir()} == set(STYLES)
 
 
 @pytest.mark.parametrize("name, rank", STYLES.items())
@@ -193,33 +135,6 @@ def render(messages: list, **options) -> str:
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     template = environment.from_string(config["chat_template"])
     return template.render(messages=messages, **options)
-
-
-def test_template_writes_the_training_format():
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " Hi! "},
-        {"role": "assistant", "content": "Hello!"},
-    ]
-    done = "<|system|>Be brief.<|end|><|user|>Hi!<|end|><|assistant|>Hello!<|end|>"
-    assert render(messages) == done
-    assert render(messages, add_generation_prompt=True) == done + "<|assistant|>"
-
-
-def test_template_takes_parts_repeated_roles_and_missing_content():
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "My name "}, {"type": "text", "text": "is Fezin."}],
-        },
-        {"role": "user", "content": "And?"},
-        {"role": "assistant", "content": None},
-        {"role": "tool", "content": "12"},
-    ]
-    assert render(messages) == (
-        "<|user|>My name is Fezin.<|end|><|user|>And?<|end|><|assistant|><|end|>"
-        "<|user|><tool_response>12</tool_response><|end|>"
-    )
 
 
 def test_template_writes_tools_calls_and_results_as_in_the_training_text(demo):
@@ -280,34 +195,6 @@ def test_tools_of_the_measurement_are_unknown_to_the_training_text(demo):
             values = [v.lower() for v in use.arguments.values() if isinstance(v, str)]
             assert all(text.is_held_out(value) for value in values)
             assert not words & set(values)
-
-
-def test_tools_of_the_served_measurement_have_names_that_no_tool_of_the_training_text_has(demo):
-    _, _, tool_talks = demo
-    import check_tools
-
-    names, arguments = set(), set()
-    for seed in range(1500):
-        for use in tool_talks.uses(random.Random(seed), 4):
-            names.add(use.name)
-            arguments |= use.arguments.keys()
-    tools = check_tools.TOOLS | check_tools.FRESH_TOOLS
-    assert len(names) > 1500 and not names & tools.keys()
-    assert not arguments & {key for _, kinds in tools.values() for key in kinds}
-    asked = [*check_tools.QUESTIONS, *check_tools.FRESH_QUESTIONS, *check_tools.COMMON_QUESTIONS]
-    tools |= check_tools.COMMON_TOOLS
-    assert all(tools[name][1].keys() == values.keys() for _, name, values, _, _ in asked)
-
-
-def test_a_tool_that_is_not_offered_is_not_called(demo):
-    _, _, tool_talks = demo
-    for seed in range(300):
-        talk = tool_talks.conversation(random.Random(seed))
-        names = re.findall(r'^\{"name": "(\w+)"', talk[0][1], flags=re.M)
-        for role, content in talk:
-            if role == "assistant" and content.startswith(tool_talks.CALL):
-                call = json.loads(content.removeprefix(tool_talks.CALL).removesuffix(tool_talks.CALL_END))
-                assert call["name"] in names
 
 
 def test_tokenizer_spells_any_text_and_keeps_it():

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
+from scipy.optimize import brentq
 
 from bench.live.cluster.servers import MODEL, Server, complete, num_requests
 from bench.live.peers.play import text
@@ -17,38 +18,44 @@ from bench.live.peers.play import text
 NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 32, 192, 48, 1.0
 # Standard deviation of the logarithm of how long people pause. Chosen: the busiest tenth ask about half of all questions.
 SPREAD = 1.3
-# First questions have no KV anywhere. They come spread over this time, which is not counted: it would decide the P99. They alone are what a node can
-# do in twelve seconds or so: where one is to keep up they come in twice the time.
-WARM_UP_S, EASY_WARM_UP_S = 12.0, 24.0
-# What was queued on one node when another joined is answered there; how even nodes are is looked at from so long after the warm-up on. Chosen.
+# First questions have no KV anywhere and would decide the P99: they arrive spread over the warm-up, which is not counted. One node answers them in
+# about that time.
+WARM_UP_S = 12.0
+# Requests queued on one node before another joins are answered there, so the nodes' loads count from SETTLE_S after the warm-up. Chosen.
 SETTLE_S = 10.0
-# Whose conversation grows beyond this begins another one.
+# A person whose conversation grows beyond this begins another one.
 MAX_TOKENS = 3400
-# What a node answers is measured for so long, after so long in which the first questions are answered.
+# A node's capacity is measured for MEASURED_S, after FILLING_S in which the first questions are answered.
 MEASURED_S, FILLING_S = 10.0, 5.0
 MOST_PAUSE_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one node answers when everybody asks as soon as they have an answer. answer_s: from a turn's first token to its last, in full batches."""
+    """The rate at which one node answers when everybody asks as soon as they have an answer.
+
+    Attributes:
+        turns_per_s: answers per second.
+        answer_s: seconds from a turn's first token to its last, in full batches.
+    """
 
     turns_per_s: float
     answer_s: float
 
     def pause_s(self, load: float, repeat: int) -> float:
-        """The mean pause between an answer and the next question. With it a repeat's people would ask `load` times what the node answers, if nobody
-        had to wait; 0 where they cannot ask as often."""
-        least, most = 0.0, MOST_PAUSE_S
-        for _ in range(60):
-            middle = (least + most) / 2
-            if self._asked_per_s(middle, repeat) > load * self.turns_per_s:
-                least = middle
-            else:
-                most = middle
-        return least
+        """Return the mean pause in seconds between an answer and the next question.
+
+        With it a repeat's people ask `load` times what the node answers, if no question has to wait; 0 if they cannot ask that often.
+        """
+
+        def surplus_per_s(pause_s: float) -> float:
+            """Return how many more questions a second people would ask with this pause."""
+            return self._asked_per_s(pause_s, repeat) - load * self.turns_per_s
+
+        return brentq(surplus_per_s, 0.0, MOST_PAUSE_S) if surplus_per_s(0.0) > 0 else 0.0
 
     def figures(self) -> dict[str, float]:
+        """Return the figures for the report."""
         return {"turns_per_s": round(self.turns_per_s, 2), "answer_s": round(self.answer_s, 2)}
 
     def _asked_per_s(self, pause_s: float, repeat: int) -> float:
@@ -57,12 +64,13 @@ class Capacity:
 
 
 async def capacity(http: aiohttp.ClientSession, server: Server, name: str) -> Capacity:
-    """Of the nodes that are open, measured with the sizes of questions and answers that are played."""
+    """Measure the capacity of the open nodes with the sizes of questions and answers that are played."""
     rng = random.Random(name)
     count_from_s = time.monotonic() + FILLING_S
     ends_s, answer_s = list[float](), list[float]()
 
     async def ask_on(number: int) -> None:
+        """Ask one question after the other until the time is up."""
         history = text(FIRST_TOKENS, name, number)
         while (asked_s := time.monotonic()) < count_from_s + MEASURED_S:
             first_s, answer, _ = await complete(http, server, history, rng.randint(8, 64), f"{name}-{number}")
@@ -93,24 +101,26 @@ class People:
         pause_s: float,
         *,
         advises: bool,
-        warm_up_s: float = WARM_UP_S,
     ) -> None:
         self._http, self._server, self._repeat, self._advises = http, server, repeat, advises
-        self._pause_s, self._warm_up_s = pause_s, warm_up_s
+        self._pause_s = pause_s
         self._name = f"{arm}-{repeat}"
         self.ttft_s: list[float] = []
-        self.answers: list[tuple[float, int, int]] = []
-        """Milliseconds to the first token, tokens of the prompt, and of these in cache."""
         self.loads: list[list[int]] = []
 
     async def live(self, seconds: float, when_warm: Callable[[], Awaitable[None]] | None = None) -> None:
-        """seconds: without those of the warm-up, at whose end `when_warm` is called."""
-        self._count_from_s = time.monotonic() + self._warm_up_s
+        """Let all people ask.
+
+        Args:
+            seconds: how long questions count, after the warm-up.
+            when_warm: called at the end of the warm-up.
+        """
+        self._count_from_s = time.monotonic() + WARM_UP_S
         until_s = self._count_from_s + seconds
         watching = asyncio.create_task(self._watch(until_s))
         people = asyncio.gather(*(self._person(number, until_s) for number in range(NUM_PEOPLE)))
         if when_warm is not None:
-            await asyncio.sleep(self._warm_up_s)
+            await asyncio.sleep(WARM_UP_S)
             await when_warm()
         await people
         await watching
@@ -120,14 +130,13 @@ class People:
         session_id, num_sessions = f"{self._name}-{number}", 1
         mean_s = self._pause_s * _weight(rng)
         history = text(FIRST_TOKENS, self._name, number)
-        await asyncio.sleep(rng.uniform(0, self._warm_up_s))
+        await asyncio.sleep(rng.uniform(0, WARM_UP_S))
         while (asked_s := time.monotonic()) < until_s:
-            first_s, answer, num_cached = await complete(
+            first_s, answer, _ = await complete(
                 self._http, self._server, history, rng.randint(8, 64), session_id
             )
             if asked_s >= self._count_from_s:
                 self.ttft_s.append(first_s)
-                self.answers.append((round(first_s * 1e3, 1), len(history), num_cached))
             history = history + answer + text(QUESTION_TOKENS, self._name, number, len(history))
             if len(history) > MAX_TOKENS:
                 num_sessions += 1
@@ -158,5 +167,5 @@ def _person(number: int, repeat: int) -> random.Random:
 
 
 def _weight(person: random.Random) -> float:
-    """How much longer than others somebody pauses; 1 on average."""
+    """Return how much longer than the average this person pauses; the mean over people is 1."""
     return person.lognormvariate(-(SPREAD**2) / 2, SPREAD)

@@ -1,8 +1,7 @@
-"""What two nodes hold and move: sessions whose KV stays, KV that goes from node to node, and what a token costs on its way to the gateway."""
+"""Two nodes behind one gateway: KV that goes from node to node, and what the way to another process adds to an answer."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from typing import Any
@@ -14,30 +13,9 @@ from bench.live.peers.play import text
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Done
 
-# More sessions than a node has memory for, which is 21.
-SESSION_TOKENS, SESSIONS_A_NODE, ENOUGH_MISSES = 512, 28, 4
-# Of a prompt, in cached tokens, for its session to count as held. The last block and the new question are always computed.
+# Of a prompt, in cached tokens, for its KV to count as fetched. The last block and the new question are always computed.
 HELD_SHARE = 0.8
 MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
-
-
-async def num_held(http: aiohttp.ClientSession, server: Server) -> int:
-    """Sessions are begun, as many at a time as there are nodes. How many go on from KV: the last one first, until several in a row do not."""
-    num = SESSIONS_A_NODE * server.num_nodes
-    prompts = [text(SESSION_TOKENS, "held", number) for number in range(num)]
-    for first in range(0, num, server.num_nodes):
-        numbers = range(first, first + server.num_nodes)
-        await asyncio.gather(*(complete(http, server, prompts[n], 1, f"held-{n}") for n in numbers))
-    found, num_misses = 0, 0
-    for number in reversed(range(num)):
-        prompt = prompts[number] + text(8, "more", number)
-        _, _, num_cached = await complete(http, server, prompt, 1, f"held-{number}")
-        is_held = num_cached >= HELD_SHARE * SESSION_TOKENS
-        found += is_held
-        num_misses = 0 if is_held else num_misses + 1
-        if num_misses == ENOUGH_MISSES:
-            break
-    return found
 
 
 async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, num: int) -> dict[str, Any]:
@@ -45,7 +23,7 @@ async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, 
 
     peer_fetch_vs_recompute: medians of the time to the first token. tokens_identical: answers are those of one node that computed the whole prompt.
     """
-    leaving, staying = [node["id"] for node in await server.nodes(http)]
+    leaving = (await server.nodes(http))[0]["id"]
     mine: list[int] = []
     for number in range(4 * num):
         before = await _steps(http, server, leaving)
@@ -59,18 +37,20 @@ async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, 
     for number in mine:
         prompt = text(MOVED_TOKENS, "moved", number) + text(32, "turn", number)
         first_s, answer, num_cached = await complete(http, server, prompt, ANSWER_TOKENS, f"moved-{number}")
-        fetched_s.append(first_s if num_cached >= HELD_SHARE * MOVED_TOKENS else float("inf"))
+        if num_cached < HELD_SHARE * MOVED_TOKENS:
+            raise RuntimeError(f"of session {number} only {num_cached} tokens were fetched")
+        fetched_s.append(first_s)
         identical.append(answer == (await complete(http, reference, prompt, ANSWER_TOKENS))[1])
         fresh = text(MOVED_TOKENS + 32, "fresh", number)
         computed_s.append((await complete(http, server, fresh, 1))[0])
     await server.reopen(leaving)
+    fetch_s, recompute_s = statistics.median(fetched_s), statistics.median(computed_s)
     return {
-        "peer_fetch_vs_recompute": _ratio(fetched_s, computed_s),
-        "peer_fetch_ms": _ms(fetched_s),
-        "recompute_ms": _ms(computed_s),
+        "peer_fetch_vs_recompute": round(fetch_s / recompute_s, 3),
+        "peer_fetch_ms": round(fetch_s * 1e3, 1),
+        "recompute_ms": round(recompute_s * 1e3, 1),
         "num_moved": len(mine),
-        "tokens_identical": bool(identical) and all(identical),
-        "stayed_on": staying,
+        "tokens_identical": all(identical),
     }
 
 
@@ -78,30 +58,19 @@ async def _steps(http: aiohttp.ClientSession, server: Server, node_id: str) -> i
     return next(int(node["load"]["num_steps"]) for node in await server.nodes(http) if node["id"] == node_id)
 
 
-def _ratio(some: list[float], others: list[float]) -> float | None:
-    found = statistics.median(some) / statistics.median(others) if some and others else float("inf")
-    return round(found, 3) if found != float("inf") else None
-
-
-def _ms(seconds: list[float]) -> float | None:
-    found = statistics.median(seconds) if seconds else float("inf")
-    return round(found * 1e3, 1) if found != float("inf") else None
-
-
 async def ttft_added(one: Server, several: Server, num: int) -> dict[str, Any]:
-    """What nodes in other processes add to an answer of one token: the client's time less what the node itself took until then.
+    """Measure what nodes in other processes add to an answer of one token: the client's time less what the node itself took until then.
 
-    Nodes of a machine share its cores, so their own times say nothing about the way between.
+    Nodes of a machine share its cores, so their own times say nothing about the way between. The first two answers of each are not counted.
     """
-    beyond: dict[str, list[float]] = {"one": [], "several": []}
+    beyond_ms: dict[str, list[float]] = {"one": [], "several": []}
     async with ChatClient(one.url) as first, ChatClient(several.url) as second:
         for number in range(num + 2):
             for name, client in (("one", first), ("several", second)):
-                found = await _beyond_ms(client, f"{name} {number}")
-                if number >= 2:
-                    beyond[name].append(found)
-    medians = {name: statistics.median(found) for name, found in beyond.items()}
-    added = [b - a for a, b in zip(beyond["one"], beyond["several"], strict=True)]
+                beyond_ms[name].append(await _beyond_ms(client, f"{name} {number}"))
+    alone, others = (found[2:] for found in beyond_ms.values())
+    added = [b - a for a, b in zip(alone, others, strict=True)]
+    medians = {"one": statistics.median(alone), "several": statistics.median(others)}
     return {
         "ttft_added_ms": round(statistics.median(added), 2),
         "ttft_beyond_node_ms": {name: round(found, 2) for name, found in medians.items()},

@@ -15,7 +15,7 @@ import asyncio
 import os
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from bench.live.correct import plays
 from bench.live.correct.asking import prompt_of
 from bench.live.correct.families import FAMILIES, SEVERAL_GROUPS, folder_of
 from bench.live.correct.oracle import Oracle
-from bench.live.correct.plays import Checked
-from bench.live.report import Progress, figures, options, report
+from bench.live.correct.plays import Checked, Note
+from bench.live.shared.report import Progress, figures, options, report
 
-Play = Callable[[Path], AsyncIterator[Checked]]
+Play = Callable[[Path, Note], Awaitable[None]]
 BY_NAME = {family.name: family for family in FAMILIES}
 AIMS = {
     "cases": "aim ≥ 60",
@@ -40,7 +40,7 @@ QUICK = "mistral-window"
 
 
 def all_plays() -> dict[str, Play]:
-    """By name, in the order of playing."""
+    """Return all plays by name, in the order of playing."""
     llama = BY_NAME["llama"]
     found: dict[str, Play] = {
         f"family {family.name}": partial(plays.family_play, family) for family in FAMILIES
@@ -52,12 +52,6 @@ def all_plays() -> dict[str, Play]:
         "a replaced adapter": partial(plays.replaced_play, llama),
         "prompts that end inside a character": partial(plays.characters_play, llama),
     }
-
-
-def quick_plays() -> dict[str, Play]:
-    """What every run of the tests plays."""
-    name = f"family {QUICK}"
-    return {name: all_plays()[name]}
 
 
 def notices_a_wrong_block() -> bool:
@@ -76,14 +70,21 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], list[str]]:
     progress, cases, failed = Progress(), [], []
     waiting = iter(chosen.items())
 
+    def note(case: Checked) -> None:
+        """Keep a case and print its line."""
+        cases.append(case)
+        marks = (
+            [f"{case.num_wrong} WRONG"] * bool(case.num_wrong) + ["STALE"] * case.is_stale + [case.problem]
+        )
+        print(f"  {case.play:<32} {case.case:<58} cached {case.num_cached:>4}  {' '.join(marks)}", flush=True)
+
     async def play_on() -> None:
+        """Take the next play and play it, until none is left."""
         for name, play in waiting:
             progress.say(name)
             with tempfile.TemporaryDirectory(prefix="correct-") as scratch:
                 try:
-                    async for case in play(Path(scratch)):
-                        cases.append(case)
-                        show(case)
+                    await play(Path(scratch), note)
                 except Exception:
                     traceback.print_exc()
                     failed.append(name)
@@ -92,19 +93,14 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], list[str]]:
     return cases, failed
 
 
-def show(case: Checked) -> None:
-    """Print one line about a case."""
-    marks = [f"{case.num_wrong} WRONG"] * bool(case.num_wrong) + ["STALE"] * case.is_stale + [case.problem]
-    print(f"  {case.play:<32} {case.case:<58} cached {case.num_cached:>4}  {' '.join(marks)}", flush=True)
-
-
 def main() -> None:
+    """Run the bench from the command line."""
     parser = options(__doc__, quick="one family: a minute")
     parser.add_argument("--only", default="", help="plays whose name holds these words")
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
-    chosen = quick_plays() if args.quick else all_plays()
-    chosen = {name: play for name, play in chosen.items() if args.only in name}
+    wanted = f"family {QUICK}" if args.quick else args.only
+    chosen = {name: play for name, play in all_plays().items() if wanted in name}
     is_sensitive = notices_a_wrong_block()
     cases, failed = asyncio.run(run(chosen))
     found = {

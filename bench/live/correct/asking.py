@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,9 +14,7 @@ import aiohttp
 from msgspec import Struct
 
 from bench.live.correct.families import KV_TOKEN_BYTES, MAX_MODEL_LEN
-from bench.live.report import ROOT
-from bench.live.serving import ServerProcess
-from bench.live.soak.server import free_port
+from bench.live.shared.serving import OvertureServer
 
 BASE = "base"
 ANSWER_TOKENS = 24
@@ -31,8 +27,13 @@ OVER = {"hit", "late", "wasted", "expired", "cancelled", "unknown"}
 
 
 class Answer(Struct, frozen=True):
-    """What was asked and answered, in token ids. num_cached: prompt tokens whose KV was reused; adapter: its name,
-    "" for none; text: of a conversation's turn."""
+    """A prompt and its answer in token ids.
+
+    Attributes:
+        num_cached: prompt tokens whose KV was reused.
+        adapter: the adapter's name; "" for none.
+        text: the answer's text, in a conversation.
+    """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -124,28 +125,14 @@ async def serving(
     kv_token_bytes: int = KV_TOKEN_BYTES,
 ) -> AsyncIterator[Asker]:
     """`overture serve` of this checkout with a model in float32, asked until the block ends. kv_token_bytes: of one token's KV."""
-    port = free_port()
     data.mkdir(exist_ok=True)  # noqa: ASYNC240 - a bench alone on its loop
-    command = [
-        sys.executable,
-        "-m",
-        "gateway.cli",
-        "serve",
-        f"--model={model}",
-        f"--served-model-name={BASE}",
-    ]
-    command += [f"--port={port}", f"--data-dir={data}", "--dtype=float32", "--titles=first-words"]
-    command += [
-        f"--max-model-len={MAX_MODEL_LEN}",
-        "--max-num-seqs=8",
-        "--max-lora-rank=8",
-        "--cpu-threads=1",
-    ]
+    command = [f"--model={model}", f"--served-model-name={BASE}", f"--data-dir={data}", "--dtype=float32"]
+    command += ["--titles=first-words", f"--max-model-len={MAX_MODEL_LEN}", "--max-num-seqs=8"]
+    command += ["--max-lora-rank=8", "--cpu-threads=1"]
     command += [f"--kv-cache-gib={device_tokens * kv_token_bytes / (1 << 30):.6f}"]
     command += ["--kv-host-gib=0.25", "--kv-disk-gib=0.25"]
     command += [f"--lora-module={name}={folder}" for name, folder in adapters.items()]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with ServerProcess([*command, *flags], port, data / "server.log", ROOT, environ) as server:
+    with OvertureServer(data / "server.log", *command, *flags) as server:
         await asyncio.to_thread(server.wait, server.is_ready)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(server.url, timeout=timeout) as http:

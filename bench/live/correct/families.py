@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bench.live.models import cache_folder, write_once, write_tokenizer
+from bench.live.shared.models import cache_folder, write_once, write_tokenizer
 
 VOCAB_SIZE = 320
 HIDDEN, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 128, 4, 4, 2, 32
@@ -133,7 +133,7 @@ FAMILIES = (
         config_class="CohereConfig",
         config=_SIZES | {"tie_word_embeddings": True, "logit_scale": 0.5},
     ),
-    # vLLM has no classes of its own for these: it runs those of transformers.
+    # vLLM runs transformers' classes for these families.
     Family(
         name="starcoder2-window",
         config_class="Starcoder2Config",

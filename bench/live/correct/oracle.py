@@ -41,7 +41,7 @@ class Oracle:
         return int((logits.max(1).values - written > TIE_LOGITS).sum())
 
     def next_token(self, ids: Sequence[int]) -> int:
-        """What the model without adapters writes next."""
+        """Return the token that the model without adapters writes next."""
         return int(self._logits(ids, None)[-1].argmax())
 
     def logprobs(self, ids: Sequence[int], adapter: Path | None = None) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is asked of a server so that its answers depend on what it has kept: each play yields checked answers.
+"""What is asked of a server so that its answers depend on what it has kept: each play notes checked answers.
 
 Every play is of one kind of reuse. An answer is right when the oracle would have written each of its tokens; `may_reuse` says whether KV from
 before may stand in its prompt, `must_reuse` that some has to, or the play did not come to what it is about.
@@ -11,7 +11,13 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,7 @@ from bench.live.correct.families import Family, adapter_folders_of, folder_of, w
 from bench.live.correct.oracle import Oracle
 
 LOGPROB_TOLERANCE = 0.02
+NUM_TRIES = 4
 PIECES = "--max-num-batched-tokens=256"
 # A token that stands anywhere before has those behind it drafted: most are wrong ones in an answer of a model of random weights.
 DRAFTS = "--speculative-config=" + json.dumps(
@@ -32,8 +39,11 @@ OPENING = "You keep the harbour's books and weigh each word. " * 4
 
 
 class Checked(Struct, frozen=True):
-    """One case. num_wrong: tokens (or log probabilities) that are not the oracle's; is_stale: KV was used that must not be; problem: why the case
-    says nothing, "" if it does."""
+    """One case.
+
+    num_wrong: tokens (or log probabilities) that are not the oracle's; is_stale: KV was used that must not be; problem: why the case
+    says nothing, "" if it does.
+    """
 
     play: str
     case: str
@@ -44,105 +54,119 @@ class Checked(Struct, frozen=True):
     problem: str = ""
 
 
+Note = Callable[[Checked], None]
+"""Is told of each case."""
+
+
 class Judge:
     """Checks answers of one model. adapters: the folders by the names that the server has for them."""
 
-    def __init__(self, play: str, oracle: Oracle, adapters: dict[str, Path], reuses_kv: bool = True) -> None:
-        self.play, self.oracle, self.adapters, self._reuses_kv = play, oracle, adapters, reuses_kv
+    def __init__(
+        self, play: str, oracle: Oracle, adapters: dict[str, Path], note: Note, reuses_kv: bool = True
+    ) -> None:
+        self.play, self.oracle, self.adapters, self.note = play, oracle, adapters, note
+        self._reuses_kv = reuses_kv
 
-    def check(
-        self, case: str, answer: Answer, *, may_reuse: bool = True, must_reuse: bool = False
-    ) -> Checked:
-        num_wrong = self.oracle.num_wrong(answer.prompt, answer.tokens, self.adapters.get(answer.adapter))
+    def num_wrong(self, answer: Answer) -> int:
+        """Return the number of tokens of an answer that are not the oracle's."""
+        return self.oracle.num_wrong(answer.prompt, answer.tokens, self.adapters.get(answer.adapter))
+
+    def check(self, case: str, answer: Answer, *, may_reuse: bool = True, must_reuse: bool = False) -> None:
+        """Compare an answer with the oracle's, and note the case.
+
+        Args:
+            case: the name of the case.
+            answer: the answer to check.
+            may_reuse: whether KV from before may be part of its prompt.
+            must_reuse: whether some KV has to be reused for the case to say anything.
+        """
         is_stale = answer.num_cached > 0 and not (may_reuse and self._reuses_kv)
         is_missing = must_reuse and self._reuses_kv and answer.num_cached == 0
-        return Checked(
-            self.play,
-            case,
-            len(answer.tokens),
-            num_wrong,
-            answer.num_cached,
-            is_stale,
-            "nothing was reused" if is_missing else "",
+        problem = "nothing was reused" if is_missing else ""
+        num_wrong = self.num_wrong(answer)
+        self.note(
+            Checked(self.play, case, len(answer.tokens), num_wrong, answer.num_cached, is_stale, problem)
         )
 
 
 def named(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the folders by the names under which the server has them."""
     return {f"adapter{number}": folder for number, folder in enumerate(folders)}
 
 
 # -- one family ----------------------------------------------------------------------------------------------------------------------
 
 
-async def family_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+async def family_play(family: Family, scratch: Path, note: Note) -> None:
     """Every tier, adapters, sessions, batches, and a restart, with one model."""
     adapters = named(adapter_folders_of(family))
-    judge = Judge(family.name, Oracle(folder_of(family)), adapters, family.reuses_kv)
+    judge = Judge(family.name, Oracle(folder_of(family)), adapters, note, family.reuses_kv)
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
     async with serving(folder_of(family), data, *family.flags, **start) as server:
-        async for each in _tiers(judge, server, next(iter(adapters))):
-            yield each
-        async for each in _mixed_batch(judge, server, [*adapters]):
-            yield each
-        async for each in _prompt_logprobs(judge, server, next(iter(adapters))):
-            yield each
-        async for each in _conversations(judge, server, next(iter(adapters))):
-            yield each
+        await _tiers(judge, server, next(iter(adapters)))
+        await _mixed_batch(judge, server, [*adapters])
+        await _prompt_logprobs(judge, server, next(iter(adapters)))
+        await _conversations(judge, server, next(iter(adapters)))
     async with serving(folder_of(family), data, *family.flags, **start) as server:
+        # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
         for adapter, seeds in {"": (1, 0, 3), next(iter(adapters)): (1, 4)}.items():
-            async for each in _from_disk(judge, server, adapter, seeds):
-                yield each
-        told = await server.chat(_first_turn(), session="first")
-        yield judge.check("a conversation after a restart", told, must_reuse=True)
+            asked = (await server.complete(prompt_of(seed), adapter) for seed in seeds)
+            await _until_reused(judge, f"from disk after a restart {adapter}", asked)
+        told = (await server.chat(*turn) for turn in _turns_before(next(iter(adapters))))
+        await _until_reused(judge, "a conversation after a restart", told)
 
 
-async def _tiers(judge: Judge, server: Asker, adapter: str) -> AsyncIterator[Checked]:
-    yield judge.check("cold", await server.complete(prompt_of(1)), may_reuse=False)
-    yield judge.check("from the device", await server.complete(prompt_of(1)), must_reuse=True)
-    yield judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
-    yield judge.check(
-        "adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True
-    )
+async def _tiers(judge: Judge, server: Asker, adapter: str) -> None:
+    judge.check("cold", await server.complete(prompt_of(1)), may_reuse=False)
+    judge.check("from the device", await server.complete(prompt_of(1)), must_reuse=True)
+    judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
+    judge.check("adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True)
     shared = [*prompt_of(1)[:320], *prompt_of(2, 200)]
-    yield judge.check("another end, from the device", await server.complete(shared))
-    yield judge.check(
-        "another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False
-    )
-    await server.fill_device()
-    yield judge.check("from host memory", await server.complete(prompt_of(1)), must_reuse=True)
-    yield judge.check(
-        "adapter, from host memory", await server.complete(prompt_of(1), adapter), must_reuse=True
-    )
+    judge.check("another end, from the device", await server.complete(shared))
+    judge.check("another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False)
+    for name in ("", adapter):
+        case = f"from host memory {name}"
+        await _until_reused(judge, case, _later(server, prompt_of(1), name))
     await server.fill_device()
     shared = [*prompt_of(1)[:352], *prompt_of(3, 100)]
-    yield judge.check("another end, from host memory", await server.complete(shared))
+    judge.check("another end, from host memory", await server.complete(shared))
 
 
-async def _from_disk(
-    judge: Judge, server: Asker, adapter: str, seeds: Sequence[int]
-) -> AsyncIterator[Checked]:
-    """Prompts that were asked before a restart, until KV of one is read: a disk that has just been slow, as on a busy machine, is not waited for."""
-    for seed in seeds:
-        answer = await server.complete(prompt_of(seed), adapter)
-        yield judge.check(f"from disk after a restart {adapter}", answer, must_reuse=seed == seeds[-1])
+async def _until_reused(judge: Judge, case: str, answers: AsyncIterable[Answer]) -> None:
+    """Check answers until one has reused KV; if none has, the last one says nothing.
+
+    On a busy machine the server may predict that computing a prompt again takes less time than a copy, and be right.
+    """
+    last = None
+    async for answer in answers:
+        if last is not None:
+            judge.check(case, last)
+        last = answer
         if answer.num_cached:
-            return
+            break
+    assert last is not None
+    judge.check(case, last, must_reuse=True)
 
 
-async def _mixed_batch(judge: Judge, server: Asker, adapters: Sequence[str]) -> AsyncIterator[Checked]:
+async def _later(server: Asker, prompt: Sequence[int], adapter: str) -> AsyncIterator[Answer]:
+    """Ask the same several times, each time after the device's blocks have been taken by others."""
+    for _ in range(NUM_TRIES):
+        await server.fill_device()
+        yield await server.complete(prompt, adapter)
+
+
+async def _mixed_batch(judge: Judge, server: Asker, adapters: Sequence[str]) -> None:
     """Requests of several adapters and of none in the same steps, of which some find KV and some do not."""
     asked = [
         server.complete(prompt_of(number % 5, 200 + 40 * number), adapter)
         for number, adapter in enumerate(["", *adapters, "", *adapters][:6], start=10)
     ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
-        yield judge.check(f"together with others, {number}", answer)
+        judge.check(f"together with others, {number}", answer)
 
 
-async def _prompt_logprobs(
-    judge: Judge, server: Asker, adapter: str, num_tokens: int = 70
-) -> AsyncIterator[Checked]:
+async def _prompt_logprobs(judge: Judge, server: Asker, adapter: str, num_tokens: int = 70) -> None:
     """Log probabilities of prompts, of an adapter and of none in the same steps, with several answers each."""
     prompt = prompt_of(20, num_tokens)
     names = ("", adapter, "")
@@ -150,68 +174,77 @@ async def _prompt_logprobs(
     asked = [server.call("POST", "/v1/completions", wanted | {"model": name or BASE}) for name in names]
     for number, (name, reply) in enumerate(zip(names, await asyncio.gather(*asked), strict=True)):
         expected = judge.oracle.logprobs(prompt, judge.adapters.get(name))
-        found = list(_logprobs_of(prompt, reply["choices"][0]["prompt_logprobs"]))
+        told = reply["choices"][0]["prompt_logprobs"]
+        found = [told[at][str(token)]["logprob"] for at, token in enumerate(prompt) if at]
         num_wrong = sum(abs(a - b) > LOGPROB_TOLERANCE for a, b in zip(expected, found, strict=True))
-        yield Checked(judge.play, f"log probabilities of a prompt, {number} {name}", len(found), num_wrong, 0)
-
-
-def _logprobs_of(prompt: Sequence[int], reply: Sequence[Any]) -> Iterator[float]:
-    for token, found in zip(prompt[1:], reply[1:], strict=True):
-        yield found[str(token)]["logprob"]
+        case = f"log probabilities of a prompt, {number} {name}"
+        judge.note(Checked(judge.play, case, len(found), num_wrong, 0))
 
 
 def _first_turn() -> list[dict[str, str]]:
     return [{"role": "user", "content": OPENING + "Tell me what came in today, ship by ship. " * 3}]
 
 
-async def _conversations(judge: Judge, server: Asker, adapter: str) -> AsyncIterator[Checked]:
+def _other_turn() -> list[dict[str, str]]:
+    return [{"role": "user", "content": OPENING + "And you?"}]
+
+
+def _turns_before(adapter: str) -> list[tuple[list[dict[str, str]], str]]:
+    """What conversations asked of which adapter before the restart."""
+    return [(_first_turn(), ""), (_other_turn(), adapter), (_other_turn(), "")]
+
+
+async def _announced(
+    server: Asker, messages: Sequence[Mapping[str, str]], session: str, adapter: str = ""
+) -> AsyncIterator[Answer]:
+    """Announce and ask a session's turn; several times, where others take the device's blocks before each further one."""
+    for _ in range(NUM_TRIES):
+        await server.announce(session, adapter)
+        yield await server.chat(messages, adapter, session=session)
+        await server.fill_device()
+
+
+async def _conversations(judge: Judge, server: Asker, adapter: str) -> None:
     """A turn under the base model, its history computed ahead under an adapter, a turn under that; then another conversation that begins alike."""
     messages = _first_turn()
     first = await server.chat(messages, session="first")
-    yield judge.check("first turn", first)
+    judge.check("first turn", first)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
-    await server.announce("first", adapter)
-    turn = await server.chat(messages, adapter, session="first")
-    yield judge.check("turn under an adapter that was announced", turn, must_reuse=True)
-    await server.fill_device()
-    await server.announce("first")
-    turn = await server.chat(messages, session="first")
-    yield judge.check("turn that was announced", turn, must_reuse=True)
-    await server.fill_device()
-    other = [{"role": "user", "content": OPENING + "And you?"}]
+    for name in (adapter, ""):
+        announced = _announced(server, messages, "first", name)
+        await _until_reused(judge, f"turn that was announced {name}", announced)
+        await server.fill_device()
+    other = _other_turn()
     for name in (adapter, ""):
         answer = await server.chat(other, name, session=f"second-{name}")
-        yield judge.check(f"another conversation that begins alike {name}", answer)
-        yield judge.check(f"the same, once more {name}", await server.chat(other, name))
+        judge.check(f"another conversation that begins alike {name}", answer)
+        judge.check(f"the same, once more {name}", await server.chat(other, name))
 
 
 # -- what changes between two starts -------------------------------------------------------------------------------------------------
 
 
-async def changes_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+async def changes_play(family: Family, scratch: Path, note: Note) -> None:
     """One data folder, and at each start something else that KV depends on; at the end something that it does not depend on."""
     model, data = scratch / "model", scratch / "changes"
     shutil.copytree(folder_of(family), model)
     prompt, play = prompt_of(30), f"{family.name}, changed"
 
-    async def ask(case: str, oracle: Oracle, *flags: str, reuse: bool) -> AsyncIterator[Checked]:
-        judge = Judge(play, oracle, {})
+    async def ask(case: str, oracle: Oracle, *flags: str, reuse: bool) -> None:
+        """Ask a server that was started anew, and check the answer."""
+        judge = Judge(play, oracle, {}, note)
         async with serving(model, data, *flags) as server:
             answer = await server.complete(prompt)
-            yield judge.check(case, answer, may_reuse=reuse, must_reuse=reuse)
+            judge.check(case, answer, may_reuse=reuse, must_reuse=reuse)
 
     first = Oracle(model)
-    async for each in ask("first start", first, reuse=False):
-        yield each
-    async for each in ask("another number of sequences", first, "--max-num-seqs=5", reuse=True):
-        yield each
+    await ask("first start", first, reuse=False)
+    await ask("another number of sequences", first, "--max-num-seqs=5", reuse=True)
     ropes = {"rope_type": "default", "rope_theta": 500.0}
     overrides = f"--engine-arg=hf_overrides={json.dumps({'rope_parameters': ropes})}"
-    async for each in ask("another RoPE", Oracle(model, {"rope_parameters": ropes}), overrides, reuse=False):
-        yield each
+    await ask("another RoPE", Oracle(model, {"rope_parameters": ropes}), overrides, reuse=False)
     _change_middle(model / "model.safetensors")
-    async for each in ask("weights changed in the file's middle", Oracle(model), reuse=False):
-        yield each
+    await ask("weights changed in the file's middle", Oracle(model), reuse=False)
 
 
 def _change_middle(path: Path) -> None:
@@ -236,11 +269,11 @@ def _change_middle(path: Path) -> None:
 # -- adapters ------------------------------------------------------------------------------------------------------------------------
 
 
-async def adapters_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
-    """More adapters than there is room for, each asked twice: what is kept of them in idle KV memory must be theirs."""
+async def adapters_play(family: Family, scratch: Path, note: Note) -> None:
+    """Ask more adapters than there is room for, each twice: the weights that idle KV memory keeps of an adapter must be its own."""
     folders = adapter_folders_of(family)
     adapters = named(folders)
-    judge = Judge(f"{family.name}, many adapters", Oracle(folder_of(family)), adapters)
+    judge = Judge(f"{family.name}, many adapters", Oracle(folder_of(family)), adapters, note)
     adapter_gib = folders[0].joinpath("adapter_model.safetensors").stat().st_size / (1 << 30)
     flags = ("--kv-host-gib=0", "--max-loras=1", f"--adapter-host-gib={2.5 * adapter_gib:.6f}", *family.flags)
     start: dict[str, Any] = {"adapters": adapters, "device_tokens": 20_000}
@@ -248,40 +281,40 @@ async def adapters_play(family: Family, scratch: Path) -> AsyncIterator[Checked]
         for turn in ("first", "second"):
             for name in adapters:
                 answer = await server.complete(prompt_of(40, 90), name, cache_salt=turn)
-                yield judge.check(f"{name}, asked for the {turn} time", answer)
+                judge.check(f"{name}, asked for the {turn} time", answer)
 
 
-async def head_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
-    """An adapter of the output head beside one of attention and the base model, with log probabilities of prompts and several answers; then once more
-    with prompts that take several steps and answers of which most tokens are drafted."""
+async def head_play(family: Family, scratch: Path, note: Note) -> None:
+    """An adapter of the output head beside one of attention and the base model, with log probabilities of prompts and several answers.
+
+    Then once more with prompts that take several steps and answers of which most tokens are drafted.
+    """
     folder = scratch / "head-adapter"
     write_adapter(family, folder, 77, adapted=["lm_head", "q_proj"])
     adapters = {"head": folder, "plain": adapter_folders_of(family)[0]}
     oracle, play = Oracle(folder_of(family)), f"{family.name}, adapter of the head"
     for kind, flags in {play: (), f"{play}, drafts": (PIECES, DRAFTS)}.items():
-        judge = Judge(kind, oracle, adapters)
+        judge = Judge(kind, oracle, adapters, note)
         async with serving(folder_of(family), scratch / "head", *flags, adapters=adapters) as server:
-            async for each in _head(judge, server):
-                yield each
+            await _head(judge, server)
 
 
-async def _head(judge: Judge, server: Asker) -> AsyncIterator[Checked]:
+async def _head(judge: Judge, server: Asker) -> None:
     for name in ("head", "plain", ""):
         answer = await server.complete(prompt_of(50, 90), name)
-        yield judge.check(f"answer of {name or 'the base model'}", answer)
+        judge.check(f"answer of {name or 'the base model'}", answer)
     wanted = {"prompt": [34, 35], "n": 6, "temperature": 1, "prompt_logprobs": 0, "max_tokens": 1}
     body = {"model": "head"} | wanted
     await asyncio.gather(*(server.call("POST", "/v1/completions", body) for _ in range(4)))
     for name, num_tokens in (("head", 70), ("plain", 70), ("head", LONG_TOKENS)):
-        async for each in _prompt_logprobs(judge, server, name, num_tokens):
-            yield each
+        await _prompt_logprobs(judge, server, name, num_tokens)
     names = ["head", "", "plain", "head", ""]
     asked = [server.complete(prompt_of(60 + n, 40 + n), name) for n, name in enumerate(names)]
     for number, answer in enumerate(await asyncio.gather(*asked)):
-        yield judge.check(f"together, {number}", answer)
+        judge.check(f"together, {number}", answer)
 
 
-async def replaced_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+async def replaced_play(family: Family, scratch: Path, note: Note) -> None:
     """An adapter that is replaced in its folder while the server runs: no KV and no weights of the old one are used for the new one."""
     old, new = adapter_folders_of(family)[:2]
     parent = scratch / "adapters"
@@ -289,24 +322,22 @@ async def replaced_play(family: Family, scratch: Path) -> AsyncIterator[Checked]
     oracle = Oracle(folder_of(family))
     play = f"{family.name}, replaced adapter"
     async with serving(folder_of(family), scratch / "replaced", f"--adapters-dir={parent}") as server:
-        before = Judge(play, oracle, {"changing": old})
-        yield before.check("old version", await server.complete(prompt_of(70), "changing"), may_reuse=False)
+        before = Judge(play, oracle, {"changing": old}, note)
+        before.check("old version", await server.complete(prompt_of(70), "changing"), may_reuse=False)
         shutil.copytree(new, scratch / "incoming")
         (parent / "changing").rename(scratch / "outgoing")
         (scratch / "incoming").rename(parent / "changing")
-        after = Judge(play, oracle, {"changing": new})
+        after = Judge(play, oracle, {"changing": new}, note)
         answer = await _until_changed(server, before)
-        yield after.check("new version", answer, may_reuse=False)
-        yield after.check(
-            "new version, again", await server.complete(prompt_of(70), "changing"), must_reuse=True
-        )
+        after.check("new version", answer, may_reuse=False)
+        after.check("new version, again", await server.complete(prompt_of(70), "changing"), must_reuse=True)
 
 
 async def _until_changed(server: Asker, before: Judge) -> Answer:
     """The first answer of the new version; while the old one is served, its answers are the old one's."""
     for _ in range(100):
         answer = await server.complete(prompt_of(70), "changing")
-        if answer.num_cached == 0 or before.check("", answer).num_wrong:
+        if answer.num_cached == 0 or before.num_wrong(answer):
             return answer
         await asyncio.sleep(0.1)
     return answer
@@ -315,12 +346,11 @@ async def _until_changed(server: Asker, before: Judge) -> Answer:
 # -- detokenising --------------------------------------------------------------------------------------------------------------------
 
 
-async def characters_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
-    """Prompts that end inside a character: what is answered is what was generated, whatever the prompt's end looks like."""
+async def characters_play(family: Family, scratch: Path, note: Note) -> None:
+    """Ask prompts that end inside a character: the answer is the generated text, whatever bytes the prompt ends with."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder_of(family))
-    play = f"{family.name}, characters"
     async with serving(folder_of(family), scratch / "characters") as server:
         for number, text in enumerate(("naïve €", "日本", "🙂🙂", "e\u0301")):
             whole = tokenizer.encode("Say it: " + text, add_special_tokens=False)
@@ -329,10 +359,5 @@ async def characters_play(family: Family, scratch: Path) -> AsyncIterator[Checke
                 body = GREEDY | {"model": BASE, "prompt": prompt}
                 choice = (await server.call("POST", "/v1/completions", body))["choices"][0]
                 is_echoed = choice["text"].startswith(tokenizer.decode(prompt)[:6])
-                yield Checked(
-                    play,
-                    f"a prompt that lacks {cut} bytes of its last character, {number}",
-                    1,
-                    int(is_echoed),
-                    0,
-                )
+                case = f"a prompt that lacks {cut} bytes of its last character, {number}"
+                note(Checked(f"{family.name}, characters", case, 1, int(is_echoed), 0))

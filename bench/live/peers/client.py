@@ -12,13 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from bench.live.peers.engine import Settings
-from bench.live.report import ROOT
+from bench.live.peers.play import Answer, Ask
+from bench.live.shared.report import ROOT
 
 START_TIMEOUT_S = 180.0
 COMMAND_TIMEOUT_S = 600.0
@@ -34,21 +36,18 @@ class Worker:
     """One engine in a process, until the block ends.
 
     Args:
+        name: of the engine, and of the file that gets what it prints.
         kind: which engine, a key of `bench.live.peers.worker.KINDS`.
         settings: the engine's.
-        folder: for the file that gets what the engine prints.
-        name: of that file; where there are several of a kind.
-        python: the interpreter that has what this engine needs.
+        folder: for that file.
     """
 
-    def __init__(
-        self, kind: str, settings: Settings, folder: Path, name: str = "", python: str = sys.executable
-    ) -> None:
-        self.kind = kind
-        self._log_file = folder / f"{name or kind}.log"
+    def __init__(self, name: str, kind: str, settings: Settings, folder: Path) -> None:
+        self.name = name
+        self._log_file = folder / f"{name}.log"
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", "bench.live.peers.worker", kind, json.dumps(asdict(settings))],
+                [sys.executable, "-m", "bench.live.peers.worker", kind, json.dumps(asdict(settings))],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -71,7 +70,7 @@ class Worker:
         self._process.wait()
 
     def wait_ready(self) -> dict[str, Any]:
-        """What the engine says about itself once it is up."""
+        """Return the engine's description once it is up. Raises WorkerFailed."""
         return self._read("start", START_TIMEOUT_S)
 
     def call(self, do: str, **arguments: Any) -> Any:
@@ -81,17 +80,22 @@ class Worker:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise WorkerFailed(f"{self.kind}: gone before {do!r}\n{self._log_tail()}") from None
+            raise WorkerFailed(f"{self.name}: gone before {do!r}\n{self._log_tail()}") from None
         return self._read(do, COMMAND_TIMEOUT_S)
 
+    def play(self, asks: Sequence[Ask], *, one_by_one: bool = False) -> list[Answer]:
+        """Have requests answered at their times, or each when the one before it is done. Raises WorkerFailed."""
+        answers = self.call("play", requests=[asdict(ask) for ask in asks], one_by_one=one_by_one)
+        return [Answer(**answer) for answer in answers]
+
     def _kill(self) -> None:
-        """Kill the worker and what it started."""
+        """Kill the worker and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self, do: str, timeout_s: float) -> Any:
         assert self._process.stdout is not None
-        # A worker that hangs (a peer's server does not answer) must not hang the bench.
+        # A worker that hangs must not hang the bench.
         watchdog = threading.Timer(timeout_s, self._kill)
         watchdog.start()
         try:
@@ -99,11 +103,32 @@ class Worker:
         finally:
             watchdog.cancel()
         if not line:
-            raise WorkerFailed(f"{self.kind}: ended during {do!r}\n{self._log_tail()}")
+            raise WorkerFailed(f"{self.name}: ended during {do!r}\n{self._log_tail()}")
         reply = json.loads(line)
         if "error" in reply:
-            raise WorkerFailed(f"{self.kind}: {do!r} failed: {reply['error']}")
+            raise WorkerFailed(f"{self.name}: {do!r} failed: {reply['error']}")
         return reply["ok"]
 
     def _log_tail(self) -> str:
         return self._log_file.read_text(errors="replace")[-1500:]
+
+
+def start_workers(
+    arms: Mapping[str, tuple[str, Settings]], folder: Path, stack: ExitStack
+) -> dict[str, Worker]:
+    """Start engines side by side and return them by name once all are ready; they end with `stack`.
+
+    Args:
+        arms: the kind and the settings of each engine, by name.
+        folder: for the files that get what the engines print.
+        stack: ends the engines when it is closed.
+
+    Raises:
+        WorkerFailed: if an engine does not start.
+    """
+    workers = {
+        name: stack.enter_context(Worker(name, kind, settings, folder))
+        for name, (kind, settings) in arms.items()
+    }
+    print(f"  { {name: worker.wait_ready() for name, worker in workers.items()} }", flush=True)
+    return workers

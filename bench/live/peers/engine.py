@@ -1,23 +1,42 @@
-"""What every engine under test has in common: settings, environment, and the commands that do not depend on whose engine it is."""
+"""An engine under test: its settings, the requests and conversations that are played on it, and where its KV and adapters are to lie before."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from bench.live.peers.play import Answer, Ask, Conversations, StepLog, decode_rate, text
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
+
+T = TypeVar("T")
 # Twice what any engine here needs beyond its blocks; vLLM wants whole GiB.
 KV_SPACE_GIB = 1
-MEMCPY_BYTES = 64 << 20
+WARM_UP_TOKENS = (64, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The same for all engines of a run. `folder` is the engine's own, for what it keeps on disk."""
+    """The settings of an engine; all engines of a run have the same model.
+
+    Attributes:
+        folder: the folder in which this engine keeps its files.
+        num_blocks: KV blocks on the device.
+        adapters: pairs of a name and a PEFT folder; without any, LoRA is off.
+        max_loras: adapters in one step.
+        adapter_host_bytes, max_cpu_loras: bound of the adapters' host memory: ours in bytes, vLLM's by count.
+        host_gib, disk_gib: memory of the KV tiers, ours only.
+        has_tiers: ours only: KV that leaves the device is kept in host memory and on disk.
+        has_page_cache: ours only: False has the kernel forget what the KV tiers read, so that reading it again reads the disk.
+        scheduling_policy: ours only: which request starts next.
+        profile_dir: where `overture profile` keeps its measurements, ours only; "" for none.
+    """
 
     model: str
     dtype: str
@@ -27,13 +46,20 @@ class Settings:
     max_model_len: int = 8192
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    adapters: list[tuple[str, str]] = field(default_factory=list)
+    max_loras: int = 1
+    max_lora_rank: int = 8
+    adapter_host_bytes: int = 1 << 30
+    max_cpu_loras: int = 1
     host_gib: float = 2.0
     disk_gib: float = 8.0
-    port: int = 0
-    """Of the peer's cache server, where it has one; the one above it serves its HTTP side."""
+    has_tiers: bool = True
+    has_page_cache: bool = True
+    scheduling_policy: str = DEFAULT_POLICY
+    profile_dir: str = ""
 
 
-def configure_environment(settings: Settings) -> None:
+def configure_environment() -> None:
     """Must run before vllm or torch is imported."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -49,7 +75,7 @@ def configure_environment(settings: Settings) -> None:
 
 
 def greedy(max_tokens: int) -> Any:
-    """vLLM's `SamplingParams` for so many tokens, each an output of its own, whatever they are."""
+    """Return vLLM's `SamplingParams` for exactly `max_tokens` tokens, each in a separate output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -62,97 +88,7 @@ def greedy(max_tokens: int) -> Any:
     )
 
 
-class Engine(ABC):
-    """Commands that need only the `LLMEngine`, `self.llm`, and the caller's thread to be the engine's."""
-
-    llm: Any
-    settings: Settings
-    sources: tuple[str, ...] = ("recompute", "device")
-    """Where `place` can put a history's KV."""
-
-    def describe(self) -> dict[str, Any]:
-        import torch
-
-        config = self.llm.vllm_config
-        return {
-            "sources": self.sources,
-            "num_blocks": self.block_pool.num_gpu_blocks,
-            "block_size": config.cache_config.block_size,
-            "threads": torch.get_num_threads(),
-        }
-
-    # -- the engine's inside -----------------------------------------------------------------------------------------
-
-    @property
-    def scheduler(self) -> Any:
-        return self.llm.engine_core.engine_core.scheduler
-
-    @property
-    def block_pool(self) -> Any:
-        return self.scheduler.kv_cache_manager.block_pool
-
-    def layers(self) -> list[Any]:
-        """Each layer's KV tensor, blocks first."""
-        runner = self.llm.model_executor.driver_worker.worker.model_runner
-        layers = runner.compilation_config.static_forward_context.values()
-        return [layer.kv_cache for layer in layers if hasattr(getattr(layer, "kv_cache", None), "fill_")]
-
-    def forget_device(self) -> None:
-        """Empty the prefix cache and overwrite its memory, so that what comes back can only come from another tier."""
-        while self.scheduler.has_requests():
-            self.llm.step()
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache is still in use")
-        for layer in self.layers():
-            layer.fill_(7.0)
-
-    # -- commands ----------------------------------------------------------------------------------------------------
-
-    def memcpy(self, repeats: int) -> list[float]:
-        """Bytes per second of plain copies of memory: the better of one numpy thread and torch's threads, per repeat."""
-        import numpy as np
-        import torch
-
-        source, target = (torch.full((MEMCPY_BYTES,), fill, dtype=torch.uint8) for fill in (1, 2))
-        flat_source, flat_target = source.numpy(), target.numpy()
-        rates = []
-        for _ in range(repeats):
-            times = []
-            for copy in (lambda: np.copyto(flat_target, flat_source), lambda: target.copy_(source)) * 2:
-                started = time.perf_counter()
-                copy()
-                times.append(time.perf_counter() - started)
-            rates.append(MEMCPY_BYTES / min(times))
-        return rates
-
-    def cpu_s(self) -> float:
-        """CPU seconds that this process has used so far."""
-        return time.process_time()
-
-    def kv_files(self) -> list[str]:
-        """The files that hold KV."""
-        return [str(path) for path in sorted(Path(self.settings.folder).rglob("*")) if path.is_file()]
-
-    def settle(self) -> None:  # noqa: B027  (most engines write nothing behind)
-        """Return once nothing is being written any more."""
-
-    @abstractmethod
-    def place(self, source: str) -> None:
-        """See to it that a history's KV is in `source` and in nothing faster."""
-
-    @abstractmethod
-    def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        """Run one request alone: TTFT in seconds, token ids, and how many prompt tokens were not computed."""
-
-    @abstractmethod
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Run requests together: the rate at which tokens come once each has its first."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-def drop_page_cache(paths: Sequence[str | Path], *, is_written: bool = False) -> None:
+def drop_page_cache(paths: Iterable[str | Path], *, is_written: bool = False) -> None:
     """Write the files out, unless that was done before, and have the kernel forget their pages: the next read is the disk's."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -164,27 +100,215 @@ def drop_page_cache(paths: Sequence[str | Path], *, is_written: bool = False) ->
             os.close(descriptor)
 
 
-class DecodeClock:
-    """Counts a batch's tokens from the moment when every request has its first one."""
+def forget_files(folders: Iterable[str]) -> None:
+    """Have the kernel forget these adapters: the next load is the disk's. They were written out long ago; what a process maps stays."""
+    drop_page_cache((path for folder in folders for path in Path(folder).iterdir()), is_written=True)
 
-    def __init__(self, num_requests: int) -> None:
-        self._waiting = num_requests
-        self._seen: set[str] = set()
-        self._started_s = time.perf_counter()
-        self._decoding_s = 0.0
-        self._num_tokens = 0
 
-    def count(self, request_id: str, num_new_tokens: int) -> None:
-        if request_id not in self._seen and num_new_tokens:
-            self._seen.add(request_id)
-            if len(self._seen) == self._waiting:
-                self._decoding_s = time.perf_counter()
-        elif self._decoding_s:
-            self._num_tokens += num_new_tokens
+class Engine(ABC):
+    """A started engine. The public methods are a worker's commands, on the main thread."""
 
-    def result(self) -> dict[str, Any]:
-        now_s = time.perf_counter()
-        return {
-            "decode_tokens_per_s": self._num_tokens / (now_s - self._decoding_s),
-            "elapsed_s": now_s - self._started_s,
-        }
+    log: StepLog
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.folders = dict(settings.adapters)
+        self.loop = asyncio.new_event_loop()
+        self.talk = Conversations()
+        self._num_asked = self._num_plays = 0
+
+    # -- what the two engines do in their own ways ---------------------------------------------------------------------
+
+    @abstractmethod
+    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return what the coroutine returns on the event loop."""
+
+    @abstractmethod
+    def with_vllm(self, run: Callable[[Any], T]) -> T:
+        """Return the result of `run(LLMEngine)`, called on the engine's thread between two steps."""
+
+    @abstractmethod
+    def outputs(self, request_id: str, ask: Ask, salt: str) -> AsyncGenerator[Sequence[int], None]:
+        """Ask, and yield token ids as they come. salt: requests find the KV of others with the same one."""
+
+    @abstractmethod
+    def put(self, adapters: list[str], place: str) -> None:
+        """Have adapters in this place and no nearer one: in a `slot`, in `host` memory, on `disk` (and in no page cache)."""
+
+    @abstractmethod
+    def empty(self) -> None:
+        """Leave adapters on disk only, and empty the prefix cache."""
+
+    @abstractmethod
+    def found(self) -> dict[str, int]:
+        """Return how many requests since the start found their adapter in each place when they came."""
+
+    @abstractmethod
+    def preemptions(self) -> dict[str, int]:
+        """Return the preemptions since the start: all, and by the way in which requests came back where there are several."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine."""
+
+    def settle(self) -> None:  # noqa: B027  (vLLM writes nothing behind)
+        """Return once nothing is being written any more."""
+
+    def advise(self, session: str, **fields: Any) -> None:  # noqa: B027  (vLLM takes no advice)
+        """Tell the engine that this session is about to ask."""
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's blocks and threads."""
+        import torch
+
+        return self.with_vllm(
+            lambda llm: {
+                "num_blocks": scheduler_of(llm).kv_cache_manager.block_pool.num_gpu_blocks,
+                "block_size": llm.vllm_config.cache_config.block_size,
+                "threads": torch.get_num_threads(),
+            }
+        )
+
+    def warm_up(self) -> None:
+        """Answer two requests that do not count."""
+        self.play([{"prompt": [1] * num_tokens, "max_tokens": 2} for num_tokens in WARM_UP_TOKENS])
+
+    def play(self, requests: list[dict[str, Any]], one_by_one: bool = False) -> list[dict[str, Any]]:
+        """Answer requests at their times, or each when the one before it is done; they find no KV of an earlier play."""
+        self._num_plays += 1
+        asks = [Ask(**request) for request in requests]
+        groups = [[ask] for ask in asks] if one_by_one else [asks]
+        answers = [self.do(self._play(group, f"play {self._num_plays}")) for group in groups]
+        return [answer.__dict__ for group in answers for answer in group]
+
+    def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+        """Run one request alone, which finds the KV of earlier turns."""
+        (answer,) = self.do(self._play([Ask(prompt=tokens, max_tokens=max_tokens)]))
+        return {"ttft_s": answer.ttft_s, "token_ids": answer.token_ids}
+
+    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Run requests together; return the rate of their tokens."""
+        answers = self.do(self._play([Ask(prompt=prompt, max_tokens=max_tokens) for prompt in prompts]))
+        return {"decode_tokens_per_s": decode_rate(answers)}
+
+    def place(self, source: str) -> None:
+        """Leave a history's KV in `source` and in no faster tier: "device", or "recompute" for nowhere."""
+        if source != "device":
+            self.settle()
+            self.with_vllm(forget_device)
+
+    def begin(self, histories: dict[str, int]) -> None:
+        """Run the first turns, with these numbers of tokens by session, one after the other."""
+        for session, num_tokens in histories.items():
+            self.do(self.say(session, text(num_tokens, "history", session), 2))
+
+    def people(self, seed: str, **script: Any) -> list[dict[str, Any]]:
+        """Ask every person's questions at their times, with their advisories; each continues after the answer."""
+        self.talk.restart(seed)
+        return self.do(self.ask_people(**script))
+
+    def agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
+        """Run stages of agents that work side by side, each on what the stage before has said; return the seconds and the last answers.
+
+        While one stage works, the next one's agents are advised about.
+        """
+        started_s = time.perf_counter()
+        said: list[int] = []
+        for number, stage in enumerate(stages):
+            said = self.do(self._stage(stage, stages[number + 1 : number + 2], said, max_tokens))
+        return {"elapsed_s": time.perf_counter() - started_s, "said": said}
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    async def _play(self, asks: Sequence[Ask], salt: str = "") -> list[Answer]:
+        began_s, is_over = time.perf_counter(), asyncio.Event()
+        tasks = [asyncio.create_task(self.answer(ask, salt, began_s, is_over)) for ask in asks]
+        await asyncio.gather(*(task for ask, task in zip(asks, tasks, strict=True) if not ask.is_background))
+        is_over.set()
+        return await asyncio.gather(*tasks)
+
+    async def answer(self, ask: Ask, salt: str, began_s: float, is_over: asyncio.Event) -> Answer:
+        """Ask at the request's time, `began_s` being the play's start, and read the whole answer."""
+        due_s = began_s + ask.at_s
+        await asyncio.sleep(due_s - time.perf_counter())
+        self._num_asked += 1
+        request_id, answer = f"r{self._num_asked}", Answer()
+        async with aclosing(self.outputs(request_id, ask, salt)) as outputs:
+            async for token_ids in outputs:
+                answer.ttft_s = answer.ttft_s or time.perf_counter() - due_s
+                answer.token_ids += token_ids
+                if ask.is_background and is_over.is_set():
+                    break
+        self.log.take(request_id, answer, began_s)
+        return answer
+
+    async def say(self, session: str, new: Sequence[int], max_tokens: int) -> Answer:
+        """Play the next turn of a conversation."""
+        ask = Ask(prompt=self.talk.ask(session, new), max_tokens=max_tokens, session=session)
+        (answer,) = await self._play([ask])
+        self.talk.answered(session, answer.token_ids)
+        return answer
+
+    async def ask_people(
+        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int
+    ) -> list[dict[str, Any]]:
+        """Play every person's script, with their advisories."""
+        asked: list[dict[str, Any]] = []
+
+        async def person(script: dict[str, Any]) -> None:
+            """Ask one person's questions."""
+            session = script["session"]
+            for asks_s, leads_s in zip(script["asks_s"], script["leads_s"], strict=True):
+                lead_s = min(leads_s, asks_s) if leads_s is not None else 0.0
+                await asyncio.sleep(asks_s - lead_s)
+                if leads_s is not None:
+                    self.advise(session)
+                await asyncio.sleep(lead_s)
+                answer = await self.say(session, self.talk.question(session, new_tokens), max_tokens)
+                turn = self.talk.num_turns[session]
+                asked.append(
+                    {"session": session, "turn": turn, "ttft_s": answer.ttft_s, "answer": answer.token_ids}
+                )
+
+        await asyncio.gather(*(person(script) for script in plan))
+        return asked
+
+    async def _stage(
+        self, stage: list[dict[str, Any]], following: list[list[dict[str, Any]]], said: list[int], num: int
+    ) -> list[int]:
+        for agent in (agent for each in following for agent in each):
+            self.advise(agent["session"], expected_arrival_s=0.0)
+        answers = await asyncio.gather(
+            *(
+                self.say(agent["session"], said + text(agent["new_tokens"], agent["task"]), num)
+                for agent in stage
+            )
+        )
+        return [token for answer in answers for token in answer.token_ids]
+
+
+# -- vLLM's inside -----------------------------------------------------------------------------------------------------
+
+
+def scheduler_of(llm: Any) -> Any:
+    """Return vLLM's scheduler."""
+    return llm.engine_core.engine_core.scheduler
+
+
+def forget_device(llm: Any) -> None:
+    """Empty the prefix cache and overwrite its memory, so that what comes back can only come from another tier."""
+    while scheduler_of(llm).has_requests():
+        llm.step()
+    reset_prefix_cache(llm)
+    runner = llm.model_executor.driver_worker.worker.model_runner
+    for layer in runner.compilation_config.static_forward_context.values():
+        if hasattr(getattr(layer, "kv_cache", None), "fill_"):
+            layer.kv_cache.fill_(7.0)
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """Empty the prefix cache. Raises RuntimeError if it is in use."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache is still in use")

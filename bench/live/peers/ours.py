@@ -1,27 +1,39 @@
-"""Our engine with KV tiers: a `LocalNode` in this process.
+"""Our node in this process, driven as the gateway drives it: event loop and engine have threads of their own, commands come on the main one.
 
-What reaches into the tiers is gathered under "the tiers' inside", but for `_keys_of`.
+What reaches into the node is gathered in `ours_inside`, but for `_keys_of`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 from prometheus_client import CollectorRegistry
 
-from bench.live.peers.engine import DecodeClock, Engine, Settings, drop_page_cache, greedy
-from bench.live.peers.node import OwnNode
-from bench.live.peers.play import Asked, Conversations, text
+from bench.live.peers import ours_inside as inside
+from bench.live.peers.engine import (
+    KV_SPACE_GIB,
+    Engine,
+    Settings,
+    configure_environment,
+    drop_page_cache,
+    forget_files,
+    greedy,
+)
+from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS, Ask, text
+from bench.predicting import note_copies, note_steps
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
-from engine_bridge.protocol.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId, Sampling
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import Advisories, AdvisoryRecord, AdvisoryRequest, outcome_of
 from gateway.advisories.drafts import Drafts
@@ -29,189 +41,130 @@ from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from kvtiers.io.files import Files
 from kvtiers.keys import BlockKey
-from kvtiers.policy.restore import FasterWins
 
-_numbers = itertools.count()
-SETTLE_TIMEOUT_S = 60.0
-READ_TIMEOUT_S = 60.0
-WRONG_TTL_S = 2.0
+T = TypeVar("T")
+OWNER = "local"
+SETTLE_TIMEOUT_S, PLACE_TIMEOUT_S, REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 30.0, 60.0, 120.0
+LOOK_EVERY_S = 0.002
+MEMCPY_BYTES = 64 << 20
 
 
-class TieredNode(OwnNode, Engine):
-    """A node with KV tiers, or the same node without them."""
+class ForgettingFiles(Files):
+    """The real file system without a page cache: each read part is forgotten, so that reading it again reads the disk."""
 
-    def __init__(self, settings: Settings, has_tiers: bool, files: SlowableFiles | None = None) -> None:
-        self._files = files or SlowableFiles()
-        self._tiers = make_tiers(settings, self._files) if has_tiers else None
-        self.sources = ("recompute", "disk_cold", "disk", "host", "device") if has_tiers else ()
-        self._num_requests = 0
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read, and have the page cache forget the part."""
+        num_bytes = super().preadv(fd, buffers, offset)
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        return num_bytes
+
+
+class Ours(Engine):
+    """A started node, with the gateway's advisories in front of it."""
+
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.turn([1] * 64, 2)
-
-    def _make_node(self) -> LocalNode:
-        return LocalNode(LocalNodeConfig(engine=self._engine_config(enable_lora=False)), self._tiers)
-
-    # -- commands ----------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        def look(driver: Any) -> dict[str, Any]:
-            self.llm = driver.engine
-            return Engine.describe(self)
-
-        return self._on_engine(look)
-
-    def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        return self._await(self._turn(tokens, max_tokens))
-
-    async def _turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        ttft_s, num_cached, answer = None, 0, []
-        started_s = time.perf_counter()
-        async for output in self._generate(tokens, max_tokens):
-            if ttft_s is None:
-                ttft_s = time.perf_counter() - started_s
-                num_cached = output.num_cached_tokens or 0
-            answer += output.outputs[0].token_ids
-        return {"ttft_s": ttft_s, "token_ids": answer, "num_cached_tokens": num_cached}
-
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        return self._await(self._batch(prompts, max_tokens))
-
-    async def _batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        clock = DecodeClock(len(prompts))
-
-        async def one(number: int, tokens: list[int]) -> None:
-            async for output in self._generate(tokens, max_tokens):
-                clock.count(str(number), len(output.outputs[0].token_ids))
-
-        await asyncio.gather(*(one(number, tokens) for number, tokens in enumerate(prompts)))
-        return clock.result()
-
-    def _generate(self, tokens: list[int], max_tokens: int) -> Any:
-        self._num_requests += 1
-        # Below `LocalNode.generate` only in that the prompt is given as token ids, so that lengths are exact.
-        prompt = {"prompt_token_ids": tokens}
-        return self._node._client.generate(prompt, greedy(max_tokens), f"r{self._num_requests}")
-
-    # -- people and agents, by the gateway's own advisories ----------------------------------------------------------
-
-    def begin(self, histories: dict[str, int]) -> None:
-        self._await(self._begin(histories))
-
-    async def _begin(self, histories: dict[str, int]) -> None:
-        self.talk = Conversations()
-        self._advisories, self._store = await make_advisories(self._node, Path(self.settings.folder))
+        configure_environment()
+        threading.Thread(target=self.loop.run_forever, name="event-loop", daemon=True).start()
+        self.tiers: Any = self._make_tiers() if settings.has_tiers else None
+        self.node = LocalNode(
+            LocalNodeConfig(
+                engine=EngineConfig(
+                    model=settings.model,
+                    served_model_name="bench",
+                    dtype=settings.dtype,
+                    block_size=settings.block_size,
+                    max_model_len=settings.max_model_len,
+                    max_num_seqs=settings.max_num_seqs,
+                    kv_cache_gib=KV_SPACE_GIB,
+                    num_kv_blocks=settings.num_blocks,
+                    log_stats=False,
+                    scheduling_policy=settings.scheduling_policy,
+                    enable_lora=bool(settings.adapters),
+                    max_loras=settings.max_loras,
+                    max_lora_rank=settings.max_lora_rank,
+                    adapter_host_gib=settings.adapter_host_bytes / GIB,
+                    profile_dir=Path(settings.profile_dir) if settings.profile_dir else None,
+                ),
+                adapters=tuple((name, path) for name, path in settings.adapters),
+            ),
+            self.tiers,
+        )
+        self.do(self.node.start())
+        missing = self.folders.keys() - {adapter.name for adapter in self.node.adapters()}
+        if missing:
+            raise RuntimeError(f"the node left out {sorted(missing)}")
+        self.log = self.on_engine(inside.note_steps)
+        self._advisories, self._store = self.do(self._make_advisories())
         self._records: list[AdvisoryRecord] = []
-        for session, num_tokens in histories.items():
-            asked = await self._ask(session, self.talk.begin(session, num_tokens), 2)
-            self.talk.answered(session, asked.answer)
+        self._predicted: dict[str, list[list[float]]] = {"step": [], "out": [], "back": []}
+        self._numbers = itertools.count()
+        self.warm_up()
 
-    async def _ask(self, session: str, prompt: list[int], max_tokens: int) -> Asked:
-        request = GenerateRequest(
-            request_id=RequestId(f"b{next(_numbers)}"),
-            prompt_token_ids=tuple(prompt),
-            context=RequestContext(tenant=tenant_of(owner_of(session)), session_id=session),
-            sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+    def _make_tiers(self) -> KvTiers:
+        settings = self.settings
+        sizes = TiersConfig(
+            host_bytes=int(settings.host_gib * GIB),
+            disk_bytes=int(settings.disk_gib * GIB),
+            folder=Path(settings.folder),
         )
-        return await self._answered(request, self.talk.num_turns[session])
+        return KvTiers(sizes, files=Files() if settings.has_page_cache else ForgettingFiles())
 
-    async def _answered(self, request: GenerateRequest, turn: int = 0) -> Asked:
-        started_s, ttft_s, cached, answer = time.perf_counter(), 0.0, 0, []
-        async for delta in self._node.generate(request):
-            ttft_s = ttft_s or time.perf_counter() - started_s
-            answer += delta.token_ids
-            cached = delta.usage.cached_tokens if delta.usage else cached
-        return Asked(request.context.session_id, turn, ttft_s, cached, answer)
+    async def _make_advisories(self) -> tuple[Advisories, SessionStore]:
+        store = await SessionStore.open(Path(self.settings.folder) / "sessions.sqlite3")
+        metrics = Metrics(CollectorRegistry())
+        drafts = Drafts(self.node, store, metrics, accepts_drafts=True)
+        return Advisories(self.node, store, metrics, drafts), store
 
-    def people(
-        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int, seed: str
-    ) -> list[dict[str, Any]]:
-        self.talk.restart(seed)
-        return self._await(self._people(plan, new_tokens, max_tokens))
+    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine on the event loop's thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
-    async def _people(
-        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int
-    ) -> list[dict[str, Any]]:
-        asked: list[Asked] = []
+    def on_engine(self, run: Callable[[Any], T]) -> T:
+        """The result of `run(driver)`, called on the engine thread between two steps."""
+        return self.do(self.node.run_on_engine(run))
 
-        async def person(script: dict[str, Any]) -> None:
-            session = script["session"]
-            for asks_s, leads_s, wrong in zip(
-                script["asks_s"], script["leads_s"], script["wrong"], strict=True
-            ):
-                lead_s = min(leads_s, asks_s) if leads_s is not None else 0.0
-                await asyncio.sleep(asks_s - lead_s)
-                if leads_s is not None:
-                    self._advise(session)
-                for other in wrong:
-                    self._advise(other, ttl_s=WRONG_TTL_S)
-                await asyncio.sleep(lead_s)
-                prompt = self.talk.ask(session, self.talk.question(session, new_tokens))
-                asked.append(await self._ask(session, prompt, max_tokens))
-                self.talk.answered(session, asked[-1].answer)
+    def with_vllm(self, run: Callable[[Any], T]) -> T:
+        """Call `run` on the engine thread between two steps."""
+        return self.on_engine(lambda driver: run(driver.engine))
 
-        await asyncio.gather(*(person(script) for script in plan))
-        return [item.as_dict() for item in asked]
+    def close(self) -> None:
+        """Close the session store and the node."""
+        self.do(self._store.close())
+        self.do(self.node.close())
 
-    def _advise(self, session: str, **fields: Any) -> None:
-        if self._tiers is None:
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def outputs(self, request_id: str, ask: Ask, salt: str) -> AsyncGenerator[Sequence[int], None]:
+        """Ask as the gateway does where there is a session, else just below that: each token is an output, so that steps can be told apart."""
+        if ask.session:
+            request = EngineRequest(
+                request_id=RequestId(request_id),
+                prompt_token_ids=tuple(ask.prompt),
+                tenant=tenant_of(OWNER),
+                session_id=ask.session,
+                sampling=Sampling(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True),
+            )
+            async for delta in self.node.generate(request):
+                yield delta.token_ids
             return
-        record = self._advisories.submit(
-            owner_of(session), AdvisoryRequest(session_id=session, **fields), "typing"
-        )
+        answer = inside.generate(self.node, request_id, ask, salt, greedy(ask.max_tokens))
+        # A request that runs in the background is left before its end.
+        async with aclosing(answer) as outputs:
+            async for output in outputs:
+                yield output.outputs[0].token_ids
+        if self.node.num_rebuilds:
+            raise RuntimeError("the engine failed and was rebuilt")
+
+    # -- advisories and drafts ---------------------------------------------------------------------------------------
+
+    def advise(self, session: str, **fields: Any) -> None:
+        """Send the gateway's advisory of a person who types."""
+        if self.tiers is None:
+            return
+        record = self._advisories.submit(OWNER, AdvisoryRequest(session_id=session, **fields), "typing")
         if record not in self._records:
             self._records.append(record)
-
-    def agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
-        return self._await(self._agents(stages, max_tokens))
-
-    async def _agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
-        """While one stage works, the next one's agents are advised about."""
-        started_s = time.perf_counter()
-        said: list[int] = []
-        for number, stage in enumerate(stages):
-            for agent in stages[number + 1] if number + 1 < len(stages) else ():
-                self._advise(agent["session"], expected_arrival_s=0.0)
-
-            async def work(agent: dict[str, Any], said: list[int]) -> list[int]:
-                session = agent["session"]
-                prompt = self.talk.ask(session, said + text(agent["new_tokens"], agent["task"]))
-                answer = (await self._ask(session, prompt, max_tokens)).answer
-                self.talk.answered(session, answer)
-                return answer
-
-            answers = await asyncio.gather(*(work(agent, said) for agent in stage))
-            said = [token for answer in answers for token in answer]
-        return {"elapsed_s": time.perf_counter() - started_s, "said": said}
-
-    def draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
-        """TTFT of a pasted question, whose text was (or was not) there for a while before Enter."""
-        return self._await(self._draft(tokens, tail, is_typed))
-
-    async def _draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
-        session = f"draft{next(_numbers)}"
-        if is_typed:
-            await self._node.prefill(
-                GenerateRequest(
-                    request_id=RequestId(session),
-                    prompt_token_ids=tuple(tokens),
-                    context=RequestContext(session_id=session),
-                )
-            )
-        return (await self._ask(session, self.talk.ask(session, tokens + tail), 2)).as_dict()
-
-    def advisory_cost(self, sessions: list[str]) -> float:
-        """Seconds of the event loop's processor time for each advisory, from the call to its last state."""
-        return self._await(self._advisory_cost(sessions))
-
-    async def _advisory_cost(self, sessions: list[str]) -> float:
-        started_s = time.thread_time()
-        records = [
-            self._advisories.submit("cost", AdvisoryRequest(session_id=session, ttl_s=0.2), "typing")
-            for session in sessions
-        ]
-        while not all(record.is_over for record in records):  # noqa: ASYNC110  (waking with each end would be counted)
-            await asyncio.sleep(0.05)
-        return (time.thread_time() - started_s) / len(records)
 
     def accounts(self) -> list[dict[str, Any]]:
         """How the advisories since the last call ended."""
@@ -219,164 +172,256 @@ class TieredNode(OwnNode, Engine):
         self._records = [record for record in self._records if not record.is_over]
         return [outcome_of(record.report) for record in over if record.report is not None]
 
+    def draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
+        """Return the TTFT of a pasted question whose text was computed before Enter, or was not."""
+        session = f"draft{next(self._numbers)}"
+        if is_typed:
+            request = EngineRequest(
+                request_id=RequestId(session), prompt_token_ids=tuple(tokens), session_id=session
+            )
+            self.do(self.node.prefill(request))
+        return {"ttft_s": self.do(self.say(session, tokens + tail, 2)).ttft_s}
+
+    def people_beside(self, num_streams: int, seed: str, **script: Any) -> dict[str, Any]:
+        """Play `people` beside `num_streams` streams.
+
+        Returns:
+            The answers, the streams' tokens per second, and the bytes that the tiers and the disk itself have read.
+        """
+        self.talk.restart(seed)
+        return self.do(self._people_beside(num_streams, script))
+
+    async def _people_beside(self, num_streams: int, script: dict[str, Any]) -> dict[str, Any]:
+        num_came = [0] * num_streams
+        streams = [asyncio.create_task(self._stream(num_came, at)) for at in range(num_streams)]
+        while not all(num_came):  # noqa: ASYNC110  (a few steps)
+            await asyncio.sleep(0.01)
+        began = self._bytes_read(), sum(num_came), time.perf_counter()
+        try:
+            asked = await self.ask_people(**script)
+        finally:
+            ended = self._bytes_read(), sum(num_came), time.perf_counter()
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        return {
+            "asked": asked,
+            "decode_tokens_per_s": (ended[1] - began[1]) / (ended[2] - began[2]),
+            "tier_bytes": ended[0][0] - began[0][0],
+            "disk_bytes": ended[0][1] - began[0][1],
+        }
+
+    async def _stream(self, num_came: list[int], at: int) -> None:
+        for number in self._numbers:
+            ask = Ask(prompt=text(STREAM_PROMPT_TOKENS, "stream", number), max_tokens=STREAM_ANSWER_TOKENS)
+            async for token_ids in self.outputs(f"stream{number}", ask, ""):
+                num_came[at] += len(token_ids)
+
+    def _bytes_read(self) -> tuple[int, int]:
+        """Bytes that the tiers have read, and those of this process that were fetched from storage, not from the page cache."""
+        return self.tiers.stats().disk.bytes_read, psutil.Process().io_counters().read_bytes
+
+    # -- KV ----------------------------------------------------------------------------------------------------------
+
     def place(self, source: str) -> None:
-        if source == "device":
+        """Leave a history's KV in `source` and in no faster tier: also "host", "disk", or "disk_cold" (and in no page cache)."""
+        super().place(source)
+        if self.tiers is None or source == "device":
             return
-        self.settle()
-        self._on_engine(self._forget_device)
         if source == "recompute":
-            forget_disk(self._tiers)
+            inside.forget_disk(self.tiers)
         if source != "host":
-            self._tiers.store.drop_host()
+            self.tiers.store.drop_host()
         if source == "disk_cold":
-            drop_page_cache(self.kv_files())
-
-    def _forget_device(self, driver: Any) -> None:
-        self.llm = driver.engine
-        self.forget_device()
-
-    def memcpy(self, repeats: int) -> list[float]:
-        # Where the connector's copies run, with that thread's OpenMP settings.
-        return self._on_engine(lambda driver: Engine.memcpy(self, repeats))
+            drop_page_cache(path for path in Path(self.settings.folder).rglob("*") if path.is_file())
 
     def settle(self) -> None:
-        if self._tiers is not None and not self._tiers.store.flush(SETTLE_TIMEOUT_S):
+        """Return once the tiers have written everything. Raises TimeoutError."""
+        if self.tiers is not None and not self.tiers.store.flush(SETTLE_TIMEOUT_S):
             raise TimeoutError("the tiers still write")
+
+    def memcpy(self) -> float:
+        """Bytes per second of plain copies of memory on the thread on which the connector copies, with its OpenMP settings."""
+        return self.on_engine(lambda driver: copy_rate())
 
     def host_copy(self, tokens: list[int]) -> dict[str, Any]:
         """Bytes and seconds of copying this prompt's whole blocks from host to device memory."""
-        keys = self._keys_of(tokens)
-        return self._on_engine(lambda driver: time_host_copy(driver, self._tiers, keys))
+        keys = self.do(self._keys_of(tokens))
+        return self.on_engine(lambda driver: inside.time_host_copy(driver, self.tiers, keys))
 
-    def disk_read(self, tokens: list[int]) -> dict[str, Any]:
-        """Bytes and seconds of reading this prompt's whole blocks from disk into host memory."""
-        keys = self._keys_of(tokens)
-        return self._on_engine(lambda driver: time_disk_read(self._tiers, keys))
-
-    def slow_disk(self, bytes_per_s: float | None) -> None:
-        """Have the disk read no faster than this; None: as fast as it can."""
-        self._files.bytes_per_s = bytes_per_s
-
-    def layerwise(self, is_on: bool) -> None:
-        """Load layer by layer under the forward pass, or have all layers in host memory before it begins."""
-        self._tiers.policy = FasterWins(overlaps=is_on)
-
-    def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
+    async def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
         """The keys of a prompt's whole blocks, as a request of ours has them."""
-        return self._await(self._keys(tokens))
-
-    async def _keys(self, tokens: list[int]) -> list[BlockKey]:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        from engine_bridge.protocol.request_context import NOBODY
-
-        client = self._node._client
+        client = self.node._client
+        assert client is not None
         unique_id, core_request = client.submit(
             {"prompt_token_ids": tokens},
             SamplingParams(max_tokens=1),
             "keys",
             None,
-            context=NOBODY,
+            request=ANONYMOUS,
             lora_request=None,
         )
         client.forget(unique_id, abort=False)
-        hasher = self.llm.engine_core.engine_core.request_block_hasher
+        hasher = await self.node.run_on_engine(
+            lambda driver: driver.engine.engine_core.engine_core.request_block_hasher
+        )
         return [
             BlockKey(bytes(key))
             for key in Request.from_engine_core_request(core_request, hasher).block_hashes
         ]
 
-    def close(self) -> None:
-        if hasattr(self, "_store"):
-            self._await(self._store.close())
-        super().close()
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def put(self, adapters: list[str], place: str) -> None:
+        """Have adapters in this place; see `Engine`."""
+        ids = self._version_ids(adapters)
+        if place == "slot":
+            # Or one of them might make room for another: seldom used ones leave first.
+            others = self._version_ids(name for name in self.folders if name not in adapters)
+            self.on_engine(lambda driver: driver.adapters.put_back(others, keeps_host=True))
+            self.play([{"prompt": [1] * 4, "max_tokens": 2, "adapter": name} for name in adapters])
+        self._wait_until(inside.is_quiet)
+        if place == "host":
+            self.on_engine(lambda driver: [driver.adapters.core.prefetch(adapter_id) for adapter_id in ids])
+            self._wait_until(lambda driver: inside.is_quiet(driver) and inside.are_in_host(driver, ids))
+        if place != "slot":
+            self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=place == "host"))
+        if place == "disk":
+            forget_files(self.folders[name] for name in adapters)
+        places = self.on_engine(lambda driver: driver.adapters.places())
+        wrong = {adapter_id: found for adapter_id, found in places.items() if adapter_id in ids}
+        if set(wrong.values()) != {place}:
+            raise RuntimeError(f"adapters are not in {place}: {wrong}")
+
+    def empty(self) -> None:
+        """Leave adapters on disk only, without knowledge of past uses, and empty the prefix cache."""
+        if self.folders:
+            ids = self._version_ids(self.folders)
+            self._wait_until(inside.is_quiet)
+            self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=False))
+            self.on_engine(inside.forget_uses)
+        self.with_vllm(lambda llm: llm.reset_prefix_cache())
+
+    def found(self) -> dict[str, int]:
+        """Return how many requests found their adapter in each place."""
+        stats = self.node.figures().adapter_stats
+        assert stats is not None
+        counts = stats.counts.items()
+        return {name.removeprefix("found:"): num for name, num in counts if name.startswith("found:")}
+
+    def _version_ids(self, names: Any) -> list[int]:
+        return [int(self.node._catalog.current(name).version_id) for name in names]
+
+    def _wait_until(self, is_so: Callable[[Any], bool]) -> None:
+        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+        while not self.on_engine(is_so):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"adapters still move: {self.node.figures().adapter_stats}")
+            time.sleep(LOOK_EVERY_S)
+
+    # -- scheduling --------------------------------------------------------------------------------------------------
+
+    def use(
+        self, policy: str, history: list[list[Any]], rate_per_s: float, way: str = "cheaper"
+    ) -> dict[str, Any]:
+        """Let this policy decide from now on which request starts, with no other knowledge than `history`.
+
+        Args:
+            policy: the name of the policy.
+            rate_per_s: requests a second.
+            history: earlier requests at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them.
+            way: how a preempted request gets its KV back: "cheaper", or "swap".
+        """
+        ranks = {record.name: record.rank for record in self.node._catalog.served()}
+        self.on_engine(lambda driver: inside.change_policy(driver, self.node, policy))
+        self.on_engine(lambda driver: inside.learn(driver.scheduling, history, ranks, rate_per_s))
+        deadline_s = time.monotonic() + REFIT_TIMEOUT_S
+        while not self.on_engine(lambda driver: inside.apply_refit(driver.scheduling)):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the lanes were not fitted")
+            time.sleep(0.05)
+        if self.tiers is not None:
+            self._set_way(way)
+        return self.on_engine(lambda driver: driver.scheduling.state())
+
+    def _set_way(self, way: str) -> None:
+        """A fixed way knows no costs, by which a way would be chosen for each victim when it is preempted."""
+        tiers = self.tiers
+        self._by_cost = getattr(self, "_by_cost", (tiers.policy, tiers._prefill))
+        tiers.policy, tiers._prefill = self._by_cost if way == "cheaper" else (inside.AlwaysSwap(), None)
+
+    def preemptions(self) -> dict[str, int]:
+        """Return the preemptions since the start: all, and by the way in which requests came back."""
+        ways = dict(self.tiers.resumed) if self.tiers is not None else {}
+        return {"all": int(self.on_engine(lambda driver: driver._scheduler.num_preempted))} | ways
+
+    def decision_share(self, num: int, seconds: float) -> dict[str, Any]:
+        """Queue `num` requests; return the time of deciding over the time of steps."""
+        self.use(self.settings.scheduling_policy, [[16, 32, None]] * 512, 10.0)
+        return self.do(self._decision_share(num, seconds))
+
+    async def _decision_share(self, num: int, seconds: float) -> dict[str, Any]:
+        times: list[float] = []
+        await self.node.run_on_engine(lambda driver: inside.time_steps(driver, times))
+        started_s, is_over = time.perf_counter(), asyncio.Event()
+        asks = [Ask(prompt=text(16, "queue", number), max_tokens=32) for number in range(num)]
+        tasks = [asyncio.create_task(self.answer(ask, "queue", started_s, is_over)) for ask in asks]
+        async with asyncio.timeout(QUEUE_TIMEOUT_S):
+            while not await self.node.run_on_engine(lambda driver: inside.is_queued(driver, num)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        first = await self.node.run_on_engine(lambda driver: dict(driver.scheduling.seconds()))
+        num_before = len(times)
+        await asyncio.sleep(seconds)
+        last = await self.node.run_on_engine(lambda driver: dict(driver.scheduling.seconds()))
+        steps = times[num_before:]
+        num_waiting = (await self.node.stats()).num_waiting
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        decide_s = last["step"] - first["step"]
+        return {
+            "share": round(decide_s / sum(steps), 5),
+            "decide_us": round(decide_s / len(steps) * 1e6, 1),
+            "policy_us": round((last["decide"] - first["decide"]) / len(steps) * 1e6, 1),
+            "step_ms": round(sum(steps) / len(steps) * 1e3, 2),
+            "num_steps": len(steps),
+            "num_waiting": num_waiting,
+        }
+
+    # -- predictions -------------------------------------------------------------------------------------------------
+
+    def note_predictions(self) -> None:
+        """Begin to record predicted and measured times of steps and copies. Call it once."""
+        tiers = self.tiers
+        self.on_engine(lambda driver: note_steps(driver.steps, self._predicted["step"]))
+        note_copies(tiers.copy_times.out, self._predicted["out"])
+        note_copies(tiers.copy_times.back, self._predicted["back"])
+
+    def predictions(self) -> dict[str, Any]:
+        """Since the last call."""
+        found = {name: list(seen) for name, seen in self._predicted.items()}
+        for seen in self._predicted.values():
+            seen.clear()
+        return found
+
+    def equal_copies(self, num_blocks: int, num: int) -> dict[str, list[float]]:
+        """Return the seconds of `num` copies of `num_blocks` blocks each way, on an engine without requests."""
+        return self.on_engine(lambda driver: inside.equal_copies(driver, num_blocks, num))
 
 
-# -- the tiers' inside -------------------------------------------------------------------------------------------------
+def copy_rate() -> float:
+    """Return bytes per second of plain copies of memory: the better of one numpy thread and torch's threads."""
+    import numpy as np
+    import torch
 
-
-class SlowableFiles(Files):
-    """The real file system, with a disk that can be made slow: one reader at a time, so many bytes per second."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s: float | None = None
-        self._disk = threading.Lock()
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.bytes_per_s is None:
-            return super().preadv(fd, buffers, offset)
-        with self._disk:
-            started_s = time.perf_counter()
-            num_bytes = super().preadv(fd, buffers, offset)
-            time.sleep(max(num_bytes / self.bytes_per_s - (time.perf_counter() - started_s), 0))
-        return num_bytes
-
-
-def make_tiers(settings: Settings, files: Files) -> KvTiers:
-    sizes = TiersConfig(
-        host_bytes=int(settings.host_gib * GIB),
-        disk_bytes=int(settings.disk_gib * GIB),
-        folder=Path(settings.folder),
-    )
-    return KvTiers(sizes, files=files)
-
-
-def owner_of(session: str) -> str:
-    """Conversations that nobody goes on with are another key's, whose client advises about them all the same."""
-    return "broken" if session.startswith("idle") else "local"
-
-
-async def make_advisories(node: LocalNode, folder: Path) -> tuple[Advisories, SessionStore]:
-    """The gateway's, in front of this node."""
-    store = await SessionStore.open(folder / "sessions.sqlite3")
-    metrics = Metrics(CollectorRegistry())
-    drafts = Drafts(node, store, metrics, accepts_drafts=True)
-    return Advisories(node, store, metrics, drafts), store
-
-
-def forget_disk(tiers: KvTiers) -> None:
-    """Have the disk tier know no block any more."""
-    disk = tiers.store._disk
-
-    async def forget() -> None:  # its index belongs to the I/O thread
-        disk.forget(list(disk._contents.index))
-
-    tiers._io.start(forget()).result()
-
-
-def time_host_copy(driver: Any, tiers: KvTiers, keys: Sequence[BlockKey]) -> dict[str, Any]:
-    """Copy blocks from host memory to free device blocks, layer by layer, as a restore does. On the engine thread."""
-    store, copier, pool = tiers.store, tiers.copier, driver._block_pool
-    stage = store.stage("bench", keys)
-    blocks = pool.get_new_blocks(len(stage.blocks))
-    try:
-        progress = store.progress(stage)
-        if progress.num_ready_blocks < len(keys):
-            raise RuntimeError(f"{progress.num_ready_blocks} of {len(keys)} blocks are in host memory")
-        block_ids = [block.block_id for block in blocks]
+    source, target = (torch.full((MEMCPY_BYTES,), fill, dtype=torch.uint8) for fill in (1, 2))
+    flat_source, flat_target = source.numpy(), target.numpy()
+    times = []
+    for copy in (lambda: np.copyto(flat_target, flat_source), lambda: target.copy_(source)) * 2:
         started_s = time.perf_counter()
-        for layer in range(store.shape.num_layers):
-            copier.to_device(layer, block_ids, [block.slots[layer] for block in stage.blocks])
-        seconds = time.perf_counter() - started_s
-    finally:
-        pool.free_blocks(blocks)
-        store.release(stage)
-    return {"bytes": len(keys) * store.shape.block_bytes, "seconds": seconds}
-
-
-def time_disk_read(tiers: KvTiers, keys: Sequence[BlockKey]) -> dict[str, Any]:
-    """Read blocks from disk into host memory, as a restore does. On the engine thread."""
-    store = tiers.store
-    started_s = time.perf_counter()
-    stage = store.stage("bench", keys)
-    try:
-        num_read = store.wait_for_layer(stage, len(keys), store.shape.num_layers - 1, READ_TIMEOUT_S)
-        seconds = time.perf_counter() - started_s
-        if num_read < len(keys) or set(stage.origins) != {"disk"}:
-            raise RuntimeError(
-                f"{num_read} of {len(keys)} blocks came, {stage.origins.count('disk')} from disk"
-            )
-    finally:
-        store.release(stage)
-    return {"bytes": len(keys) * store.shape.block_bytes, "seconds": seconds}
+        copy()
+        times.append(time.perf_counter() - started_s)
+    return MEMCPY_BYTES / min(times)

@@ -1,40 +1,42 @@
-"""vLLM's own engine in this process (`LLMEngine`, no server between): bare, with its disk connector, with LMCache."""
+"""vLLM's own engine in this process (`LLMEngine`, no server between), with its own handling of adapters.
+
+Least recently used adapters go first, by count; a step loads what it lacks. With adapters it computes with our LoRA wrapper, which makes it the fair
+peer: on vLLM's own CPU wrapper a step with adapters takes seconds.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import os
-import socket
-import subprocess
-import sys
-import time
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from bench.live.peers.engine import (
-    DecodeClock,
     Engine,
     Settings,
     configure_environment,
-    drop_page_cache,
+    forget_files,
     greedy,
+    reset_prefix_cache,
+    scheduler_of,
 )
-from bench.live.peers.play import Asked, Conversations, text
+from bench.live.peers.play import Ask, StepLog
 
-# As long as vLLM's own engine loop sleeps when a step ran nothing (v1/engine/core.py), so that whoever loads KV gets the core.
-NOTHING_RAN_S = 0.001
-SERVER_START_TIMEOUT_S = 90.0
-SETTLE_TIMEOUT_S = 20.0
+T = TypeVar("T")
 
 
-class StockEngine(Engine):
+class Stock(Engine):
     """vLLM with its prefix cache. Statistics and detokenisation are off: its best settings here."""
 
     def __init__(self, settings: Settings) -> None:
-        configure_environment(settings)
+        super().__init__(settings)
+        configure_environment()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.settings = settings
+        from engine_bridge.driver.lora import lora
+
         arguments: dict[str, Any] = {
             "model": settings.model,
             "dtype": settings.dtype,
@@ -48,246 +50,134 @@ class StockEngine(Engine):
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        engine_args = EngineArgs(**(arguments | self.connector()))
-        self.llm = LLMEngine.from_engine_args(engine_args, enable_multiprocessing=False)
-        self._num_requests = 0
-        self.turn([1] * 64, 2)
+        if settings.adapters:
+            lora.install()
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": settings.max_loras,
+                "max_lora_rank": settings.max_lora_rank,
+                "max_cpu_loras": settings.max_cpu_loras,
+            }
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+        if settings.adapters:
+            lora.check_engine(self.llm)
+        self.log = StepLog(scheduler_of(self.llm))
+        self._ids = {name: number for number, name in enumerate(self.folders, 1)}
+        self._found: Counter[str] = Counter()
+        self._num_preemptions = 0
+        self._count_preemptions()
+        self._queues: dict[str, asyncio.Queue[Any]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self.warm_up()
 
-    def connector(self) -> dict[str, Any]:
-        """Engine arguments that a KV connector adds."""
-        return {}
+    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine on this thread, which is the engine's, too."""
+        return self.loop.run_until_complete(coroutine)
 
-    def add(self, tokens: list[int], max_tokens: int) -> None:
-        self._num_requests += 1
-        self.llm.add_request(f"r{self._num_requests}", {"prompt_token_ids": tokens}, greedy(max_tokens))
+    def with_vllm(self, run: Callable[[Any], T]) -> T:
+        """Call `run` at once: no step is under way."""
+        return run(self.llm)
 
-    def step(self) -> list[Any]:
-        outputs = self.llm.step()
-        if not outputs and not self.scheduler.running:
-            time.sleep(NOTHING_RAN_S)
-        return outputs
+    # -- requests ----------------------------------------------------------------------------------------------------
 
-    def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        started_s = time.perf_counter()
-        self.add(tokens, max_tokens)
-        ttft_s, num_cached, answer = None, 0, []
-        while self.llm.has_unfinished_requests():
-            for output in self.step():
-                if ttft_s is None:
-                    ttft_s = time.perf_counter() - started_s
-                    num_cached = output.num_cached_tokens or 0
-                answer += output.outputs[0].token_ids
-        return {"ttft_s": ttft_s, "token_ids": answer, "num_cached_tokens": num_cached}
+    async def outputs(self, request_id: str, ask: Ask, salt: str) -> AsyncGenerator[Sequence[int], None]:
+        """Ask, and yield token ids as steps give them."""
+        prompt = {"prompt_token_ids": ask.prompt} | ({"cache_salt": salt} if salt else {})
+        lora_request = None
+        if ask.adapter is not None:
+            self._found[self._place(ask.adapter)] += 1
+            lora_request = self._lora_request(ask.adapter)
+        queue = self._queues[request_id] = asyncio.Queue()
+        self.llm.add_request(request_id, prompt, greedy(ask.max_tokens), lora_request=lora_request)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                is_finished = output.finished
+                yield output.outputs[0].token_ids
+        finally:
+            del self._queues[request_id]
+            if not is_finished:
+                self.llm.abort_request([request_id])
 
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        clock = DecodeClock(len(prompts))
-        for prompt in prompts:
-            self.add(prompt, max_tokens)
-        while self.llm.has_unfinished_requests():
-            for output in self.step():
-                clock.count(output.request_id, len(output.outputs[0].token_ids))
-        return clock.result()
-
-    # -- people and agents -------------------------------------------------------------------------------------------
-
-    def begin(self, histories: dict[str, int]) -> None:
-        """First turns, of so many tokens by session, one after the other."""
-        self.talk = Conversations()
-        for session, num_tokens in histories.items():
-            self.talk.answered(session, self.turn(self.talk.begin(session, num_tokens), 2)["token_ids"])
-
-    def people(
-        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int, seed: str
-    ) -> list[dict[str, Any]]:
-        """Everybody's questions at their times; who has had an answer goes on from there."""
-        self.talk.restart(seed)
-        started_s = time.perf_counter()
-        waiting = [(person["asks_s"][0], n) for n, person in enumerate(plan)]
-        left = [list(person["asks_s"][1:]) for person in plan]
-        running: dict[str, tuple[int, float, list[int], float | None, int]] = {}
-        asked = []
-        while waiting or running:
-            now_s = time.perf_counter() - started_s
-            for due_s, n in [item for item in waiting if item[0] <= now_s]:
-                waiting.remove((due_s, n))
-                session = plan[n]["session"]
-                prompt = self.talk.ask(session, self.talk.question(session, new_tokens))
-                self.add(list(prompt), max_tokens)
-                running[f"r{self._num_requests}"] = n, time.perf_counter(), [], None, 0
-            if not running:
-                time.sleep(max(min(item[0] for item in waiting) - now_s, 0))
-                continue
-            for output in self.step():
-                n, came_s, answer, ttft_s, cached = running[output.request_id]
-                if ttft_s is None:
-                    ttft_s, cached = time.perf_counter() - came_s, output.num_cached_tokens or 0
-                answer += output.outputs[0].token_ids
-                running[output.request_id] = n, came_s, answer, ttft_s, cached
-                if output.finished:
-                    del running[output.request_id]
-                    session = plan[n]["session"]
-                    self.talk.answered(session, answer)
-                    asked.append(Asked(session, self.talk.num_turns[session], ttft_s, cached, answer))
-                    if left[n]:
-                        waiting.append((time.perf_counter() - started_s + left[n].pop(0), n))
-        return [item.as_dict() for item in asked]
-
-    def agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
-        """Stages of agents that work side by side, each stage on what the one before has said. Seconds from end to end."""
-        started_s = time.perf_counter()
-        said: list[int] = []
-        for stage in stages:
-            ids = {}
-            for agent in stage:
-                prompt = self.talk.ask(agent["session"], said + text(agent["new_tokens"], agent["task"]))
-                self.add(list(prompt), max_tokens)
-                ids[f"r{self._num_requests}"] = agent["session"]
-            answers: dict[str, list[int]] = {session: [] for session in ids.values()}
+    async def _step(self) -> None:
+        """Run steps as long as there are requests."""
+        try:
             while self.llm.has_unfinished_requests():
-                for output in self.step():
-                    answers[ids[output.request_id]] += output.outputs[0].token_ids
-            for session, answer in answers.items():
-                self.talk.answered(session, answer)
-            said = [token for answer in answers.values() for token in answer]
-        return {"elapsed_s": time.perf_counter() - started_s, "said": said}
+                for output in self.log.step(self.llm.step):
+                    self._queues[output.request_id].put_nowait(output)
+                # Whatever waits for these outputs or has become due meanwhile asks before the next step.
+                for _ in range(3):
+                    await asyncio.sleep(0)
+        except Exception as error:
+            for queue in self._queues.values():
+                queue.put_nowait(error)
 
-    def place(self, source: str) -> None:
-        if source == "recompute":
-            self.forget_device()
-        elif source != "device":
-            raise ValueError(f"no {source} here")
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def put(self, adapters: list[str], place: str) -> None:
+        """Have adapters in this place; see `Engine`."""
+        for name in adapters:
+            if place == "disk":
+                self._worker_manager.remove_adapter(self._ids[name])
+            else:
+                self.llm.add_lora(self._lora_request(name))
+            if place == "host":
+                self._worker_manager._adapter_manager.deactivate_adapter(self._ids[name])
+        if place == "disk":
+            forget_files(self.folders[name] for name in adapters)
+        wrong = {name: self._place(name) for name in adapters if self._place(name) != place}
+        if wrong:
+            raise RuntimeError(f"adapters are not in {place}: {wrong}")
+
+    def empty(self) -> None:
+        """Leave adapters on disk only, and empty the prefix cache."""
+        if self.folders:
+            self._worker_manager.remove_all_adapters()
+        reset_prefix_cache(self.llm)
+
+    def found(self) -> dict[str, int]:
+        """Return how many requests found their adapter in each place."""
+        return dict(self._found)
+
+    def preemptions(self) -> dict[str, int]:
+        """Return all preemptions since the start."""
+        return {"all": self._num_preemptions}
 
     def close(self) -> None:
+        """End the engine and free its memory."""
         self.llm.engine_core.shutdown()
         del self.llm
         gc.collect()
 
+    # -- vLLM's inside -----------------------------------------------------------------------------------------------
 
-class ExampleEngine(StockEngine):
-    """vLLM's ExampleConnector: one safetensors file per prompt and layer. The only disk tier of vLLM's that runs on a CPU.
+    @property
+    def _worker_manager(self) -> Any:
+        return self.llm.model_executor.driver_worker.worker.model_runner.lora_manager
 
-    It finds a history only if it is the prompt's whole blocks but for the last token's, and stores a prompt right only if one step
-    computes it all: the caller lets both be so.
-    """
+    def _place(self, name: str) -> str:
+        manager, number = self._worker_manager, self._ids[name]
+        if number in manager._adapter_manager.lora_index_to_id:
+            return "slot"
+        return "host" if number in manager.list_adapters() else "disk"
 
-    sources = ("disk", "disk_cold")
+    def _lora_request(self, name: str) -> Any:
+        from vllm.lora.request import LoRARequest
 
-    def connector(self) -> dict[str, Any]:
-        uses = connect("ExampleConnector", {"shared_storage_path": self.settings.folder})
-        return uses | {"max_num_batched_tokens": self.settings.max_model_len}
+        return LoRARequest(name, self._ids[name], self.folders[name])
 
-    def place(self, source: str) -> None:
-        self.forget_device()
-        if source == "disk_cold":
-            drop_page_cache(self.kv_files())
+    def _count_preemptions(self) -> None:
+        scheduler = scheduler_of(self.llm)
+        preempt = scheduler._preempt_request
 
+        def count(*args: Any, **kwargs: Any) -> None:
+            """Count a preemption and do it."""
+            self._num_preemptions += 1
+            preempt(*args, **kwargs)
 
-class LMCacheEngine(StockEngine):
-    """LMCache's multi-process connector and its cache server: host memory, in chunks of 256 tokens (its default)."""
-
-    sources = ("host",)
-
-    def __init__(self, settings: Settings) -> None:
-        os.environ["LMCACHE_TRACK_USAGE"] = "false"  # else it reports to its makers
-        os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
-        self._server = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "lmcache.cli.main", "server"),
-                *("--host", "127.0.0.1", "--port", str(settings.port), "--http-port", str(settings.port + 1)),
-                *("--l1-size-gb", str(settings.host_gib), "--eviction-policy", "LRU"),
-                *("--supported-transfer-mode", "auto"),  # the default mode hangs on a CPU
-                # Without shared memory KV goes through its socket: 340 ms instead of 130 for 2,048 tokens.
-                *("--shm-name", f"overture-bench-{os.getpid()}"),
-                "--disable-observability",
-            ],
-            stdin=subprocess.DEVNULL,
-        )
-        try:
-            wait_for_port(settings.port, self._server)
-            super().__init__(settings)
-        except BaseException:
-            self._stop_server()
-            raise
-
-    def connector(self) -> dict[str, Any]:
-        server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.settings.port}
-        return connect("LMCacheMPConnector", server)
-
-    def settle(self) -> None:
-        """Its saves are done when the scheduler has let go of the requests that they read from."""
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while self.scheduler.has_requests():
-            self.step()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("LMCache still saves")
-
-    def place(self, source: str) -> None:
-        if source != "host":
-            raise ValueError(f"no {source} here")
-        self.settle()
-        self.forget_device()
-
-    def cpu_s(self) -> float:
-        import psutil
-
-        server = psutil.Process(self._server.pid).cpu_times()
-        return super().cpu_s() + server.user + server.system
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._stop_server()
-
-    def _stop_server(self) -> None:
-        self._server.terminate()
-        try:
-            self._server.wait(10)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-
-
-class OffloadingEngine(StockEngine):
-    """vLLM's OffloadingConnector: host memory."""
-
-    name = "OffloadingConnector"
-
-    def connector(self) -> dict[str, Any]:
-        return connect(self.name, {"cpu_bytes_to_use": int(self.settings.host_gib * (1 << 30))})
-
-
-class SimpleOffloadEngine(OffloadingEngine):
-    """The other one of vLLM's for host memory."""
-
-    name = "SimpleCPUOffloadConnector"
-
-
-def connect(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments for a KV connector of vLLM's or for it."""
-    from vllm.config import KVTransferConfig
-
-    transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=options)
-    return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True}
-
-
-def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
-    """Return once the server listens. Raises if it ends or takes too long."""
-    deadline_s = time.monotonic() + SERVER_START_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            if server.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError("LMCache's server does not start") from None
-            time.sleep(0.1)
-
-
-ENGINES: dict[str, type[StockEngine]] = {
-    "stock": StockEngine,
-    "example": ExampleEngine,
-    "lmcache": LMCacheEngine,
-    "offloading": OffloadingEngine,
-    "simple_offload": SimpleOffloadEngine,
-}
+        scheduler._preempt_request = count

@@ -9,73 +9,41 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
-from bench.live.peers.adapters import AdapterSettings
-from bench.live.peers.engine import Settings
+from bench.live.peers.engine import Engine, Settings
+from bench.live.peers.ours import Ours
+from bench.live.peers.stock import Stock
 
-COMMANDS = frozenset(
-    (
-        "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise cpu_s "
-        "begin people people_beside hold agents draft advisory_cost accounts "
-        "play put empty set_assist adapter_account "
-        "use counts preemptions decision_share note_work steps note_predictions predictions equal_copies"
-    ).split()
-)
-
-
-def settings_of(kind: str, options: dict[str, Any]) -> Any:
-    has_adapters = kind.startswith(("adapters_", "scheduling_"))
-    return AdapterSettings(**options) if has_adapters else Settings(**options)
-
-
-def make_engine(kind: str, settings: Any) -> Any:
-    """Import late: our side's modules do not exist in a peer's interpreter, nor the peer's in ours."""
-    if kind in ("ours", "ours_off"):
-        from bench.live.peers.ours import TieredNode
-
-        return TieredNode(settings, has_tiers=kind == "ours")
-    if kind == "ours_disk":
-        from bench.live.peers.ours_disk import DiskNode
-
-        return DiskNode(settings)
-    if kind == "adapters_ours":
-        from bench.live.peers.adapters_ours import NodeAdapters
-
-        return NodeAdapters(settings)
-    if kind == "scheduling_ours":
-        from bench.live.peers.scheduling_ours import ScheduledNode
-
-        return ScheduledNode(settings)
-    if kind in ("adapters_peer", "adapters_stock"):
-        from bench.live.peers.adapters_stock import StockAdapters
-
-        return StockAdapters(settings, has_our_wrapper=kind == "adapters_peer")
-    from bench.live.peers import stock
-
-    return stock.ENGINES[kind](settings)
+KINDS: dict[str, tuple[type[Ours | Stock], dict[str, Any]]] = {
+    "ours": (Ours, {}),
+    "ours_off": (Ours, {"has_tiers": False}),
+    "ours_disk": (Ours, {"has_page_cache": False}),
+    "stock": (Stock, {}),
+}
+"""Each kind's engine, and the settings in which it differs."""
 
 
 def main() -> None:
+    """Do the commands of standard input until it ends."""
     # Libraries print to stdout: keep it for replies, and let them have stderr.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
     def reply(message: dict[str, Any]) -> None:
+        """Write one line of JSON."""
         replies.write(json.dumps(message).encode() + b"\n")
         replies.flush()
 
-    kind, options = sys.argv[1], json.loads(sys.argv[2])
-    engine = make_engine(kind, settings_of(kind, options))
+    make, changes = KINDS[sys.argv[1]]
+    engine: Engine = make(replace(Settings(**json.loads(sys.argv[2])), **changes))
     try:
         reply({"ok": engine.describe()})
         for line in sys.stdin.buffer:
             command = json.loads(line)
-            name = command.pop("do")
             try:
-                if name not in COMMANDS:
-                    raise ValueError("no such command")
-                reply({"ok": getattr(engine, name)(**command)})
+                reply({"ok": getattr(engine, command.pop("do"))(**command)})
             except Exception as error:
                 traceback.print_exc()
                 reply({"error": f"{type(error).__name__}: {error}"})

@@ -31,7 +31,7 @@ from engine_bridge.core.adapters.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapters.adapter_turns import AdapterTurns
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.announced import Announcements
-from engine_bridge.core.adapters.staging import NoPrefetch, Prefetch, StagingWishes
+from engine_bridge.core.adapters.staging import NoPrefetch, StagingWishes
 from engine_bridge.protocol.node import AdapterPlace
 
 # Loads that may be under way at once, so that the layouts of loaded adapters wait behind no more than these. Chosen.
@@ -63,7 +63,7 @@ class AdapterPlaces:
     `running` is always the adapters of the requests that run now. Methods are for one thread; other threads may read `table` and `place_of`.
     """
 
-    def __init__(self, rules: Rules, worth: Worth, prefetch: Prefetch | None = None) -> None:
+    def __init__(self, rules: Rules, worth: Worth, prefetch: NoPrefetch | None = None) -> None:
         self.rules = rules
         self.worth = worth
         self.table = AdapterTable(rules.num_slots)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from engine_bridge.core.adapters.adapter_table import Version
 from engine_bridge.policy.adapters.arrivals import Arrivals
 
@@ -113,45 +111,25 @@ class ReadAhead:
         return old
 
 
-class Prefetch(Protocol):
-    """Foretells which adapters will be asked for."""
+class NoPrefetch:
+    """Loads no adapter before it is asked for. The base of what foretells which adapters will be asked for."""
 
     def arrived(self, adapter_id: int, now: float) -> None:
         """Note that a request for the adapter came."""
-        ...
 
     def due(self, now: float) -> list[int]:
         """Return the adapters to load now."""
-        ...
-
-    def wait_s(self, now: float) -> float | None:
-        """Return the seconds until it is worth asking again; None: not before an event."""
-        ...
-
-    def forgotten(self, adapter_id: int) -> None:
-        """Note that the adapter was unloaded for good."""
-        ...
-
-
-class NoPrefetch:
-    """Loads no adapter before it is asked for."""
-
-    def arrived(self, adapter_id: int, now: float) -> None:
-        """Ignore the request."""
-
-    def due(self, now: float) -> list[int]:
-        """Return no adapter."""
         return []
 
     def wait_s(self, now: float) -> float | None:
-        """Return None: there never is anything to load."""
+        """Return the seconds until it is worth asking again; None: not before an event."""
         return None
 
     def forgotten(self, adapter_id: int) -> None:
-        """Ignore the adapter's end."""
+        """Note that the adapter was unloaded for good."""
 
 
-class HistoryPrefetch:
+class HistoryPrefetch(NoPrefetch):
     """Predicts requests from the times between an adapter's last requests. Source: Serverless in the Wild §4.2, named by Chameleon §4.1."""
 
     def __init__(self) -> None:

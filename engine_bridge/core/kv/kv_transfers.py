@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
-from engine_bridge.core.kv.fetching import peer_to_ask
 from engine_bridge.core.kv.restoring import (
     PIECES_AT_ONCE,
     Behind,
@@ -23,7 +22,7 @@ from engine_bridge.core.kv.restoring import (
     RestoreTurn,
     piece_blocks,
 )
-from engine_bridge.core.kv.transfer_store import TransferStore
+from engine_bridge.core.kv.tier_store import TierStore, peer_to_ask
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
 from kvtiers.blocks import Save, Stage
@@ -57,7 +56,7 @@ class Tiers(RestoreCosts, Protocol):
         """How often preempted requests continued, by the way their KV came back."""
 
     @property
-    def usable_store(self) -> TransferStore | None:
+    def usable_store(self) -> TierStore | None:
         """The store; None while no KV is to be loaded or saved."""
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
@@ -268,7 +267,7 @@ class Restores:
         return known.restore
 
     def _stage(
-        self, known: _Known, first: int, num_tokens: int, store: TransferStore, giving_back: set[str]
+        self, known: _Known, first: int, num_tokens: int, store: TierStore, giving_back: set[str]
     ) -> None:
         """Stage a request's blocks from `first` on that the tiers hold. giving_back: the requests that will have released some host memory."""
         # The last token is always computed, as its logits are needed.
@@ -292,7 +291,7 @@ class Restores:
             known.restore = Restore([stage], first)
 
     def _begins_pieces(
-        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TransferStore
+        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
     ) -> bool:
         """Return whether a restore goes in pieces. Only one does at a time, as the disk is one; others await their turn if that pays."""
         num_held = store.num_held(keys)
@@ -317,7 +316,7 @@ class Restores:
         known.restore = restore
         return True
 
-    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: TransferStore) -> bool:
+    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: TierStore) -> bool:
         """Have a restore in pieces progress. Return False if it cannot: host memory or the device has no room, or copying fails."""
         self._copies.pop(known.request.request_id, None)
         if not restore.is_in_pieces:
@@ -356,7 +355,7 @@ class Restores:
         if known is not None:
             known.goes_whole = True
 
-    def _holds_memory(self, name: str, store: TransferStore) -> bool:
+    def _holds_memory(self, name: str, store: TierStore) -> bool:
         """Return whether a request, or a read that no request wants, holds host memory that it gives back soon."""
         if name == STOPPED_READS:
             return store.is_stopping_reads
@@ -372,7 +371,7 @@ class Restores:
         """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
 
-    def _peer_of(self, known: _Known, store: TransferStore) -> str:
+    def _peer_of(self, known: _Known, store: TierStore) -> str:
         """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
         if known.num_offered is not None:
             return ""
@@ -508,14 +507,14 @@ class Restores:
         return spoiled - {NULL_BLOCK_ID}
 
     @property
-    def _store(self) -> TransferStore:
+    def _store(self) -> TierStore:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
 
 
 def _begin_save(
-    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: TransferStore
+    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: TierStore
 ) -> SaveJob | None:
     """Save a request's blocks from `first` up to, but without, `last`, if the tiers lack them and the device has them."""
     keys = request.block_keys(first, last)
@@ -526,7 +525,7 @@ def _begin_save(
     return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
 
-def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TransferStore, block_s: float) -> bool:
+def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TierStore, block_s: float) -> bool:
     """Return whether a stage that host memory cut short would be whole, once others' reads end, before its missing blocks could be computed."""
     num_cut = store.num_held(keys) - len(stage.blocks)
     if num_cut <= 0 or block_s == math.inf:

@@ -11,19 +11,18 @@ A pure state machine: advisories and requests come in with the time; `advance` r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Device, EvictionOrder
 from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnChange, OpenAccounts, Whose
-from engine_bridge.core.kv.fetching import peer_to_ask
+from engine_bridge.core.kv.tier_store import TierStore, peer_to_ask
 from engine_bridge.policy.kv.copy_share import WorkShare
 from engine_bridge.policy.kv.guesses import GuessFacts, Target, due_s, plan
 from engine_bridge.protocol.node import Advisory, AdvisoryState
 from kvtiers.blocks import Stage, StageProgress
-from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.keys import BlockKey
 
 # Seconds that copying to the device between two steps may take: with no request waiting, and while requests run. Chosen. Where copies take the
 # engine thread's own time (on a CPU), they get a share of the time of the requests that run (`policy/kv/copy_share.py`). That share does not bound
@@ -36,47 +35,6 @@ STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
 # The share of the host tier that may be read at most for guesses that have no room on the device. More would push out KV that was read for other
 # guesses before. Chosen.
 HOSTED_SHARE = 0.5
-
-
-class PromotionStore(Protocol):
-    """The part of `kvtiers.store.KvStore` that promotions call; the store says what each method does."""
-
-    @property
-    def shape(self) -> BlockShape:
-        """The size of a block and the number of layers in which it is copied."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """The number of blocks that host memory has room for."""
-
-    def stage(
-        self,
-        group: str,
-        keys: Sequence[BlockKey],
-        *,
-        tenant: str = "",
-        peer: str = "",
-        gives_way: bool = False,
-    ) -> Stage:
-        """Have the leading blocks that the tiers hold brought to host memory."""
-
-    def num_held(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks the tiers hold."""
-
-    def peer_bytes_per_s(self, address: str) -> float | None:
-        """Return the speed of reads from a peer; None if it cannot be asked."""
-
-    def progress(self, stage: Stage) -> StageProgress:
-        """Return how far a stage has come."""
-
-    def release(self, stage: Stage) -> None:
-        """Give up a stage."""
-
-    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
-        """Note when a group's next request is expected; None: no longer."""
-
-    def disk_bytes_per_s(self) -> float:
-        """Return the measured speed of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +63,7 @@ class Promotions:
     def __init__(
         self,
         device: Device,
-        store: PromotionStore,
+        store: TierStore,
         block_size: int,
         host_bytes_per_s: Callable[[], float],
         prefill_s_per_token: Callable[[], float | None] = lambda: None,
@@ -310,7 +268,20 @@ class Promotions:
                 self._restage(guess, self._device.resident(guess.hashes, guess.limit).num_blocks)
 
     def _facts(self, guess: ExpectedSession) -> GuessFacts:
-        return _facts_of(guess, *self._seconds_of(guess.limit))
+        """Return the facts that rank a guess. It is read from where it lay at first: a guess that is half done is worth no less."""
+        advisory, (copy_s, read_s) = guess.advisory, self._seconds_of(guess.limit)
+        return GuessFacts(
+            name=advisory.advisory_id,
+            tenant=advisory.tenant,
+            num_blocks=guess.limit,
+            probability=advisory.probability,
+            priority=guess.priority,
+            is_ordered=advisory.is_ordered,
+            arrival_s=guess.arrival_s,
+            issued_s=guess.issued_s,
+            saved_s=copy_s + read_s * guess.is_far,
+            copy_s=copy_s,
+        )
 
     def _seconds_of(self, num_blocks: int) -> tuple[float, float]:
         """Return the seconds to copy this many blocks to the device, and the seconds to read them from disk."""
@@ -344,9 +315,7 @@ class Promotions:
             self._release(guess)
         # A piece that is read ahead for host memory begins behind blocks that the device lacks.
         is_needed = guess.stage is None or (num_there < guess.first and (may_copy or not guess.is_ahead))
-        is_settled = not may_copy and (
-            guess.num_hosted >= guess.limit or not _has_host_room(self._guesses.values(), self._store)
-        )
+        is_settled = not may_copy and (guess.num_hosted >= guess.limit or not self._has_host_room())
         if is_needed:
             first = num_there if may_copy else max(num_there, guess.num_hosted)
             if is_settled or not self._restage(guess, first):
@@ -385,7 +354,7 @@ class Promotions:
         elif guess.num_on_device >= target.num_device_blocks:
             self._release(guess)
             guess.num_hosted = max(guess.num_hosted, staged_end)
-            if staged_end >= guess.limit or not _has_host_room(self._guesses.values(), self._store):
+            if staged_end >= guess.limit or not self._has_host_room():
                 self._finish(guess, "host")
             elif self._restage(guess, staged_end):
                 guess.is_ahead = self._has_news = True
@@ -395,7 +364,8 @@ class Promotions:
     def _restage(self, guess: ExpectedSession, first: int) -> bool:
         """Hold the guess's next piece in host memory, from the block `first` on. Return False where there is no room for it now."""
         self._release(guess)
-        is_full = not guess.is_urgent and _is_full(self._guesses.values(), self._store)
+        # Guesses hold their whole share of the host tier, which only urgent ones may exceed.
+        is_full = not guess.is_urgent and self._num_staged() >= self._store.num_host_blocks * STAGED_SHARE
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
@@ -418,6 +388,18 @@ class Promotions:
             self._release(guess)
             return False
         return True
+
+    def _num_staged(self) -> int:
+        """Return the number of blocks that guesses hold in host memory."""
+        return sum(len(guess.stage.blocks) for guess in self._guesses.values() if guess.stage is not None)
+
+    def _has_host_room(self) -> bool:
+        """Return whether more may be read as far as host memory for guesses that have no room on the device.
+
+        KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).
+        """
+        num_hosted = sum(max(each.num_hosted - each.num_on_device, 0) for each in self._guesses.values())
+        return self._num_staged() + num_hosted < self._store.num_host_blocks * HOSTED_SHARE
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -453,48 +435,6 @@ class Promotions:
         released, self._released = self._released, []
         for stage in released:
             self._store.release(stage)
-
-
-def _facts_of(guess: ExpectedSession, copy_s: float, read_s: float) -> GuessFacts:
-    """Return the facts that rank a guess.
-
-    Args:
-        guess: the guess to rank.
-        copy_s: seconds to copy it to the device.
-        read_s: seconds to read it from where it lay at first: a guess that is half done is worth no less.
-    """
-    advisory = guess.advisory
-    return GuessFacts(
-        name=advisory.advisory_id,
-        tenant=advisory.tenant,
-        num_blocks=guess.limit,
-        probability=advisory.probability,
-        priority=guess.priority,
-        is_ordered=advisory.is_ordered,
-        arrival_s=guess.arrival_s,
-        issued_s=guess.issued_s,
-        saved_s=copy_s + read_s * guess.is_far,
-        copy_s=copy_s,
-    )
-
-
-def _num_staged(guesses: Iterable[ExpectedSession]) -> int:
-    """Return the number of blocks that guesses hold in host memory."""
-    return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
-
-
-def _is_full(guesses: Iterable[ExpectedSession], store: PromotionStore) -> bool:
-    """Return whether guesses hold their whole share of the host tier, which only urgent ones may exceed."""
-    return _num_staged(guesses) >= store.num_host_blocks * STAGED_SHARE
-
-
-def _has_host_room(guesses: Iterable[ExpectedSession], store: PromotionStore) -> bool:
-    """Return whether more may be read as far as host memory for guesses that have no room on the device.
-
-    KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).
-    """
-    num_there = _num_staged(guesses) + sum(max(g.num_hosted - g.num_on_device, 0) for g in guesses)
-    return num_there < store.num_host_blocks * HOSTED_SHARE
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

@@ -13,32 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
+from engine_bridge.core.kv.tier_store import TierStore
 from kvtiers.blocks import Origin, Stage, StageProgress
-from kvtiers.keys import BlockShape
 from kvtiers.policy.restore import RestoreFacts
 
 # The share of the host tier that one piece takes, and how many pieces a request has there: one goes to the device while the other is read. Chosen.
 PIECE_OF_HOST, PIECES_AT_ONCE = 0.125, 2
 # Seconds that copying a piece to the device between two steps may take: other requests wait for their next token meanwhile. Chosen.
 COPY_S = 0.015
-
-
-class Store(Protocol):
-    """The part of `kvtiers.store.KvStore` that a restore calls; the store says what each method does."""
-
-    @property
-    def shape(self) -> BlockShape:
-        """The size of a block and the number of layers in which it is copied."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """The number of blocks that host memory has room for."""
-
-    def progress(self, stage: Stage) -> StageProgress:
-        """Return how far a stage has come."""
-
-    def release(self, stage: Stage) -> None:
-        """Give up a stage."""
 
 
 class RestoreCosts(Protocol):
@@ -129,7 +111,7 @@ class Restore:
             return self.carried[: max(len(self.carried) - (self.first - first), 0)]
         return self.carried + (self.origins[: first - self.first] if self.asked_at >= 0 else [])
 
-    def progress(self, store: Store) -> StageProgress:
+    def progress(self, store: TierStore) -> StageProgress:
         """Return the progress of all blocks that are staged or follow, as if they were one stage."""
         parts = [store.progress(stage) for stage in self.stages]
         if len(parts) == 1 and not self.later.num_blocks:
@@ -147,7 +129,9 @@ class Restore:
             disk_bytes_ahead=max(parts[0].disk_bytes_ahead - behind, 0),
         )
 
-    def facts(self, store: Store, machine: RestoreCosts, num_tokens: int, block_size: int) -> RestoreFacts:
+    def facts(
+        self, store: TierStore, machine: RestoreCosts, num_tokens: int, block_size: int
+    ) -> RestoreFacts:
         """Return the facts by which a policy chooses to load, to wait or to compute.
 
         Args:
@@ -180,7 +164,7 @@ class Restore:
         """Return the number of blocks that a step can load now, whatever a policy decides. Blocks of further pieces have no memory yet."""
         return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
 
-    def go_on(self, store: Store, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
+    def go_on(self, store: TierStore, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
         """Release the pieces that the device has by now, and have more read. Return False if host memory has room for no piece.
 
         Args:
@@ -207,7 +191,7 @@ class Restore:
         self._cut_at_damage(store)
         return bool(self.stages) or not self.later.num_blocks
 
-    def _cut_at_damage(self, store: Store) -> None:
+    def _cut_at_damage(self, store: TierStore) -> None:
         """Release the stages behind a block that cannot be read: they are of no use."""
         for index, stage in enumerate(self.stages):
             if store.progress(stage).num_blocks < len(stage.blocks):
@@ -217,7 +201,7 @@ class Restore:
                 self.later = NOTHING
                 return
 
-    def next_copy(self, keys: Sequence[bytes], store: Store, host_bytes_per_s: float) -> Copy | None:
+    def next_copy(self, keys: Sequence[bytes], store: TierStore, host_bytes_per_s: float) -> Copy | None:
         """Return a copy of the ready blocks of the first piece, up to the number that may be copied at once.
 
         Returns:
@@ -237,7 +221,7 @@ class Restore:
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
         return Copy(keys, start, sources)
 
-    def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[LoadBlocks]:
+    def loads(self, block_ids: Sequence[int], num_blocks: int, store: TierStore) -> list[LoadBlocks]:
         """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, except where it has no block there.
 
         Stages that are not needed are released.
@@ -257,7 +241,7 @@ class Restore:
         self.stages = []
         return loads
 
-    def release(self, store: Store) -> None:
+    def release(self, store: TierStore) -> None:
         """Release all stages."""
         for stage in self.stages:
             store.release(stage)
@@ -293,7 +277,7 @@ class RestoreTurn:
         return self._step - self._asked_in <= 1
 
 
-def piece_blocks(store: Store) -> int:
+def piece_blocks(store: TierStore) -> int:
     """Return the number of blocks in one piece."""
     return max(int(store.num_host_blocks * PIECE_OF_HOST), 1)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.core.scheduling.guess_errors import GuessErrors, PredictedTokens
+from engine_bridge.core.scheduling.guess_errors import GuessErrors
 from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.pacer import Pacer, Progress, StepBounds
 from engine_bridge.core.scheduling.pauses import Pauses, Stint
@@ -19,17 +19,16 @@ from engine_bridge.core.scheduling.refits import Refits, Sizes
 from engine_bridge.core.scheduling.unready import Unready
 from engine_bridge.core.scheduling.victims import by_worth
 from engine_bridge.policy.scheduling.fairness import fair_priority
+from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.pacing import StepPace
 from engine_bridge.policy.scheduling.preemption import RunningFacts
 from engine_bridge.policy.scheduling.queue_policy import (
     Decision,
     DeferReason,
-    LanedPolicy,
     QueuePolicy,
     Running,
     StepRoom,
     Waiting,
-    with_lanes,
 )
 from engine_bridge.policy.scheduling.quotas import overcharged_tokens
 from engine_bridge.policy.scheduling.sizes import Scale, WeightedSize
@@ -45,27 +44,6 @@ MAX_READY, MAX_PLACED = 128, 32
 
 Facts = TypeVar("Facts")
 replace = msgspec.structs.replace
-
-
-class Arrival(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that came. weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's.
-
-    adapter_tokens: the part of the requests' token memory that its adapter takes; 0 where adapters have separate memory. waits_for: requests that
-    wait for the same become ready together and in their order. is_background: it computes KV ahead, and its one token is not read: it says nothing
-    of lengths, lanes or speed.
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    guess: PredictedTokens
-    priority: int = 0
-    tenant: str = ""
-    weight: float = 1.0
-    adapter_id: int | None = None
-    rank: int = 0
-    adapter_tokens: int = 0
-    waits_for: Hashable = None
-    is_background: bool = False
 
 
 class StepView(Struct, frozen=True, kw_only=True):
@@ -122,14 +100,13 @@ class RequestCosts(Protocol):
 
 @dataclass(slots=True)
 class Known:
-    """One request from its arrival to its end. For reading only. base: its facts as the policy has them.
+    """One request from its arrival to its end. For reading only. facts: as the policy has them.
 
-    charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: the number of tokens at which something has changed: it has
+    charged_tokens: prompt, and answer as predicted by now. next_look_tokens: the number of tokens at which something has changed: it has
     begun to answer, or has outgrown its guess. first_s, first_tokens: when it first had tokens of its answer after its start, and how many.
     """
 
-    arrival: Arrival
-    base: Waiting
+    facts: Waiting
     sizes: Sizes
     charged_tokens: int
     num_tokens: int
@@ -145,43 +122,43 @@ class Known:
     @property
     def counted(self) -> Counted | None:
         """The facts that lanes are fitted on, or `None` for background work."""
-        arrival = self.arrival
-        if arrival.is_background:
+        facts = self.facts
+        if facts.is_background:
             return None  # background work makes way for all other requests
         return Counted(
-            arrival.request_id,
-            arrival.rank,
+            facts.request_id,
+            facts.rank,
             self.num_tokens,
-            self.base.num_prefill_tokens or self.num_tokens,  # before the first look
-            self.charged_tokens - arrival.adapter_tokens,
-            is_urgent(arrival.priority),
+            facts.num_prefill_tokens or self.num_tokens,  # before the first look
+            self.charged_tokens,
+            is_urgent(facts.priority),
         )
 
     def num_left(self, num_tokens: int) -> int:
         """Return the number of tokens left of its answer, as predicted by now."""
-        num_done = num_tokens - self.arrival.num_prompt_tokens
-        return self.arrival.guess.bound(num_done) - num_done
+        num_done = num_tokens - self.facts.num_prompt_tokens
+        return self.facts.guess.bound(num_done) - num_done
 
     def lost_its_kv(self, is_swapped: bool) -> None:
         """Note a preemption: the request waits again, and its KV is on the host (`is_swapped`) or has to be computed again."""
-        self.base = replace(self.base, is_swapped=is_swapped, size_tokens=self.charged_tokens)
+        self.facts = replace(self.facts, is_swapped=is_swapped, size_tokens=self.charged_tokens)
         self.started_s, self.is_bypasser = None, False
         self.looked_up_s = -math.inf  # its answer so far has to be computed, too
 
     @property
     def stint(self) -> Stint:
         """Priority, arrival and start, by which running requests are compared."""
-        return Stint(self.arrival.priority, self.base.arrived_s, self.started_s)
+        return Stint(self.facts.priority, self.facts.arrived_s, self.started_s)
 
     def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
         """Return the facts by which a request to preempt is chosen, for a request of this many tokens and device blocks."""
-        arrival = self.arrival
+        facts = self.facts
         return RunningFacts(
-            request_id=arrival.request_id,
-            fairness=fair_priority(now - self.base.arrived_s, num_tokens, arrival.weight),
+            request_id=facts.request_id,
+            fairness=fair_priority(now - facts.arrived_s, num_tokens, facts.weight),
             started_s=self.started_s or now,
             num_blocks=num_blocks,
-            urgency=arrival.priority,
+            urgency=facts.priority,
         )
 
 
@@ -230,7 +207,7 @@ class Dispatcher:
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
-        self.laned: LanedPolicy | None = with_lanes(policy) if policy.has_lanes else None
+        self.laned = policy if isinstance(policy, Mlq) else None
         """The same policy, where it has lanes."""
         self.refits = refits
         self.last = Decision()
@@ -256,25 +233,28 @@ class Dispatcher:
 
     # -- life of a request -------------------------------------------------------------------------------------------
 
-    def arrived(self, arrival: Arrival, now: float) -> None:
-        """Note that a request waits. Raises ValueError if it is known already."""
-        if arrival.request_id in self._known:
+    def arrived(self, request: Waiting, now: float) -> None:
+        """Note that a request waits; the fields that are the dispatcher's own are filled in here. Raises ValueError if it is known already."""
+        if request.request_id in self._known:
             raise ValueError("the request is known already")
-        guess = arrival.guess
-        sizes = (float(arrival.num_prompt_tokens), float(guess.p50), float(arrival.rank))
-        num_prompt = arrival.num_prompt_tokens
-        tokens = num_prompt + guess.p50 + arrival.adapter_tokens
+        num_prompt, guess = request.num_prompt_tokens, request.guess
+        sizes = (float(num_prompt), float(guess.p50), float(request.rank))
+        tokens = num_prompt + guess.p50
         duration_s = guess.p50 * self.token_s + self._prefill_s(num_prompt)
-        if not arrival.is_background:
+        if not request.is_background:
             self.sizes.seen(*sizes)
-            self.refits.arrived(arrival.request_id, sizes, tokens, duration_s, now)
-        base = _first_facts(arrival, now, self._weighted_size(sizes), tokens, duration_s)
-        known = self._known[arrival.request_id] = Known(
-            arrival, base, sizes, tokens, num_prompt, num_prompt + 1
+            self.refits.arrived(request.request_id, sizes, tokens, duration_s, now)
+        facts = replace(
+            request,
+            arrived_s=now,
+            weighted_size=self._weighted_size(sizes),
+            size_tokens=tokens,
+            duration_s=duration_s,
         )
+        known = self._known[request.request_id] = Known(facts, sizes, tokens, num_prompt, num_prompt + 1)
         self.load.waits(known.counted)
-        self.pauses.arrived(arrival.request_id, arrival.priority)
-        self.unready.add(arrival.request_id, arrival.waits_for)
+        self.pauses.arrived(request.request_id, request.priority)
+        self.unready.add(request.request_id, request.waits_for)
 
     def squashed(self, request_id: str) -> None:
         """Note that it is about to be preempted so that a head can start. A request that is unknown or does not run is ignored."""
@@ -283,7 +263,7 @@ class Dispatcher:
             return
         self.counts["squashed"] += 1
         self.policy.squashed(request_id)
-        known.base = replace(known.base, times_squashed=known.base.times_squashed + 1)
+        known.facts = replace(known.facts, times_squashed=known.facts.times_squashed + 1)
         self._squashing.add(request_id)
 
     def preempted(self, request_id: str) -> None:
@@ -300,7 +280,7 @@ class Dispatcher:
         if is_paused:
             self.counts["paused"] += 1
         else:
-            self.unready.add(request_id, known.arrival.waits_for)
+            self.unready.add(request_id, known.facts.waits_for)
         self.counts["preempted"] += 1
         self.load.waits(known.counted)
 
@@ -315,7 +295,7 @@ class Dispatcher:
         self._squashing.discard(request_id)
         self.policy.ended(request_id)
         self.load.ended(request_id, num_output_tokens if is_finished else None)
-        if is_finished and not known.arrival.is_background:
+        if is_finished and not known.facts.is_background:
             self._learn(known, num_output_tokens, now)
         else:
             self.refits.left(request_id)
@@ -340,7 +320,7 @@ class Dispatcher:
         bounds = None
         if pacer is not None and step is not None:
             known = self._known
-            starting = sum(known[each].base.num_prefill_tokens for each in self.last.request_ids)
+            starting = sum(known[each].facts.num_prefill_tokens for each in self.last.request_ids)
             bounds = pacer.bounds(step, len(view.running) - len(squash) - len(pause), starting)
         return StepPlan(request_ids=self.last.request_ids, squash=squash, pause=pause, bounds=bounds)
 
@@ -352,7 +332,7 @@ class Dispatcher:
                 continue
             self.policy.admitted(request_id, now)
             known.started_s, known.first_s = now, None
-            known.promised_end_s = known.predicted_end_s = now + known.base.duration_s
+            known.promised_end_s = known.predicted_end_s = now + known.facts.duration_s
             known.num_tokens = self._engine.num_tokens(request_id)
             known.next_look_tokens = known.num_tokens + 1
             known.is_bypasser = request_id in self.last.bypassed
@@ -373,14 +353,14 @@ class Dispatcher:
             known = self._known.get(request_id)
             if known is not None:
                 num_blocks = self._engine.held_blocks(request_id)
-                found.append((known.base.arrived_s, known.for_preemption(num_tokens, num_blocks, now)))
+                found.append((known.facts.arrived_s, known.for_preemption(num_tokens, num_blocks, now)))
         return by_worth(found, order) if len(found) > 1 else None
 
     def _pause(self, running: Sequence[Progress], now: float) -> tuple[str, ...]:
         """Return the requests to pause for urgent ones from now on. Resumed requests may start in this step."""
         decision = self.pauses.look(running, self._stint, now)
         for request_id in decision.resume:
-            self.unready.add(request_id, self._known[request_id].arrival.waits_for)
+            self.unready.add(request_id, self._known[request_id].facts.waits_for)
         self.counts["resumed"] += len(decision.resume)
         return decision.pause
 
@@ -393,7 +373,7 @@ class Dispatcher:
         for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
             known = self._known[request_id]
             # Lanes may have been fitted since it came.
-            known.base = replace(known.base, weighted_size=self._weighted_size(known.sizes))
+            known.facts = replace(known.facts, weighted_size=self._weighted_size(known.sizes))
             self.policy.arrived(self._facts_of_waiting(known), now)
 
     def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
@@ -415,7 +395,7 @@ class Dispatcher:
         for request_id, reason in decision.deferred.items():
             if reason == "step_full":
                 known = self._known[request_id]
-                known.base = replace(known.base, times_deferred=known.base.times_deferred + 1)
+                known.facts = replace(known.facts, times_deferred=known.facts.times_deferred + 1)
         if decision.request_ids and self.pauses.is_on:
             size_of = self._engine.num_tokens
             return decision.without(self.pauses.kept_back(decision.request_ids, self._stint, size_of, now))
@@ -433,38 +413,38 @@ class Dispatcher:
 
     def _look_at(self, known: Known, now: float) -> None:
         """Correct the charge and the end of a request that begins to answer, or has outgrown its guess."""
-        num_tokens, num_prompt = known.num_tokens, known.arrival.num_prompt_tokens
+        num_tokens, num_prompt = known.num_tokens, known.facts.num_prompt_tokens
         if known.first_s is None:
             known.first_s, known.first_tokens = now, num_tokens
         num_done = num_tokens - num_prompt
-        bound = known.arrival.guess.bound(num_done)
+        bound = known.facts.guess.bound(num_done)
         known.next_look_tokens = max(num_prompt + bound, num_tokens + 1)
-        if num_done >= known.arrival.guess.p50:
+        if num_done >= known.facts.guess.p50:
             known.predicted_end_s = now + (bound - num_done) * self.token_s
-        size = num_prompt + bound + known.arrival.adapter_tokens
+        size = num_prompt + bound
         if size > known.charged_tokens:
             known.charged_tokens = size
             self.load.runs(known.counted)
-            self.policy.outgrew(known.arrival.request_id, size)
+            self.policy.outgrew(known.facts.request_id, size)
 
     def _note_bypass(self, head_id: str) -> None:
         self.counts["bypassed"] += 1
         head = self._known.get(head_id)
         if head is not None:
-            head.base = replace(head.base, times_bypassed=head.base.times_bypassed + 1)
+            head.facts = replace(head.facts, times_bypassed=head.facts.times_bypassed + 1)
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def _facts_of_waiting(self, known: Known) -> Waiting:
-        engine, request_id = self._engine, known.arrival.request_id
+        engine, request_id = self._engine, known.facts.request_id
         # The number of blocks changes only for a request that was preempted with tokens under way.
         num_blocks = engine.start_blocks(request_id)
-        if num_blocks != known.base.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
+        if num_blocks != known.facts.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
             known.looked_up_s = self._now
             num_tokens, num_cached = engine.num_tokens(request_id), engine.num_cached_tokens(request_id)
             num_prefill = max(num_tokens - num_cached, 1)
-            known.base = replace(
-                known.base,
+            known.facts = replace(
+                known.facts,
                 num_blocks=num_blocks,
                 shared_tokens=engine.shared_tokens(request_id),
                 duration_s=self._duration_s(known, num_tokens, num_prefill),
@@ -472,15 +452,15 @@ class Dispatcher:
                 is_warm=2 * num_cached >= num_tokens,
             )
             self.load.waits(known.counted)
-        adapter_id = known.arrival.adapter_id
+        adapter_id = known.facts.adapter_id
         if adapter_id is not None:
             missing, is_away = engine.missing_adapter_bytes(adapter_id), not engine.is_ready(request_id)
-            if (missing, is_away) != (known.base.adapter_bytes, known.base.is_away):
-                known.base = replace(known.base, adapter_bytes=missing, is_away=is_away)
-        return known.base
+            if (missing, is_away) != (known.facts.adapter_bytes, known.facts.is_away):
+                known.facts = replace(known.facts, adapter_bytes=missing, is_away=is_away)
+        return known.facts
 
     def _facts_of_running(self, known: Known) -> Running:
-        request_id = known.arrival.request_id
+        request_id = known.facts.request_id
         return Running(
             request_id=request_id,
             num_blocks=self._engine.held_blocks(request_id),
@@ -495,13 +475,13 @@ class Dispatcher:
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
         """Learn from a request that has ended."""
-        self.guess_errors.saw(known.arrival.guess, num_output_tokens)
-        num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
+        self.guess_errors.saw(known.facts.guess, num_output_tokens)
+        num_tokens = known.facts.num_prompt_tokens + num_output_tokens
         if known.first_s is not None and num_tokens > known.first_tokens:
             token_s = (now - known.first_s) / (num_tokens - known.first_tokens)
             self.token_s += SMOOTHING * (token_s - self.token_s)
         took_s = now - known.started_s if known.started_s is not None else 0.0
-        self.refits.ended(known.arrival.request_id, num_tokens + known.arrival.adapter_tokens, took_s)
+        self.refits.ended(known.facts.request_id, num_tokens, took_s)
 
     def _weighted_size(self, sizes: Sizes) -> float:
         return (self._scale or self.sizes.scale).weighted_size(*sizes)
@@ -555,27 +535,10 @@ class Dispatcher:
         self.load.check_invariants()
 
 
-def _first_facts(
-    arrival: Arrival, now: float, weighted_size: float, size_tokens: int, duration_s: float
-) -> Waiting:
-    return Waiting(
-        request_id=arrival.request_id,
-        arrived_s=now,
-        weighted_size=weighted_size,
-        size_tokens=size_tokens,
-        num_blocks=0,
-        duration_s=duration_s,
-        priority=arrival.priority,
-        tenant=arrival.tenant,
-        weight=arrival.weight,
-        adapter_id=arrival.adapter_id,
-    )
-
-
 def _overcharged(policy: QueuePolicy, running: Mapping[str, Known], are_copied_back: bool) -> int:
     held = []
     for known in running.values() if policy.charges_tokens else ():
         charged = known.charged_tokens
-        left = charged - known.num_tokens - known.arrival.adapter_tokens
+        left = charged - known.num_tokens
         held.append((charged, left if left > 0 else 0))
     return overcharged_tokens(held, are_copied_back)

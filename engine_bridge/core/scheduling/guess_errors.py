@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
-from typing import Protocol
+
+from engine_bridge.protocol.engine_request import LengthGuess
 
 # Tokens. Chosen: the typical errors of a short answer, a long one and the longest.
 ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-
-
-class PredictedTokens(Protocol):
-    """The predicted tokens of an answer (`predict.length.LengthGuess`)."""
-
-    @property
-    def p50(self) -> int:
-        """The predicted median of the answer's length in tokens."""
-
-    @property
-    def p90(self) -> int:
-        """The predicted 90th percentile of the answer's length in tokens."""
-
-    def bound(self, num_done: int) -> int:
-        """Return the tokens to expect in total once `num_done` are there."""
-        ...
 
 
 class GuessErrors:
@@ -34,7 +19,7 @@ class GuessErrors:
         self.sum_tokens = 0
         self.num_within_p90 = 0
 
-    def saw(self, guess: PredictedTokens, num_tokens: int) -> None:
+    def saw(self, guess: LengthGuess, num_tokens: int) -> None:
         """Count one answer of `num_tokens` against its prediction."""
         error = abs(guess.p50 - num_tokens)
         self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1

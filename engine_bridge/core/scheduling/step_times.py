@@ -16,6 +16,7 @@ from operator import mul
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from engine_bridge.policy.costs.costs import StepTable, believed
 from engine_bridge.protocol.node_facts import KernelName, NodePerf, PerfModel, Ranks
@@ -46,8 +47,8 @@ class StepWork(NamedTuple):
     prefill_rank_tokens: int = 0
 
 
-class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
-    """The six times that make up a step, in seconds."""
+class StepSeconds(Struct, frozen=True, gc=False):
+    """The six times that make up a step, in seconds, in the order of `TYPICAL`."""
 
     fixed_s: float
     request_s: float = 0.0
@@ -67,18 +68,6 @@ class StepSeconds(Struct, frozen=True, kw_only=True, gc=False):
             rank_s=rank_s,
             token_s=max(table.step_s(0, 8, 8192) - eight_s, 0.0) / 8192,
             prompt_token_s=max(table.step_s(512, 0, 0) - table.step_s(64, 0, 0), 0.0) / 448,
-        )
-
-    @property
-    def all(self) -> tuple[float, ...]:
-        """The six times, in the order of `TYPICAL`."""
-        return (
-            self.fixed_s,
-            self.request_s,
-            self.rank_s,
-            self.token_s,
-            self.prompt_token_s,
-            self.prompt_rank_s,
         )
 
     def perf(self, kernel: KernelName, prompt_tokens: float, answer_tokens: float, error: float) -> NodePerf:
@@ -108,7 +97,8 @@ class StepTimes:
     def __init__(self, prior: StepSeconds, kernel: KernelName, error: float = UNKNOWN_ERROR) -> None:
         self.seconds, self.kernel, self.error = prior, kernel, error
         self.num_steps = 0
-        self._prior, self._now = prior.all, list(prior.all)
+        self._prior: tuple[float, ...] = astuple(prior)
+        self._now = list(self._prior)
         num = len(self._prior)
         self._squares = [[0.0] * num for _ in range(num)]
         self._products = [0.0] * num
@@ -175,14 +165,7 @@ class StepTimes:
             for at, row in enumerate(squares):
                 others = _dot(row, now) - row[at] * now[at]
                 now[at] = max((wanted[at] - others) / (row[at] + ridge[at]), LEAST_SHARE * self._prior[at])
-        self.seconds = StepSeconds(
-            fixed_s=now[0],
-            request_s=now[1],
-            rank_s=now[2],
-            token_s=now[3],
-            prompt_token_s=now[4],
-            prompt_rank_s=now[5],
-        )
+        self.seconds = StepSeconds(*now)
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -99,45 +99,6 @@ class AdapterInBlocks(BlockLoan):
         }
 
 
-class NoBlocks:
-    """Stands in where KV blocks are lent to no adapter: it holds nothing and accepts nothing."""
-
-    block_bytes = num_bytes = num_blocks = 0
-
-    def holds(self, adapter_id: int) -> bool:
-        """Return False: no adapter is here."""
-        return False
-
-    def entry(self, adapter_id: int) -> AdapterInBlocks:
-        """Raise KeyError: no adapter is here."""
-        raise KeyError(adapter_id)
-
-    def ids(self) -> list[int]:
-        """Return no ids."""
-        return []
-
-    def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
-        """Return False: there is no memory for an adapter."""
-        return False
-
-    def is_writing(self) -> bool:
-        """Return False: nothing is being written."""
-        return False
-
-    def write(self, max_bytes: int) -> int:
-        """Return 0: nothing is written."""
-        return 0
-
-    def used(self, adapter_id: int) -> None:
-        """Do nothing: no adapter is here."""
-
-    def drop(self, adapter_id: int) -> None:
-        """Do nothing: no adapter is here."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
-
-
 class AdapterBlocks(LentBlocks[AdapterInBlocks]):
     """Adapters in the free blocks of one engine.
 
@@ -239,6 +200,23 @@ class AdapterBlocks(LentBlocks[AdapterInBlocks]):
             for row, column, start, stop in _spans(piece.start, piece.num_bytes, self._row_bytes):
                 rows[ids[row], column : column + stop - start].copy_(data[start:stop], non_blocking=True)
         return _end(entry.layers[layer])
+
+
+class NoBlocks(AdapterBlocks):
+    """Stands in where KV blocks are lent to no adapter: it holds nothing and accepts nothing."""
+
+    def __init__(self) -> None:
+        self._entries, self._rows, self._row_bytes = {}, [], 0
+
+    def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
+        """Return False: there is no memory for an adapter."""
+        return False
+
+    def drop(self, adapter_id: int) -> None:
+        """Do nothing: no adapter is here."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
 
 
 def _end(pieces: Sequence[TensorPiece]) -> int:

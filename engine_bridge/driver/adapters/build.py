@@ -92,7 +92,7 @@ def make_residency(
     return residency
 
 
-def _make_blocks(engine: Any, block_pool: Any, copies: DeviceCopies) -> AdapterBlocks | NoBlocks:
+def _make_blocks(engine: Any, block_pool: Any, copies: DeviceCopies) -> AdapterBlocks:
     kv_caches = kv_caches_of(engine)
     if not own_memory(kv_caches):
         log.info(

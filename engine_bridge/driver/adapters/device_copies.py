@@ -30,7 +30,7 @@ class DeviceCopies:
         prefix_facts: Callable[[int], PrefixFacts],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.blocks: AdapterBlocks | NoBlocks = NoBlocks()
+        self.blocks: AdapterBlocks = NoBlocks()
         self._core, self._device = core, device
         self._prefix_facts = prefix_facts
         self._clock = clock

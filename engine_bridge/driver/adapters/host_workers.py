@@ -16,10 +16,10 @@ import torch
 
 from engine_bridge.driver.adapters.slots import ComputeFor, lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.profile import one_worker
 from engine_bridge.driver.assist.shares import ModuleShape, rows_per_core
+from engine_bridge.driver.assist.team import AssistLost
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,13 @@ import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S
-from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.driver.lora.lora_weights import MakeFew, Pending, SlotWeights, pack_slot, packed_size
+from engine_bridge.driver.adapters.weights import AdapterWeights, Memories
+from engine_bridge.driver.lora.lora_weights import MakeFew, Pending, pack_slot, packed_size
 
 # Our wrapper computes in fp32.
 PACKED_BYTES = 4
@@ -23,41 +24,6 @@ LARGE_PAGE_BYTES, LEAST_LARGE_BYTES = 1 << 21, 1 << 23
 
 Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
 """A, B and rank of a layer's slices, as `pack_slot` takes them."""
-
-
-class Memories:
-    """Memory that dropped layouts have left, for the next ones. From any thread.
-
-    Args:
-        max_idle_bytes: beyond this the oldest memory is freed, but never the last one.
-    """
-
-    def __init__(self, max_idle_bytes: int) -> None:
-        self._max_idle_bytes = max_idle_bytes
-        self._idle: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    @property
-    def idle_bytes(self) -> int:
-        """The bytes of all memory that no layout uses now."""
-        return sum(PACKED_BYTES * memory.numel() for memory in self._idle)
-
-    def take(self, num_floats: int) -> torch.Tensor:
-        """Return memory of at least `num_floats` fp32 values, or new memory of exactly that length. Its contents are arbitrary."""
-        with self._lock:
-            fitting = [each for each in self._idle if num_floats <= each.numel() <= 2 * num_floats]
-            if fitting:
-                best = min(fitting, key=lambda memory: memory.numel())
-                self._idle = [each for each in self._idle if each is not best]
-                return best
-        return large_memory(num_floats)
-
-    def give_back(self, memory: torch.Tensor) -> None:
-        """Take memory back that is neither read nor written any more."""
-        with self._lock:
-            self._idle.append(memory)
-            while len(self._idle) > 1 and self.idle_bytes > self._max_idle_bytes:
-                self._idle.pop(0)
 
 
 class Layout:
@@ -77,7 +43,9 @@ class Layout:
         parts = self._memory[:total].split(list(sizes.values()))
         self.layers = {
             name: Pending(
-                _packing(slices[name], part, make_few), self._lock, size_bytes=PACKED_BYTES * part.numel()
+                partial(pack_slot, *slices[name], part, make_few),
+                self._lock,
+                size_bytes=PACKED_BYTES * part.numel(),
             )
             for name, part in zip(sizes, parts, strict=True)
         }
@@ -106,12 +74,6 @@ class Layout:
             for layer in self.layers.values():
                 layer.drop()  # and the layer that was under way
         self._memories.give_back(self._memory)
-
-
-def _packing(
-    slices: Slices, memory: torch.Tensor, make_few: MakeFew | None
-) -> Callable[[], SlotWeights | None]:
-    return lambda: pack_slot(*slices, memory, make_few)
 
 
 class LayoutsAhead:

@@ -113,9 +113,9 @@ class LentBlocks(Generic[AnyLoan]):
 
     def used(self, adapter_id: int) -> None:
         """Put an adapter behind everything else in the order of eviction."""
-        queue = self._pool.free_block_queue
         entry = self._entries.get(adapter_id)
         if entry is not None:
+            queue = self._pool.free_block_queue
             for block in entry.blocks:
                 queue.remove(block)
             queue.append_n(entry.blocks)

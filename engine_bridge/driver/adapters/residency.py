@@ -37,7 +37,8 @@ from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.protocol.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import AdapterPlace, Advisory, AdvisoryReport
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
@@ -321,14 +322,14 @@ class Residency:
     def close(self) -> None:
         """Close all parts: the engine closes. Waits for the loader's thread."""
         parts = {
-            "the loader of adapters": self.loader,
-            "adapters in KV blocks": self.copies.blocks,
-            "the adapters' worker processes": self._workers,
-            "the host's path of adapters": self._host_path,
+            "the loader of adapters": self.loader.close,
+            "adapters in KV blocks": self.copies.blocks.close,
+            "the adapters' worker processes": self._workers.close,
+            "the host's path of adapters": self._host_path.close,
         }
-        for what, part in parts.items():
+        for what, close in parts.items():
             with going_on(what):
-                part.close()
+                close()
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

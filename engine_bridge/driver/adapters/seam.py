@@ -64,17 +64,9 @@ class GatedWorkerManager(LRUCacheWorkerLoRAManager):
             self.residency.enter({request.lora_int_id for request in lora_requests if request})
 
 
-_stock_worker_manager: Any = mixin.LRUCacheWorkerLoRAManager
-
-
 def install() -> None:
     """Make the next engine of this process use our manager."""
     mixin.LRUCacheWorkerLoRAManager = GatedWorkerManager
-
-
-def uninstall() -> None:
-    """Give vLLM its own manager back for engines built from now on."""
-    mixin.LRUCacheWorkerLoRAManager = _stock_worker_manager
 
 
 def worker_manager_of(engine: Any) -> GatedWorkerManager:

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from engine_bridge.driver.adapters.layouts import LAYER_BYTES, PACKED_BYTES, Layout, Memories, Slices
-from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.lora.lora import SegmentPunicaWrapper
+from engine_bridge.driver.adapters.layouts import LAYER_BYTES, PACKED_BYTES, Layout, large_memory
+from engine_bridge.driver.adapters.weights import AdapterWeights, Memories, ModuleWeights
+from engine_bridge.driver.lora.lora import SegmentPunicaWrapper, whole_slices
 from engine_bridge.driver.lora.lora_weights import Compute, Pending, SlotWeights, pack_slot
-from engine_bridge.protocol.errors import SeamMoved
 
 # Slots on a CPU beyond the adapters that one step may use: the next adapters are laid out there while all others run. Chosen.
 SPARE_SLOTS = 2
@@ -163,15 +162,11 @@ class PackedSlots(Slots):
         super().__init__(manager)
         self._make_few = wrapper.make_few
         self._packs: dict[str, list[SlotWeights | Pending | None]] = {}
-        for name, layer in self._layers.items():
-            if _is_plain(layer):
-                packs = wrapper.packs_of(layer)
-                if packs is None:
-                    raise SeamMoved(f"LoRA layer {name} has not announced itself to our wrapper")
-                self._packs[name] = packs
+        for name, layer in plain_layers(manager).items():
+            self._packs[name] = wrapper.packs_of(layer.lora_b_stacked[0])
         stack = next((s for layer in self._layers.values() for s in _stacks(layer) if s.dim() == 4), None)
         self._weight_bytes = stack.element_size() if stack is not None else PACKED_BYTES
-        self._memories = Memories(SPARE_SLOTS * self.max_cost)
+        self._memories = Memories(large_memory, SPARE_SLOTS * self.max_cost)
         self._layouts: list[Layout | None] = [None] * manager.lora_slots
         self._step_layout = StepLayout()
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
@@ -198,9 +193,10 @@ class PackedSlots(Slots):
     def prepare(self, weights: AdapterWeights) -> Layout:
         """Begin an adapter's layout, with no layer laid out yet. From any thread."""
         slices = {
-            name: _slices_of(self._layers[name], module)
+            name: found
             for name, module in weights.modules.items()
-            if name in self._packs and _fits(module, self._layers[name])
+            if name in self._packs
+            and (found := whole_slices(self._layers[name], module.a, module.b)) is not None
         }
         return Layout(slices, self._memories, self._make_few)
 
@@ -226,11 +222,9 @@ class PackedSlots(Slots):
     ) -> None:
         """Put an adapter's layout, or a new one, into a slot; layers are laid out by `finish` or by the first step that needs them."""
         self.empty(slot)
-        for name, layer in self._layers.items():
-            module = weights.modules.get(name)
-            is_ours = name in self._packs and (module is None or _fits(module, layer))
-            self._set_stacks(slot, name, None if is_ours else module)
         self._layouts[slot] = layout = layout or self.prepare(weights)
+        for name in self._layers:
+            self._set_stacks(slot, name, None if name in layout.layers else weights.modules.get(name))
         for name, pending in layout.layers.items():
             compute = compute_for(name) if compute_for is not None else None
             failed = partial(self.on_failed, slot) if self.on_failed is not None else None
@@ -272,18 +266,9 @@ class PackedSlots(Slots):
 
 def lay_out(layer: Any, module: ModuleWeights) -> SlotWeights | None:
     """Lay out one layer's weights for our wrapper's GEMMs. None if the adapter leaves the layer alone."""
-    return pack_slot(*_slices_of(layer, module))
-
-
-def _slices_of(layer: Any, module: ModuleWeights) -> Slices:
-    # A slice without weights still has a width.
-    a_slices = [
-        stack[0, 0] if a is None else a for a, stack in zip(module.a, layer.lora_a_stacked, strict=True)
-    ]
-    b_slices = [
-        stack[0, 0] if b is None else b for b, stack in zip(module.b, layer.lora_b_stacked, strict=True)
-    ]
-    return a_slices, b_slices, [0 if a is None else a.size(0) for a in module.a]
+    slices = whole_slices(layer, module.a, module.b)
+    assert slices is not None, "weights that vLLM splits are computed in slots alone"
+    return pack_slot(*slices)
 
 
 def plain_layers(manager: Any) -> dict[str, Any]:
@@ -311,8 +296,3 @@ def _stacks(layer: Any) -> Iterator[torch.Tensor]:
             yield torch.empty(0)  # not one stack per slice: the layer is not plain
         else:
             yield from stacked
-
-
-def _fits(module: ModuleWeights, layer: Any) -> bool:
-    """Return whether there is one pair of weights for each of the layer's slices."""
-    return len(module.b) == len(layer.lora_b_stacked) and getattr(layer, "tp_size", 1) == 1

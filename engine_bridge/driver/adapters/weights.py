@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -61,31 +62,53 @@ class AdapterWeights:
     buffer: torch.Tensor | None
 
 
-class BufferPool:
-    """Host memory that left adapters gave back: fresh pages cost more to touch than an adapter to read (measured on a virtual machine).
+class Memories:
+    """Memory that its last users gave back, for the next ones. From any thread.
 
-    One thread uses it. The memory is pinned where the engine copies from it by DMA.
+    Fresh pages cost more to touch than an adapter to read (measured on a virtual machine).
+
+    Args:
+        make: returns new memory of so many values, with arbitrary contents.
+        max_idle_bytes: beyond this the oldest memory is freed.
+        small: memory of at most this many values also serves any smaller request.
     """
 
-    def __init__(self, is_pinned: bool, max_idle_bytes: int) -> None:
-        self._is_pinned = is_pinned
-        self._max_idle_bytes = max_idle_bytes
+    def __init__(self, make: Callable[[int], torch.Tensor], max_idle_bytes: float, small: int = 0) -> None:
+        self._make, self._max_idle_bytes, self._small = make, max_idle_bytes, small
         self._idle: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a uint8 buffer of at least `num_bytes` bytes with arbitrary contents."""
-        fitting = [b for b in self._idle if num_bytes <= b.numel() <= max(2 * num_bytes, 1 << 20)]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.numel())
-            self._idle = [buffer for buffer in self._idle if buffer is not best]
-            return best
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes of all memory that is not used now."""
+        return sum(memory.nbytes for memory in self._idle)
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep a buffer for the next load, and free the oldest ones beyond the pool's bound."""
-        self._idle.append(buffer)
-        while sum(idle.numel() for idle in self._idle) > self._max_idle_bytes:
-            self._idle.pop(0)
+    def take(self, num: int) -> torch.Tensor:
+        """Return memory of at least `num` values, or new memory of exactly that length. Its contents are arbitrary."""
+        with self._lock:
+            most = max(2 * num, self._small)
+            fitting = [each for each in self._idle if num <= each.numel() <= most]
+            if fitting:
+                best = min(fitting, key=lambda memory: memory.numel())
+                self._idle = [each for each in self._idle if each is not best]
+                return best
+        return self._make(num)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Take memory back that is neither read nor written any more."""
+        with self._lock:
+            self._idle.append(memory)
+            while self.idle_bytes > self._max_idle_bytes:
+                self._idle.pop(0)
+
+
+def host_buffers(is_pinned: bool, max_idle_bytes: int) -> Memories:
+    """Return host memory for adapters' bytes, pinned where the engine copies from it by DMA."""
+    return Memories(
+        lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned),
+        max_idle_bytes,
+        small=1 << 20,
+    )
 
 
 class Loader:
@@ -113,7 +136,7 @@ class Loader:
         self._contract = contract
         self._vocab_size = vocab_size
         self._dtype = manager.lora_config.lora_dtype
-        self.buffers = BufferPool(torch.device(manager.device).type == "cuda", max_idle_bytes)
+        self.buffers = host_buffers(torch.device(manager.device).type == "cuda", max_idle_bytes)
         self._kept: OrderedDict[int, AdapterFiles] = OrderedDict()
         """Checked files of adapters that were loaded and found sound, by version; the one loaded longest ago first."""
 

@@ -7,52 +7,33 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from engine_bridge.driver import vllm_api
 from engine_bridge.driver.apis.bodies import SERVER_FIELDS
 from engine_bridge.driver.apis.tokenize_request import TokenizeBody
-from engine_bridge.driver.vllm_api import (
-    AnthropicCountTokensRequest,
-    AnthropicCountTokensResponse,
-    AnthropicMessagesRequest,
-    AnthropicMessagesResponse,
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionRequest,
-    CompletionResponse,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    LoadLoRAAdapterRequest,
-    ModelCard,
-    ModelList,
-    ResponsesRequest,
-    ResponsesResponse,
-    TokenizeResponse,
-    TokenizerInfoResponse,
-    UnloadLoRAAdapterRequest,
-)
 from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 
 REQUESTS: Mapping[str, Any] = {
-    "chat": ChatCompletionRequest,
-    "completions": CompletionRequest,
-    "responses": ResponsesRequest,
-    "messages": AnthropicMessagesRequest,
-    "count_tokens": AnthropicCountTokensRequest,
+    "chat": vllm_api.ChatCompletionRequest,
+    "completions": vllm_api.CompletionRequest,
+    "responses": vllm_api.ResponsesRequest,
+    "messages": vllm_api.AnthropicMessagesRequest,
+    "count_tokens": vllm_api.AnthropicCountTokensRequest,
     "tokenize": TokenizeBody,
-    "detokenize": DetokenizeRequest,
-    "load_adapter": LoadLoRAAdapterRequest,
-    "unload_adapter": UnloadLoRAAdapterRequest,
+    "detokenize": vllm_api.DetokenizeRequest,
+    "load_adapter": vllm_api.LoadLoRAAdapterRequest,
+    "unload_adapter": vllm_api.UnloadLoRAAdapterRequest,
 }
 REPLIES: Mapping[str, Any] = {
-    "chat": ChatCompletionResponse,
-    "completions": CompletionResponse,
-    "responses": ResponsesResponse,
-    "messages": AnthropicMessagesResponse,
-    "count_tokens": AnthropicCountTokensResponse,
-    "tokenize": TokenizeResponse,
-    "detokenize": DetokenizeResponse,
-    "tokenizer_info": TokenizerInfoResponse,
-    "models": ModelList,
-    "model": ModelCard,
+    "chat": vllm_api.ChatCompletionResponse,
+    "completions": vllm_api.CompletionResponse,
+    "responses": vllm_api.ResponsesResponse,
+    "messages": vllm_api.AnthropicMessagesResponse,
+    "count_tokens": vllm_api.AnthropicCountTokensResponse,
+    "tokenize": vllm_api.TokenizeResponse,
+    "detokenize": vllm_api.DetokenizeResponse,
+    "tokenizer_info": vllm_api.TokenizerInfoResponse,
+    "models": vllm_api.ModelList,
+    "model": vllm_api.ModelCard,
 }
 
 

@@ -5,7 +5,7 @@ Each chunk of a stream holds one thing, and log probabilities cover only the tex
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable
 from typing import Any
 
 from engine_bridge.calls.chat_chunks import ends_with_stop_token, split_event
@@ -14,21 +14,6 @@ from engine_bridge.driver.vllm_api import OpenAIServingChat
 
 class Chat(OpenAIServingChat):
     """vLLM's class for chat completions, used in the same way."""
-
-    async def chat_completion_stream_generator(
-        self, request: Any, *args: Any, **options: Any
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream. A chunk of vLLM's that holds several things is sent as several chunks (`chat_chunks`)."""
-        events = super().chat_completion_stream_generator(request, *args, **options)
-        try:
-            async for event in events:
-                if '"finish_reason":null' in event and '"tool_calls":' not in event:
-                    yield event  # by far the most usual chunk, a piece of the text
-                    continue
-                for chunk in split_event(event, has_stop_token=request.include_stop_str_in_output):
-                    yield chunk
-        finally:
-            await events.aclose()
 
     async def chat_completion_full_generator(self, request: Any, *args: Any, **options: Any) -> Any:
         """Return the whole reply, without the log probability of a token that ended the answer."""
@@ -39,3 +24,10 @@ class Chat(OpenAIServingChat):
             if logprobs and is_stopped and not request.include_stop_str_in_output:
                 logprobs.pop()
         return reply
+
+
+def chunks_of(request: Any, event: str) -> Iterable[str]:
+    """Return the events to send for one event of vLLM's stream: a chunk that holds several things is sent as several chunks (`chat_chunks`)."""
+    if '"finish_reason":null' in event and '"tool_calls":' not in event:
+        return (event,)  # by far the most usual chunk, a piece of the text
+    return split_event(event, has_stop_token=request.include_stop_str_in_output)

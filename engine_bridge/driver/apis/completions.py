@@ -46,17 +46,12 @@ async def only_prompt(prompt: Any, request_id: str, num_answers: int) -> AsyncGe
 class Completions(OpenAIServingCompletion):
     """vLLM's class for text completions, used in the same way, with requests of `CompletionBody`."""
 
-    async def completion_stream_generator(
+    def completion_stream_generator(
         self, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **options: Any
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream."""
+    ) -> Any:
+        """Return the events of a stream."""
         results = _without_answers(result_generator) if request.is_echo_alone else result_generator
-        events = super().completion_stream_generator(request, engine_inputs, results, *args, **options)
-        try:
-            async for event in events:
-                yield event
-        finally:
-            await events.aclose()
+        return super().completion_stream_generator(request, engine_inputs, results, *args, **options)
 
     def request_output_to_completion_response(
         self, final_res_batch: Any, request: Any, *args: Any, **options: Any

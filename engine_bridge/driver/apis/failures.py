@@ -60,7 +60,7 @@ def is_clients(error: BaseException) -> bool:
         return True
     if isinstance(error, VLLMClientError):
         # vLLM's renderers turn any error of a template or a tokenizer into such an error.
-        return all(not _repeats(error, cause) or is_clients(cause) for cause in _causes(error))
+        return all(str(cause) not in str(error) or is_clients(cause) for cause in _causes(error))
     if isinstance(error, _REFUSALS):
         return _is_raised_by_a_reader(error) and all(is_clients(cause) for cause in _causes(error))
     return False
@@ -90,11 +90,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error's cause, if its maker says so."""
     if error.__cause__ is not None and not isinstance(error.__cause__, ValidationError):
         yield error.__cause__
-
-
-def _repeats(error: BaseException, cause: BaseException) -> bool:
-    """Return whether an error's text holds its cause's text."""
-    return str(cause) in str(error)
 
 
 def _is_raised_by_a_reader(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ counts, and streams that end early.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -40,32 +40,22 @@ class Messages(AnthropicServingMessages):
             request.add_generation_prompt, request.continue_final_message = False, True
         return request
 
-    async def chat_completion_stream_generator(
+    def chat_completion_stream_generator(
         self, request: Any, result_generator: Any, *args: Any, **options: Any
-    ) -> AsyncGenerator[str, None]:
-        """Yield the chat completion's events.
+    ) -> AsyncIterator[str]:
+        """Return the chat completion's events.
 
         The first one counts the prompt's tokens as the last one does: tokens from a cache are counted separately.
         """
-        found: list[Any] = []
-        events = super().chat_completion_stream_generator(
-            request, _noting_first(result_generator, found), *args, **options
-        )
-        is_first = True
-        try:
-            async for event in events:
-                yield _with_cached_tokens(event, found[0]) if is_first and found else event
-                is_first = False
-        finally:
-            await events.aclose()
+        events = super().chat_completion_stream_generator(request, result_generator, *args, **options)
+        return _Chunks(events, result_generator)
 
     async def message_stream_converter(self, generator: Any) -> AsyncGenerator[str, None]:
         """Yield Anthropic's events of a chat completion's stream.
 
         An error that ends the stream early is its last event: vLLM takes it for a chunk, and fails on it.
         """
-        errors: list[str] = []
-        chunks = _until_error(generator, errors)
+        chunks = generator if isinstance(generator, _Chunks) else _Chunks(generator)
         events = super().message_stream_converter(chunks)
         try:
             async for event in events:
@@ -73,8 +63,8 @@ class Messages(AnthropicServingMessages):
         finally:
             await events.aclose()
             await chunks.aclose()
-        for error in errors:
-            yield _error_event(error)
+        if chunks.error:
+            yield _error_event(chunks.error)
 
     def messages_full_converter(self, generator: Any) -> Any:
         """Return the reply that a finished chat completion (`generator`) makes.
@@ -110,30 +100,45 @@ def _is_begun(messages: Any) -> bool:
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
-async def _until_error(events: Any, errors: list[str]) -> AsyncGenerator[str, None]:
-    """Yield `events` up to the first error, which is put into `errors`."""
-    try:
-        async for event in events:
-            if event.startswith(ERROR_EVENT):
-                errors.append(event)
-                return
-            yield event
-    finally:
-        await events.aclose()
+class _Chunks:
+    """A chat completion's events up to the first error.
+
+    Args:
+        events: vLLM's.
+        answer: the answer that they are made of; None where its tokens need not be counted.
+
+    Attributes:
+        error: the event that is an error; "" if none came.
+    """
+
+    def __init__(self, events: Any, answer: Any = None) -> None:
+        self._events, self._answer = events, answer
+        self.error = ""
+
+    def __aiter__(self) -> _Chunks:
+        return self
+
+    async def __anext__(self) -> str:
+        if self.error:
+            raise StopAsyncIteration
+        event: str = await anext(self._events)
+        if event.startswith(ERROR_EVENT):
+            self.error = event
+            raise StopAsyncIteration
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            return _with_cached_tokens(event, answer.first)
+        return event
+
+    async def aclose(self) -> None:
+        """End the chat completion."""
+        await self._events.aclose()
 
 
 def _error_event(event: str) -> str:
     """Return an error that ends a chat completion's stream in the form of Anthropic's streams."""
     response = ErrorResponse.model_validate_json(event.removeprefix(_DATA))
     return f"{ANTHROPIC_ERROR_EVENT}data: {error_reply(response, is_anthropic=True).body.decode()}\n\n"
-
-
-async def _noting_first(results: Any, found: list[Any]) -> AsyncGenerator[Any, None]:
-    """Yield `results`, and put the first one into `found`."""
-    async for result in results:
-        if not found:
-            found.append(result)
-        yield result
 
 
 def _with_cached_tokens(event: str, result: Any) -> str:

@@ -21,18 +21,12 @@ class IncompleteEvent(ResponseCompletedEvent):
 class ResponsesServing(OpenAIServingResponses):
     """vLLM's class for the Responses API, used in the same way."""
 
-    async def responses_stream_generator(
+    def responses_stream_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **options: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Yield the events of a stream. vLLM says that every stream was completed; here a stream that was cut says so."""
+    ) -> Any:
+        """Return the events of a stream."""
         results = _of_the_text(result_generator)
-        events = super().responses_stream_generator(request, sampling_params, results, *args, **options)
-        try:
-            async for event in events:
-                is_cut = event.type == "response.completed" and event.response.status == "incomplete"
-                yield _incomplete(event) if is_cut else event
-        finally:
-            await events.aclose()
+        return super().responses_stream_generator(request, sampling_params, results, *args, **options)
 
     def _make_response_output_items(self, request: Any, final_output: Any, *args: Any, **options: Any) -> Any:
         _drop_stop_token(final_output)
@@ -41,6 +35,15 @@ class ResponsesServing(OpenAIServingResponses):
     def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **options: Any) -> Any:
         """Return vLLM's log probabilities, for as many tokens as there are."""
         return super()._create_response_logprobs(token_ids[: len(logprobs)], logprobs, *args, **options)
+
+
+def sse_text(request: Any, event: Any) -> tuple[str]:
+    """Return an event of vLLM's stream as server-sent events have it. vLLM says that every stream was completed; here one that was cut says so."""
+    if event.type == "response.completed" and event.response.status == "incomplete":
+        event = IncompleteEvent(
+            type="response.incomplete", response=event.response, sequence_number=event.sequence_number
+        )
+    return (f"event: {event.type}\ndata: {event.model_dump_json(indent=None, by_alias=True)}\n\n",)
 
 
 async def _of_the_text(results: Any) -> AsyncGenerator[Any, None]:
@@ -59,9 +62,3 @@ def _drop_stop_token(output: Any) -> None:
     """Leave out the log probability of the token that ended an answer, which its text does not have either."""
     if output.logprobs and ends_with_stop_token(output.finish_reason, output.stop_reason):
         output.logprobs = output.logprobs[:-1]
-
-
-def _incomplete(event: Any) -> IncompleteEvent:
-    return IncompleteEvent(
-        type="response.incomplete", response=event.response, sequence_number=event.sequence_number
-    )

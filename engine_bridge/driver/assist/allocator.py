@@ -24,11 +24,6 @@ class FirstFitAllocator:
         self._free = [(0, self.capacity_bytes)] if self.capacity_bytes else []  # (offset, size), by offset
         self._taken: dict[int, int] = {}
 
-    @property
-    def free_bytes(self) -> int:
-        """Free in all; the largest block that fits may be smaller."""
-        return sum(size for _, size in self._free)
-
     def allocate(self, num_bytes: int) -> int | None:
         """Return the offset of a free stretch of at least `num_bytes` (one or more), or None: then nothing changes."""
         wanted = max(align(num_bytes), ALIGN_BYTES)
@@ -50,15 +45,3 @@ class FirstFitAllocator:
             offset, before = self._free.pop(i)
             size += before
         self._free.insert(i, (offset, size))
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless free and taken stretches tile the region and no two free ones touch (for tests)."""
-        tiles = sorted(
-            [(*tile, True) for tile in self._free] + [(*tile, False) for tile in self._taken.items()]
-        )
-        at, was_free = 0, False
-        for offset, size, is_free in tiles:
-            assert offset == at and size > 0 and size % ALIGN_BYTES == 0, f"hole or overlap at {at}"
-            assert not (is_free and was_free), f"free neighbours at {at} were not joined"
-            at, was_free = offset + size, is_free
-        assert at == self.capacity_bytes, "the tiles do not reach the end"

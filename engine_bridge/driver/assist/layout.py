@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 WORD_BYTES: Final = 8
 FLOAT_BYTES: Final = 4
-LINE_WORDS: Final = 8
-MAILBOX_WORDS: Final = 2 * LINE_WORDS
+LINE_BYTES: Final = 64
+MAILBOX_BYTES: Final = 2 * LINE_BYTES
 
 HEAD_WORDS: Final = 4
 EXPAND_WORDS: Final = 5
@@ -33,7 +34,7 @@ def head_bytes(num_expands: int) -> int:
 
 def mailboxes_bytes(num_workers: int) -> int:
     """Return the bytes of all mailboxes; a multiple of a cache line."""
-    return WORD_BYTES * MAILBOX_WORDS * num_workers
+    return MAILBOX_BYTES * num_workers
 
 
 class Job(NamedTuple):
@@ -52,57 +53,49 @@ class Job(NamedTuple):
     scale: float
 
 
+# Native numbers ("@"), each of which is written at once: the parent reads a worker's state while that writes it.
+_JOB: Final = struct.Struct("@6qd")
+_STATE: Final = struct.Struct("@2q")
+
+
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """One worker's mailbox.
-
-    `num_done` and `is_ready` belong to the worker, the job to the parent, which writes it when the last job is done.
+    """One worker's mailbox: a state, which the worker writes, and a job, which the parent writes when the last job is done.
 
     Args:
-        words, doubles: the jobs region as int64 and as float64.
-        start: the mailbox's first word.
+        region: the jobs region, as bytes.
+        start: the mailbox's first byte.
     """
 
-    words: memoryview
-    doubles: memoryview[float]
+    region: memoryview
     start: int
 
     @property
     def num_done(self) -> int:
         """The number of jobs that the worker has done."""
-        return int(self.words[self.start])
-
-    def set_num_done(self, value: int) -> None:
-        """Tell the other process how many jobs are done."""
-        self.words[self.start] = value
+        return int(_STATE.unpack_from(self.region, self.start)[0])
 
     @property
     def is_ready(self) -> bool:
         """Whether the worker has loaded torch and waits for jobs."""
-        return bool(self.words[self.start + 1])
+        return bool(_STATE.unpack_from(self.region, self.start)[1])
 
-    def set_ready(self) -> None:
-        """Tell the other process that the worker has started."""
-        self.words[self.start + 1] = 1
+    def tell(self, num_done: int) -> None:
+        """Tell the other process that the worker is ready and has done so many jobs."""
+        _STATE.pack_into(self.region, self.start, num_done, 1)
 
     def write(self, job: Job) -> None:
         """Put a job where `read` finds it."""
-        at = self.start + LINE_WORDS
-        for i, word in enumerate(job[:-1], start=at):
-            self.words[i] = word
-        self.doubles[at + len(job) - 1] = job.scale
+        _JOB.pack_into(self.region, self.start + LINE_BYTES, *job)
 
     def read(self) -> Job:
         """Return the job that `write` put here."""
-        at, end = self.start + LINE_WORDS, self.start + LINE_WORDS + len(Job.__annotations__) - 1
-        return Job._make([*self.words[at:end], self.doubles[end]])
+        return Job._make(_JOB.unpack_from(self.region, self.start + LINE_BYTES))
 
 
 def mailboxes(region: memoryview, num_workers: int) -> list[Mailbox]:
     """Return the mailboxes at the beginning of the jobs region (a byte view of it, writable)."""
-    head = region[: mailboxes_bytes(num_workers)]
-    words, doubles = head.cast("q"), head.cast("d")
-    return [Mailbox(words, doubles, worker * MAILBOX_WORDS) for worker in range(num_workers)]
+    return [Mailbox(region, worker * MAILBOX_BYTES) for worker in range(num_workers)]
 
 
 def memory_file(name: str, num_bytes: int) -> int:

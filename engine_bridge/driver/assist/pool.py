@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -21,12 +22,11 @@ from typing import Self
 
 import torch
 
-from engine_bridge.driver.assist.allocator import align
-from engine_bridge.driver.assist.errors import AssistLost
+from engine_bridge.driver.assist.allocator import FirstFitAllocator, align
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, memory_file
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
-from engine_bridge.driver.assist.store import Module, WeightStore
-from engine_bridge.driver.assist.team import Team
+from engine_bridge.driver.assist.store import Module, WeightsRegion, described, layer_bytes
+from engine_bridge.driver.assist.team import AssistLost, Team
 from engine_bridge.driver.lora.lora_weights import SlotWeights
 
 # A delta takes milliseconds; a worker that has not answered by then will not, or the machine has no time for it (chosen).
@@ -68,18 +68,20 @@ class AssistPool:
         timeout_s: float = TIMEOUT_S,
         cpus: Sequence[int] | None = None,
     ) -> None:
-        if min(num_workers, max_rows, max_in, max_out) < 1:
-            raise ValueError("an assist pool needs workers, rows and columns")
         self.num_workers, self.max_rows, self.max_in, self.max_out = num_workers, max_rows, max_in, max_out
         self.rows_per_core, self._timeout_s = rows_per_core, timeout_s
         self._is_lost = self._is_closed = self._was_ready = False
+        self._room = FirstFitAllocator(weight_bytes)
+        # Each adapter's offset in the weights region, and its layers there. The lock is held while workers read.
+        self._adapters: dict[int, tuple[int, dict[str, Module]]] = {}
+        self._lock = threading.Lock()
         x_bytes, y_bytes = (align(max_rows * width * FLOAT_BYTES) for width in (max_in, max_out))
         self._x_start = mailboxes_bytes(num_workers)
         self._results_start = self._x_start + x_bytes
         weights_fd = memory_file("overture-assist-weights", weight_bytes)
         jobs_fd = memory_file("overture-assist-jobs", self._results_start + y_bytes)
         try:  # the mappings outlive the descriptors, here and in the workers
-            self._store = WeightStore(mmap.mmap(weights_fd, 0), weight_bytes, max_in, max_out)
+            self._weights = WeightsRegion(mmap.mmap(weights_fd, 0))
             jobs = mmap.mmap(jobs_fd, 0)
             self._jobs = torch.frombuffer(jobs, dtype=torch.float32)
             self._team = Team(num_workers, memoryview(jobs), {"weights": weights_fd, "jobs": jobs_fd}, cpus)
@@ -102,7 +104,8 @@ class AssistPool:
         self._is_closed = True
         self._team.close()
         # A mapping ends with the last tensor or view on it; until then mmap.close() would refuse.
-        del self._store, self._jobs
+        self._adapters = {}
+        del self._weights, self._jobs
 
     # --- state ---------------------------------------------------------------------------------------------------------------------
 
@@ -136,26 +139,38 @@ class AssistPool:
         """
         if self._is_closed:
             raise AssistLost("the assist pool is closed")
-        return self._store.put(adapter_id, weights)
+        for name, layer in weights.items():
+            module = described(0, layer)
+            if module.least_in > self.max_in or module.least_out > self.max_out:
+                raise ValueError(f"module {name} is wider than the assist pool")
+        with self._lock:
+            if adapter_id in self._adapters:
+                raise ValueError(f"adapter {adapter_id} is in the assist pool already")
+            offset = self._room.allocate(sum(map(layer_bytes, weights.values())))
+        if offset is None:
+            return False
+        at, modules = offset, {}
+        for name, layer in weights.items():
+            modules[name] = self._weights.write(at, layer)
+            at += layer_bytes(layer)
+        with self._lock:
+            self._adapters[adapter_id] = offset, modules
+        return True
 
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter, if it is there. Waits for the delta that is being computed."""
-        if not self._is_closed:
-            self._store.drop(adapter_id)
+        with self._lock:
+            if adapter_id in self._adapters:
+                self._room.free(self._adapters.pop(adapter_id)[0])
 
     def holds(self, adapter_id: int) -> bool:
         """Return whether the CPU workers have this adapter's weights."""
-        return not self._is_closed and self._store.find(adapter_id) is not None
+        return adapter_id in self._adapters
 
     def has_module(self, adapter_id: int, module: str) -> bool:
         """Return whether `add` may be called for this module: an adapter may leave modules alone."""
-        adapter = None if self._is_closed else self._store.find(adapter_id)
-        return adapter is not None and module in adapter.modules
-
-    @property
-    def free_weight_bytes(self) -> int:
-        """The free bytes of the weights region in all; the largest adapter that fits may be smaller."""
-        return self._store.free_bytes
+        _, modules = self._adapters.get(adapter_id, (0, {}))
+        return module in modules
 
     # --- deltas --------------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +196,8 @@ class AssistPool:
         self._check_usable()
         if not self._was_ready and not self.is_alive:
             raise AssistLost("the assist workers are not ready")
-        with self._store.kept(adapter_id, module) as place:
+        with self._lock:
+            place = self._adapters[adapter_id][1][module]
             self._check_shape(place, x, y)
             self._give_out(place, x, y, scale)
             try:

@@ -31,8 +31,16 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[M
 
     def measure(shape: ModuleShape, rows: int) -> float:
         """Return the best time in seconds for `rows` rows of a module of this shape."""
-        _hold(pool, shape)
-        return _best_time(pool, shape, rows, repeats)
+        module = f"profile-{shape.num_in}-{shape.rank}-{shape.num_out}"
+        if not pool.has_module(PROFILE_ID, module):
+            _hold(pool, module, shape)
+        x, y = torch.ones(rows, shape.num_in), torch.zeros(rows, shape.num_out)
+        best = float("inf")
+        for _ in range(repeats + 1):  # the first is the warm-up: it can only be slower
+            start = time.perf_counter()
+            pool.add(PROFILE_ID, module, y, x, 1.0)
+            best = min(best, time.perf_counter() - start)
+        return best
 
     try:
         yield measure
@@ -41,28 +49,11 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[M
         pool.drop(PROFILE_ID)
 
 
-def _hold(pool: AssistPool, shape: ModuleShape) -> None:
+def _hold(pool: AssistPool, module: str, shape: ModuleShape) -> None:
     """Put weights of this shape into the pool, in place of the last ones."""
-    module = _module(shape)
-    if pool.has_module(PROFILE_ID, module):
-        return
     pool.drop(PROFILE_ID)
     b = torch.full((shape.rank, shape.num_out), 0.01)
     a = torch.full((shape.num_in, shape.rank), 0.01)
     layer = SlotWeights(a, (Expand(0, shape.rank, 0, shape.num_out, b),), storage=b)
     if not pool.put(PROFILE_ID, {module: layer}):
         raise MemoryError("no room in the assist pool for a profile's weights")
-
-
-def _best_time(pool: AssistPool, shape: ModuleShape, rows: int, repeats: int) -> float:
-    x, y = torch.ones(rows, shape.num_in), torch.zeros(rows, shape.num_out)
-    best = float("inf")
-    for _ in range(repeats + 1):  # the first is the warm-up: it can only be slower
-        start = time.perf_counter()
-        pool.add(PROFILE_ID, _module(shape), y, x, 1.0)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _module(shape: ModuleShape) -> str:
-    return f"profile-{shape.num_in}-{shape.rank}-{shape.num_out}"

@@ -23,8 +23,6 @@ class ModuleShape(NamedTuple):
 
 def num_workers_for(rows: int, rows_per_core: int, num_workers: int) -> int:
     """Return how many of `num_workers` workers compute `rows` rows: ceil(rows / rows_per_core), at least one, each with at least MIN_ROWS rows."""
-    if rows < 1 or rows_per_core < 1 or num_workers < 1:
-        raise ValueError(f"positive numbers expected, not {rows}, {rows_per_core}, {num_workers}")
     return max(1, min(-(-rows // rows_per_core), rows // MIN_ROWS, num_workers))
 
 

@@ -11,10 +11,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.layout import Job, mailboxes
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+class AssistLost(RuntimeError):
+    """The workers cannot help: one has ended, did not answer in time or is not ready yet, or the pool is closed.
+
+    This is no error of the request: its delta is computed in the engine's process instead.
+    """
 
 
 class Team:

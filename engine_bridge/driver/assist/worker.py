@@ -113,13 +113,13 @@ def serve(arguments: argparse.Namespace) -> None:
     words = memoryview(weights).cast("q")
     mailbox = mailboxes(memoryview(jobs), arguments.num_workers)[arguments.worker]
     weights_f32, jobs_f32 = flat(weights), flat(jobs)
-    mailbox.set_ready()
+    mailbox.tell(0)
     os.eventfd_write(arguments.done, 1)
     with torch.inference_mode():
         while True:
             os.eventfd_read(arguments.bell)
             compute(mailbox.read(), words, weights_f32, jobs_f32)
-            mailbox.set_num_done(mailbox.num_done + 1)
+            mailbox.tell(mailbox.num_done + 1)
             os.eventfd_write(arguments.done, 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.protocol.node import AdvisoryReport
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from engine_bridge.adapters.files import ModelContract
     from engine_bridge.adapters.registry import AdapterRecord
     from engine_bridge.core.kv.expected import Hashes, OnChange
-    from engine_bridge.protocol.node import AdapterPlace, AdapterStats, Advisory
+    from engine_bridge.protocol.figures import AdapterStats
+    from engine_bridge.protocol.node import AdapterPlace, Advisory
 
 
 class Idle:
@@ -69,14 +70,6 @@ class NoAdapters(Idle):
 
     def released(self, request_id: str, adapter_id: int) -> None:
         """Do nothing: no request has an adapter."""
-
-    def free_room(self, running: Collection[int]) -> int | None:
-        """Return None: adapters delay no request."""
-        return None
-
-    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
-        """Return 0: no adapter needs room."""
-        return 0
 
     def places(self) -> Mapping[int, AdapterPlace]:
         """Return no places: no adapter is here."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY, SEEDS
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
     from engine_bridge.driver.vllm_api import LLMEngine
 
+    if gc.get_freeze_count() == 0:
+        # The end of an engine before this one has unfrozen a million objects that were imported, and each of the start's five collections would
+        # look at them all. What a failed engine has left goes first.
+        gc.collect()
+        gc.freeze()
     mends_lora = config.device == "cpu" and config.enable_lora
     if mends_lora:
         from engine_bridge.driver.lora import lora
@@ -98,6 +104,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
+    if config.device == "cpu" and SEEDS not in off:
+        from engine_bridge.driver.corrections import seeds
+
+        seeds.watch(engine)
     if config.enable_lora:
         from engine_bridge.driver.corrections import logits_rows
 

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
+from engine_bridge.core.kv.kv_transfers import Sources
+from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.engine.building import build_engine, configure_environment
 from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
 from engine_bridge.driver.kv.prefixes import Prefixes
+from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
@@ -30,6 +33,7 @@ from engine_bridge.policy.costs.costs import TablePrefill
 from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.tracing import NO_TRACES, Traces
 from kvtiers.closing import going_on
 
 if TYPE_CHECKING:
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
     from engine_bridge.driver.kv.link_measuring import LinkMeasuring
     from engine_bridge.driver.kv.promoter import Promoter
-    from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import SchedulingReport
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
@@ -72,6 +75,7 @@ class VllmDriver:
         fail: called with the ids of requests that cannot be served, and why.
         predictor: of answer lengths; outlives this engine, too. None: a new, empty one.
         copy_of: returns the path of an adapter's copy by its content's hash, "" if there is none.
+        traces: where the spans of requests go.
     """
 
     def __init__(
@@ -84,12 +88,14 @@ class VllmDriver:
         fail: Callable[[list[str], Exception], object] = lambda request_ids, error: None,
         predictor: LengthPredictor | None = None,
         copy_of: Callable[[str], str] = lambda content_hash: "",
+        traces: Traces = NO_TRACES,
     ) -> None:
         configure_environment(config)
         self._tiers = tiers
         self._fail = fail
         self._predictor = predictor
         self._copy_of = copy_of
+        self._traces = traces
         try:
             self._build(config, adapters, report, wake)
         except BaseException:
@@ -144,6 +150,8 @@ class VllmDriver:
         self.speeds = self._make_speeds()
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
+        # Without traces no request costs anything for them.
+        self._spans = RequestSpans(self._traces.tracer, self.report.reasons) if self._traces.is_on else None
         self.node_load = self._make_node_load()
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
@@ -192,6 +200,8 @@ class VllmDriver:
 
     def _step_engine(self) -> list[RequestOutput]:
         self.adapters.begin_step()
+        if self._spans is not None:
+            self._spans.before_step()
         outputs = self.engine.step()
         self._threads.mend()
         failed = self.adapters.end_step()
@@ -206,6 +216,8 @@ class VllmDriver:
 
                 output.failure = take_failure(self._internal_ids.get(output.request_id, ""))
             if output.finished:
+                if self._spans is not None:
+                    self._spans.ended(output.request_id, output.metrics, output.outputs[0].finish_reason)
                 self._internal_ids.pop(output.request_id, None)
                 self._release(output.request_id)
         return outputs
@@ -220,6 +232,9 @@ class VllmDriver:
             self._prefixes.found(output.num_cached_tokens or 0)
             if restores is not None:
                 output.kv_sources = restores.take_sources(internal_id)
+            if self._spans is not None:
+                sources = getattr(output, "kv_sources", None) or Sources(output.num_cached_tokens or 0)
+                self._spans.first_output(output.request_id, sources)
 
     def is_urgent(self, outputs: list[RequestOutput]) -> bool:
         """Return whether these outputs should be sent at once: a request has ended, or gives its first output."""
@@ -266,6 +281,9 @@ class VllmDriver:
             self._release(request_id)
             raise
         self._silent.add(request_id)
+        if self._spans is not None:
+            context = facts_of(request)
+            self._spans.added(request_id, context.traceparent, context.accepted_s)
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown or finished ids are no error. No output follows."""
@@ -273,6 +291,9 @@ class VllmDriver:
         self._background = deque(item for item in self._background if item[0] != request_id)
         internal_id = self._internal_ids.pop(request_id, None)
         if internal_id is not None:
+            if self._spans is not None:
+                state = self.engine.output_processor.request_states.get(internal_id)
+                self._spans.ended(request_id, state and state.stats, "abort")
             # The internal id is used: aborting by the external one leaks the parent record of n > 1.
             self.engine.abort_request([internal_id], internal=True)
         self._release(request_id)
@@ -293,10 +314,14 @@ class VllmDriver:
         self._background.append((request_id, request))
 
     def use_reasoning_parser(self, name: str) -> None:
-        """Set the parser of the model's reasoning: see `reasoning.use_reasoning_parser`."""
-        from engine_bridge.driver.engine.reasoning import use_reasoning_parser
+        """Make grammars begin where the reasoning ends, not at the first token. While no request runs.
 
-        use_reasoning_parser(self.engine, name)
+        `name` is that of vLLM's parser of the model's reasoning; "" for a model that does not reason.
+        """
+        from engine_bridge.driver.vllm_api import ReasoningParserManager
+
+        manager = self.engine.engine_core.engine_core.structured_output_manager
+        manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None
 
     def counts(self) -> EngineCounts:
         """Return how many requests and KV blocks there are."""
@@ -362,7 +387,6 @@ class VllmDriver:
             ways=self._tiers.way_counts if self._tiers is not None else None,
             pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
             pauses=Pauses(decode_s, config.urgent_tpot_ms / 1e3),
-            decision_log=_open_log(config),
             predictor=self._predictor,
             refit_every_s=config.lane_refit_s,
             lane_rule=config.lane_rule,
@@ -445,16 +469,3 @@ def give_back_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         pass
-
-
-def _open_log(config: EngineConfig) -> LogWriter | None:
-    """Open the decision log. If it cannot be made, a warning is logged and the engine serves without it."""
-    from engine_bridge.driver.scheduling.record import LogWriter
-
-    if config.decision_log is None:
-        return None
-    try:
-        return LogWriter(config.decision_log, config.decision_log_mib << 20)
-    except OSError as error:
-        log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
-        return None

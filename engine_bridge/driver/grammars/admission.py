@@ -20,8 +20,9 @@ from engine_bridge.driver.vllm_api import (
     get_structured_output_key,
     serialize_guidance_grammar,
 )
-from engine_bridge.grammars.checker import GrammarChecker, GrammarTokenizer
+from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.grammars.messages import readable
+from engine_bridge.grammars.worker import GrammarTokenizer
 
 
 async def check_grammar(

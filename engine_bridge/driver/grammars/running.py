@@ -87,7 +87,7 @@ def create_grammar(manager: Any, request: Any) -> GuidanceGrammar:
     """
     try:
         kind, spec = request.structured_output_request.structured_output_key
-        grammar: BoundedGrammar = manager.backend.grammar_for(facts_of(request).context.tenant, kind, spec)
+        grammar: BoundedGrammar = manager.backend.grammar_for(facts_of(request).tenant, kind, spec)
     except NoRoom:
         _note_failure(request.request_id, _too_many())
         raise

@@ -83,19 +83,19 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Enter a request into the restores, and tell the listener that it has arrived unless it is a background request."""
-        context = facts_of(request).context
+        facts = facts_of(request)
         has_asker = not is_background(request.request_id)
         self._requests[request.request_id] = request
         self._restores.enter(
             NewRequest(
                 request_id=request.request_id,
                 keys=request.block_hashes,
-                tenant=context.tenant,
+                tenant=facts.tenant,
                 session=str(request.session_id) if request.session_id is not None else None,
-                weight=context.weight,
+                weight=facts.weight,
                 is_saved=has_asker,
                 may_load=not request.skip_reading_prefix_cache,
-                kv_from=context.kv_from,
+                kv_from=facts.kv_from,
             )
         )
         if self._tiers.listener is not None and has_asker:

@@ -153,6 +153,8 @@ def namespace_of(
 
 def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
     """Return a digest of how KV is computed from weights and tokens. It covers the longest context: some models choose their positions by it."""
+    import transformers
+
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     draft = speculation.draft_model_config if speculation is not None else None
     facts = {
@@ -160,18 +162,12 @@ def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
         "text_config": _plain(model.hf_text_config.to_dict()),
         "max_model_len": model.max_model_len,
         "arguments": dict(arguments),
-        "code": _version_of_transformers() if model.using_transformers_backend() else "",
+        # Its code runs the models for which vLLM has no class.
+        "code": transformers.__version__ if model.using_transformers_backend() else "",
         # The draft model's layers have KV in the same blocks.
         "draft": revision_of(draft) if draft is not None else "",
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
-
-
-def _version_of_transformers() -> str:
-    """Return the version of transformers, whose code runs the models for which vLLM has no class."""
-    import transformers
-
-    return transformers.__version__
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from engine_bridge.core.kv.kv_transfers import Restores, StepMoves
 from engine_bridge.driver.kv.kv_namespace import namespace_of
-from engine_bridge.policy.costs.costs import Copied, CopyTimes, KvBlock, Link, PrefillCost
+from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute
 from engine_bridge.protocol.errors import SeamMoved
 from kvtiers.closing import going_on
@@ -26,7 +26,7 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import Namespace
-from kvtiers.policy.eviction import ByValue, EvictionPolicy
+from kvtiers.policy.eviction import ByValue
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
     PRIOR_HOST_BYTES_PER_S,
@@ -34,10 +34,11 @@ from kvtiers.policy.restore import (
     FasterWins,
     RestorePolicy,
 )
-from kvtiers.stats import PeerStats, TierStats
+from kvtiers.stats import TierStats
 from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
+    from engine_bridge.cluster.peers import Peering
     from engine_bridge.driver.memory.block_copy import BlockCopier
     from engine_bridge.settings.profile import MachineProfile
 
@@ -81,30 +82,11 @@ class RequestListener(Protocol):
         """Give up everything that is expected: the engine closes."""
 
 
-class PeerStores(Protocol):
-    """Other nodes, as far as the tiers know them: see `engine_bridge.cluster.peers.Peering`."""
-
-    def open(self) -> str:
-        """Start to lend KV and return the address where other nodes may ask for it. Raises OSError, ClusterError."""
-
-    def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None:
-        """Lend from this store, whose namespace has this fingerprint, and ask other nodes for it."""
-
-    def detach(self) -> None:
-        """Stop using the store."""
-
-    def close(self) -> None:
-        """Stop lending and asking."""
-
-    def snapshot(self) -> PeerStats:
-        """Return figures of the KV lent and fetched so far. From any thread."""
-
-
 class KvTiers:
     """The state that the two halves of the connector and the driver share.
 
     Args:
-        policy, eviction, files, clock: differ from the defaults in benches and tests only.
+        policy, files, clock: differ from the defaults in benches and tests only.
         peering: exchanges KV with other nodes; None: this node neither lends nor asks.
     """
 
@@ -113,10 +95,9 @@ class KvTiers:
         config: TiersConfig,
         *,
         policy: RestorePolicy | None = None,
-        eviction: EvictionPolicy | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
-        peering: PeerStores | None = None,
+        peering: Peering | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -148,7 +129,6 @@ class KvTiers:
         """Number of blocks that a step had counted on and that did not come; they were computed again."""
         self.num_carried = 0
         """Number of blocks that waiting requests got from host memory in pieces: see `HostStats`."""
-        self._eviction = eviction or ByValue()
         self._files = files or Files()
         self._namespace: Namespace | None = None
         self._io: IoThread | None = None
@@ -279,7 +259,7 @@ class KvTiers:
         except (OSError, KvTiersError) as error:
             problem = f"the disk tier is off: {error}"
             log.error("%s; KV will not outlive this process", problem)
-        self.store = KvStore(namespace.shape, self.config.host_bytes, self._io, disk, self._eviction)
+        self.store = KvStore(namespace.shape, self.config.host_bytes, self._io, disk, ByValue())
         self.store.problem = problem
         self.store.on_progress = self._on_progress
         self._namespace = namespace
@@ -359,11 +339,13 @@ class KvTiers:
         if self._prefill is None or self._namespace is None:
             return None
         self.hear_copies()
-        block = KvBlock(
-            block_size_tokens=self._namespace.block_size_tokens,
-            block_bytes=self._namespace.shape.block_bytes,
+        now, namespace = self.clock(), self._namespace
+        return SwapOrRecompute(
+            self._prefill,
+            namespace.block_size_tokens,
+            namespace.shape.block_bytes,
+            lambda num_bytes: self.copy_times.back.copy_s(num_bytes, now),
         )
-        return SwapOrRecompute(self._prefill, block, self.copy_times.at(self.clock()))
 
     def prefill_s_per_token(self) -> float | None:
         """Return the seconds that computing a token of a prompt takes; None before the first prefill."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
@@ -25,13 +24,10 @@ class Prefixes:
         pool: vLLM's block pool of the one KV cache group.
         block_size: tokens in a block.
         tiers: the tiers that KV moves to when it leaves the device; None: it is computed again.
-        clock: in seconds.
     """
 
-    def __init__(
-        self, pool: Any, block_size: int, tiers: KvTiers | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pool, self._block_size, self._tiers, self._clock = pool, block_size, tiers, clock
+    def __init__(self, pool: Any, block_size: int, tiers: KvTiers | None) -> None:
+        self._pool, self._block_size, self._tiers, self._clock = pool, block_size, tiers, time.monotonic
         self._hits = FadingRate(PREFIX_HALF_LIFE_S)  # counts blocks
 
     def found(self, num_tokens: int) -> None:

@@ -4,7 +4,8 @@ MKL copies a matrix before it multiplies by it, which pays for many rows only, a
 each matrix is read once for each row, about as fast as memory gives it. Measured on one core of an AMD EPYC, 12 layers of 768 columns, one row for
 each of eight adapters of ranks 8 to 128, 90 MB: 6.0 ms a step in place of 20, 4.8 with the weights on pages of 2 MB (`layouts.large_memory`).
 
-A row's bits may not depend on the number of rows, and so not on which of the two computes it. MKL adds an element's products one after the other,
+A row's bits may not depend on the number of rows, and so not on which of the two computes it: an answer does not depend on the other requests in its
+batch (docs/decisions/0005 and 0008). MKL adds an element's products one after the other,
 each with one rounding (fused multiply-add), in parts with a fixed number of terms, whose sums are then added: 192 terms on that machine, for up to
 384 terms half of them. `terms_at_a_time` finds that number by comparing bits, and where it finds none MKL computes few rows, too.
 """

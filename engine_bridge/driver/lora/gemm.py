@@ -6,15 +6,13 @@ with AVX-512; `engine_bridge/driver/lora/lora.py` says what follows from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-
-    Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # MKL computes fewer than MIN_ROWS rows of one adapter by other kernels, in another order, and below MIXED_ROWS also the remainder of fours.
 MIN_ROWS: Final = 4
@@ -70,7 +68,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def cut_for(num_terms: int, num_columns: int, product: Product | None = None) -> ProductParts:
+def cut_for(num_terms: int, num_columns: int) -> ProductParts:
     """Return the cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where no cut has that.
 
     It takes the time of computing some 6,000 rows, once for each shape. Call it on one thread.
@@ -78,7 +76,6 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
     Args:
         num_terms: rows of A.
         num_columns: columns of A.
-        product: multiplies two matrices; None: torch does.
     """
     import torch
 
@@ -88,32 +85,26 @@ def cut_for(num_terms: int, num_columns: int, product: Product | None = None) ->
 
     def has_equal_bits(cut: ProductParts) -> bool:
         """Return whether every probed number of rows gives each row the same bits."""
-        few = torch.cat([cut_product(rows, a, cut, product) for rows in x.split(MIN_ROWS)])
-        return all(
-            torch.equal(cut_product(x[:num_rows], a, cut, product), few[:num_rows])
-            for num_rows in PROBED_ROWS
-        )
+        few = torch.cat([cut_product(rows, a, cut) for rows in x.split(MIN_ROWS)])
+        return all(torch.equal(cut_product(x[:num], a, cut), few[:num]) for num in PROBED_ROWS)
 
     return next(filter(has_equal_bits, CUTS), CUTS[0])
 
 
-def cut_product(
-    x: torch.Tensor, a: torch.Tensor, cut: ProductParts, product: Product | None = None
-) -> torch.Tensor:
+def cut_product(x: torch.Tensor, a: torch.Tensor, cut: ProductParts) -> torch.Tensor:
     """Compute `x @ a`, made of several products as `cut` says."""
     import torch
 
-    multiply = product or torch.mm
     num_rows, num_terms = x.shape
     if cut.rows and num_rows >= 2 * cut.rows:
-        return torch.cat([multiply(x[part], a) for part in _parts(num_rows, num_rows // cut.rows)])
+        return torch.cat([torch.mm(x[part], a) for part in _parts(num_rows, num_rows // cut.rows)])
     if cut.terms and num_terms > cut.terms:
         first, *others = _parts(num_terms, -(-num_terms // cut.terms))
-        h = multiply(x[:, first], a[first])
+        h = torch.mm(x[:, first], a[first])
         for part in others:
-            h += multiply(x[:, part], a[part])
+            h += torch.mm(x[:, part], a[part])
         return h
-    return multiply(x, a)
+    return torch.mm(x, a)
 
 
 def _parts(size: int, num_parts: int) -> Iterator[slice]:

@@ -13,7 +13,7 @@ adapter's rows, on weights that were laid out when they entered the slot.
 Use: `install()` before the engine is built, `check_engine(engine)` after. On CUDA `install()` does nothing: vLLM's Triton kernels skip -1 and do not
 gather.
 
-Source: Punica (arXiv:2310.18547) for computing by segments of equal adapter. bench/live/lora.py measures both paths.
+Source: Punica (arXiv:2310.18547) for computing by segments of equal adapter. bench/live/adapters/lora.py measures both paths.
 
 **Why fp32.** A row's answer should not depend on its companions in the batch, or greedy tokens of a mixed batch drift from those of the same request
 alone. Measured with torch 2.13 on an AVX-512 Xeon without bf16 instructions (2 cores):
@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,10 +59,6 @@ ONE_THREAD_ROWS = 16
 
 
 _ONE_THREAD, _ALL_THREADS = OneThread(), contextlib.nullcontext()
-
-
-def _threads_for(num_rows: int) -> contextlib.AbstractContextManager[None]:
-    return _ONE_THREAD if num_rows <= ONE_THREAD_ROWS else _ALL_THREADS
 
 
 # --- the wrapper and its handshake with the layers ---------------------------------------------------------------------------
@@ -114,7 +109,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
             """Lay out a slot's weights, through vLLM's stacks only where it must split them."""
             old = packs[index]
             packs[index] = None
-            parts = _whole_slices(layer, lora_a, lora_b)
+            parts: Any = whole_slices(layer, lora_a, lora_b)
             if parts is None:
                 set_lora(index, lora_a, lora_b)
                 written.add(index)
@@ -148,11 +143,12 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self._sampler_blocks = plan_rows([slot_of[adapter] for adapter in mapping.prompt_mapping])
         self._num_logits = len(mapping.prompt_mapping)
 
-    def packs_of(self, layer: Any) -> list[SlotWeights | Pending | None] | None:
-        """Return a layer's weights by slot, to be written by the code that fills slots; None for a layer that `watch` has not seen."""
-        return self._packs.get(layer.lora_b_stacked[0].data_ptr())
+    def packs_of(self, b_stacked: torch.Tensor) -> list[SlotWeights | Pending | None]:
+        """Return a layer's weights by slot, given its first B stack; the code that fills slots writes them.
 
-    def _packs_of(self, b_stacked: torch.Tensor) -> list[SlotWeights | Pending | None]:
+        Raises:
+            SeamMoved: for a layer that `watch` has not seen.
+        """
         try:
             return self._packs[b_stacked.data_ptr()]
         except KeyError:
@@ -171,7 +167,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         """Add the deltas of all rows to `y`, in place. `x` and `y` have one row per row of the plan."""
         if not blocks:
             return
-        packs = self._packs_of(b_stacked)
+        packs = self.packs_of(b_stacked)
         y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
         for block in blocks:
             weights = [packs[slot] if slot != NO_ADAPTER else None for slot in block.slots]
@@ -187,7 +183,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
                 if size <= FEW_ROWS and isinstance(weight, SlotWeights) and weight.few is not None:
                     weight.few.add(y_array, x_array, first, stop, scale)
                     continue
-                with _threads_for(size):
+                with _ONE_THREAD if size <= ONE_THREAD_ROWS else _ALL_THREADS:
                     weight.add_to(y_rows[first:stop], x_rows[first:stop], scale)
             block.write(y, y_rows)
 
@@ -234,50 +230,6 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         """Add the deltas of an embedding to `y`, in place. `x` are A's rows for the step's tokens."""
         self._add(y, x, lora_b_stacked, self._token_blocks, 1.0)
 
-    # add_shrink and add_expand serve only fully sharded LoRA under tensor parallelism, where the halves are separated by a
-    # collective. They read the stacks at the maximum rank: correct for -1, not tuned.
-
-    def add_shrink(
-        self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any
-    ) -> None:
-        """Add `scale · x · A` to each slice of `y`, in place, for fully sharded LoRA."""
-        x = x.view(-1, x.size(-1))
-        for target, a in zip(y, lora_a_stacked, strict=True):
-            self._each_group(
-                target, x, lambda t, s, slot, a=a: t.addmm_(s, a[slot, 0].t().float(), alpha=scale)
-            )
-
-    def add_expand(
-        self,
-        y: torch.Tensor,
-        x: Any,
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        output_slices: tuple[int, ...],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Add `x · B` to the columns of each slice of `y`, in place, for fully sharded LoRA."""
-        y = y.view(-1, y.size(-1))
-        left = offset_start
-        for source, b, width in zip(x, lora_b_stacked, output_slices, strict=True):
-            self._each_group(
-                y[:, left : left + width], source, lambda t, s, slot, b=b: t.addmm_(s, b[slot, 0].t().float())
-            )
-            left += width
-
-    def _each_group(
-        self, y: torch.Tensor, x: torch.Tensor, apply: Callable[[torch.Tensor, torch.Tensor, int], Any]
-    ) -> None:
-        for block in self._token_blocks:
-            y_rows, x_rows = block.read(y), block.read(x)
-            for slot, y_part, x_part in zip(
-                block.slots, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True
-            ):
-                if slot != NO_ADAPTER:
-                    apply(y_part, x_part, slot)
-            block.write(y, y_rows)
-
 
 def _is_whole(layer: Any) -> bool:
     """Return whether this is vLLM's unsharded layer, with a pair of stacks for each slice."""
@@ -294,9 +246,9 @@ def _untouched(zeros: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=zeros.dtype).view(zeros.shape)
 
 
-def _whole_slices(
+def whole_slices(
     layer: Any, lora_a: Any, lora_b: Any
-) -> tuple[list[torch.Tensor] | None, list[torch.Tensor], list[int]] | None:
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]] | None:
     """Return A, B and true rank per slice, if vLLM's layer would copy the weights into its stacks unchanged; None if it splits or indexes them."""
     if not _is_whole(layer):
         return None

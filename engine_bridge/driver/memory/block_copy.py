@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,45 +30,19 @@ Rows = NDArray[np.int64]
 FEW_THREADS, FEW_ROWS = 3, 4
 
 
-class BlockCopier(Protocol):
-    """The copier of one engine. Its methods are called on the engine thread, inside a step."""
-
-    overlaps: bool
-    """Whether copies run beside the step's computation; False: they take the engine thread's time."""
-    out: Copied
-    """Copies to host memory so far."""
-    back: Copied
-    """Copies to the device so far."""
-
-    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy a layer's device blocks, as the forward pass has just left them, into slots."""
-        ...
-
-    def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy slots into device blocks before the layer's attention reads them."""
-        ...
-
-    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Call `then` once all copies so far are done: at once, or later on another thread.
-
-        If the device has failed while it copied, `failed` is called in place of `then` (or `then`, without a `failed`): the memory is free, and its
-        new contents are not to be trusted.
-        """
-        ...
-
-    def rest(self) -> None:
-        """Return once no copy is running any more. A device that has failed runs none."""
-        ...
-
-
 class CpuCopier:
     """The copier of an engine on a CPU: on few threads row by row past the caches, on many by torch.
 
-    Torch is called once for each stretch of neighbouring rows. It gathers into stretches or scatters from them, whichever side has fewer.
+    Methods of copiers are called on the engine thread, inside a step. Torch is called once for each stretch of neighbouring rows. It gathers into
+    stretches or scatters from them, whichever side has fewer.
 
     Args:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
         region: the host pool's memory, shape (num_slots, slot_bytes).
+
+    Attributes:
+        overlaps: whether copies run beside the step's computation; False: they take the engine thread's time.
+        out, back: the copies to host memory and to the device so far.
     """
 
     overlaps = False
@@ -86,7 +60,7 @@ class CpuCopier:
         self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy a layer's device blocks into slots before the call returns."""
+        """Copy a layer's device blocks, as the forward pass has just left them, into slots before the call returns."""
         self._copy(self._region, slots, self._layers[layer], blocks, self.out)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -177,7 +151,11 @@ class CudaCopier:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Make the next step's kernels, which may overwrite blocks that are still being copied, wait for the copies; the host does not wait."""
+        """Make the next step's kernels, which may overwrite blocks that are still being copied, wait for the copies; the host does not wait.
+
+        `then` is called on another thread once all copies so far are done; `failed` (or `then`, without a `failed`) if the device has failed
+        while it copied: the memory is free, and its new contents are not to be trusted.
+        """
         done = torch.cuda.Event()
         done.record(self._stream)
         torch.cuda.current_stream().wait_event(done)
@@ -226,6 +204,10 @@ class CudaCopier:
             swap_blocks(source, into, into.shape[1], mapping)
             ended.record()
         self._timed.append((copied, len(rows) * into.shape[1], began, ended))
+
+
+BlockCopier = CpuCopier | CudaCopier
+"""The copier of one engine."""
 
 
 def make_copier(

@@ -2,7 +2,7 @@
 
 An ordinary write reads its destination before it overwrites it, which makes three transfers in place of two. Only writes of whole cache lines past
 the caches avoid that, and memcpy makes those for large copies only. Copies of KV blocks had 0.63 of memcpy's bandwidth through the caches, and 0.97
-past them (`python -m bench.live.restore --quick`, two cores of an AMD EPYC).
+past them (`python -m bench.live.kv.restore --quick`, two cores of an AMD EPYC).
 """
 
 from __future__ import annotations

@@ -77,36 +77,26 @@ def measure_adapters(
     assert contract is not None
     budget.say("adapters: making some")
     ranks = [rank for rank in RANKS if rank <= contract.max_rank] or [contract.max_rank]
-    modules = _modules(contract)
+    modules, dtype = _modules(contract), driver.engine.vllm_config.model_config.dtype
     catalog = Catalog(open_registry(None), contract, max_bytes)
     try:
         adapters = []
         for number in range(max(max_loras, len(ranks))):
             rank = ranks[number % len(ranks)]
             path = folder / f"adapter-{number}"
-            _write_adapter(path, modules, rank, _dtype(driver), seed=number)
+            _write_adapter(path, modules, rank, dtype, seed=number)
             adapters.append(_adapter(catalog.add(path.name, str(path)), path))
-            if _is_enough(adapters, max_bytes):
-                break
+            if 2 * sum(adapter.record.num_bytes for adapter in adapters) > max_bytes:
+                break  # they are to stay in host memory while steps are timed
         rate = _load_rate(driver, contract, adapters, max_bytes, budget.part(LOAD_SHARE))
         return _with_steps(driver, requests, adapters, max_loras, rate, budget)
     finally:
         catalog.close()
 
 
-def _is_enough(adapters: Sequence[_Adapter], max_bytes: int) -> bool:
-    """Return whether the adapters take half of the host memory for adapters: they are to stay there while steps are timed."""
-    return 2 * sum(adapter.record.num_bytes for adapter in adapters) > max_bytes
-
-
 def _modules(contract: ModelContract) -> dict[str, tuple[int, int]]:
     usual = {n: s for n, s in contract.modules.items() if n.rpartition(".")[2] in USUAL_MODULES}
     return usual or {n: s for n, s in contract.modules.items() if n not in contract.embedding_modules}
-
-
-def _dtype(driver: VllmDriver) -> torch.dtype:
-    dtype: torch.dtype = driver.engine.vllm_config.model_config.dtype
-    return dtype
 
 
 def _write_adapter(

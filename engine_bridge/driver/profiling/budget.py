@@ -5,15 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class ProgressReport(Protocol):
-    """A function that is told how far a profile is."""
-
-    def __call__(self, what: str, share_done: float, left_s: float) -> None:
-        """Report that `what` is being measured; `share_done` of the whole profile is done, and `left_s` seconds of it are left."""
-        ...
+ProgressReport = Callable[[str, float, float], None]
+"""Is told what is being measured, the share of the whole profile that is done, and the seconds of it that are left."""
 
 
 @dataclass(eq=False, slots=True)

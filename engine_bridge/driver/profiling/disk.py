@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -63,7 +64,9 @@ async def _measure(folder: Path, shape: BlockShape, num_bytes: int, budget: Budg
     log = await DiskLog.open(folder / "log", "profile", shape, 2 * num_bytes + MIN_BYTES, files=files)
     try:
         records, write_s = await _write(log, shape, num_bytes, budget.part(WRITE_SHARE))
-        _forget_cached(folder / "log")
+        # Where they were not written past the page cache, reads are to come from the disk.
+        for path in (folder / "log").iterdir():
+            drop_cached(path)
         read_bytes, read_s = await _read(log, shape, records, budget)
         written = log.stats.bytes_written
     finally:
@@ -83,11 +86,6 @@ async def _write(
     num_blocks = max(RECORD_BYTES // shape.block_bytes, 1)
     data = memoryview(secrets.token_bytes(shape.block_bytes * num_blocks))
 
-    def part(block: int, layer: int) -> memoryview:
-        """Return the bytes of a block's layer."""
-        start = block * shape.block_bytes + layer * shape.layer_bytes
-        return data[start : start + shape.layer_bytes]
-
     records: list[list[BlockKey]] = []
     elapsed_s = 0.0
     while not records or (
@@ -97,7 +95,7 @@ async def _write(
         budget.say("disk: writing")
         keys = [BlockKey(secrets.token_bytes(KEY_BYTES)) for _ in range(num_blocks)]
         started_s = time.perf_counter()
-        if not await log.append(keys, part):
+        if not await log.append(keys, _parts(data, shape)):
             raise DiskUnmeasured("the disk could not be written")
         elapsed_s += time.perf_counter() - started_s
         records.append(keys)
@@ -110,17 +108,12 @@ async def _read(
     """Read each record once, oldest first; returns the bytes and the seconds."""
     into = memoryview(bytearray(shape.block_bytes * len(records[0])))
 
-    def part(block: int, layer: int) -> memoryview:
-        """Return the memory for a block's layer."""
-        start = block * shape.block_bytes + layer * shape.layer_bytes
-        return into[start : start + shape.layer_bytes]
-
     num_bytes, elapsed_s = 0, 0.0
     for keys in records:
         if num_bytes >= MIN_BYTES and budget.is_over():
             break
         budget.say("disk: reading")
-        result = await log.read(keys, part)
+        result = await log.read(keys, _parts(into, shape))
         if result.bad:
             raise DiskUnmeasured("the disk did not give back what was written")
         num_bytes += result.bytes_read
@@ -128,10 +121,15 @@ async def _read(
     return num_bytes, elapsed_s
 
 
-def _forget_cached(folder: Path) -> None:
-    """Drop the pages of all files, where writing past the page cache was not possible: reads are to come from the disk."""
-    for path in folder.iterdir():
-        drop_cached(path)
+def _parts(memory: memoryview, shape: BlockShape) -> Callable[[int, int], memoryview]:
+    """Return a function that returns the part of a memory for a block and a layer."""
+
+    def part(block: int, layer: int) -> memoryview:
+        """Return the memory of a block's layer."""
+        start = block * shape.block_bytes + layer * shape.layer_bytes
+        return memory[start : start + shape.layer_bytes]
+
+    return part
 
 
 def drop_cached(path: Path) -> None:

@@ -128,10 +128,11 @@ def _adapters(
 
 
 def _fit(samples: Sequence[StepSample], budget: Budget) -> StepProfile:
-    fit = fit_steps(samples, on_progress=lambda done, of: budget.say(f"fitting: {done} of {of} regressors"))
+    budget.say("fitting: step times")
+    fit = fit_steps(samples)
     return StepProfile(
         grid=fit.table.grid(),
-        candidates=fit.candidates,
+        error=fit.error,
         repeatability=fit.repeatability,
         num_samples=len(samples),
         num_held_out=fit.num_held_out,

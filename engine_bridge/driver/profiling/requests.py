@@ -29,7 +29,7 @@ class CraftedRequests:
         num_seqs, num_batched_tokens, num_kv_tokens, max_model_len: bounds of a step and of a request.
     """
 
-    def __init__(self, driver: VllmDriver, seed: int = 0) -> None:
+    def __init__(self, driver: VllmDriver) -> None:
         self.driver = driver
         self.engine: Any = driver.engine
         config = self.engine.vllm_config
@@ -42,7 +42,7 @@ class CraftedRequests:
         self.num_kv_tokens: int = (self._pool.num_gpu_blocks - 1) * self.block_size
         self.max_model_len: int = config.model_config.max_model_len
         self._vocab_size: int = config.model_config.get_vocab_size()
-        self._chance = random.Random(seed)
+        self._chance = random.Random(0)
         self._ids = itertools.count()
         self._live: dict[str, tuple[str, int | None]] = {}  # internal id -> our name, adapter
         self._last_output: Any = None

@@ -51,14 +51,22 @@ class Bounds(NamedTuple):
     max_prefill_tokens: int
 
 
-def measure_steps(requests: CraftedRequests, budget: Budget, seed: int = 0) -> list[StepSample]:
+def measure_steps(requests: CraftedRequests, budget: Budget) -> list[StepSample]:
     """Return samples over the whole range that this engine can run, in random order.
 
     The order is random because a machine that is slow for a while would otherwise leave a feature at the points that were measured then.
     """
-    bounds = _bounds(requests, _prefill_s_per_token(requests), budget.left_s())
+    token_s = _prefill_s_per_token(requests)
+    most_prefill_tokens = int(MAX_STEP_SHARE * budget.left_s() / token_s)
+    bounds = Bounds(
+        num_seqs=requests.num_seqs,
+        num_batched_tokens=requests.num_batched_tokens,
+        num_kv_tokens=int(requests.num_kv_tokens * CONTEXT_SHARE),
+        max_model_len=requests.max_model_len,
+        max_prefill_tokens=max(most_prefill_tokens, MIN_PREFILL_TOKENS),
+    )
     samples: list[StepSample] = []
-    for point in visits(bounds, seed):
+    for point in visits(bounds, seed=0):
         if budget.is_over() and len(samples) >= MIN_SAMPLES:
             break
         budget.say(f"steps: {point.num_prefill_tokens} tokens beside {point.num_decodes} decodes")
@@ -78,21 +86,12 @@ def _prefill_s_per_token(requests: CraftedRequests) -> float:
     return slowest
 
 
-def _bounds(requests: CraftedRequests, prefill_s_per_token: float, budget_s: float) -> Bounds:
-    return Bounds(
-        num_seqs=requests.num_seqs,
-        num_batched_tokens=requests.num_batched_tokens,
-        num_kv_tokens=int(requests.num_kv_tokens * CONTEXT_SHARE),
-        max_model_len=requests.max_model_len,
-        max_prefill_tokens=max(int(MAX_STEP_SHARE * budget_s / prefill_s_per_token), MIN_PREFILL_TOKENS),
-    )
-
-
 def visits(bounds: Bounds, seed: int) -> Iterator[Point]:
     """Yield the corners of the range, then its other points; repeats in between; and all of it again. Endless."""
     chance = random.Random(seed)
     points = grid(bounds)
-    rest = sorted(points, key=lambda point: chance.random() ** _rarity(point), reverse=True)
+    rarities = {point: 1 + point.num_prefill_tokens / RARER_FROM_TOKENS for point in points}
+    rest = sorted(points, key=lambda point: chance.random() ** rarities[point], reverse=True)
     ends = corners(points)
     chance.shuffle(ends)
     order = list(dict.fromkeys([*ends, *rest]))
@@ -103,10 +102,6 @@ def visits(bounds: Bounds, seed: int) -> Iterator[Point]:
             seen.append(point)
             if len(seen) % REPEAT_EVERY == 0:
                 yield chance.choice(seen)
-
-
-def _rarity(point: Point) -> float:
-    return 1 + point.num_prefill_tokens / RARER_FROM_TOKENS
 
 
 def grid(bounds: Bounds) -> list[Point]:
@@ -158,8 +153,9 @@ def _powers(first: int, last: int, factor: int) -> list[int]:
 
 def visit(requests: CraftedRequests, point: Point) -> list[StepSample]:
     """Run a point: its decodes alone if it has any, then with its prefill beside them."""
-    num_prefill, num_decodes, _ = point
-    context = _context_each(point, requests.block_size)
+    num_prefill, num_decodes, num_context = point
+    num_requests = num_decodes + (num_prefill > 0)
+    context = num_context // num_requests // requests.block_size * requests.block_size
     samples = []
     try:
         if num_decodes:
@@ -174,8 +170,3 @@ def visit(requests: CraftedRequests, point: Point) -> list[StepSample]:
         requests.clear()
     # A step that vLLM could not run as asked (it preempted, or it split the prefill) is as good a sample as any: it names its true work.
     return [sample for sample in samples if sample.num_prefill_tokens or sample.num_decodes]
-
-
-def _context_each(point: Point, block_size: int) -> int:
-    num_requests = point.num_decodes + (point.num_prefill_tokens > 0)
-    return point.num_context_tokens // num_requests // block_size * block_size

@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from engine_bridge.core.scheduling.dispatcher import Dispatcher
 from engine_bridge.core.scheduling.guess_errors import GuessErrors
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.driver.vllm_api import RequestStatus
-from engine_bridge.protocol.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
+from engine_bridge.protocol.figures import LengthErrors, RequestState, SchedulingStats, WaitReason
 
 Places = Mapping[int, str]
 
@@ -53,7 +52,7 @@ class SchedulingReport:
             num_running=len(running),
             num_waiting=len(waiting),
             num_by_reason=dict(Counter(map(reasons.of, waiting))),
-            lanes=_lanes(own.dispatcher) if own is not None else None,
+            lanes=own.lanes() if own is not None else None,
             counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
             seconds=own.seconds() if own is not None else {},
             length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
@@ -66,8 +65,8 @@ class SchedulingReport:
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
         """Return a tenant's waiting and running requests, the first `limit` of each, and how many wait and run in all. On the engine thread."""
         own = self._scheduling
-        waiting = [each for each in self._waiting() if facts_of(each).context.tenant == tenant]
-        running = [each for each in self._scheduler.running if facts_of(each).context.tenant == tenant]
+        waiting = [each for each in self._waiting() if facts_of(each).tenant == tenant]
+        running = [each for each in self._scheduler.running if facts_of(each).tenant == tenant]
         reasons = self._reasons()
         now = own.now() if own is not None else time.time()
         return (
@@ -76,6 +75,15 @@ class SchedulingReport:
             len(waiting),
             len(running),
         )
+
+    def reasons(self) -> list[tuple[str, WaitReason]]:
+        """Return the requests that wait, by the ids that they came with, each with the reason. On the engine thread."""
+        why, states = self._reasons(), self._outputs.request_states
+        return [
+            (state.external_req_id, why.of(each))
+            for each in self._waiting()
+            if (state := states.get(each.request_id)) is not None
+        ]
 
     def _waiting(self) -> list[Any]:
         beside = copy_of(self._scheduler.kv_holding_waiting) if self._knows_why else []
@@ -105,11 +113,11 @@ class SchedulingReport:
         return RequestState(
             **named,
             lane=laned.lane_of(request.request_id) if laned is not None else None,
-            waited_s=max(until_s - known.base.arrived_s, 0.0),
+            waited_s=max(until_s - known.facts.arrived_s, 0.0),
             ran_s=now - known.started_s if known.started_s is not None else None,
             size_tokens=known.charged_tokens,
-            times_bypassed=known.base.times_bypassed,
-            times_squashed=known.base.times_squashed,
+            times_bypassed=known.facts.times_bypassed,
+            times_squashed=known.facts.times_squashed,
             is_bypasser=known.is_bypasser,
         )
 
@@ -213,18 +221,6 @@ def _is_compiling(request: Any) -> bool:
     # The property `grammar` is not used here: it also takes the result over.
     grammar = structured._grammar if structured is not None else None
     return grammar is None or (isinstance(grammar, Future) and not grammar.done())
-
-
-def _lanes(dispatcher: Dispatcher) -> LaneStats | None:
-    policy = dispatcher.laned
-    if policy is None:
-        return None
-    return LaneStats(
-        boundaries=policy.lanes.boundaries,
-        num_waiting=policy.num_waiting(),
-        quota_tokens=policy.ledger.quotas,
-        used_tokens=policy.ledger.used,
-    )
 
 
 def _length_errors(errors: GuessErrors) -> LengthErrors:

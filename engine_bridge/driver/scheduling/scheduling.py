@@ -6,11 +6,14 @@ Everything here runs on the engine thread.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.scheduling.dispatcher import Arrival, Dispatcher, StepView
+import msgspec
+
+from engine_bridge.core.scheduling.dispatcher import Dispatcher, StepView
 from engine_bridge.core.scheduling.pacer import Progress
 from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, Run
@@ -20,22 +23,97 @@ from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
 from engine_bridge.driver.scheduling.pace import Pace
-from engine_bridge.driver.scheduling.queue import PolicyQueue
-from engine_bridge.driver.scheduling.record import LogWriter
-from engine_bridge.driver.scheduling.requests import Requests, waits_for
-from engine_bridge.driver.vllm_api import RequestStatus
-from engine_bridge.policy.scheduling.decision_log import Recorded
+from engine_bridge.driver.vllm_api import RequestQueue, RequestStatus
 from engine_bridge.policy.scheduling.lanes import RULES
 from engine_bridge.policy.scheduling.policies import MakePolicy
-from engine_bridge.predict.length import LengthFeatures, LengthPredictor, OnlineLengths
+from engine_bridge.policy.scheduling.queue_policy import Waiting
+from engine_bridge.predict.length import LengthPredictor, OnlineLengths
+from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.figures import LaneStats
 from kvtiers.closing import going_on
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
 
 
+class PolicyQueue(RequestQueue):
+    """Takes the place of the scheduler's `waiting`.
+
+    `bool()` says whether a request is to start in this step; `len()` is the number of all waiting requests. Source: vllm-project/vllm,
+    `Scheduler.schedule`, for which questions a queue is asked, and when.
+
+    Args:
+        listener: is told of requests that come, before they can be chosen, that are preempted, and that leave without starting.
+    """
+
+    def __init__(self, listener: Scheduling) -> None:
+        self._listener = listener
+        self._requests: dict[str, Any] = {}
+        self._plan: deque[str] = deque()
+        self._popped: dict[str, Any] = {}
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, request_ids: Iterable[str]) -> None:
+        """Hand out these requests in the step that begins, in this order."""
+        self._plan = deque(request_ids)
+
+    def end_step(self) -> list[str]:
+        """Return the requests that were taken from the queue in this step and not put back: they run."""
+        self._plan.clear()
+        admitted, self._popped = list(self._popped), {}
+        return admitted
+
+    # -- what vLLM asks ----------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """Add a new request."""
+        self._requests[request.request_id] = request
+        self._listener.on_arrival(request)
+
+    def peek_request(self) -> Any:
+        """Return the request that starts next. Raises IndexError if none is to start."""
+        return self._requests[self._plan[0]]
+
+    def pop_request(self) -> Any:
+        """Take out the request that starts next. Raises IndexError if none is to start."""
+        request = self._requests.pop(self._plan.popleft())
+        self._popped[request.request_id] = request
+        return request
+
+    def prepend_request(self, request: Any) -> None:
+        """Put back a running request that was preempted."""
+        self._requests[request.request_id] = request
+        self._listener.preempted(request)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        """Put back requests that could not start in this step after all."""
+        for request in requests:
+            self._popped.pop(request.request_id, None)
+            self._requests[request.request_id] = request
+
+    def remove_request(self, request: Any) -> None:
+        """Remove a request that has ended; it is ignored if it does not wait here."""
+        self.remove_requests([request])
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Remove requests that have ended; requests that do not wait here are ignored."""
+        for request in requests:
+            if self._requests.pop(request.request_id, None) is not None:
+                self._listener.ended(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._plan)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._requests.values())
+
+
 class Scheduling:
-    """The dispatcher of one engine.
+    """The dispatcher of one engine, and that engine's requests in the form in which the dispatcher asks for them (`core.dispatcher.Engine`).
 
     Args:
         make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
@@ -49,7 +127,6 @@ class Scheduling:
         pace: keeps steps short; None: they are as long as vLLM makes them.
         pauses: pauses other requests for urgent ones; None: no request is paused.
         predictor: predicts the lengths of answers; None: a new one that learns from answers.
-        decision_log: records what the policy is told and decides. Closed with this object.
         clock: the clock of requests' times, in seconds.
         stopwatch: measures the time that our own work takes, in seconds.
         run_fit: runs the fitting of lanes and the predictor; None: a separate thread, closed with this object.
@@ -71,7 +148,6 @@ class Scheduling:
         pace: Pace | None = None,
         pauses: Pauses | None = None,
         predictor: LengthPredictor | None = None,
-        decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
         run_fit: Run | None = None,
@@ -88,19 +164,20 @@ class Scheduling:
             num_tokens // block_size,
             block_pool,
         )
+        self._is_ready, self._num_cached_tokens = is_ready, num_cached_tokens
         self._adapters = adapters
         self._ways = ways or dict
-        self._log = decision_log
         self._clock, self._stopwatch = clock, stopwatch
         self._thread = None
         if run_fit is None:
             run_fit = self._thread = FitThread()
-        self._requests = Requests(num_tokens, block_size, is_ready, num_cached_tokens, adapters, block_pool)
-        self._features: dict[str, LengthFeatures] = {}
-        made = make_policy(num_tokens)
+        self._requests: dict[str, Any] = {}
+        self._running_adapters: Collection[int] = ()
+        """Ids of the running requests' adapters, as of the step that is decided. Collected once, as hundreds of waiting requests are looked at."""
+        self._facts: dict[str, EngineRequest] = {}
         self.dispatcher = Dispatcher(
-            made if decision_log is None else Recorded(made, num_tokens, decision_log.write),
-            self._requests,
+            make_policy(num_tokens),
+            self,
             Refits(
                 run_fit,
                 lambda: self.predictor.refit(),
@@ -121,25 +198,26 @@ class Scheduling:
     def on_arrival(self, request: Any) -> None:
         """Tell the dispatcher of a new request, with a prediction of its answer's length."""
         facts = facts_of(request)
-        features = facts.features or LengthFeatures(
-            num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens
-        )
-        arrival = Arrival(
+        if not facts.num_prompt_tokens:
+            facts = msgspec.structs.replace(
+                facts, num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens
+            )
+        waiting = Waiting(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            guess=facts.guess or self.predictor.predict(features),
+            guess=facts.guess or self.predictor.predict(facts),
             priority=request.priority,
-            tenant=facts.context.tenant,
-            weight=facts.context.weight,
+            tenant=facts.tenant,
+            weight=facts.weight,
             adapter_id=request.lora_request.lora_int_id if request.lora_request is not None else None,
             rank=facts.rank,
-            waits_for=waits_for(request),
+            waits_for=_waits_for(request),
             is_background=is_background(request.request_id),
-            # There are no adapter_tokens: adapters in use lie in separate slots, beside KV. Charged as tokens, they would keep KV memory empty.
+            # Adapters are not charged as tokens: those in use lie in separate slots, beside KV, and would keep KV memory empty.
         )
-        self._requests.add(request)
-        self._features[request.request_id] = features
-        self.dispatcher.arrived(arrival, self._clock())
+        self._requests[request.request_id] = request
+        self._facts[request.request_id] = facts
+        self.dispatcher.arrived(waiting, self._clock())
 
     def preempted(self, request: Any) -> None:
         """Tell the dispatcher that a running request was put back into the queue."""
@@ -148,15 +226,15 @@ class Scheduling:
     def ended(self, request: Any) -> None:
         """Tell the dispatcher that a request has left, from the queue or from running; the predictor learns from its answer."""
         request_id = request.request_id
-        features = self._features.pop(request_id, None)
-        if features is None:
+        facts = self._facts.pop(request_id, None)
+        if facts is None:
             return
         is_finished = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         num_output = request.num_output_tokens
         if is_finished and not is_background(request_id):
-            self.predictor.observe(features, num_output)
+            self.predictor.observe(facts, num_output)
         self.dispatcher.ended(request_id, num_output, is_finished, self._clock())
-        self._requests.remove(request_id)
+        self._requests.pop(request_id, None)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -165,14 +243,14 @@ class Scheduling:
         started_s = self._stopwatch()
         now = self._clock()
         running = _progress(scheduler.running)
-        running_adapters = self._requests.running_adapters = lora_ids(scheduler.running)
+        running_adapters = self._running_adapters = lora_ids(scheduler.running)
         view = StepView(
             running=running,
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
             adapter_bytes=self._adapters.free_room(running_adapters) if self._adapters is not None else None,
             adapters_take_turns=self._adapters is not None and self._adapters.take_turns,
-            shared_tokens=self._shared_tokens(scheduler),
+            shared_tokens=self._tokens_held_twice(scheduler),
         )
         plan = self.dispatcher.begin_step(view, now)
         for request_id in plan.squash:
@@ -194,7 +272,7 @@ class Scheduling:
         self.dispatcher.end_step(self.queue.end_step(), self._clock())
         self.step_s += self._stopwatch() - started_s
 
-    def _shared_tokens(self, scheduler: Any) -> int:
+    def _tokens_held_twice(self, scheduler: Any) -> int:
         """Return by how many tokens the running requests, each counted by itself, hold more than there are in used blocks."""
         if self._block_pool is None or not self.dispatcher.policy.charges_tokens:
             return 0
@@ -233,20 +311,80 @@ class Scheduling:
             others = [request for request in running if self.dispatcher.known(request.request_id) is None]
             running[:] = others + [self._requests[request_id] for request_id in order]
 
+    # -- what the dispatcher asks ------------------------------------------------------------------------------------
+
+    def is_ready(self, request_id: str) -> bool:
+        """Return whether the request may start as far as its adapter and its grammar are concerned."""
+        return self._is_ready(self._requests[request_id])
+
+    def num_tokens(self, request_id: str) -> int:
+        """Return the request's tokens so far: its prompt's and its answer's."""
+        num_tokens: int = self._requests[request_id].num_tokens
+        return num_tokens
+
+    def start_blocks(self, request_id: str) -> int:
+        """Return the number of free blocks that starting this request would take: new blocks, and cached blocks that no running request holds."""
+        # vLLM counts in the same way: cached blocks of the prompt that no request uses are among the free blocks, too.
+        num_blocks = min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
+        return num_blocks - self._num_shared_blocks(request_id)
+
+    def shared_tokens(self, request_id: str) -> int:
+        """Return how many of the request's first tokens lie in blocks that running requests hold."""
+        return self._num_shared_blocks(request_id) * self._block_size
+
+    def _num_shared_blocks(self, request_id: str) -> int:
+        """Return how many of the request's first blocks running requests hold.
+
+        A request that holds a block holds all blocks before it, so the last shared block is found by halving. The block of the last token is always
+        computed anew, because vLLM needs its output.
+        """
+        if self._block_pool is None:
+            return 0
+        request = self._requests[request_id]
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        return bisect_left(hashes, True, key=lambda block_hash: not self._is_held(block_hash))
+
+    def _is_held(self, block_hash: Any) -> bool:
+        cached = self._block_pool.get_cached_block(block_hash, [0])
+        return cached is not None and cached[0].ref_cnt > 0
+
+    def held_blocks(self, request_id: str) -> int:
+        """Return how many blocks the running request holds, counted by itself."""
+        return self.num_tokens(request_id) // self._block_size + 1
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Return how many of the request's first tokens need not be computed."""
+        return self._num_cached_tokens(self._requests[request_id])
+
+    def missing_adapter_bytes(self, adapter_id: int) -> int:
+        """Return the room that the adapter would need beside the running ones; 0 where adapters are not bounded."""
+        return (
+            self._adapters.needed_room(adapter_id, self._running_adapters)
+            if self._adapters is not None
+            else 0
+        )
+
     # -- to look at ----------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         """Return the time of the clock for requests' times, in seconds."""
         return self._clock()
 
+    def lanes(self) -> LaneStats | None:
+        """Return the figures of the policy's lanes; None where it has none."""
+        policy = self.dispatcher.laned
+        if policy is None:
+            return None
+        return LaneStats(
+            boundaries=policy.lanes.boundaries,
+            num_waiting=policy.num_waiting(),
+            quota_tokens=policy.ledger.quotas,
+            used_tokens=policy.ledger.used,
+        )
+
     def all_counts(self) -> dict[str, int]:
-        """Return counts of decisions, of the ways back of preempted requests, and of the decision log. From any thread."""
-        counts = {**self.dispatcher.counts, **self._ways()}
-        if self._log is not None:
-            counts["log_bytes"] = self._log.num_bytes
-            if self._log.cut is not None:
-                counts[f"log_cut:{self._log.cut}"] = 1
-        return counts
+        """Return counts of decisions and of the ways back of preempted requests. From any thread."""
+        return {**self.dispatcher.counts, **self._ways()}
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds that decisions, and all of our work in steps, have taken. From any thread."""
@@ -264,24 +402,23 @@ class Scheduling:
             "counts": dict(own.counts),
             "token_s": own.token_s,
         }
-        if own.laned is not None:
-            found["lanes"] = {
-                "boundaries": own.laned.lanes.boundaries,
-                "num_waiting": own.laned.num_waiting(),
-                "quota_tokens": own.laned.ledger.quotas,
-                "used_tokens": own.laned.ledger.used,
-            }
+        if (lanes := self.lanes()) is not None:
+            found["lanes"] = msgspec.structs.asdict(lanes)
         return found
 
     def close(self) -> None:
-        """Close the thread that fits lanes, and the decision log."""
+        """Close the thread that fits lanes."""
         if self._thread is not None:
             with going_on("the thread that fits lanes"):
                 self._thread.close()
-        if self._log is not None:
-            with going_on("the decision log"):
-                self._log.close()
 
 
 def _progress(running: list[Any]) -> list[Progress]:
     return [(each.request_id, each.num_tokens, each.num_computed_tokens) for each in running]
+
+
+def _waits_for(request: Any) -> Hashable:
+    """Return an id of the thing that a request waits for before it may start: its own grammar, its adapter, or None."""
+    if request.structured_output_request is not None:
+        return request.request_id
+    return request.lora_request.lora_int_id if request.lora_request is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.core.kv.expected import Hashes
@@ -24,9 +24,7 @@ from engine_bridge.protocol.errors import InvalidRequest
 class AdapterVersions:
     """Every version that was ever served, by its id: requests under way keep the weights that they began with."""
 
-    def __init__(
-        self, thread: EngineThread[VllmDriver], catalog: Catalog | NoCatalog, block_hasher: Any
-    ) -> None:
+    def __init__(self, thread: EngineThread[VllmDriver], catalog: Catalog, block_hasher: Any) -> None:
         self._thread = thread
         self.catalog = catalog
         self._block_hasher = block_hasher
@@ -83,7 +81,7 @@ class AdapterVersions:
         facts = facts_of(request)
         request.lora_request = adapter
         content_hash = adapter.content_hash if adapter else ""
-        request.cache_salt = cache_salt(facts.context.tenant, content_hash, facts.client_salt)
+        request.cache_salt = cache_salt(facts.tenant, content_hash, facts.client_salt)
         tell(request, msgspec.structs.replace(facts, rank=self.rank_of(adapter)))
 
     def tie_to_served(self, request: EngineCoreRequest) -> None:
@@ -158,7 +156,7 @@ class AdapterVersions:
         self._thread.submit(lambda driver: driver.adapters.add(record))
 
 
-def _enter(catalog: Catalog | NoCatalog, lora_request: LoRARequest) -> AdapterRecord:
+def _enter(catalog: Catalog, lora_request: LoRARequest) -> AdapterRecord:
     """Register the adapter in a folder of this machine.
 
     In the path "~" is the home of the server's user, and relative paths count from where the server was started.

@@ -6,30 +6,7 @@ import asyncio
 from typing import Any
 
 from engine_bridge.calls.continuity import Continued, continue_between_tokens, continue_prompt
-from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
-
-
-class CallIds:
-    """The token ids of one API call of a session.
-
-    Attributes:
-        history: the session's ids so far, packed; b"" if it has none.
-        seen: the ids that the engine has read and written in this call, packed; b"" until its answer is over, and where it gave several answers.
-    """
-
-    def __init__(self, history: bytes) -> None:
-        self.history = history
-        self.seen = b""
-        self._is_taken = False
-
-    def take(self) -> bool:
-        """Return whether this is the first request of the call. Further requests (several prompts) have nothing to do with the session."""
-        is_first, self._is_taken = not self._is_taken, True
-        return is_first
-
-    def ended(self, prompt: list[int], generated: list[int]) -> None:
-        """Note the ids of the prompt and of its answer, which is over."""
-        self.seen = pack_token_ids([*prompt, *generated])
+from engine_bridge.protocol.node import unpack_token_ids
 
 
 class Continuing:

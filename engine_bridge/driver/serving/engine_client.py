@@ -11,18 +11,20 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from msgspec.structs import replace
+
+from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.apis.completions import only_prompt
-from engine_bridge.driver.carried import Carried, facts_of, tell, tell_guess
+from engine_bridge.driver.carried import facts_of, tell, tell_guess
 from engine_bridge.driver.corrections.bad_words import ban_all_forms, put_aside
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.grammars.admission import check_grammar
 from engine_bridge.driver.serving.adapter_versions import AdapterVersions
 from engine_bridge.driver.serving.adapter_waits import AdapterWaits
-from engine_bridge.driver.serving.call import CALL, ServingCall
-from engine_bridge.driver.serving.call_start import CallStart
-from engine_bridge.driver.serving.continuing import CallIds, Continuing
+from engine_bridge.driver.serving.answer import Answer
+from engine_bridge.driver.serving.call import current_call
+from engine_bridge.driver.serving.continuing import Continuing
 from engine_bridge.driver.serving.stream_failures import engine_failed
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.vllm_api import (
@@ -32,19 +34,16 @@ from engine_bridge.driver.vllm_api import (
     LoRARequest,
     RequestOutput,
     RequestOutputCollector,
-    RequestOutputKind,
     SamplingParams,
-    VLLMValidationError,
     extract_prompt_components,
 )
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.limits.request_limits import RequestLimits, check_sampling
 from engine_bridge.predict.custom_predictor import PATIENCE_S
 from engine_bridge.predict.hints import setting_hints
-from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.request_context import RequestContext
 
 DEFAULT_LIMITS = RequestLimits()
 # vLLM's serving classes turn any error of `add_lora` into a text; here the errors themselves are kept.
@@ -71,7 +70,7 @@ class BridgeEngineClient(EngineClient):
         engine: Any,
         grammars: GrammarChecker,
         streams: Streams,
-        catalog: Catalog | NoCatalog,
+        catalog: Catalog,
         lengths: NodeLengths | None = None,
         limits: RequestLimits = DEFAULT_LIMITS,
     ) -> None:
@@ -79,7 +78,7 @@ class BridgeEngineClient(EngineClient):
         self._streams = streams
         self._lengths = lengths
         self._grammars = grammars
-        self._limits = limits
+        self.limits = limits
         self._sequence = itertools.count()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
@@ -99,7 +98,7 @@ class BridgeEngineClient(EngineClient):
         request_id: str,
         stream: Any,
         *,
-        context: RequestContext,
+        request: EngineRequest,
         lora_request: LoRARequest | None,
         **options: Any,
     ) -> tuple[str, EngineCoreRequest]:
@@ -113,34 +112,40 @@ class BridgeEngineClient(EngineClient):
         Raises:
             InvalidRequest: and vLLM's validation errors, at once.
         """
-        check_sampling(params, self._limits)
+        check_sampling(params, self.limits)
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
         adapter = self.versions.used_by(lora_request)
         with put_aside(params) as bad_words:
-            request = self.input_processor.process_inputs(
+            core_request = self.input_processor.process_inputs(
                 unique_id,
                 prompt,
                 params,
                 self._tasks,
                 lora_request=adapter,
-                session_id=context.session_id or None,
-                priority=context.priority,
+                session_id=request.session_id or None,
+                priority=request.priority,
                 **options,
             )
-        if request.sampling_params is not None:
-            request.sampling_params.bad_words = bad_words  # for `_begin`
-        features = self._features(request, context)
-        tell(request, Carried(context=context, features=features, client_salt=request.cache_salt))
-        self.versions.tie(request, adapter)
+        if core_request.sampling_params is not None:
+            core_request.sampling_params.bad_words = bad_words  # for `queue`
+        tell(core_request, self._as_queued(request, core_request))
+        self.versions.tie(core_request, adapter)
         self._streams.register(unique_id, stream)
-        return unique_id, request
+        return unique_id, core_request
 
-    def _features(self, request: EngineCoreRequest, context: RequestContext) -> LengthFeatures | None:
-        """Return the facts from which the answer's length is predicted; None where it is not predicted."""
-        params, token_ids = request.sampling_params, request.prompt_token_ids
+    def _as_queued(self, request: EngineRequest, core_request: EngineCoreRequest) -> EngineRequest:
+        """Return the gateway's request without its texts, and with what its answer's length is predicted from, where it is predicted."""
+        params, token_ids = core_request.sampling_params, core_request.prompt_token_ids
+        known = replace(
+            request,
+            messages=(),
+            prompt_token_ids=None,
+            history_token_ids=b"",
+            client_salt=core_request.cache_salt,
+        )
         if self._lengths is None or params is None or token_ids is None:
-            return None
+            return known
         room = self.model_config.max_model_len - len(token_ids)
         settings = setting_hints(
             is_structured=params.structured_outputs is not None,
@@ -151,19 +156,19 @@ class BridgeEngineClient(EngineClient):
         )
         # Only a user's own predictor reads the prompt; without it only numbers are held.
         is_read = self._lengths.own is not None
-        return LengthFeatures(
+        return replace(
+            known,
             num_prompt_tokens=len(token_ids),
-            context=context,
             max_tokens=params.max_tokens,
-            hints=context.asked.hints + settings,
+            hints=request.asked.hints + settings,
             prompt_token_ids=token_ids if is_read else None,
         )
 
     async def predict_length(self, request: EngineCoreRequest) -> None:
         """Ask a user's own predictor for the length of the answer. Only this request waits for it, PATIENCE_S at most."""
-        features = facts_of(request).features
         own = self._lengths.own if self._lengths is not None else None
-        future = own.ask(features) if own is not None and features is not None else None
+        facts = facts_of(request)
+        future = own.ask(facts) if own is not None and facts.num_prompt_tokens else None
         if own is None or future is None:
             return
         waiting = asyncio.wrap_future(future)
@@ -175,6 +180,39 @@ class BridgeEngineClient(EngineClient):
                 tell_guess(request, waiting.result())
         finally:
             waiting.cancel()
+
+    async def queue(
+        self,
+        unique_id: str,
+        request: EngineCoreRequest,
+        stream: Any,
+        text: str | None,
+        *,
+        tenant: str,
+        history: bytes | None,
+    ) -> None:
+        """Queue a validated request of an API, once its grammar is known to be harmless and its prompt begins with its session's ids.
+
+        Args:
+            unique_id: the request's id.
+            request: from `submit`.
+            stream: where its outputs go.
+            text: the prompt's text, if it has any.
+            tenant: whose request it is.
+            history: the session's token ids so far, packed; None where the prompt continues no session.
+
+        Raises:
+            BridgeError: the request cannot be queued; also vLLM's own errors.
+        """
+        self.check_ready()
+        self._streams.register(unique_id, stream)
+        config = self.vllm_config.structured_outputs_config
+        await check_grammar(request.sampling_params, config, self._grammars, tenant)
+        await ban_all_forms(request.sampling_params, self.renderer)
+        if history and text is not None:
+            await self._continue(request, history, text)
+        await self.predict_length(request)
+        self.launch(unique_id, request, text)
 
     def launch(
         self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None
@@ -233,13 +271,13 @@ class BridgeEngineClient(EngineClient):
         kv_hints: Any = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> Answer | AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a new request.
 
         This is a plain function that validates at once: bad parameters become a 400 before any header of a stream is sent. `priority`,
         `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has the gateway's values.
         """
-        call = CALL.get()
+        call = current_call()
         if sampling_params.max_tokens == 0:
             return only_prompt(prompt, request_id, sampling_params.n)
         # A thinking budget can be left out at no cost. Some clients send it with every call, and vLLM refuses it for most models.
@@ -252,95 +290,21 @@ class BridgeEngineClient(EngineClient):
                 sampling_params,
                 request_id,
                 collector,
-                context=call.context,
+                request=call.request,
                 lora_request=lora_request,
                 tokenization_kwargs=tokenization_kwargs,
             )
         except Exception as error:
-            if call.start is not None:
-                call.start.failed(error)
+            call.failed(error)
             raise
-        # The stream is registered only once it is read: a generator that is dropped before that must leave nothing behind.
+        # The stream is registered only once the answer begins: an answer that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)
         if reasoning_ended is not None:
             request.reasoning_ended = reasoning_ended
         if reasoning_parser_kwargs is not None:
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
         text = extract_prompt_components(self.model_config, prompt).text
-        return self._stream(unique_id, request, collector, text, call)
-
-    async def _stream(
-        self,
-        unique_id: str,
-        request: EngineCoreRequest,
-        collector: RequestOutputCollector,
-        text: str | None,
-        call: ServingCall,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        finished, sampling = False, request.sampling_params
-        ids = call.ids if call.ids is not None and call.ids.take() else None
-        generated: list[int] = []
-        try:
-            await self._begin(unique_id, request, collector, text, call, ids)
-            while not finished:
-                output = collector.get_nowait() or await collector.get()
-                finished = output.finished
-                if ids is not None:
-                    _note_generated(output, sampling, generated)
-                    if finished and len(output.outputs) == 1:
-                        ids.ended(request.prompt_token_ids or [], generated)
-                if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
-                    self._check_logprobs(output, sampling, call)
-                yield output
-        finally:  # no await here: this also runs on cancellation and on garbage collection
-            self.forget(unique_id, abort=not finished)
-
-    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: ServingCall) -> None:
-        """Refuse more log probabilities than a whole answer may have. Raises VLLMValidationError.
-
-        vLLM formats them all at once, and all other requests wait for that.
-        """
-        positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
-        for completion in output.outputs:
-            positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
-        start = call.start or CallStart()
-        start.num_logprobs += positions
-        if start.num_logprobs > self._limits.max_logprobs:
-            raise VLLMValidationError(
-                f"The answer has more than {self._limits.max_logprobs:,} log probabilities (max_logprobs). Ask for a stream, "
-                "for fewer tokens or for fewer log probabilities."
-            )
-
-    async def _begin(
-        self,
-        unique_id: str,
-        request: EngineCoreRequest,
-        collector: RequestOutputCollector,
-        text: str | None,
-        call: ServingCall,
-        ids: CallIds | None,
-    ) -> None:
-        """Queue a request, once its grammar is known to be harmless and its prompt begins with its session's ids."""
-        try:
-            self.check_ready()
-            self._streams.register(unique_id, collector)
-            config = self.vllm_config.structured_outputs_config
-            await check_grammar(request.sampling_params, config, self._grammars, call.context.tenant)
-            await ban_all_forms(request.sampling_params, self.renderer)
-            if ids is not None and ids.history and text is not None:
-                await self._continue(request, ids.history, text)
-            await self.predict_length(request)
-            self.launch(unique_id, request, text)
-        except Exception as error:
-            if call.start is None or call.start.is_known.is_set():
-                raise
-            call.start.failed(error)
-            # The code that waits for the start ends its call, mostly by cancelling this. vLLM would log the error as its own, and hide it in a
-            # stream.
-            await call.start.is_over.wait()
-            raise
-        if call.start is not None:
-            call.start.queued()
+        return Answer(self, call, unique_id, request, collector, text)
 
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
         """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""
@@ -410,13 +374,11 @@ class BridgeEngineClient(EngineClient):
         if self.errored:
             raise self.dead_error
 
-    async def do_log_stats(self) -> None:
-        """Do nothing: the gateway has its own figures."""
+    async def _does_nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no other engine waits for this one's KV."""
-        pass
+    do_log_stats = _does_nothing  # the gateway has its own figures
+    notify_kv_transfer_request_rejected = _does_nothing  # no other engine waits for this one's KV
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Do nothing: the node owns the thread and closes it."""
@@ -431,10 +393,3 @@ class BridgeEngineClient(EngineClient):
     start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
     sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
     pause_generation = resume_generation = is_paused = _not_offered
-
-
-def _note_generated(output: RequestOutput, sampling: SamplingParams | None, generated: list[int]) -> None:
-    """Add the tokens of the (first) answer that an output brings. Outputs that are not deltas hold all tokens so far."""
-    if sampling is None or sampling.output_kind is not RequestOutputKind.DELTA:
-        generated.clear()
-    generated += output.outputs[0].token_ids

@@ -6,22 +6,25 @@ from typing import TYPE_CHECKING
 
 from engine_bridge.driver.background import BACKGROUND_PREFIX
 from engine_bridge.driver.in_process import reuses_kv
-from engine_bridge.driver.vllm_api import RetryableRequestError
+from engine_bridge.driver.vllm_api import LoRARequest, RetryableRequestError, SamplingParams
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import GenerateRequest
 from engine_bridge.protocol.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
     from engine_bridge.driver.serving.engine_client import BridgeEngineClient
-    from engine_bridge.driver.serving.serving import Prepared
 
 # Chosen: how long a request may wait behind a piece of background work, and its size before prefill was measured.
 BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 
 
 async def prefill(
-    client: BridgeEngineClient, prepared: Prepared, request: GenerateRequest, tiers: KvTiers | None
+    client: BridgeEngineClient,
+    request: EngineRequest,
+    token_ids: list[int],
+    lora_request: LoRARequest | None,
+    tiers: KvTiers | None,
 ) -> int:
     """Compute the whole blocks of a prompt, once no other request runs.
 
@@ -33,28 +36,30 @@ async def prefill(
     """
     if not reuses_kv(client.vllm_config):
         return 0
-    token_ids: list[int] = prepared.engine_input["prompt_token_ids"]
     block_size: int = client.vllm_config.cache_config.block_size
     end = len(token_ids) // block_size * block_size
     done = 0
     while done < end:
         done = min(done + _piece_tokens(tiers, block_size), end)
-        await _prefill_to(client, prepared, token_ids[:done], request)
+        await _prefill_to(client, request, token_ids[:done], lora_request)
     return end
 
 
 async def _prefill_to(
-    client: BridgeEngineClient, prepared: Prepared, token_ids: list[int], request: GenerateRequest
+    client: BridgeEngineClient,
+    request: EngineRequest,
+    token_ids: list[int],
+    lora_request: LoRARequest | None,
 ) -> None:
     """Compute the missing KV of these tokens."""
     stream = TokenStream()
     unique_id, core_request = client.submit(
         {"prompt_token_ids": token_ids},
-        prepared.params.clone(),
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False),
         f"{BACKGROUND_PREFIX}{request.request_id}",
         stream,
-        context=request.context,
-        lora_request=prepared.lora_request,
+        request=request,
+        lora_request=lora_request,
     )
     client.launch_in_background(unique_id, core_request)
     try:

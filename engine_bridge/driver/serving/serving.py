@@ -6,9 +6,11 @@ of server-sent events).
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
 from types import SimpleNamespace
@@ -18,32 +20,28 @@ import msgspec
 from msgspec.structs import asdict
 
 from engine_bridge.calls.body_forms import usual_form
-from engine_bridge.calls.context_overflow import ContextOverflow, dropped_event, shorter
+from engine_bridge.calls.context_overflow import ContextOverflow, shorter
 from engine_bridge.calls.continuity import Continued
 from engine_bridge.driver.apis.bodies import (
-    ANTHROPIC_ERROR_EVENT,
-    ERROR_EVENT,
     Rejected,
     as_error_response,
     as_unusable,
     error_reply,
-    in_our_form,
     parse,
     tell_no_insides,
-    without_insides,
 )
-from engine_bridge.driver.apis.chat import Chat
+from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
-from engine_bridge.driver.apis.failures import as_bridge_error, too_long_or_invalid
+from engine_bridge.driver.apis.failures import too_long_or_invalid
 from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
-from engine_bridge.driver.apis.responses import ResponsesServing
+from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
 from engine_bridge.driver.apis.tokenize_request import NoBody, TokenizeBody, tokenizer_facts
 from engine_bridge.driver.apis.tool_calls import NO_FORM
-from engine_bridge.driver.serving.call import CALL, ServingCall
-from engine_bridge.driver.serving.call_start import CallStart, ClosingEvents, Entrance, StartedStream
-from engine_bridge.driver.serving.continuing import CallIds
+from engine_bridge.driver.serving.api_events import ApiEvents, ended
+from engine_bridge.driver.serving.call import CALL, Call
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+from engine_bridge.driver.serving.entrance import Entrance
 from engine_bridge.driver.serving.served_adapters import ServedAdapters
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
@@ -51,42 +49,28 @@ from engine_bridge.driver.vllm_api import (
     BaseModelPath,
     ChatCompletionRequest,
     DetokenizeRequest,
+    EngineCoreRequest,
     ErrorResponse,
     LoRARequest,
     OnlineRenderer,
     OpenAIServingModels,
     RequestOutputKind,
     ResponsesRequest,
-    SamplingParams,
     ServingTokenization,
-    _convert_stream_to_sse_events,
     create_error_response,
     get_max_tokens,
-    with_sse_keep_alive,
 )
 from engine_bridge.policy.limits.request_limits import check_prompt, check_prompt_chars
 from engine_bridge.protocol.api_errors import anthropic_words, is_too_long, unknown_model
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, passed_on
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import (
-    Api,
-    ChatMessage,
-    Dropped,
-    GenerateRequest,
-    JsonReply,
-    Prompt,
-    SseReply,
-    pack_token_ids,
-    token_ids_event,
-)
-from engine_bridge.protocol.request_context import RequestContext, passed_on
-from engine_bridge.protocol.token_stream import Split
+from engine_bridge.protocol.node import Api, Dropped, JsonReply, Prompt, SseReply, pack_token_ids
+from engine_bridge.protocol.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
 
 # Ways in which a draft may continue: a word may grow, end or be followed by punctuation.
 DRAFT_ENDS = ("s", " a", ".")
-# Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
-KEEP_ALIVE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +93,18 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A turn that is ready to be submitted.
+class _Endpoint:
+    """One API: the class of its requests, vLLM's method that answers them, and the form of what comes back.
 
     Attributes:
-        prompt: the prompt's ids, for the keeper of the conversation.
-        split: separates the model's reasoning from its answer, where the form of its reasoning is known.
+        texts: makes server-sent events of a request and one event of its stream.
+        dump: options by which a whole reply becomes JSON.
     """
 
-    engine_input: Any
-    params: SamplingParams
-    lora_request: LoRARequest | None
-    prompt: Prompt
-    split: Split | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Endpoint:
     request_class: Any
     call: Callable[[Any, Any], Awaitable[Any]]
     is_anthropic: bool = False
-    yields_objects: bool = False
+    texts: Callable[[Any, Any], Iterable[str]] = lambda request, event: (event,)
     dump: Mapping[str, Any] | None = None
 
 
@@ -178,10 +153,10 @@ class Serving:
         )
         tell_no_insides(self._chat, completion, responses, messages)
         self._endpoints: dict[str, _Endpoint] = {
-            "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
+            "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion, texts=chunks_of),
             "completions": _Endpoint(CompletionBody, completion.create_completion),
             "responses": _Endpoint(
-                ResponsesRequest, responses.create_responses, yields_objects=True, dump={"by_alias": True}
+                ResponsesRequest, responses.create_responses, texts=sse_text, dump={"by_alias": True}
             ),
             "messages": _Endpoint(
                 AnthropicMessagesRequest,
@@ -228,37 +203,40 @@ class Serving:
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
     async def serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], context: RequestContext
+        self, api: Api, body: Any, headers: Mapping[str, str], request: EngineRequest
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
-        leave = await self._entrance.enter(context.tenant)
-        start = CallStart(when_known=leave)
-        goes_on = self._options.keeps_token_ids and bool(context.session_id)
-        ids = CallIds(context.history_token_ids) if goes_on else None
-        call = ServingCall(msgspec.structs.replace(context, history_token_ids=b""), start, ids)
+        leave = await self._entrance.enter(request.tenant)
+        goes_on = self._options.keeps_token_ids and bool(request.session_id)
+        call = Call(
+            msgspec.structs.replace(request, history_token_ids=b""),
+            history=request.history_token_ids if goes_on else None,
+            when_known=leave,
+        )
         token = CALL.set(call)
+        reply: JsonReply | SseReply | None = None
         try:
-            return await self._serve(api, body, headers, call, start)
+            reply = await self._serve(api, body, headers, call)
         finally:
             CALL.reset(token)
-            start.is_over.set()
             leave()
+            if not isinstance(reply, SseReply):
+                call.close()
+        return reply
 
     async def _serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], call: ServingCall, start: CallStart
+        self, api: Api, body: Any, headers: Mapping[str, str], call: Call
     ) -> JsonReply | SseReply:
         endpoint = self._endpoints[api]
         raw_request = SimpleNamespace(headers=passed_on(headers), state=SimpleNamespace())
         try:
-            result, dropped = await self._fitting(api, body, raw_request, start)
-            if isinstance(result, AsyncIterator):
-                events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
-                stream = StartedStream(_in_call(call, events))
-                await stream.begin(start)
-                told = _telling(dropped, with_sse_keep_alive(stream.events(), KEEP_ALIVE_S))
-                return SseReply(ClosingEvents(_encoded(told, endpoint, call.ids), stream))
+            result, dropped = await self._fitting(api, body, raw_request, call)
+            if isinstance(result, ApiEvents):
+                result.dropped = dropped
+                await result.begin()
+                return SseReply(result)
         except Exception as error:
-            response = as_error_response(error) if start.is_queued else as_unusable(error, body)
+            response = as_error_response(error) if call.is_queued else as_unusable(error, body)
             result, dropped = response, Dropped()
         if isinstance(result, ErrorResponse):
             if endpoint.is_anthropic and _is_too_long(result):
@@ -266,41 +244,46 @@ class Serving:
                 result.error.message = anthropic_words(result.error.message, limit)
             return error_reply(result, is_anthropic=endpoint.is_anthropic)
         reply = result.model_dump_json(**(endpoint.dump or {})).encode()
-        return JsonReply(200, reply, call.ids.seen if call.ids is not None else b"", dropped)
+        return JsonReply(200, reply, call.seen, dropped)
 
-    async def _fitting(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> tuple[Any, Dropped]:
+    async def _fitting(self, api: Api, body: Any, raw_request: Any, call: Call) -> tuple[Any, Dropped]:
         """Return the call's result, and the parts that were left out so that its prompt fits.
 
         If no shorter version fits, the first error is returned.
         """
         options = self._options
         body = usual_form(api, body, self._client.model_config.max_model_len)
-        result = first = await self._attempt(api, body, raw_request, start)
+        result = first = await self._attempt(api, body, raw_request, call)
         if _is_too_long(first):
             versions = shorter(
                 options.context_overflow, api, body, calls_tools=options.tool_parser != NO_FORM
             )
             for version, dropped in versions:
-                result = await self._attempt(api, version, raw_request, start)
+                result = await self._attempt(api, version, raw_request, call)
                 if not _is_too_long(result):
                     log.info("left out of a prompt that is longer than the model's context: %s", dropped)
                     return result, dropped
         return first, Dropped()
 
-    async def _attempt(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> Any:
+    async def _attempt(self, api: Api, body: Any, raw_request: Any, call: Call) -> Any:
         """Return the result of vLLM's class. An unknown model and errors raised before the request is queued become an ErrorResponse."""
         endpoint = self._endpoints[api]
         try:
             check_prompt(api, body, self._options.max_prompt_chars)
             request = parse(endpoint.request_class, body)
             self._check_model(getattr(request, "model", None))
-            result = await start.result_of(endpoint.call(request, raw_request))
+            result = await _cancellable(endpoint.call(request, raw_request))
+            if call.failure is not None:
+                raise call.failure
         except Rejected as rejected:
             return rejected.response
         except Exception as error:
-            if start.is_queued:
+            if call.is_queued:
                 raise
             return as_unusable(error, body)
+        if isinstance(result, AsyncIterator):
+            texts = partial(endpoint.texts, request)
+            return ApiEvents(call, result, texts, is_anthropic=endpoint.is_anthropic)
         return result
 
     def _check_model(self, name: str | None) -> None:
@@ -321,35 +304,47 @@ class Serving:
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
-    async def prepare(self, request: GenerateRequest, stream_interval: int) -> Prepared:
-        """Render and tokenise a turn as a chat completion would be. `stream_interval` is the number of tokens per output after the first.
+    async def submit(
+        self, request: EngineRequest, stream: TokenStream, stream_interval: int
+    ) -> tuple[str, EngineCoreRequest] | None:
+        """Render and tokenise a turn as a chat completion would be, and register it for `stream` without queueing it yet.
+
+        Args:
+            request: the turn.
+            stream: takes the answer; it is told of the prompt, and how to tell the model's reasoning from its answer.
+            stream_interval: tokens per output after the first one.
+
+        Returns:
+            What `BridgeEngineClient.submit` does; None where the stream was stopped meanwhile.
 
         Raises:
-            BridgeError: InvalidRequest for a turn that cannot be answered, or the server's own failure.
+            InvalidRequest: for a turn that cannot be answered; also vLLM's own errors.
         """
-        lora_request = self.lora_request(request.context.adapter)
+        lora_request = self.lora_request(request.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
-        messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
-        try:
-            chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
-            if request.prompt_token_ids is not None:
-                engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
-                prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
-            else:
-                engine_input = await self._render(chat_request)
-                prompt = await self._continue(request, engine_input)
-            prompt_len = len(engine_input["prompt_token_ids"])
-            params = chat_request.to_sampling_params(
-                self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
-            )
-        except Exception as error:
-            raise as_bridge_error(error) from error
+        chat_request = ChatCompletionRequest(messages=_as_dicts(request), stream=True, **sampling)
+        if request.prompt_token_ids is not None:
+            engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
+            stream.prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
+        else:
+            engine_input = await self._render(chat_request)
+            stream.prompt = await self._continue(request, engine_input)
+        prompt_len = len(engine_input["prompt_token_ids"])
+        params = chat_request.to_sampling_params(
+            self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
+        )
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        return Prepared(engine_input, params, lora_request, prompt, self._split(chat_request))
+        stream.split = self._split(chat_request)
+        if stream.is_over:
+            return None
+        self._client.check_ready()
+        return self._client.submit(
+            engine_input, params, request.request_id, stream, request=request, lora_request=lora_request
+        )
 
-    def _split(self, chat_request: ChatCompletionRequest) -> Split | None:
+    def _split(self, chat_request: ChatCompletionRequest) -> ReasoningSplit | None:
         if not self._options.reasoning_parser:
             return None
         # Each request gets its own parser, as in OpenAIServingChat: parsers know how far their answer has come.
@@ -361,23 +356,14 @@ class Serving:
         )
         return ReasoningSplit(parser, chat_request)
 
-    async def prepare_draft(self, request: GenerateRequest) -> Prepared:
-        """Prepare the tokens with which the prompt will begin however the last message continues, for a request that only computes their KV.
+    async def draft_ids(self, request: EngineRequest) -> list[int]:
+        """Return the tokens with which the prompt will begin however the last message continues, for a request that only computes their KV.
 
         The message is rendered with several continuations: where they agree, further typing changes nothing. The last agreeing token is left out,
-        because its other half may still come. Raises errors as `prepare` does.
+        because its other half may still come. Raises errors as `submit` does.
         """
         if request.prompt_token_ids is not None:
-            token_ids = list(request.prompt_token_ids)
-        else:
-            token_ids = await self._stable_ids(request)
-        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        prompt = Prompt(pack_token_ids(token_ids), "given")
-        return Prepared(
-            {"prompt_token_ids": token_ids}, params, self.lora_request(request.context.adapter), prompt
-        )
-
-    async def _stable_ids(self, request: GenerateRequest) -> list[int]:
+            return list(request.prompt_token_ids)
         *earlier, draft = request.messages
         stable: list[int] | None = None
         for more in DRAFT_ENDS:
@@ -386,16 +372,12 @@ class Serving:
             stable = ids if stable is None else _common(stable, ids)
         return (stable or [])[:-1]
 
-    async def _draft_ids(self, request: GenerateRequest) -> list[int]:
-        messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
-        try:
-            engine_input = await self._render(ChatCompletionRequest(messages=messages))
-            await self._continue(request, engine_input)
-        except Exception as error:
-            raise as_bridge_error(error) from error
+    async def _draft_ids(self, request: EngineRequest) -> list[int]:
+        engine_input = await self._render(ChatCompletionRequest(messages=_as_dicts(request)))
+        await self._continue(request, engine_input)
         return list(engine_input["prompt_token_ids"])
 
-    async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
+    async def _continue(self, request: EngineRequest, engine_input: Any) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
         rendered = engine_input["prompt_token_ids"]
         # With only one message from the user there is no history to continue.
@@ -437,6 +419,10 @@ class Serving:
         return lora_request
 
 
+def _as_dicts(request: EngineRequest) -> Any:
+    return [{"role": message.role, "content": message.content} for message in request.messages]
+
+
 def _common(first: list[int], second: list[int]) -> list[int]:
     """Return the tokens with which both lists begin."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
@@ -450,55 +436,14 @@ def _is_too_long(result: Any) -> bool:
     return is_refused and is_too_long(result.error.message)
 
 
-async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Yield `events` behind a comment that names the parts left out of their prompt."""
+async def _cancellable(calling: Awaitable[Any]) -> Any:
+    """Return the result of vLLM's class. When the caller is cancelled, so is `calling`, of whose cancellation vLLM makes a reply."""
+    task = asyncio.ensure_future(calling)
     try:
-        if dropped:
-            yield dropped_event(dropped)
-        async for event in events:
-            yield event
+        await asyncio.wait({task})
+        return task.result()
     finally:
-        await events.aclose()
-
-
-async def _in_call(call: ServingCall, events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield `events`, each made while CALL is `call`.
-
-    Some of vLLM's generators first ask the engine when they are read, which may be in another task than the call's.
-    """
-    try:
-        while True:
-            token = CALL.set(call)
-            try:
-                event = await anext(events)
-            except StopAsyncIteration:
-                return
-            finally:
-                CALL.reset(token)
-            yield event
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
-
-
-async def _encoded(
-    events: AsyncIterator[str], endpoint: _Endpoint, ids: CallIds | None
-) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events as bytes, and the call's token ids behind them (see `SseReply`).
-
-    An error that a generator raises after its first byte becomes a last error event.
-    """
-    try:
-        async for event in events:
-            if endpoint.is_anthropic and event.startswith(ANTHROPIC_ERROR_EVENT):
-                event = without_insides(event)
-            yield in_our_form(event).encode() if event.startswith(ERROR_EVENT) else event.encode()
-        if ids is not None and ids.seen:
-            yield token_ids_event(ids.seen)
-    except Exception as error:
-        body = error_reply(as_error_response(error), is_anthropic=endpoint.is_anthropic).body.decode()
-        yield f"event: error\ndata: {body}\n\n".encode()
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
+        await ended(task)
 
 
 def _too_long(prompt_len: int, limit: int) -> InvalidRequest:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from engine_bridge.driver.serving.call import CALL
 from engine_bridge.policy.scheduling.fair_queue import FairQueue
+from engine_bridge.protocol.engine_request import ANONYMOUS
 from engine_bridge.protocol.errors import SeamMoved, TooBusy
-from engine_bridge.protocol.node import TokenizerStats
+from engine_bridge.protocol.figures import TokenizerStats
 
 # Bounds of one tenant: jobs that may wait, and how long they may be expected to wait. Chosen: memory for prompts that wait, and a third of the 30 s
 # after which vLLM gives up rendering.
@@ -45,10 +46,11 @@ class TokenizerQueue(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue a job of the tenant that CALL names."""
-        context = CALL.get().context
+        call = CALL.get(None)
+        asker = call.request if call is not None else ANONYMOUS
         job = _Job(Future(), lambda: fn(*args, **kwargs))
         with self._lock:
-            self._queue.add(context.tenant, context.weight, job)
+            self._queue.add(asker.tenant, asker.weight, job)
             # One errand is submitted for each job; when an errand's turn comes, the queue decides which job it does.
             self._pool.submit(self._run_next)
         return job.future

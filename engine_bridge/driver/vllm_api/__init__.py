@@ -3,9 +3,8 @@
 `from engine_bridge.driver.vllm_api import Scheduler` imports vLLM's module when the name is asked for, not before: until then no part of vLLM or
 torch is loaded. So code that must wait until the engine's environment is set imports inside a function.
 
-Where each name comes from, how we use it and which features depend on it is written down in `inventory/`. `check` finds the names that have moved, in
-the installed vLLM or by its source in any other; `start` turns off the features that can be left out. `python -m engine_bridge.driver.vllm_api`
-prints the result.
+Where each name comes from, how we use it and which features depend on it is written down in `inventory.py`. `check` finds the names that have moved;
+`start` turns off the features that can be left out. `overture doctor` prints the result.
 """
 
 from __future__ import annotations

@@ -1,43 +1,19 @@
-"""Finds the names of the inventory that have moved in a vLLM: by import in the vLLM that serves (`Live`), or by its source in any (`Source`)."""
+"""Finds the names of the inventory that have moved: in the vLLM that can be imported, and in an engine that was built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from inspect import Parameter
-from typing import Any, Protocol
+from inspect import Parameter, signature
+from typing import Any
 
 from msgspec import Struct
 
 from engine_bridge.driver.vllm_api.features import Feature
-from engine_bridge.driver.vllm_api.signatures import call_problem, override_problem, parsed
+from engine_bridge.driver.vllm_api.live import Live
 from engine_bridge.driver.vllm_api.uses import Owner, Use
 
-
-class Facts(Protocol):
-    """Facts about one vLLM. All methods but `problem` are called only for owners without a problem."""
-
-    def problem(self, owner: Owner) -> str | None:
-        """Return why there is no such module or class; None: it exists."""
-        ...
-
-    def has(self, owner: Owner, name: str) -> bool:
-        """Return whether the owner has this name: a module's, a class's, or an attribute that its objects are given."""
-        ...
-
-    def parameters(self, owner: Owner, name: str) -> tuple[Parameter, ...] | None:
-        """Return a function's parameters without `self`. None: the name is no function."""
-        ...
-
-    def mentions(self, owner: Owner, by: str, name: str) -> bool:
-        """Return whether the owner's function `by` looks this name up."""
-        ...
-
-    def abstract_names(self, owner: Owner) -> frozenset[str]:
-        """Return the methods that this class leaves to its subclasses."""
-
-    def takes_tags(self, owner: Owner) -> bool:
-        """Return whether the class's objects take attributes that it does not know."""
-        ...
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_Parameters = tuple[Parameter, ...]
 
 
 class Finding(Struct, frozen=True):
@@ -58,41 +34,47 @@ class Finding(Struct, frozen=True):
         return f"{self.where}: {self.problem}"
 
 
-def check(owners: Iterable[Owner], facts: Facts) -> list[Finding]:
-    """Return all names that have moved, in the inventory's order."""
-    return [finding for owner in owners for finding in _check_owner(owner, facts)]
+def check(owners: Iterable[Owner]) -> list[Finding]:
+    """Return all names that have moved, in the inventory's order. Imports all modules of the owners, so the environment must be set."""
+    return [finding for owner in owners for finding in _check_owner(owner)]
 
 
-def _check_owner(owner: Owner, facts: Facts) -> Iterator[Finding]:
-    problem = facts.problem(owner)
-    if problem is not None:
+def _check_owner(owner: Owner) -> Iterator[Finding]:
+    try:
+        live = Live.of(owner)
+    except Exception as error:  # a module of vLLM may raise any error when it is imported
+        first_line = str(error).strip().split("\n", 1)[0][:200]
+        problem = f"it cannot be imported: {type(error).__name__}: {first_line}"
         # There is a finding for each feature that needs anything of this owner.
-        for feature in dict.fromkeys((owner.feature, *map(owner.feature_of, owner.uses))):
+        for feature in dict.fromkeys((owner.feature, *(use.feature for use in owner.uses))):
             yield Finding(owner.path, "", problem, feature)
         return
     for use in owner.uses:
-        problem = _problem(owner, use, facts)
-        if problem is not None:
-            yield Finding(owner.path, use.by or use.name, problem, owner.feature_of(use))
+        if (found := _problem(live, use)) is not None:
+            yield Finding(owner.path, use.by or use.name, found, use.feature)
     implemented = {use.name for use in owner.uses if use.how == "implement"}
-    new = facts.abstract_names(owner) - implemented if implemented else frozenset()
+    new = live.abstract_names() - implemented if implemented else frozenset()
     if new:
-        yield Finding(owner.path, "", f"it also wants {', '.join(sorted(new))} of a subclass", owner.feature)
+        yield Finding(owner.path, "", f"it also wants {_listed(new)} of a subclass", owner.feature)
 
 
-def _problem(owner: Owner, use: Use, facts: Facts) -> str | None:
+def _problem(live: Live, use: Use) -> str | None:
     if use.how == "look up":
-        is_asked = facts.has(owner, use.by) and facts.mentions(owner, use.by, use.name)
+        is_asked = live.has(use.by) and live.mentions(use.by, use.name)
         return None if is_asked else f"it no longer looks up {use.name}"
     if use.how == "tag":
-        return None if facts.takes_tags(owner) else f"it takes no attribute {use.name} of ours"
+        return None if live.takes_tags() else f"it takes no attribute {use.name} of ours"
     if use.parameters is None:
-        return None if facts.has(owner, use.name) else "it is gone"
-    theirs = facts.parameters(owner, use.name)
+        return None if live.has(use.name) else "it is gone"
+    theirs = live.parameters(use.name)
     if theirs is None:
-        return "it is no function any more" if facts.has(owner, use.name) else "it is gone"
-    compare = call_problem if use.how == "call" else override_problem
-    return compare(theirs, parsed(use.parameters))
+        return "it is no function any more" if live.has(use.name) else "it is gone"
+    # The inventory's own text, in which Python's grammar for parameters is used.
+    ours = tuple(signature(eval(f"lambda {use.parameters}: None")).parameters.values())
+    return _call_problem(theirs, ours) if use.how == "call" else _override_problem(theirs, ours)
+
+
+# -- a built engine ----------------------------------------------------------------------------------------------------
 
 
 def check_engine(owners: Iterable[Owner], engine: Any) -> list[Finding]:
@@ -107,9 +89,7 @@ def check_engine(owners: Iterable[Owner], engine: Any) -> list[Finding]:
             continue
         for use in owner.uses:
             if use.how in ("read", "write", "call", "override") and not hasattr(found, use.name):
-                findings.append(
-                    Finding(owner.path, use.name, "the engine's own has none", owner.feature_of(use))
-                )
+                findings.append(Finding(owner.path, use.name, "the engine's own has none", use.feature))
     return findings
 
 
@@ -122,3 +102,62 @@ def _walk(engine: Any, path: str) -> tuple[Any, str]:
             return None, ".".join(done)
         found = getattr(found, name)
     return found, ""
+
+
+# -- signatures --------------------------------------------------------------------------------------------------------
+
+
+def _call_problem(theirs: _Parameters, ours: _Parameters) -> str | None:
+    """Return why our call does not fit vLLM's function; None if it fits."""
+    positional = [each.name for each in theirs if each.kind in _POSITIONAL]
+    given = [each.name for each in ours if each.kind in _POSITIONAL]
+    by_name = {each.name for each in ours if each.kind is Parameter.KEYWORD_ONLY}
+    for number, (their_name, name) in enumerate(zip(positional, given, strict=False), start=1):
+        if their_name != name:
+            return f"its argument {number} is {their_name}, we give it {name}"
+    if len(given) > len(positional) and not _has(theirs, Parameter.VAR_POSITIONAL):
+        return f"it takes {len(positional)} arguments by position, we give it {len(given)}"
+    by_keyword = {each.name for each in theirs if each.kind is Parameter.KEYWORD_ONLY}
+    unknown = by_name - {*positional[len(given) :], *by_keyword}
+    if unknown and not _has(theirs, Parameter.VAR_KEYWORD):
+        return f"it does not take {_listed(unknown)}"
+    lacking = {each.name for each in theirs if _is_required(each)} - by_name - set(given)
+    return f"it also wants {_listed(lacking)}" if lacking else None
+
+
+def _override_problem(theirs: _Parameters, ours: _Parameters) -> str | None:
+    """Return why a call that fits vLLM's function may not fit ours, which takes its place; None if it always fits."""
+    positional = [each for each in ours if each.kind in _POSITIONAL]
+    has_args, has_kwargs = _has(ours, Parameter.VAR_POSITIONAL), _has(ours, Parameter.VAR_KEYWORD)
+    for number, each in enumerate(each for each in theirs if each.kind in _POSITIONAL):
+        mine = positional[number] if number < len(positional) else None
+        if mine is None:
+            if not has_args or (each.kind is Parameter.POSITIONAL_OR_KEYWORD and not has_kwargs):
+                return f"it also takes {each.name}"
+        elif mine.name != each.name:
+            return f"its argument {number + 1} is {each.name}, ours {mine.name}"
+        elif _is_required(mine) and not _is_required(each):
+            return f"{each.name} may be left out, ours may not"
+    names = {each.name for each in ours}
+    for each in theirs:
+        if each.kind is Parameter.KEYWORD_ONLY and each.name not in names and not has_kwargs:
+            return f"it also takes {each.name}"
+    if (_has(theirs, Parameter.VAR_KEYWORD) and not has_kwargs) or (
+        _has(theirs, Parameter.VAR_POSITIONAL) and not has_args
+    ):
+        return "it takes any others, too"
+    unknown = {each.name for each in ours if _is_required(each)} - {each.name for each in theirs}
+    return f"it no longer takes {_listed(unknown)}" if unknown else None
+
+
+def _has(parameters: _Parameters, kind: int) -> bool:
+    return any(each.kind is kind for each in parameters)
+
+
+def _is_required(parameter: Parameter) -> bool:
+    is_one = parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return is_one and parameter.default is Parameter.empty
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

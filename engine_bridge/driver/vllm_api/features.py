@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 
-class Feature(Struct, frozen=True, kw_only=True):
+class Feature(Struct, frozen=True):
     """A feature that works as a whole or not at all.
 
     Attributes:
@@ -32,80 +32,68 @@ class Feature(Struct, frozen=True, kw_only=True):
         """Whether nothing can be served without this feature."""
         return self.at_start and self.settings is None
 
-    def matters_on(self, device: str) -> bool:
-        """Return whether the feature matters on this device, "cpu" or "cuda"."""
-        return self.device is None or self.device == device
 
-
-ENGINE = Feature(name="the engine", without="nothing can be served", settings=None)
-APIS = Feature(name="the APIs", without="nothing can be served", settings=None)
+ENGINE = Feature("the engine", "nothing can be served", settings=None)
+APIS = Feature("the APIs", "nothing can be served", settings=None)
 GRAMMARS = Feature(
-    name="bounded grammars",
-    without="one client's grammar could stop everybody, so nothing is served",
-    settings=None,
+    "bounded grammars", "one client's grammar could stop everybody, so nothing is served", settings=None
 )
 SCHEDULING = Feature(
-    name="scheduling",
-    without="requests start in vLLM's own order (--scheduling-policy vllm)",
+    "scheduling",
+    "requests start in vLLM's own order (--scheduling-policy vllm)",
     settings=(("scheduling_policy", "vllm"),),
 )
 PACE = Feature(
-    name="short steps",
-    without="prompts are computed in vLLM's own pieces, and a long one holds everybody up (--max-step-ms 0)",
+    "short steps",
+    "prompts are computed in vLLM's own pieces, and a long one holds everybody up (--max-step-ms 0)",
     settings=(("max_step_ms", 0.0),),
 )
-LORA = Feature(
-    name="adapters", without="no adapters are served", settings=(("enable_lora", False),), is_built_in=True
-)
+LORA = Feature("adapters", "no adapters are served", settings=(("enable_lora", False),), is_built_in=True)
 CPU_LORA = replace(LORA, name="adapters on a CPU", device="cpu")
 CUDA_LORA = replace(LORA, name="adapters on a GPU", device="cuda")
 ADAPTERS_IN_KV = Feature(
-    name="adapters in KV blocks",
-    without="adapters are cached in host memory only",
-    settings=(("adapters_in_kv", False),),
+    "adapters in KV blocks", "adapters are cached in host memory only", settings=(("adapters_in_kv", False),)
 )
 KV_TIERS = Feature(
-    name="KV tiers",
-    without="KV that leaves the device is lost (--kv-host-gib 0)",
+    "KV tiers",
+    "KV that leaves the device is lost (--kv-host-gib 0)",
     settings=(("kv_host_gib", 0.0), ("kv_disk_gib", 0.0)),
     is_built_in=True,
 )
 CUDA_COPIES = replace(KV_TIERS, name="KV tiers on a GPU", device="cuda")
-PROMOTION = Feature(name="promotion", without="advisories bring no KV to the device")
+PROMOTION = Feature("promotion", "advisories bring no KV to the device")
 TOKENIZER_TURNS = Feature(
-    name="turns at the tokenizer",
-    without="texts of all tenants are tokenised in the order in which they come",
+    "turns at the tokenizer", "texts of all tenants are tokenised in the order in which they come"
 )
 KEPT_TOKENS = Feature(
-    name="kept token ids", without="every turn's history is tokenised anew, and its KV may not be found again"
+    "kept token ids", "every turn's history is tokenised anew, and its KV may not be found again"
 )
 HALF_CHARACTERS = Feature(
-    name="answers behind half a character",
-    without="a prompt that ends inside a character comes back as the beginning of its answer",
+    "answers behind half a character",
+    "a prompt that ends inside a character comes back as the beginning of its answer",
 )
-BAD_WORDS = Feature(
-    name="many bad words", without="one request with hundreds of bad words makes every step longer"
-)
+BAD_WORDS = Feature("many bad words", "one request with hundreds of bad words makes every step longer")
 ROTARY = Feature(
-    name="positions of heads on a CPU",
-    without="models with latent attention and plain RoPE write wrong answers on a CPU",
+    "positions of heads on a CPU",
+    "models with latent attention and plain RoPE write wrong answers on a CPU",
+    device="cpu",
+)
+SEEDS = Feature(
+    "seeds on a CPU",
+    "a request with a seed whose prompt takes several steps ends the answers of all requests",
     device="cpu",
 )
 PLAIN_CONTENT = Feature(
-    name="special tokens of contents as text",
-    without="a server that is to keep them text (--special-tokens-in-content split) does not start",
+    "special tokens of contents as text",
+    "a server that is to keep them text (--special-tokens-in-content split) does not start",
 )
-ENVIRONMENT = Feature(name="vLLM's environment", without="a variable that we set for vLLM does nothing")
+ENVIRONMENT = Feature("vLLM's environment", "a variable that we set for vLLM does nothing")
 CLIENT_FIELDS = Feature(
-    name="fields of the server", without="a field that we keep clients from setting may have another name"
+    "fields of the server", "a field that we keep clients from setting may have another name"
 )
-REPORT = Feature(
-    name="reasons of waiting", without="metrics and the engine's page do not say why requests wait"
-)
-PROFILING = Feature(name="overture profile", without="this machine cannot be measured", at_start=False)
-BENCHES = Feature(
-    name="benches", without="vLLM's own scheduler cannot be measured beside ours", at_start=False
-)
+REPORT = Feature("reasons of waiting", "metrics and the engine's page do not say why requests wait")
+PROFILING = Feature("overture profile", "this machine cannot be measured", at_start=False)
+BENCHES = Feature("benches", "vLLM's own scheduler cannot be measured beside ours", at_start=False)
 
 FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))
 """All features above, in their order."""

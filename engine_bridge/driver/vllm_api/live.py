@@ -17,99 +17,68 @@ _STORE, _EXTENDED = dis.opmap["STORE_ATTR"], dis.opmap["EXTENDED_ARG"]
 
 
 class Live:
-    """Facts about the installed vLLM, found by import. Use it only after the engine's environment is set."""
+    """A module or class that was imported, and the names that it and a class's objects have."""
 
-    def __init__(self) -> None:
-        self._owners: dict[str, Any] = {}
-        self._classes: dict[type, _Class] = {}
+    def __init__(self, found: Any) -> None:
+        self._found = found
+        self._mro = [each for each in found.__mro__ if each is not object] if isinstance(found, type) else []
 
-    def problem(self, owner: Owner) -> str | None:
-        """Return why the owner cannot be imported; None: it can."""
+    @classmethod
+    def of(cls, owner: Owner) -> Live:
+        """Import an owner. Raises any error of its import."""
+        module = importlib.import_module(owner.module)
+        return cls(getattr(module, owner.class_name) if owner.class_name else module)
+
+    def has(self, name: str) -> bool:
+        """Return whether the module, the class or the class's objects have this name."""
+        if self._mro:
+            is_member = any(
+                name in vars(each) or name in vars(each).get("__annotations__", {}) for each in self._mro
+            )
+            return is_member or name in self._set_at_first or name in self._set_later
         try:
-            self._object(owner)
-        except Exception as error:  # a module of vLLM may raise any error when it is imported
-            return f"it cannot be imported: {type(error).__name__}: {_first_line(error)}"
-        return None
-
-    def has(self, owner: Owner, name: str) -> bool:
-        """Return whether the owner has this name."""
-        found = self._object(owner)
-        if isinstance(found, type):
-            return self._class(found).has(name)
-        try:
-            getattr(found, name)
+            getattr(self._found, name)
         except AttributeError:
             return False
         except Exception:  # an environment variable with a useless value exists all the same
             return True
         return True
 
-    def parameters(self, owner: Owner, name: str) -> tuple[Parameter, ...] | None:
+    def parameters(self, name: str) -> tuple[Parameter, ...] | None:
         """Return a function's parameters without `self`. None: the name is no function."""
-        found = self._object(owner)
-        if isinstance(found, type) and name == "__init__":
-            return _signature(found)
-        member = inspect.getattr_static(found, name, None)
-        if isinstance(found, type) and isinstance(member, classmethod | staticmethod):
-            return _signature(getattr(found, name))
-        if not callable(member):
-            return None
-        parameters = _signature(member)
-        return parameters[1:] if isinstance(found, type) and parameters is not None else parameters
+        if self._mro and name == "__init__":
+            return _signature(self._found)
+        member = inspect.getattr_static(self._found, name, None)
+        if self._mro and isinstance(member, classmethod | staticmethod):
+            return _signature(getattr(self._found, name))
+        parameters = _signature(member) if callable(member) else None
+        return parameters[1:] if self._mro and parameters is not None else parameters
 
-    def mentions(self, owner: Owner, by: str, name: str) -> bool:
-        """Return whether the owner's function `by` looks this name up."""
-        code = _code_of(inspect.getattr_static(self._object(owner), by, None))
+    def mentions(self, by: str, name: str) -> bool:
+        """Return whether the function `by` looks this name up."""
+        code = _code_of(inspect.getattr_static(self._found, by, None))
         return code is not None and any(name in names for names in _names(code))
 
-    def abstract_names(self, owner: Owner) -> frozenset[str]:
+    def abstract_names(self) -> frozenset[str]:
         """Return the methods that this class leaves to its subclasses."""
-        return getattr(self._object(owner), "__abstractmethods__", frozenset())
+        return getattr(self._found, "__abstractmethods__", frozenset())
 
-    def takes_tags(self, owner: Owner) -> bool:
+    def takes_tags(self) -> bool:
         """Return whether the class's objects take attributes that it does not know."""
-        return bool(self._object(owner).__dictoffset__)
-
-    def _object(self, owner: Owner) -> Any:
-        """Return the owner's module or class. Raises any error of its import."""
-        if owner.path not in self._owners:
-            found: Any = importlib.import_module(owner.module)
-            if owner.class_name:
-                found = getattr(found, owner.class_name)
-            self._owners[owner.path] = found
-        return self._owners[owner.path]
-
-    def _class(self, found: type) -> _Class:
-        return self._classes.setdefault(found, _Class(found))
-
-
-class _Class:
-    """A class whose objects' attributes are looked up."""
-
-    def __init__(self, found: type) -> None:
-        self._mro = [each for each in found.__mro__ if each is not object]
-
-    def has(self, name: str) -> bool:
-        """Return whether the class's objects have this attribute."""
-        is_member = any(
-            name in vars(each) or name in vars(each).get("__annotations__", {}) for each in self._mro
-        )
-        return is_member or name in self._set_at_first or name in self._set_later
+        return bool(self._found.__dictoffset__)
 
     @cached_property
     def _set_at_first(self) -> set[str]:
         """The attributes that the constructor sets."""
-        return self._set_by(lambda name: name in ("__init__", "__post_init__"))
+        return self._set_by({"__init__", "__post_init__"})
 
     @cached_property
     def _set_later(self) -> set[str]:
         """The attributes that any method sets. Looked up only for names that the constructor does not set: there is more code to read."""
-        return self._set_by(lambda name: True)
+        return self._set_by({name for each in self._mro for name in vars(each)})
 
-    def _set_by(self, is_wanted: Any) -> set[str]:
-        codes = (
-            _code_of(member) for each in self._mro for name, member in vars(each).items() if is_wanted(name)
-        )
+    def _set_by(self, methods: set[str]) -> set[str]:
+        codes = (_code_of(vars(each)[name]) for each in self._mro for name in methods & vars(each).keys())
         return {name for code in codes if code is not None for name in _stored(code)}
 
 
@@ -151,7 +120,3 @@ def _stored(code: CodeType) -> Iterator[str]:
         if operation == _STORE:
             yield code.co_names[high | low]
         high = 0
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

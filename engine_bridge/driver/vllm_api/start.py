@@ -13,7 +13,6 @@ import msgspec
 from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
 from engine_bridge.driver.vllm_api.features import Feature
 from engine_bridge.driver.vllm_api.inventory import ENGINE_SIDE, SERVING_SIDE
-from engine_bridge.driver.vllm_api.live import Live
 from engine_bridge.protocol.errors import SeamMoved
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE, Live()))
+        return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE))
     finally:
         if is_collecting:
             gc.freeze()
@@ -66,7 +65,7 @@ def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = F
     Raises:
         SeamMoved: for a vital feature, without which nothing can be served.
     """
-    findings = [each for each in findings if each.feature.at_start and each.feature.matters_on(device)]
+    findings = [each for each in findings if each.feature.at_start and each.feature.device in (None, device)]
     for each in findings:
         log.error("vLLM has moved: %s. Without %s: %s.", each, each.feature.name, each.feature.without)
     vital = [each for each in findings if each.feature.is_vital or (is_built and each.feature.is_built_in)]

@@ -1,38 +1,53 @@
-"""The words in which the inventory says how vLLM is used.
+"""How the inventory is written: an owner of names on each line that begins at the left, and below it, indented, what we do with its names.
+
+    vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.scheduler
+        call has_requests()
+        PACE: write max_num_scheduled_tokens
+        SCHEDULING: look up in schedule: waiting peek_request
+
+An owner is a module, or a class behind a colon. It is followed by the feature of `features.py` that does not work without it, and by the place of an
+engine's own instance, as attributes from the `LLMEngine` on. A use may belong to another feature. Lines that are indented further continue the line
+above; `#` begins a comment. The uses are:
+
+- `read`, `write`, `call`: we do that with the name; `tag`: we add this attribute to vLLM's object;
+- `override`: our subclass does; `implement`: the same for an abstract method, and all of them are named: if vLLM adds one, our class cannot be built;
+- `replace`: we put our own in the name's place;
+- `look up in f`: vLLM's function `f` must still look the name up when it runs, or ours is never called.
 
 Signatures are written as Python has them, without `self`. A call's signature is our call: arguments in front of `*` go by position, arguments behind
-it by name. An override's or a replacement's signature is that of our own function, which vLLM calls.
+it by name. An override's or a replacement's signature is that of our own function, which vLLM calls. A name without parentheses is no function, or
+its parameters are not compared.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+import re
 
 from msgspec import Struct
 
+from engine_bridge.driver.vllm_api import features
 from engine_bridge.driver.vllm_api.features import Feature
 
-How = Literal["read", "write", "tag", "call", "override", "replace", "look up", "implement"]
+_OWNER = re.compile(r"(?P<path>\S+) (?P<feature>\w+)(?: at (?P<at>\S+))?")
+_USE = re.compile(
+    r"(?:(?P<feature>[A-Z_]+): )?(?P<how>read|write|tag|call|override|implement|replace|look up(?= in))(?: in (?P<by>\w+):)? (?P<names>.+)"
+)
+_NAME = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
-class Use(Struct, frozen=True, kw_only=True):
-    """One name of an owner.
+class Use(Struct, frozen=True):
+    """One name of an owner, and the feature that needs it.
 
     Attributes:
-        how: `read`, `write` and `call`: we do that with the name; `tag`: an attribute that we add to vLLM's object; `override`: our subclass does;
-            `replace`: we put our own in its place; `look up`: vLLM's function `by` must still look the name up when it runs, or ours is never called;
-            `implement`: an abstract method that our subclass has.
         parameters: the parameters of a call, an override or a replacement; None: they are not compared.
         by: the function that looks the name up.
-        feature: the feature that needs it, where that is not the owner's.
     """
 
-    how: How
+    how: str
     name: str
-    parameters: str | None = None
-    by: str = ""
-    feature: Feature | None = None
+    parameters: str | None
+    by: str
+    feature: Feature
 
 
 class Owner(Struct, frozen=True):
@@ -41,14 +56,14 @@ class Owner(Struct, frozen=True):
     Attributes:
         path: `package.module` or `package.module:Class`.
         feature: the feature that does not work without it.
-        uses: the names that we use.
         at: where an engine's own instance is found, as attributes from the `LLMEngine` on; empty where there is none.
+        uses: the names that we use.
     """
 
     path: str
     feature: Feature
-    uses: tuple[Use, ...] = ()
-    at: str = ""
+    at: str
+    uses: tuple[Use, ...]
 
     @property
     def module(self) -> str:
@@ -60,51 +75,33 @@ class Owner(Struct, frozen=True):
         """The class's name; empty for a module."""
         return self.path.partition(":")[2]
 
-    def feature_of(self, use: Use) -> Feature:
-        """Return the feature that needs this use."""
-        return use.feature or self.feature
+
+def owners(text: str) -> tuple[Owner, ...]:
+    """Return the owners that a text of the inventory names. Raises ValueError for a line that cannot be read."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    blocks = re.findall(r"^\S.*(?:\n .*)*", "\n".join(lines), re.MULTILINE)
+    return tuple(map(_owner, blocks))
 
 
-def owner(path: str, feature: Feature, *uses: tuple[Use, ...], at: str = "") -> Owner:
-    """Return an owner with the uses of all groups."""
-    return Owner(path, feature, tuple(use for group in uses for use in group), at)
+def _owner(block: str) -> Owner:
+    # A line indented by eight blanks continues the line above it.
+    head, *lines = re.sub(r"\n {8,}", " ", block).split("\n")
+    found = _OWNER.fullmatch(head)
+    if found is None:
+        raise ValueError(f"no owner of names: {head}")
+    feature: Feature = getattr(features, found["feature"])
+    uses = tuple(use for line in lines for use in _uses(line.strip(), feature))
+    return Owner(found["path"], feature, found["at"] or "", uses)
 
 
-def _named(how: How, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(Use(how=how, name=name, feature=feature) for name in names.split())
-
-
-reads = partial(_named, "read")
-writes = partial(_named, "write")
-tags = partial(_named, "tag")
-implements = partial(_named, "implement")
-"""All abstract methods of a class that we subclass: if vLLM adds another, our subclass cannot be built."""
-overrides_values = partial(_named, "override")
-"""Class attributes and properties of our subclass that take the place of vLLM's."""
-
-
-def _signed(how: How, *signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """Return uses with their signatures. A name without parentheses says nothing of its parameters."""
-    uses = []
-    for signature in signatures:
-        name, _, parameters = signature.removesuffix(")").partition("(")
-        uses.append(
-            Use(how=how, name=name, parameters=parameters if "(" in signature else None, feature=feature)
-        )
-    return tuple(uses)
-
-
-calls = partial(_signed, "call")
-overrides = partial(_signed, "override")
-replaces = partial(_signed, "replace")
-"""Replacements. A name without parentheses is no function, or a function whose parameters are those of the class that takes its place."""
-
-
-def builds(parameters: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """Return the use that calls the class with these parameters."""
-    return (Use(how="call", name="__init__", parameters=parameters, feature=feature),)
-
-
-def looks_up(by: str, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """Return uses of names, separated by spaces, that vLLM's function `by` must look up."""
-    return tuple(Use(how="look up", name=name, by=by, feature=feature) for name in names.split())
+def _uses(line: str, usual: Feature) -> list[Use]:
+    found = _USE.fullmatch(line)
+    if found is None:
+        raise ValueError(f"no use of names: {line}")
+    feature = getattr(features, found["feature"]) if found["feature"] else usual
+    return [
+        Use(
+            found["how"], each[1], each[2], found["by"] or "", feature
+        )  # a name without parentheses has no group 2
+        for each in _NAME.finditer(found["names"])
+    ]

@@ -15,19 +15,6 @@ from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
 from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, by_value
 
 
-class Stateless:
-    """Empty hooks, for policies that judge by the facts alone."""
-
-    def touched(self, adapter: CachedAdapter, now: float) -> None:
-        """Ignore that a request came or ended."""
-
-    def evicted(self, adapter_id: int) -> None:
-        """Ignore that the adapter was evicted."""
-
-    def forgotten(self, adapter_id: int) -> None:
-        """Ignore that the adapter was unloaded."""
-
-
 def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: float) -> list[float]:
     """Return the worths of adapters by scores that have no unit: the saving of all of them together, divided in proportion."""
     num_bytes, total = sum(adapter.num_bytes for adapter in cached), sum(scores)
@@ -40,7 +27,7 @@ def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: 
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-class AdapterLru(Stateless):
+class AdapterLru(AdapterEvictionPolicy):
     """The adapter unused for the longest time leaves first. The baseline."""
 
     name = "lru"
@@ -54,8 +41,8 @@ class AdapterLru(Stateless):
         return _shares([1 / max(now - adapter.last_used_s, 1.0) for adapter in cached], cached, window_s)
 
 
-@dataclass(frozen=True, slots=True)
-class ChameleonScore(Stateless):
+@dataclass(frozen=True)
+class ChameleonScore(AdapterEvictionPolicy):
     """The adapter with the lowest F·frequency + R·recency + S·size leaves first, each term between 0 and 1.
 
     Source: Chameleon §4.1, its coefficients. It does not say how the three are normalised; here over the adapters in the list: frequency is uses
@@ -68,10 +55,7 @@ class ChameleonScore(Stateless):
     recency: float = 0.10
     size: float = 0.45
 
-    @property
-    def name(self) -> str:
-        """The policy's name in `POLICIES`."""
-        return "chameleon"
+    name = "chameleon"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         """Return the adapters in the order of their scores, the lowest first."""
@@ -95,18 +79,13 @@ class ChameleonScore(Stateless):
         ]
 
 
-@dataclass(frozen=True, slots=True)
 class EqualWeights(ChameleonScore):
     """The same score with equal coefficients. Source: Chameleon §5.3, "FairShare"."""
 
-    frequency: float = 1 / 3
-    recency: float = 1 / 3
-    size: float = 1 / 3
+    name = "equal_weights"
 
-    @property
-    def name(self) -> str:
-        """The policy's name in `POLICIES`."""
-        return "equal_weights"
+    def __init__(self) -> None:
+        super().__init__(1 / 3, 1 / 3, 1 / 3)
 
 
 POLICIES: dict[str, Callable[[], AdapterEvictionPolicy]] = {

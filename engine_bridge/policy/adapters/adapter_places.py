@@ -9,7 +9,8 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace
 
 # Speeds of a node that has not loaded an adapter yet. Chosen: a middling disk, and memory as one thread copies it.
 DISK_BYTES_S = 1e9

@@ -23,13 +23,15 @@ from itertools import islice
 
 from engine_bridge.policy.adapters.cached_adapter import (
     MAX_COUNTED_ADAPTERS,
+    USE_HALF_LIFE_S,
+    AdapterEvictionPolicy,
     CachedAdapter,
-    UseWindow,
     by_value,
 )
+from engine_bridge.policy.costs.decay import FadingRate
 
 # Half-lives in requests, and the trust in each before any request came: recency until frequency has proved itself. Measured:
-# bench.sim.adapter_cache; a uniform start, or factors of 2 or 8 instead of 4, change the wait of no kind of traffic by more than 1%.
+# bench.emulated adapter_cache; a uniform start, or factors of 2 or 8 instead of 4, change the wait of no kind of traffic by more than 1%.
 HALF_LIVES = (1, 4, 16, 64, 256, 1024, 4096)
 FIRST_TRUST = (0.2, 0.2, 0.4, 0.1, 0.05, 0.03, 0.02)
 # The part of all trust that is dealt anew as above at every lesson, so that none is lost for ever. Measured as above: 0.001 to 0.01 are alike.
@@ -207,7 +209,7 @@ class ShadowCache:
         assert self._num_bytes == sum(num_bytes for num_bytes, _ in self._entries.values()) <= room_bytes
 
 
-class Adaptive:
+class Adaptive(AdapterEvictionPolicy):
     """LRU's order, or the order of a forecast that is surely better.
 
     A forecast evicts the lowest expected saving per byte first: the share of requests that it predicts for an adapter, times reload_s over
@@ -223,7 +225,7 @@ class Adaptive:
         self.forecasts += [ShadowCache(partial(self.shares.by, at)) for at in SHADOW_HALF_LIVES]
         self.forecasts.append(ShadowCache(partial(self.shares.evened, EVEN_HALF_LIFE)))
         self.followed = self.lru
-        self._rate = UseWindow()  # of all requests together
+        self._rate = FadingRate(USE_HALF_LIFE_S)  # of all requests together
         self._num_requests: dict[int, int] = {}  # of adapters in use
         self._num_bytes: dict[int, int] = {}
         self._kept_bytes: int | None = None  # bytes of the offered adapters, less the evicted ones
@@ -240,7 +242,7 @@ class Adaptive:
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
         """Return worths by the mixture, whose shares are true on average, dealt out in the order of the forecast that is followed."""
-        per_s = self._rate.per_s(0, now)
+        per_s = self._rate.per_s(now)
         worths = sorted(
             self.shares.mixed(each.adapter_id) * per_s * seconds_per_byte(each) for each in cached
         )
@@ -280,7 +282,7 @@ class Adaptive:
         if was_unused and adapter.adapter_id in self.shares:
             self.shares.learn(adapter.adapter_id)
             self._compare(adapter)
-        self._rate.used(0, now)
+        self._rate.add(1, now)
         self._num_bytes[adapter.adapter_id] = adapter.num_bytes
         forgotten = self.shares.used(adapter.adapter_id)
         if forgotten is not None:

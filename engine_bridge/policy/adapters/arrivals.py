@@ -138,20 +138,10 @@ def edges_s(at: int) -> tuple[float, float]:
 
 
 class Arrivals:
-    """The histograms of all adapters. Bounded: beyond `max_adapters` the adapter unused for the longest time is forgotten.
+    """The histograms of all adapters. Bounded: beyond `MAX_ADAPTERS` the adapter unused for the longest time is forgotten."""
 
-    Raises:
-        ValueError: `max_adapters` is less than 1.
-    """
-
-    def __init__(self, max_adapters: int = MAX_ADAPTERS) -> None:
-        if max_adapters < 1:
-            raise ValueError("arrivals need room for an adapter")
-        self._max_adapters = max_adapters
+    def __init__(self) -> None:
         self._last: dict[int, tuple[float, ArrivalHistogram]] = {}  # the longest unused first
-
-    def __len__(self) -> int:
-        return len(self._last)
 
     def arrived(self, adapter_id: int, now: float) -> None:
         """Note a request for the adapter."""
@@ -159,7 +149,7 @@ class Arrivals:
         histogram = ArrivalHistogram() if known is None else known[1]
         if known is not None:
             histogram.note(now - known[0])
-        elif len(self._last) >= self._max_adapters:
+        elif len(self._last) >= MAX_ADAPTERS:
             del self._last[next(iter(self._last))]
         self._last[adapter_id] = (now, histogram)
 
@@ -173,11 +163,6 @@ class Arrivals:
                 if probability > 0:
                     found.append((adapter_id, probability))
         return sorted(found, key=lambda item: (-item[1], item[0]))
-
-    def window(self, adapter_id: int) -> tuple[float, float] | None:
-        """Return `ArrivalHistogram.window` of one adapter; None for an unknown one."""
-        known = self._last.get(adapter_id)
-        return None if known is None else known[1].window
 
     def forget(self, adapter_id: int) -> None:
         """Forget an adapter that was unloaded for good. An unknown one is ignored."""

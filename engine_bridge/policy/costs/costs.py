@@ -317,14 +317,6 @@ class Link(Struct, frozen=True, kw_only=True):
         return self.setup_s + num_bytes / self.h2d_bytes_per_s if num_bytes > 0 else 0.0
 
 
-class CopyCost(Protocol):
-    """Predicts the time of copies of KV as it is now."""
-
-    def in_s(self, num_bytes: int) -> float:
-        """Return the seconds of a copy to the device; 0 for no bytes."""
-        ...
-
-
 @dataclass(slots=True)
 class Copied:
     """The copies made so far, one way. num_copies: of a layer each. seconds: spent in copies, without the work between two copies."""
@@ -412,30 +404,3 @@ class CopyTimes:
 
     def __init__(self, link: Link) -> None:
         self.out, self.back = CopyTable(link.out_s), CopyTable(link.in_s)
-
-    def at(self, now: float) -> CopiesNow:
-        """Return the costs of copies at this time."""
-        return CopiesNow(self, now)
-
-
-@dataclass(frozen=True, slots=True)
-class CopiesNow:
-    """The costs of copies at one time, as a `CopyCost`."""
-
-    times: CopyTimes
-    now: float
-
-    def in_s(self, num_bytes: int) -> float:
-        """Return the predicted seconds of a copy to the device."""
-        return self.times.back.copy_s(num_bytes, self.now)
-
-
-class KvBlock(Struct, frozen=True, kw_only=True):
-    """A block of KV as an engine lays it out, whatever the model."""
-
-    block_size_tokens: int
-    block_bytes: int
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that this many tokens take."""
-        return -(-max(num_tokens, 0) // self.block_size_tokens)

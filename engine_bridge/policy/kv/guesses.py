@@ -8,7 +8,6 @@ flood comes before another tenant's best guess; urgent ones, which need the oper
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,13 +21,6 @@ MIN_LEAD_S = 2.0
 LEAD_COPIES = 4.0
 # The share of the device's blocks that guesses never take, so that recently used KV keeps some room. Chosen.
 MARGIN_SHARE = 0.05
-
-
-class Tier(enum.Enum):
-    """The highest tier to which a guess's KV may come now."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 class GuessFacts(Struct, frozen=True, kw_only=True):

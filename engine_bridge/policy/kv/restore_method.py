@@ -7,16 +7,13 @@ the times of steps and copies (`costs`). Doing both at once (E2) is not possible
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from engine_bridge.policy.costs.costs import CopyCost, KvBlock, PrefillCost
-from kvtiers.policy.restore import (
-    FasterWins,
-    RestoreFacts,
-    copy_s,
-)
+from engine_bridge.policy.costs.costs import PrefillCost
+from kvtiers.policy.restore import FasterWins, RestoreFacts, copy_s
 
 
 class Way(enum.Enum):
@@ -40,11 +37,15 @@ class SwapOrRecompute:
 
     Source: AdaptiveLLM Algorithm 1, lines 4 to 14, and formulas 2 to 4. Departs in KV that is written through, so that a swap copies nothing out
     and needs no room, and in the KV that is kept on the device.
+
+    Attributes:
+        copy_in_s: predicts the seconds of a copy of this many bytes to the device.
     """
 
     prefill: PrefillCost
-    shape: KvBlock
-    link: CopyCost
+    block_size_tokens: int
+    block_bytes: int
+    copy_in_s: Callable[[int], float]
 
     def decide(self, num_tokens: int, num_kept_tokens: int = 0, read_s: float = 0.0) -> LossDecision:
         """Decide for the first `num_tokens` of a request that loses its device blocks, or would.
@@ -54,11 +55,11 @@ class SwapOrRecompute:
             num_kept_tokens: leading tokens that are expected to be still on the device when the request comes back.
             read_s: seconds until all is in host memory, where part of it lies on disk.
         """
-        size = self.shape.block_size_tokens
+        size = self.block_size_tokens
         num_kept = min(max(num_kept_tokens, 0), num_tokens) // size
         recompute_s = self.prefill.prefill_s(num_tokens - num_kept * size, num_kept * size)
-        num_lost = self.shape.num_blocks(num_tokens) - num_kept
-        swap_s = read_s + self.link.in_s(num_lost * self.shape.block_bytes)
+        num_lost = -(-max(num_tokens, 0) // size) - num_kept
+        swap_s = read_s + self.copy_in_s(num_lost * self.block_bytes)
         way = Way.SWAP if swap_s < recompute_s else Way.RECOMPUTE
         return LossDecision(way, swap_s, recompute_s)
 
@@ -71,16 +72,11 @@ class FullCost(FasterWins):
     """Load, wait or compute like `FasterWins`, with a prefill's cost by table instead of one rate.
 
     A `RestorePolicy`: give it to `KvTiers(policy=...)`.
-
-    Args:
-        prefill: predicts the time of a prefill; None takes the facts' rate.
     """
 
-    prefill: PrefillCost | None = None
+    prefill: PrefillCost = field(kw_only=True)
 
     def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
-        if self.prefill is None:
-            return super()._cost_of(facts, num_blocks)
         num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
         num_context_tokens = facts.num_context_tokens + num_blocks * facts.block_size_tokens
         return copy_s(facts, num_blocks) + self.prefill.prefill_s(num_tokens, num_context_tokens)

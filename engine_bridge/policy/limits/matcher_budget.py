@@ -18,10 +18,8 @@ class MatcherBudget:
         left_s: seconds that could be spent at once.
     """
 
-    def __init__(self, per_token_s: float = PER_TOKEN_S, saved_s: float = SAVED_S) -> None:
-        self._per_token_s = per_token_s
-        self._saved_s = saved_s
-        self.left_s = saved_s
+    def __init__(self) -> None:
+        self.left_s = SAVED_S
 
     @property
     def is_spent(self) -> bool:
@@ -31,7 +29,7 @@ class MatcherBudget:
     def next_token(self) -> None:
         """Note that one answer begins to work out its next token."""
         if not self.is_spent:
-            self.left_s = min(self.left_s + self._per_token_s, self._saved_s)
+            self.left_s = min(self.left_s + PER_TOKEN_S, SAVED_S)
 
     def spend(self, seconds: float) -> None:
         """Note the seconds that a token has taken so far."""

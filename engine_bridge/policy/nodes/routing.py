@@ -4,7 +4,7 @@ A node reports a few numbers of itself (`NodeFacts`), as often as it likes; fact
 with it (`RequestEstimate`) and name only the nodes that have some of either. `POLICIES` lists the policies by name: `overture` is ours, `rank_aware`
 is CaraServe's, `load_balance` and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
 
-A `PerfModel` predicts how long a batch takes; `fit` makes it of measured steps.
+A `PerfModel` predicts how long a batch takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from engine_bridge.protocol.node_facts import UNKNOWN, KernelName, NodeFacts, NodePerf, PerfModel, Ranks
+from engine_bridge.protocol.node_facts import UNKNOWN, NodeFacts, NodePerf, PerfModel, Ranks
 
 # Punica's largest batch, up to which its scheduler fills a GPU before it takes the next. Source: Chen et al., Punica, 2023.
 MAX_BATCH = 32
@@ -31,73 +31,10 @@ LATE_WEIGHT = 10.0
 SLO_TIMES, MIN_SLO_S = 3.0, 1e-4
 # The weight of a second before the first token, for which a user waits, against a second within an answer, which is read meanwhile. A session stays
 # at home while that costs at most this share more than the cheapest node. No node takes more than this many times the requests of the emptiest, and
-# this many beyond. All chosen in virtual time: `python -m bench.sim symphony --part routing` (docs/decisions).
+# this many beyond. All chosen in virtual time (docs/decisions/0014).
 START_WEIGHT, INERTIA, BOUND_SHARE, BOUND_MORE = 5.0, 0.1, 3.0, 6.0
-# Singular values of measured steps below this share of the largest one count as none. Chosen: far above rounding, far below the differences between
-# steps.
-MIN_SINGULAR = 1e-9
-
-
-# -- performance models ------------------------------------------------------------------------------------------------
-
-
 # The batch by which nodes are compared. Chosen: some chats.
 TYPICAL, TYPICAL_TOKENS = Ranks(8), 8_192
-
-
-class Measured(Struct, frozen=True, gc=False):
-    """A step that was timed."""
-
-    ranks: Ranks
-    num_tokens: int
-    seconds: float
-
-
-class Fit(Struct, frozen=True):
-    """A fitted model. r2: the share of the times' variance that the model explains; 1 is all."""
-
-    model: PerfModel
-    r2: float
-
-
-def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = False) -> Fit:
-    """Return the model with the least squared error over these steps.
-
-    Args:
-        kernel: the kernel that computes adapters, which decides how ranks count.
-        steps: the timed steps.
-        with_tokens: whether it counts tokens of KV, too; else ranks alone, as the paper's models do.
-
-    Raises:
-        ValueError: fewer steps than unknowns, or steps that do not tell them apart (all of one batch, say).
-    """
-    probe = PerfModel(kernel, 1.0, 0.0)
-    rows = [[1.0, probe.seconds(step.ranks)] + [float(step.num_tokens)] * with_tokens for step in steps]
-    weights = _least_squares(rows, [step.seconds for step in steps])
-    model = PerfModel(kernel, weights[1], weights[0], weights[2] if with_tokens else 0.0)
-    mean_s = sum(step.seconds for step in steps) / len(steps)
-    spread = sum((step.seconds - mean_s) ** 2 for step in steps)
-    error = sum((step.seconds - model.seconds(step.ranks, step.num_tokens)) ** 2 for step in steps)
-    return Fit(model, 1.0 - error / spread if spread else 1.0)
-
-
-def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the weights of the columns. Raises ValueError as `fit` does.
-
-    Columns are scaled to their largest value first, so that rounding does not decide.
-    """
-    import numpy as np
-
-    num = len(rows[0]) if rows else 1
-    if len(rows) < num:
-        raise ValueError("too few steps: they do not tell what a rank takes")
-    table = np.array(rows)
-    scales = np.abs(table).max(axis=0)
-    scales[scales == 0] = 1.0
-    weights, _, rank, _ = np.linalg.lstsq(table / scales, np.array(values), rcond=MIN_SINGULAR)
-    if rank < num:
-        raise ValueError("the steps are too much alike: they do not tell what a rank takes")
-    return [float(weight) for weight in weights / scales]
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -165,13 +102,11 @@ class Route(Struct, frozen=True, kw_only=True):
         node_id: None if no node can serve it.
         reason: `policy`: the policy chose the node; `no_memory`: the policy chose, though no node has memory for it now; `nobody`:
             its adapter is on no open node.
-        pauses_others: whether the node may pause requests that are not urgent for it.
         cost: None where the policy does not compute one.
     """
 
     node_id: str | None
     reason: RouteReason = "policy"
-    pauses_others: bool = False
     cost: Cost | None = None
 
 
@@ -188,11 +123,9 @@ class Settings:
         prefill_step_s: seconds of a step with prompts, whatever they are; 0 for an engine that computes them beside requests that decode.
         slo_s: seconds per token of an answer.
         answer_tokens: length of the usual answer.
-        loads_block: whether a node that loads an adapter does nothing else.
-        penalty_s: Algorithm 1's. max_batch: Punica's.
 
     Raises:
-        ValueError: the SLO, the usual answer or the batch is not positive.
+        ValueError: the SLO or the usual answer is not positive.
     """
 
     decode: PerfModel
@@ -201,13 +134,10 @@ class Settings:
     answer_tokens: float
     prompt_token_s: float
     prefill_step_s: float = 0.0
-    loads_block: bool = False
-    penalty_s: float = PENALTY_S
-    max_batch: int = MAX_BATCH
 
     def __post_init__(self) -> None:
-        if self.slo_s <= 0 or self.answer_tokens <= 0 or self.max_batch < 1:
-            raise ValueError("an SLO, the usual answer and a batch are positive")
+        if self.slo_s <= 0 or self.answer_tokens <= 0:
+            raise ValueError("an SLO and the usual answer are positive")
 
     @property
     def usual_step_s(self) -> float:
@@ -259,25 +189,34 @@ def _pace(node: NodeFacts, usual_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBalance:
-    """The node with the fewest requests; of equals, the session's home. Source: SYMPHONY §3.2, its default."""
+class Fewest:
+    """The node that has the least of what `key` counts; of equal nodes, the first."""
 
-    name = "load_balance"
-
-    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
-        """Return the node with the fewest requests."""
-        return _least(ask, nodes, lambda node: (node.num_requests, node.node_id != ask.home))
-
-
-@dataclass(frozen=True, slots=True)
-class MostIdle:
-    """The node with the fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
-
-    name = "most_idle"
+    name: str
+    key: Callable[[RequestEstimate, NodeFacts], tuple[int, ...]]
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
-        """Return the node with the fewest tokens."""
-        return _least(ask, nodes, lambda node: node.num_tokens)
+        """Return the node with the least key."""
+        return _least(ask, nodes, lambda node: self.key(ask, node))
+
+
+LOAD_BALANCE = Fewest("load_balance", lambda ask, node: (node.num_requests, node.node_id != ask.home))
+"""The node with the fewest requests; of equals, the session's home. Source: SYMPHONY §3.2, its default."""
+
+MOST_IDLE = Fewest("most_idle", lambda ask, node: (node.num_tokens,))
+"""The node with the fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
+
+
+def _urgent_apart(ask: RequestEstimate, node: NodeFacts) -> tuple[int, ...]:
+    counts = (node.num_requests, node.num_urgent)
+    return *(counts[::-1] if ask.is_urgent else counts), node.node_id != ask.home
+
+
+PRIORITY = Fewest("priority", _urgent_apart)
+"""Urgent requests are spread over the nodes first; others go to the node with the fewest requests, of equals the one with the fewest urgent.
+
+A node pauses others for its urgent requests where that is needed (`core.scheduling.pauses`). Source: SYMPHONY §3.5.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +238,7 @@ class Relieve:
     """The session's home, unless it has more than `share` times the requests of the emptiest node, and `more` beyond; then the emptiest node.
 
     For advisories: their KV moves only where that buys balance. SYMPHONY §3.2 balances the load alone; with a slow disk or network that costs many
-    times its saving (`python -m bench.sim symphony --part limits`).
+    times its saving (docs/decisions/0014).
 
     Attributes:
         within_s: only nodes to whose device all of its KV comes in this many seconds count.
@@ -343,9 +282,8 @@ def relief(settings: Settings) -> Relieve:
 
 @dataclass(frozen=True, slots=True)
 class FirstFit:
-    """The first node with memory and fewer than `max_batch` requests; else the one with the fewest. Source: CaraServe §7.5, after Punica."""
+    """The first node with memory and fewer than MAX_BATCH requests; else the one with the fewest. Source: CaraServe §7.5, after Punica."""
 
-    max_batch: int = MAX_BATCH
     name = "first_fit"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
@@ -353,16 +291,15 @@ class FirstFit:
         found, reason = candidates(ask, nodes)
         if reason == "policy":
             for node in found:
-                if node.running.num + node.queued.num < self.max_batch:
+                if node.running.num + node.queued.num < MAX_BATCH:
                     return Route(node_id=node.node_id)
         return _least(ask, nodes, lambda node: node.num_requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """A node picked by a hash of the request's id and the salt: the same request gets the same node again while the same nodes are there."""
+    """A node picked by a hash of the request's id: the same request gets the same node again while the same nodes are there."""
 
-    salt: str = ""
     name = "random"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
@@ -370,7 +307,7 @@ class Random:
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
-        digest = hashlib.blake2b(f"{self.salt}\0{ask.request_id}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"\0{ask.request_id}".encode(), digest_size=8).digest()
         return Route(node_id=found[int.from_bytes(digest) % len(found)].node_id, reason=reason)
 
 
@@ -404,32 +341,7 @@ class RankAware:
         added_prefill_s = prefill(node.queued.plus(rank)) - prefill(node.queued)
         after_s = decode(there.plus(rank))
         cost_s = added_prefill_s / settings.answer_tokens + after_s - decode(there)
-        return cost_s + settings.penalty_s * (after_s > settings.slo_s)
-
-
-@dataclass(frozen=True, slots=True)
-class PriorityRouting:
-    """Urgent requests are spread over the nodes first; others go to the node with the fewest requests, of equals the one with the fewest urgent.
-
-    The node may pause others for an urgent request if decoding would otherwise be slower than the SLO. Source: SYMPHONY §3.5.
-    """
-
-    settings: Settings
-    name = "priority"
-
-    def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
-        """Return the node with the fewest urgent requests for an urgent one, else with the fewest requests."""
-        found, reason = candidates(ask, nodes)
-        if not found:
-            return Route(node_id=None, reason=reason)
-        if not ask.is_urgent:
-            order = lambda node: (node.num_requests, node.num_urgent, node.node_id != ask.home)  # noqa: E731
-            return Route(node_id=min(found, key=order).node_id, reason=reason)
-        node = min(found, key=lambda node: (node.num_urgent, node.num_requests, node.node_id != ask.home))
-        there = (node.running + node.queued).plus(ask.rank)
-        model = node.perf or self.settings
-        after_s = model.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
-        return Route(node_id=node.node_id, reason=reason, pauses_others=after_s > self.settings.slo_s)
+        return cost_s + PENALTY_S * (after_s > settings.slo_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,16 +352,14 @@ class Overture:
 
     The cost takes into account where the request's KV is and how long moving it takes, where its adapter is, the ranks in each batch, the tokens
     that they hold, and how fast each node is. Requests that come later are left out: they go where they cost least then. A sum of seconds alone
-    would put long conversations on one node and short ones on another; `share` and `more` bound by how many requests nodes may differ, and a slow
-    node gets fewer in proportion to its speed.
+    would put long conversations on one node and short ones on another; BOUND_SHARE and BOUND_MORE bound by how many requests nodes may differ, and
+    a slow node gets fewer in proportion to its speed.
 
     Source: CaraServe's Algorithm 1; departs in counting its own and others' seconds apart in place of multiplying by the requests, in KV, adapters
     and tokens, in a penalty that grows, in bounds and in staying at home.
     """
 
     settings: Settings
-    share: float = BOUND_SHARE
-    more: float = BOUND_MORE
     inertia: float = INERTIA
     name = "overture"
 
@@ -478,7 +388,7 @@ class Overture:
         """Return the nodes that have not far more work than the emptiest. On a slow node a request counts for more, by its pace."""
         paces = [_pace(node, self.settings.usual_step_s) for node in nodes]
         loads = [node.num_requests * pace for node, pace in zip(nodes, paces, strict=True)]
-        limit = min(load * self.share + self.more * pace for load, pace in zip(loads, paces, strict=True))
+        limit = min(load * BOUND_SHARE + BOUND_MORE * pace for load, pace in zip(loads, paces, strict=True))
         return [node for node, load in zip(nodes, loads, strict=True) if load <= limit]
 
     @staticmethod
@@ -504,7 +414,7 @@ class Overture:
         after_s = model.decode.seconds(with_it, node.num_tokens + ask.num_prompt_tokens)
         # A step under way is half done; then the queued requests are computed in one step with this one, and for them that step comes anyway.
         step_s = model.prefill_step_s + node.queued_tokens * model.prompt_token_s + compute_s
-        stall_s = compute_s + model.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
+        stall_s = compute_s + model.prefill_step_s * (queued.num == 0)
         # The tokens left to the requests that are there; where they are not predicted, half of the usual answer.
         left = settings.answer_tokens / 2 if node.answer_tokens is None else node.answer_tokens / max(num, 1)
         overlap = min(ask.num_answer_tokens, left)
@@ -546,12 +456,12 @@ def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Setti
 POLICIES: dict[str, Callable[[Settings], RoutingPolicy]] = {
     "overture": Overture,
     "rank_aware": RankAware,
-    "load_balance": lambda settings: LoadBalance(),
-    "most_idle": lambda settings: MostIdle(),
+    "load_balance": lambda settings: LOAD_BALANCE,
+    "most_idle": lambda settings: MOST_IDLE,
     "sticky": lambda settings: Sticky(),
     "relieve": lambda settings: Relieve(),
-    "first_fit": lambda settings: FirstFit(settings.max_batch),
+    "first_fit": lambda settings: FirstFit(),
     "random": lambda settings: Random(),
-    "priority": PriorityRouting,
+    "priority": lambda settings: PRIORITY,
 }
 """Routing policies by name; each is made with the settings that the nodes have in common."""

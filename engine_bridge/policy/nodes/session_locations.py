@@ -20,16 +20,15 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from engine_bridge.policy.nodes.routing import (
+    LOAD_BALANCE,
     NO_KV,
     POLICIES,
     CachedKv,
-    LoadBalance,
     Overture,
     Relieve,
     RequestEstimate,
     Route,
     RoutingPolicy,
-    Settings,
     Sticky,
     relief,
     settings_of,
@@ -82,18 +81,15 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
     """
     if name == "auto":
         if all(node.perf is None for node in nodes):
-            return Doors(Relieve(), Sticky(), LoadBalance())
+            return Doors(Relieve(), Sticky(), LOAD_BALANCE)
         name = "overture"
     settings = settings_of(nodes)
     policy = POLICIES[name](settings)
     if name == "overture":
-        return Doors(policy, loyal(settings), policy, relief(settings))
+        # Without an advisory: at home, unless that is overloaded or only other nodes have memory for it.
+        loyal = Overture(settings, inertia=UNANNOUNCED_INERTIA)
+        return Doors(policy, loyal, policy, relief(settings))
     return Doors(policy, Sticky(), policy)
-
-
-def loyal(settings: Settings) -> Overture:
-    """Return the policy for requests without an advisory: at home, unless that is overloaded or only other nodes have memory for it."""
-    return Overture(settings, inertia=UNANNOUNCED_INERTIA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +245,12 @@ class Homes:
 
     Args:
         doors: may be replaced at any time.
-        settle_s: seconds before a report by which a request must have been sent for the report to include it.
         max_sessions: number of sessions that are remembered.
     """
 
-    def __init__(self, doors: Doors, *, settle_s: float = SETTLE_S, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, doors: Doors, *, max_sessions: int = MAX_SESSIONS) -> None:
         self.doors = doors
-        self._settle_s, self._max_sessions = settle_s, max_sessions
+        self._max_sessions = max_sessions
         self._nodes: dict[str, _Node] = {}
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         self._by_advisory: dict[str, _Session] = {}
@@ -272,7 +267,7 @@ class Homes:
         node.facts = facts
         while node.unreported:
             request_id, request = next(iter(node.unreported.items()))
-            if request.since_s > now - self._settle_s:
+            if request.since_s > now - SETTLE_S:
                 break
             node.settle(request_id)
 
@@ -323,7 +318,8 @@ class Homes:
             session.announced = _Announced(advisory_id, route.node_id, ask)
             self._by_advisory[advisory_id] = session
             self._nodes[route.node_id].expected.count(ask, route.node_id, 1)
-        return Sent(route.node_id, _elsewhere(session, route.node_id), over, route)
+        kv_at = session.home if session.home != route.node_id else ""
+        return Sent(route.node_id, kv_at, over, route)
 
     def retracted(self, advisory_id: str) -> None:
         """End an advisory whose request did not come. An ended advisory is ignored."""
@@ -573,10 +569,6 @@ class Homes:
         if key[1]:
             self._move(session, node_id)
         return request.home_before if request.home_before != node_id else ""
-
-
-def _elsewhere(session: _Session, node_id: str) -> str:
-    return session.home if session.home != node_id else ""
 
 
 def _sum(node_id: str, asks: Iterable[RequestEstimate]) -> _Load:

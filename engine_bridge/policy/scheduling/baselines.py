@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
 
 from engine_bridge.policy.scheduling.fairness import ByFairness, fair_priority, starts_swapped
 from engine_bridge.policy.scheduling.preemption import least_fair_first
@@ -15,31 +15,32 @@ from engine_bridge.policy.scheduling.queue_policy import (
     StepRoom,
     Waiting,
     in_order,
-    insert,
     refuse_twice,
     remove,
 )
 
 
-class _OneOrder(QueuePolicy):
+class OneOrder(QueuePolicy):
     """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind it.
 
     Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` one look-up more than the requests that it starts.
+
+    Args:
+        name: the policy's name.
+        key: the least starts first; of equal ones, the request that came earlier.
+        minds_priority: whether the key looks at the priority.
     """
 
-    def __init__(self) -> None:
-        self._order: list[tuple[Any, ...]] = []
-        self._keys: dict[str, tuple[Any, ...]] = {}
-
-    def _key(self, facts: Waiting) -> tuple[float, ...]:
-        """Return the sort key: the least starts first; of equal ones, the request that came earlier."""
-        return ()
+    def __init__(self, name: str, key: Callable[[Waiting], float], *, minds_priority: bool = False) -> None:
+        self.name, self.minds_priority, self._key = name, minds_priority, key
+        self._order: list[tuple[float, float, str]] = []
+        self._keys: dict[str, tuple[float, float, str]] = {}
 
     def arrived(self, facts: Waiting, now: float) -> None:
         """Queue a request. Raises ValueError if it is known."""
         refuse_twice(facts, self._keys)
-        key = self._keys[facts.request_id] = (*self._key(facts), facts.arrived_s, facts.request_id)
-        insert(self._order, key)
+        key = self._keys[facts.request_id] = (self._key(facts), facts.arrived_s, facts.request_id)
+        insort(self._order, key)
 
     def admitted(self, request_id: str, now: float) -> None:
         """Take a request that starts out of the queue."""
@@ -48,7 +49,7 @@ class _OneOrder(QueuePolicy):
     def ended(self, request_id: str) -> None:
         """Take a request that ended out of the queue, if it waits."""
         if request_id in self._keys:
-            remove(self._order, self._keys.pop(request_id))
+            self.admitted(request_id, 0.0)
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
@@ -56,31 +57,6 @@ class _OneOrder(QueuePolicy):
         """Start the first requests of the order, up to the first that does not fit."""
         chosen, deferred = in_order((key[-1] for key in self._order), waiting, RoomLeft(room))
         return Decision(tuple(facts.request_id for facts in chosen), deferred)
-
-
-class Fcfs(_OneOrder):
-    """First come, first served. vLLM's default, and S-LoRA's."""
-
-    name = "fcfs"
-
-
-class Sjf(_OneOrder):
-    """The shortest by prediction first. Source: μServe (Qiu et al., 2024), as in Chameleon §5.3. It starves long requests; a baseline."""
-
-    name = "sjf"
-
-    def _key(self, facts: Waiting) -> tuple[float, ...]:
-        return (facts.duration_s,)
-
-
-class PriorityOrder(_OneOrder):
-    """The lowest `priority` first, then the earliest. vLLM's other policy."""
-
-    name = "priority"
-    minds_priority = True
-
-    def _key(self, facts: Waiting) -> tuple[float, ...]:
-        return (facts.priority,)
 
 
 class Fair(QueuePolicy):
@@ -96,7 +72,6 @@ class Fair(QueuePolicy):
     name = "fair"
     victim_order = staticmethod(least_fair_first)
     minds_priority = True
-    is_timeless = False
 
     def __init__(self) -> None:
         self._sets = {True: ByFairness(), False: ByFairness()}  # by is_swapped

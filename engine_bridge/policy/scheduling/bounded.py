@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.policy.scheduling.mlq_places import LaneQueue, QueuedRequest, Service, Settled
-from engine_bridge.policy.scheduling.mlq_plan import Plan, Walk, share_tokens
+from engine_bridge.policy.scheduling.lane_queue import (
+    LaneQueue,
+    Plan,
+    QueuedRequest,
+    Service,
+    Walk,
+    share_tokens,
+)
 from engine_bridge.policy.scheduling.queue_policy import (
     NUM_PASSED_OVER,
     Decision,
@@ -20,7 +26,6 @@ from engine_bridge.policy.scheduling.queue_policy import (
     Running,
     StepRoom,
     Waiting,
-    insert,
     refuse_twice,
     remove,
 )
@@ -33,7 +38,7 @@ class BoundedSettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_share: a request may be overtaken until the tokens that it waits for reach this share of the most that waited before any recent
-            request. 0 is vLLM's own order. Picked by `python -m bench.emulated order --share ...`; docs/decisions/0020 has the figures.
+            request. 0 is vLLM's own order. Picked by `python -m bench.emulated order`; docs/decisions/0020 has the figures.
         peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
     """
 
@@ -101,8 +106,8 @@ class BoundedFlow:
             own = _Place(place, facts.size_tokens, facts.size_tokens * facts.duration_s)
             self._waiting_tokens += own.tokens
         self._places[facts.request_id] = own
-        insert(self._first, (own.place, facts.request_id))
-        insert(self._short, (own.length, own.place, facts.request_id))
+        insort(self._first, (own.place, facts.request_id))
+        insort(self._short, (own.length, own.place, facts.request_id))
 
     def remove(self, entry: QueuedRequest, has_started: bool) -> None:
         """Take out a request. has_started: whether it overtakes the earlier ones by that."""
@@ -120,36 +125,32 @@ class BoundedFlow:
         else:
             self._waits.lower_after(own.place, own.tokens)
 
-    def lists(self) -> list[list[Any]]:
-        """Return the sorted lists of the requests."""
-        return [self._first, self._short]
-
-    def order(self, deciding: Settled, aging_s: float) -> Iterator[str]:
+    def order(self, plan: Plan, aging_s: float) -> Iterator[str]:
         """Yield the ids in the order in which they may start, as `Ordered.order`; the time does not matter.
 
         A request that cannot start does not keep others from starting. While adapters take turns no request overtakes: short requests of many
         adapters would take the memory that one of them needs. (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy
         tail.)
         """
-        limit = self._peak_share * self._peak.tokens if deciding.may_overtake else 0.0
+        limit = self._peak_share * self._peak.tokens if plan.may_overtake else 0.0
         if limit:
-            yield from self._overtaking(deciding, limit)
-        started = deciding.chosen
+            yield from self._overtaking(plan, limit)
+        started = plan.chosen
         yield from (
             request_id
             for _, request_id in self._first
-            if request_id not in started and request_id not in deciding.deferred
+            if request_id not in started and request_id not in plan.deferred
         )
 
-    def _overtaking(self, deciding: Settled, limit: float) -> Iterator[str]:
+    def _overtaking(self, plan: Plan, limit: float) -> Iterator[str]:
         """Yield the next requests for as long as overtaking is allowed."""
-        gone = {request_id for request_id in deciding.deferred if request_id in self._places}
+        gone = {request_id for request_id in plan.deferred if request_id in self._places}
         waits = self._waits.copy()
         for request_id in gone:
             if self._places[request_id].place >= 0:
                 waits.remove(self._places[request_id].place)
         for _ in range(len(self._places) - len(gone)):
-            if not deciding.may_overtake:
+            if not plan.may_overtake:
                 return
             request_id = self._next(waits, gone, limit)
             gone.add(request_id)
@@ -157,7 +158,7 @@ class BoundedFlow:
             own = self._places[request_id]
             if own.place >= 0:
                 waits.remove(own.place)
-                if request_id in deciding.chosen:
+                if request_id in plan.chosen:
                     waits.raise_before(own.place, own.tokens)
 
     def _next(self, waits: Waits, gone: Collection[str], limit: float) -> str:
@@ -262,7 +263,7 @@ class Bounded(QueuePolicy):
             return Decision()
         if room.num_slots < 1:
             return Decision(otherwise="no_slot")
-        plan = Plan(waiting, running, room, Spare([0], 0), self._service, room.num_tokens, now)
+        plan = Plan(waiting, room, Spare([0], 0), self._service, room.num_tokens, now)
         without = self._without_adapter(plan, room)
         plan.deferred.update(without)
         plan.may_overtake &= not without

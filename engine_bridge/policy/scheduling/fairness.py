@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from engine_bridge.policy.scheduling.queue_policy import insert, remove
+from engine_bridge.policy.scheduling.queue_policy import remove
 
 
 def fair_priority(waited_s: float, num_tokens: int, weight: float = 1.0) -> float:
@@ -46,7 +46,7 @@ class ByFairness:
 
     def add(self, request_id: str, arrived_s: float, size_tokens: int) -> None:
         """Add a request."""
-        insert(self._lists.setdefault(size_tokens.bit_length(), []), (arrived_s, request_id, size_tokens))
+        insort(self._lists.setdefault(size_tokens.bit_length(), []), (arrived_s, request_id, size_tokens))
 
     def remove(self, request_id: str, arrived_s: float, size_tokens: int) -> None:
         """Remove a request, given as it was added."""
@@ -54,10 +54,6 @@ class ByFairness:
         remove(self._lists[bucket], (arrived_s, request_id, size_tokens))
         if not self._lists[bucket]:
             del self._lists[bucket]
-
-    def lists(self) -> list[list[Any]]:
-        """Return the sorted lists."""
-        return list(self._lists.values())
 
     def order(self, now: float, min_wait_s: float = -math.inf) -> Iterator[str]:
         """Yield the requests that have waited for at least `min_wait_s`, the highest priority first."""

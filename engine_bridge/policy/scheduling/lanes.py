@@ -18,9 +18,6 @@ MIN_GAIN = 0.02
 # Number of quantiles that represent a longer window in the exact clustering. Chosen: 10 ms for all of K = 1..4 together.
 MAX_SAMPLE = 256
 
-# Returns the centroids of at most this many clusters of sizes, in any order. `exact_centroids` is the default; a driver may pass a function that
-# runs scikit-learn.
-Clusterer = Callable[[Sequence[float], int], Sequence[float]]
 # Chooses one of the candidates, given their within-cluster sums of squares for K = 1, 2, …, and the sum of all squared sizes; returns an index.
 Rule = Callable[[Sequence[float], float], int]
 
@@ -83,29 +80,17 @@ def least_squares(sums_of_squares: Sequence[float], all_squares: float) -> int:
 RULES: dict[str, Rule] = {"knee": knee, "least_squares": least_squares}
 
 
-def fit(
-    sizes: Sequence[float],
-    rule: Rule = knee,
-    cluster: Clusterer | None = None,
-    max_lanes: int = MAX_LANES,
-) -> Lanes:
+def fit(sizes: Sequence[float], rule: Rule = knee) -> Lanes:
     """Return lanes for requests like these; one lane where there are fewer than `MIN_SIZES`.
 
     Args:
         sizes: WRS of a recent window, all on one `Scale`.
         rule: chooses the number of lanes.
-        cluster: `exact_centroids` unless given.
-        max_lanes: the largest number of lanes.
-
-    Raises:
-        ValueError: `max_lanes` is less than 1.
     """
-    if max_lanes < 1:
-        raise ValueError("there is at least one lane")
     if len(sizes) < MIN_SIZES:
         return ONE_LANE
     ordered = sorted(sizes)
-    candidates = [Lanes.around((cluster or exact_centroids)(ordered, k)) for k in range(1, max_lanes + 1)]
+    candidates = [Lanes.around(exact_centroids(ordered, k)) for k in range(1, MAX_LANES + 1)]
     squares = [_within(ordered, lanes) for lanes in candidates]
     return candidates[rule(squares, sum(size * size for size in ordered))]
 

@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
+from msgspec import Struct
+
+from engine_bridge.policy.scheduling.lane_queue import (
+    LaneQueue,
+    Plan,
+    QueuedRequest,
+    Service,
+    Walk,
+    capped_tokens,
+    share_tokens,
+)
 from engine_bridge.policy.scheduling.lanes import ONE_LANE, Lanes
-from engine_bridge.policy.scheduling.mlq_decision import Deciding, MlqSettings
-from engine_bridge.policy.scheduling.mlq_places import Placing, QueuedRequest, Refit, Service, letting_go
-from engine_bridge.policy.scheduling.mlq_plan import Plan, capped_tokens, share_tokens
 from engine_bridge.policy.scheduling.preemption import least_fair_first
 from engine_bridge.policy.scheduling.queue_policy import (
+    NUM_PASSED_OVER,
     Decision,
-    LanedPolicy,
+    DeferReason,
+    QueuePolicy,
     Running,
     StepRoom,
     Waiting,
-    insert,
     refuse_twice,
     remove,
 )
 from engine_bridge.policy.scheduling.quotas import Ledger
 
 
-class Mlq(LanedPolicy):
+class MlqSettings(Struct, frozen=True, kw_only=True):
+    """Seconds and counts. All chosen, unless they name a source."""
+
+    max_wait_s: float = 60.0
+    """After this wait a request is head of all lanes, and none passes it. Under lasting overload this turns `Mlq` into `Fcfs`."""
+    aging_s: float = 0.125
+    """After this wait a request is ordered by waiting time over length, ahead of smaller ones that came later. Longer only made tails longer."""
+    num_looked_at: int = 16
+    """Number of requests behind a blocked head that are looked at for one that may pass."""
+    max_bypassed: int = 16
+    """Number of times that one head may be passed."""
+    max_squashed: int = 1
+    """Number of times that one request may be squashed; after that it passes no other."""
+    squash_share: float = 0.05
+    """The most squashes, as a share of admissions. Source: Chameleon §4.2, whose experiments have at most that share, without enforcing it."""
+
+
+class Mlq(QueuePolicy):
     """Lanes by size, each with a quota of tokens; every request's wait is bounded.
 
     1. Requests that have waited for `max_wait_s` start in order of arrival. While one of them does not fit, no other request starts.
@@ -61,17 +89,14 @@ class Mlq(LanedPolicy):
     name = "mlq"
     victim_order = staticmethod(least_fair_first)
     charges_tokens = True
-    has_lanes = True
     minds_priority = True
-    is_timeless = False
 
     def __init__(self, num_tokens: int, settings: MlqSettings | None = None) -> None:
         """Start with an empty queue. num_tokens: tokens that requests may hold together; one lane has them until a refit."""
         self.settings = settings or MlqSettings()
         self.ledger = Ledger([num_tokens])
-        self._placing = Placing(ONE_LANE)
-        self._refit: Refit | None = None
-        self._leftovers: Iterator[None] = iter(())
+        self._placing = _Placing(ONE_LANE)
+        self._refit: _Refit | None = None
         self._running: dict[str, QueuedRequest] = {}
         self._arrivals: list[tuple[float, str]] = []
         self._service = Service()
@@ -95,8 +120,7 @@ class Mlq(LanedPolicy):
             self._refit.placing.add(
                 facts, self._refit.weighted_size(facts.request_id, facts.weighted_size), given
             )
-        insert(self._arrivals, (facts.arrived_s, facts.request_id))
-        next(self._leftovers, None)
+        insort(self._arrivals, (facts.arrived_s, facts.request_id))
 
     def admitted(self, request_id: str, now: float) -> None:
         """Note that a request starts, and charge its lane and its tenant for its tokens."""
@@ -136,10 +160,22 @@ class Mlq(LanedPolicy):
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
-        """Begin to place the waiting requests in new lanes. Raises ValueError if there is not one quota for each lane."""
+        """Take new lanes and a quota for each; `advance_refit` must follow. Until that is done, decisions use the old lanes.
+
+        A refit that was not done yet is given up.
+
+        Args:
+            lanes: the new lanes.
+            quotas: the quota of each lane, in tokens.
+            weighted_sizes: sizes of known requests on the new lanes' scale, by request id, also of requests that arrive before the refit is done;
+                others keep theirs. They are looked up one by one, so a mapping may compute them on demand.
+
+        Raises:
+            ValueError: there is not one quota for each lane.
+        """
         if len(quotas) != lanes.num_lanes:
             raise ValueError("each lane has one quota")
-        self._refit = Refit(lanes, quotas, {} if weighted_sizes is None else weighted_sizes)
+        self._refit = _Refit(lanes, quotas, {} if weighted_sizes is None else weighted_sizes)
 
     def advance_refit(self, max_requests: int) -> bool:
         """Place up to `max_requests` more requests in the new lanes; return whether decisions use them now, or there are none.
@@ -149,8 +185,6 @@ class Mlq(LanedPolicy):
         refit = self._refit
         if refit is None:
             return True
-        for _ in itertools.islice(self._leftovers, max_requests):
-            pass  # leftovers of the previous refit are freed before this one adds its leftovers
         waiting, placed = self._placing.entries, refit.placing.entries
         # By arrival, because that order stays right while some requests come and others leave.
         first = bisect_right(self._arrivals, refit.last)
@@ -165,8 +199,7 @@ class Mlq(LanedPolicy):
         self._finish_refit(refit)
         return True
 
-    def _finish_refit(self, refit: Refit) -> None:
-        self._leftovers = letting_go(self._placing)
+    def _finish_refit(self, refit: _Refit) -> None:
         self._refit, self._placing = None, refit.placing
         for request_id, entry in self._running.items():
             weighted_size = refit.weighted_size(request_id, entry.weighted_size)
@@ -206,7 +239,6 @@ class Mlq(LanedPolicy):
 
     def _dequeue(self, request_id: str) -> QueuedRequest:
         """Take a waiting request out of all places where it is kept."""
-        next(self._leftovers, None)
         entry = self._placing.remove(request_id)
         if self._refit is not None and request_id in self._refit.placing.entries:
             self._refit.placing.remove(request_id)
@@ -228,12 +260,17 @@ class Mlq(LanedPolicy):
         """Return the requests that start, the ones that wait and why, and the ones to squash."""
         if not self._placing.entries:
             return Decision()
-        spare = self.ledger.spare(room.num_tokens, room.overcharged_tokens)
-        capacity = min(room.num_tokens, self.ledger.num_tokens)
-        plan = Plan(waiting, running, room, spare, self._service, capacity, now)
-        num_squashes = self._squashes.num_left()
-        return Deciding(
-            plan, self._placing, self._arrivals, self.ledger.quotas, num_squashes, self.settings
+        return _Deciding(
+            waiting,
+            running,
+            room,
+            now,
+            placing=self._placing,
+            arrivals=self._arrivals,
+            ledger=self.ledger,
+            service=self._service,
+            num_squashes=self._squashes.num_left(),
+            settings=self.settings,
         ).made()
 
 
@@ -259,3 +296,264 @@ class _SquashBudget:
     def squashed(self) -> None:
         """Count a squash."""
         self._num_squashed += 1
+
+
+class _Placing:
+    """The waiting requests, placed in lanes."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.queues = [LaneQueue() for _ in range(lanes.num_lanes)]
+        self.entries: dict[str, QueuedRequest] = {}
+
+    def add(self, facts: Waiting, weighted_size: float, given: float) -> None:
+        """Place a request. given: tokens over weight that its tenant was given."""
+        entry = self.entries[facts.request_id] = QueuedRequest(
+            facts, weighted_size, self.lanes.lane_of(weighted_size)
+        )
+        self.queues[entry.lane].add(entry, given)
+
+    def remove(self, request_id: str) -> QueuedRequest:
+        """Remove a request, and return its entry."""
+        entry = self.entries.pop(request_id)
+        self.queues[entry.lane].remove(entry)
+        return entry
+
+    def served(self, tenant: str, given: float) -> None:
+        """Note in all lanes that the tenant has been given this much by now."""
+        for queue in self.queues:
+            queue.served(tenant, given)
+
+
+class _Refit:
+    """A placing in the making. Arrivals and departures meanwhile are told to both placings."""
+
+    def __init__(self, lanes: Lanes, quotas: Sequence[int], sizes: Mapping[str, float]) -> None:
+        self.placing, self.quotas, self._sizes = _Placing(lanes), quotas, sizes
+        self.last = (-math.inf, "")
+        """Every request up to this one, in order of arrival, has been placed."""
+
+    def weighted_size(self, request_id: str, known: float) -> float:
+        """Return the request's size on the new lanes' scale; `known` if there is none."""
+        return self._sizes.get(request_id, known)
+
+
+class _Deciding(Plan):
+    """One decision of `Mlq`.
+
+    Args:
+        arrivals: (arrived_s, request_id) of all waiting requests, in that order.
+        num_squashes: the number of squashes allowed.
+    """
+
+    def __init__(
+        self,
+        waiting: Mapping[str, Waiting],
+        running: Mapping[str, Running],
+        room: StepRoom,
+        now: float,
+        *,
+        placing: _Placing,
+        arrivals: Sequence[tuple[float, str]],
+        ledger: Ledger,
+        service: Service,
+        num_squashes: int,
+        settings: MlqSettings,
+    ) -> None:
+        spare = ledger.spare(room.num_tokens, room.overcharged_tokens)
+        super().__init__(waiting, room, spare, service, min(room.num_tokens, ledger.num_tokens), now)
+        self._running, self._placing, self._arrivals = running, placing, arrivals
+        self._quotas, self._num_squashes, self._settings = ledger.quotas, num_squashes, settings
+        self._bypassed: dict[str, str] = {}
+        self._blocked: list[Waiting] = []  # heads that wait for memory
+        # Whether a head whose turn has come for the second time waits for the next step: no other request starts in this one.
+        self._is_full = False
+        self._num_overdue = 0  # of the chosen requests, the first ones
+        self._num_passed = 0
+        self._ends: list[Running] | None = None
+
+    def made(self) -> Decision:
+        """Return the requests that start in this step, that are deferred, and that have to leave the device."""
+        if self._admit_overdue():
+            self._admit_lanes()
+        otherwise: DeferReason = "no_slot" if self.left.slots < 1 else "behind_head"
+        return Decision(self._ids(), self.deferred, self._bypassed, self._late_bypassers(), otherwise)
+
+    def _running_by_end(self) -> list[Running]:
+        """Return all running requests, in order of their predicted ends."""
+        if self._ends is None:
+            self._ends = sorted(self._running.values(), key=attrgetter("predicted_end_s"))
+        return self._ends
+
+    def _ids(self) -> tuple[str, ...]:
+        """Return the ids of all chosen requests in order.
+
+        In each lane's places, warm requests come before others of the same priority; overdue ones stay where they are.
+        """
+        order = list(self.chosen.values())
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for at in range(self._num_overdue, len(order)):
+            places[order[at][0]].append(at)
+        ids = [facts.request_id for _, facts in order]
+        for own in places.values():
+            sorted_own = sorted(own, key=lambda at: (order[at][1].priority, not order[at][1].is_warm))
+            for at, source in zip(own, sorted_own, strict=True):
+                ids[at] = order[source][1].request_id
+        return tuple(ids)
+
+    def _admit_overdue(self) -> bool:
+        """Start the requests that have waited too long, in order of arrival. Return False if one of them does not fit."""
+        for arrived_s, request_id in self._arrivals:
+            if self.now - arrived_s < self._settings.max_wait_s:
+                break
+            facts = self.waiting[request_id]
+            tokens = self.tokens(facts)
+            reason = self.left.refusal(facts)
+            if reason is None and tokens > self.spare.num_free:
+                reason = "lane_quota"
+            if self._is_passed_over(facts, reason):
+                continue
+            if reason is not None:
+                self._defer(facts, reason)
+                return False
+            self.choose(self._placing.entries[request_id].lane, facts, tokens)
+            self._num_overdue += 1
+        return True
+
+    def _admit_lanes(self) -> None:
+        walks = {
+            lane: Walk(queue, self, self._settings.aging_s)
+            for lane, queue in enumerate(self._placing.queues)
+            if queue.num_waiting and self.left.slots > 0
+        }
+        lacking = self._phase(walks, self.spare.fits)
+        kept = {lane for lane, walk in walks.items() if self._fits_quota(lane, walk.head)}
+        pool = {lane: walk for lane, walk in walks.items() if lane in lacking}
+        self._phase(pool, lambda lane, tokens: self.spare.fits_pool(lane, tokens, kept))
+        self._bypass(walks)
+
+    def _phase(self, walks: Mapping[int, Walk], fits: Callable[[int, int], bool]) -> set[int]:
+        """Start heads as long as any lane's fits; return the lanes whose head lacks quota."""
+        open_lanes = {lane: walk for lane, walk in walks.items() if walk.head is not None}
+        lacking = set()
+        while open_lanes and not self._is_full:
+            lane = min(open_lanes, key=lambda lane: _rank(lane, open_lanes[lane].head))
+            head = open_lanes[lane].head
+            if head is None:
+                del open_lanes[lane]
+                continue
+            tokens = self.tokens(head)
+            reason = self.left.refusal(head)
+            if reason is None and fits(lane, tokens):
+                self.choose(lane, head, tokens)
+                open_lanes[lane].advance()
+                continue
+            if self._is_passed_over(head, reason):
+                open_lanes[lane].advance()
+                continue
+            if reason is None:
+                lacking.add(lane)
+            self._defer(head, reason or "lane_quota")
+            del open_lanes[lane]
+        return lacking
+
+    def _is_passed_over(self, facts: Waiting, reason: DeferReason | None) -> bool:
+        """Note a request whose adapter finds no memory, and return whether requests behind it may start."""
+        if reason != "adapter_memory":
+            return False
+        self.deferred[facts.request_id] = reason
+        self._num_passed += 1
+        return self._num_passed <= NUM_PASSED_OVER
+
+    def _fits_quota(self, lane: int, head: Waiting | None) -> bool:
+        """Return whether the lane's head can start within the lane's own quota some day, so that the lane should not lend the unused part."""
+        return head is not None and self.tokens(head) <= self._quotas[lane]
+
+    def _defer(self, head: Waiting, reason: DeferReason) -> None:
+        self.deferred[head.request_id] = reason
+        # Otherwise small requests that keep coming would fill every step.
+        self._is_full |= reason == "step_full" and head.times_deferred > 0
+        if reason in ("no_blocks", "adapter_memory"):
+            self._blocked.append(head)
+
+    # -- bypass
+
+    def _bypass(self, walks: Mapping[int, Walk]) -> None:
+        """Let requests pass their lane's head while it waits for memory.
+
+        None passes when a squash could no longer correct a wrong prediction.
+        """
+        if not self._blocked or self._is_full or self._num_squashes < 1:
+            return
+        blocked = {facts.request_id for facts in self._blocked}
+        for lane, walk in walks.items():
+            # Looking for followers is most of a decision's cost, and there is seldom room for one.
+            free = (self.left.slots, self.left.blocks, self.spare.num_free, self.spare.lane_free[lane])
+            if min(free) > 0 and walk.head is not None and walk.head.request_id in blocked:
+                self._pass(lane, walk, walk.head, self._start_s(walk.head))
+
+    def _start_s(self, head: Waiting) -> float:
+        """Return when a blocked head could start, by the predicted ends of the running requests."""
+        missing = head.num_blocks - self.left.blocks
+        return earliest_start_s(missing, self._running_by_end(), self.now)
+
+    def _pass(self, lane: int, walk: Walk, head: Waiting, start_s: float) -> None:
+        """Start the requests behind one head that fit and are predicted to end before it could start."""
+        passes_left = self._settings.max_bypassed - head.times_bypassed
+        if passes_left < 1 or start_s <= self.now:
+            return
+        followers = walk.ahead(self._settings.num_looked_at)
+        followers.sort(key=lambda facts: (facts.priority, not facts.is_warm))
+        for facts in followers:
+            tokens = self.tokens(facts)
+            is_fit = self.left.refusal(facts) is None and self.spare.fits(lane, tokens)
+            if passes_left > 0 and is_fit and self._may_pass(facts, start_s, self.now):
+                self.choose(lane, facts, tokens)
+                self._bypassed[facts.request_id] = head.request_id
+                passes_left -= 1
+
+    def _may_pass(self, facts: Waiting, start_s: float, now: float) -> bool:
+        return now + facts.duration_s <= start_s and facts.times_squashed < self._settings.max_squashed
+
+    def _late_bypassers(self) -> tuple[str, ...]:
+        """Return the fewest late bypassers, the largest first, whose squash lets a blocked head start; none if all together do not suffice."""
+        if not self._blocked or self._num_squashes < 1:
+            return ()
+        late = [each for each in self._running_by_end() if each.is_bypasser and each.due_s < self.now]
+        late.sort(key=lambda each: (-each.num_blocks, each.predicted_end_s, each.request_id))
+        late = late[: self._num_squashes]
+        missing = min(head.num_blocks for head in self._blocked) - self.left.blocks
+        squash: list[str] = []
+        for each in late:
+            if missing <= 0:
+                break
+            squash.append(each.request_id)
+            missing -= each.num_blocks
+        return tuple(squash) if missing <= 0 else ()
+
+
+def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> float:
+    """Return when `missing` more blocks are free, if all running requests end as predicted; late ones count as ending now.
+
+    Args:
+        missing: blocks that are not free yet.
+        ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
+        now: the time in seconds, on the caller's clock.
+    """
+    at_s = now
+    for each in ends:
+        if missing <= 0:
+            break
+        missing -= each.num_blocks
+        at_s = max(each.predicted_end_s, now)
+    return at_s
+
+
+def _rank(lane: int, head: Waiting | None) -> tuple[int, bool, int]:
+    """Return the sort key of a lane's head.
+
+    Heads are ordered by priority; then heads that were passed before, so that no other takes the room that was freed for them; then the smallest.
+    """
+    if head is None:
+        return (0, True, lane)
+    return (head.priority, head.times_bypassed + head.times_deferred == 0, lane)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, PriorityOrder, Sjf
+from engine_bridge.policy.scheduling.baselines import Fair, OneOrder
 from engine_bridge.policy.scheduling.bounded import Bounded
 from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.queue_policy import QueuePolicy
@@ -13,9 +13,12 @@ MakePolicy = Callable[[int], QueuePolicy]
 """Makes a policy, given the number of tokens that requests may hold together."""
 
 POLICIES: dict[str, MakePolicy] = {
-    "fcfs": lambda num_tokens: Fcfs(),
-    "sjf": lambda num_tokens: Sjf(),
-    "priority": lambda num_tokens: PriorityOrder(),
+    # First come, first served: vLLM's default, and S-LoRA's.
+    "fcfs": lambda num_tokens: OneOrder("fcfs", lambda facts: facts.arrived_s),
+    # The shortest by prediction first: μServe's (Qiu et al., 2024), as in Chameleon §5.3. It starves long requests; a baseline.
+    "sjf": lambda num_tokens: OneOrder("sjf", lambda facts: facts.duration_s),
+    # The lowest priority first, then the earliest: vLLM's other policy.
+    "priority": lambda num_tokens: OneOrder("priority", lambda facts: facts.priority, minds_priority=True),
     "fair": lambda num_tokens: Fair(),
     "mlq": Mlq,
     "bounded": Bounded,

@@ -8,16 +8,15 @@ calls give the same decisions again.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from engine_bridge.policy.scheduling.lanes import Lanes
 from engine_bridge.policy.scheduling.preemption import Order
-from engine_bridge.policy.scheduling.quotas import Ledger
+from engine_bridge.protocol.engine_request import LengthGuess
 
 DeferReason = Literal[
     "lane_quota", "no_blocks", "adapter_memory", "behind_head", "no_slot", "step_full", "paused"
@@ -25,38 +24,50 @@ DeferReason = Literal[
 
 
 class Waiting(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that could start if there were room: its adapter is in host memory or on the device, its grammar is compiled.
+    """A request from its arrival in the queue to its start, as the scheduler brings it and the policy sees it.
+
+    The policy sees it once it could start if there were room: its adapter is in host memory or on the device, its grammar is compiled. The dispatcher
+    fills in and renews the fields from `arrived_s` on; all others stay as they came.
 
     Attributes:
-        arrived_s: when it first came, even if it was preempted or squashed since.
-        weighted_size: on the lanes' scale (Chameleon's WRS).
-        size_tokens: input + predicted output + adapter in token units; shared_tokens: the part of these that running requests hold already.
-        num_blocks: blocks that starting takes from `StepRoom.free_blocks`: new ones, and its cached ones that no request holds. Together with
-            adapter_blocks they must fit an empty device: the caller refuses a request that never can.
-        duration_s: predicted seconds from start to end.
+        num_prompt_tokens: tokens of its prompt, cached or not.
+        guess: the predicted length of its answer.
         priority: lower first, as in vLLM.
         weight: its tenant's share against others'.
-        adapter_blocks: device memory that its adapter still needs; requests of one adapter_id need it once. adapter_bytes: the same where
-            adapters have separate memory.
-        num_prefill_tokens: tokens to be computed before its first one.
-        is_warm: its prefix is on the device.
-        is_swapped: it ran before, and its KV waits in host memory.
-        is_away: its adapter has left since, and is on its way back.
+        adapter_id: the version of its adapter; None for the base model.
+        rank: its adapter's rank; 0 for the base model.
+        waits_for: requests that wait for the same adapter or grammar become ready together, and in their order.
+        is_background: whether it computes KV ahead, and its one token is not read: it says nothing of lengths, lanes or speed.
+        arrived_s: when it first came, even if it was preempted or squashed since.
+        weighted_size: its size on the lanes' scale (Chameleon's WRS).
+        size_tokens: input + predicted output; `shared_tokens`: the part of these that running requests hold already.
+        num_blocks: blocks that starting takes from `StepRoom.free_blocks`: new blocks, and its cached blocks that no request holds. They must fit
+            an empty device: the caller refuses a request that never can.
+        duration_s: predicted seconds from start to end.
+        adapter_bytes: device memory that its adapter still needs; requests of one `adapter_id` need it once.
+        num_prefill_tokens: tokens to be computed before its first output token.
+        is_warm: whether its prefix is on the device.
+        is_swapped: whether it ran before, and its KV waits in host memory.
+        is_away: whether its adapter has left since, and is on its way back.
         times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`.
-        times_deferred: decisions in which a step was too full for it.
+        times_deferred: number of decisions in which a step was too full for it.
     """
 
     request_id: str
-    arrived_s: float
-    weighted_size: float
-    size_tokens: int
-    num_blocks: int
-    duration_s: float
+    num_prompt_tokens: int
+    guess: LengthGuess
     priority: int = 0
     tenant: str = ""
     weight: float = 1.0
     adapter_id: int | None = None
-    adapter_blocks: int = 0
+    rank: int = 0
+    waits_for: Hashable = None
+    is_background: bool = False
+    arrived_s: float = 0.0
+    weighted_size: float = 0.0
+    size_tokens: int = 0
+    num_blocks: int = 0
+    duration_s: float = 0.0
     adapter_bytes: int = 0
     num_prefill_tokens: int = 0
     is_warm: bool = False
@@ -97,7 +108,7 @@ class StepRoom(Struct, frozen=True, kw_only=True, gc=False):
         num_tokens: the capacity for tokens, used or not.
         prefill_tokens: tokens of prompts that this step may begin to compute; None: any number.
         is_prefilling: prompts are under way.
-        adapter_bytes: free for the adapters of further requests; None: they take blocks, or nothing.
+        adapter_bytes: free for the adapters of further requests; None: they take nothing.
         overcharged_tokens: how many more tokens running requests are charged than they will hold at any one time
             (`quotas.overcharged_tokens`).
         adapters_take_turns: one adapter waits for memory, and others make room for it.
@@ -155,12 +166,8 @@ class QueuePolicy(Protocol):
     """The order in which requests lose their device memory when a step's KV does not fit; None: vLLM's own, the last started first."""
     charges_tokens: bool = False
     """Whether it needs `StepRoom.overcharged_tokens`, which costs something to work out."""
-    has_lanes: bool = False
-    """Whether it is a `LanedPolicy`."""
     minds_priority: bool = False
     """Whether it uses `Waiting.priority` or `RunningFacts.urgency`: others may be paused for urgent requests."""
-    is_timeless: bool = True
-    """Whether it decides the same for the same facts at any time, so that it need not be asked while nothing has changed."""
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
@@ -202,55 +209,6 @@ class QueuePolicy(Protocol):
         ...
 
 
-class LanedPolicy(QueuePolicy, Protocol):
-    """A policy that keeps waiting requests in lanes, which are fitted anew from time to time."""
-
-    ledger: Ledger
-    """The tokens that the lanes may hold, and that they hold. For reading only."""
-
-    @property
-    def lanes(self) -> Lanes:
-        """The lanes by which decisions are made."""
-        ...
-
-    def num_waiting(self) -> tuple[int, ...]:
-        """Return the number of waiting requests in each lane."""
-        ...
-
-    def lane_of(self, request_id: str) -> int | None:
-        """Return the lane of a request that waits or runs."""
-        ...
-
-    def begin_refit(
-        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
-    ) -> None:
-        """Take new lanes and a quota for each; `advance_refit` must follow. Until that is done, decisions use the old lanes.
-
-        A refit that was not done yet is given up.
-
-        Args:
-            lanes: the new lanes.
-            quotas: the quota of each lane, in tokens.
-            weighted_sizes: sizes of known requests on the new lanes' scale, by request id, also of requests that arrive before the refit is done;
-                others keep theirs. They are looked up one by one, so a mapping may compute them on demand.
-
-        Raises:
-            ValueError: there is not one quota for each lane.
-        """
-        ...
-
-    def advance_refit(self, max_requests: int) -> bool:
-        """Place up to `max_requests` waiting requests in the new lanes. Return whether decisions use the new lanes now, or there are none."""
-        ...
-
-
-def with_lanes(policy: QueuePolicy) -> LanedPolicy:
-    """Return the policy as one with lanes. Raises TypeError for a policy without lanes."""
-    if not policy.has_lanes:
-        raise TypeError(f"{policy.name} has no lanes")
-    return cast(LanedPolicy, policy)
-
-
 # Requests that one decision passes over because their adapter finds no memory. vLLM passes over all of them; with 16, half of the requests that
 # could run waited (P50 TTFT 3 to 4 times vLLM's own, 50 adapters on 16 slots at 1.2 of the capacity).
 NUM_PASSED_OVER = 256
@@ -272,29 +230,21 @@ class RoomLeft:
             return "no_slot"
         if facts.num_blocks > self.blocks:
             return "no_blocks"
-        if self.needed(facts) > self.blocks or self.lacks_adapter_bytes(facts):
+        if self.lacks_adapter_bytes(facts):
             return "adapter_memory"
         return None if self._has_time(facts) else "step_full"
-
-    def needed(self, facts: Waiting) -> int:
-        """Return the blocks that a request needs. An adapter that another start of this step brings costs nothing more."""
-        return facts.num_blocks + (0 if self._is_brought(facts) else facts.adapter_blocks)
-
-    def needed_bytes(self, facts: Waiting) -> int:
-        """Return the memory that its adapter needs, likewise."""
-        return 0 if self._is_brought(facts) else facts.adapter_bytes
 
     def lacks_adapter_bytes(self, facts: Waiting) -> bool:
         """Return whether a request lacks memory for its adapter alone.
 
         It is then passed over, as in vLLM's queue: `AdapterTurns` gives it its turn, and requests of adapters that run take nothing from it.
         """
-        return facts.is_away or self.needed_bytes(facts) > self.adapter_bytes
+        return facts.is_away or self._needed_bytes(facts) > self.adapter_bytes
 
     def take(self, facts: Waiting) -> None:
         """Take the room of a request that starts."""
-        self.blocks -= self.needed(facts)
-        self.adapter_bytes -= self.needed_bytes(facts)
+        self.blocks -= facts.num_blocks
+        self.adapter_bytes -= self._needed_bytes(facts)
         self.slots -= 1
         self._adapters.add(facts.adapter_id)
         self._prefill_tokens -= facts.num_prefill_tokens
@@ -309,8 +259,9 @@ class RoomLeft:
             self._may_overrun and self._prefill_tokens > 0
         )
 
-    def _is_brought(self, facts: Waiting) -> bool:
-        return facts.adapter_id is not None and facts.adapter_id in self._adapters
+    def _needed_bytes(self, facts: Waiting) -> int:
+        """Return the memory that its adapter needs. An adapter that another start of this step brings costs nothing more."""
+        return 0 if facts.adapter_id in self._adapters else facts.adapter_bytes
 
 
 def in_order(
@@ -339,11 +290,6 @@ def refuse_twice(facts: Waiting, known: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a request that waits already."""
     if facts.request_id in known:
         raise ValueError("the request waits already")
-
-
-def insert(ordered: list[Any], entry: Any) -> None:
-    """Put an entry at its place in a sorted list."""
-    insort(ordered, entry)
 
 
 def remove(ordered: list[Any], entry: Any) -> None:

@@ -1,6 +1,6 @@
 """How many tokens the requests of a lane may hold at a time, and which requests hold them. Pure.
 
-Tokens are input + predicted output + the adapter's memory in token units. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to
+Tokens are input + predicted output. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to
 the Batch".
 """
 
@@ -201,10 +201,6 @@ class Ledger:
     def num_used(self) -> int:
         """Tokens that running requests of all lanes are charged."""
         return sum(self._used)
-
-    def charged(self, request_id: str) -> int:
-        """Return the tokens that a request is charged; 0 for an unknown one."""
-        return self._charges.get(request_id, (0, 0))[1]
 
     def spare(self, num_tokens: int, overcharged_tokens: int = 0) -> Spare:
         """Return the free tokens if only `num_tokens` are there now, and all charges together are too high by `overcharged_tokens`."""

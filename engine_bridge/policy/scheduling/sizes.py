@@ -24,12 +24,9 @@ class Scale:
     max_input_tokens: float = 1.0
     max_output_tokens: float = 1.0
     max_rank: float = 1.0
-    input_weight: float = INPUT_WEIGHT
-    output_weight: float = OUTPUT_WEIGHT
-    rank_weight: float = RANK_WEIGHT
 
     def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """Return the weighted request size, from 0 to the sum of the weights (1 by default).
+        """Return the weighted request size, from 0 to 1.
 
         Args:
             input_tokens: tokens of the prompt.
@@ -41,39 +38,27 @@ class Scale:
         Source: Chameleon §4.2 (formula reconstructed: A·in/max_in + B·out/max_out + C·rank/max_rank).
         """
         return (
-            self.input_weight * min(input_tokens / self.max_input_tokens, 1.0)
-            + self.output_weight * min(output_tokens / self.max_output_tokens, 1.0)
-            + self.rank_weight * min(rank / self.max_rank, 1.0)
+            INPUT_WEIGHT * min(input_tokens / self.max_input_tokens, 1.0)
+            + OUTPUT_WEIGHT * min(output_tokens / self.max_output_tokens, 1.0)
+            + RANK_WEIGHT * min(rank / self.max_rank, 1.0)
         )
 
 
 class WeightedSize:
     """Sizes against running maxima that fade.
 
-    Each request lowers the maxima by a constant factor, to half in `half_life_requests`, and raises the ones that it exceeds. So one giant flattens
+    Each request lowers the maxima by a constant factor, to half in `HALF_LIFE_REQUESTS`, and raises the ones that it exceeds. So one giant flattens
     other sizes for a while only, and a quiet night changes nothing. The paper does not say over which requests its maxima are taken.
-
-    Raises:
-        ValueError: a weight is negative, none is positive, or the half-life is less than 1.
     """
 
-    def __init__(
-        self,
-        a: float = INPUT_WEIGHT,
-        b: float = OUTPUT_WEIGHT,
-        c: float = RANK_WEIGHT,
-        half_life_requests: int = HALF_LIFE_REQUESTS,
-    ) -> None:
-        if min(a, b, c) < 0 or a + b + c <= 0 or half_life_requests < 1:
-            raise ValueError("weights are not negative, one of them is positive, and a half-life is too")
-        self._weights = (a, b, c)
-        self._fade = 0.5 ** (1 / half_life_requests)
+    def __init__(self) -> None:
+        self._fade = 0.5 ** (1 / HALF_LIFE_REQUESTS)
         self._maxima = (1.0, 1.0, 1.0)
 
     @property
     def scale(self) -> Scale:
         """The maxima as they are now."""
-        return Scale(*self._maxima, *self._weights)
+        return Scale(*self._maxima)
 
     def seen(self, input_tokens: float, output_tokens: float, rank: float) -> None:
         """Note a request that came, or that ended, with its real output. Call it once for each."""

@@ -13,7 +13,7 @@ DEFAULT_MODELS, MAX_MODELS = 20, 1000
 
 
 def card_of(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's card, made of the one that OpenAI's API has."""
+    """Return a model's card in Anthropic's form, made of OpenAI's form."""
     return {
         "type": "model",
         "id": card["id"],
@@ -26,7 +26,15 @@ def card_of(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(cards: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of the models' cards. query: `limit`, and `after_id` or `before_id`. Raises GatewayError `bad_request`."""
+    """Return a page of the models' cards.
+
+    Args:
+        cards: all cards, in OpenAI's form.
+        query: `limit`, and `after_id` or `before_id`.
+
+    Raises:
+        GatewayError: `bad_request`.
+    """
     limit = _limit(query.get("limit", str(DEFAULT_MODELS)))
     ids = [card["id"] for card in cards]
     first, end = 0, len(ids)

@@ -1,7 +1,8 @@
-"""Whether a call's body is within bounds, looked at before anything is made of it. Pure.
+"""The bounds of a call's body, checked before anything is made of it. Pure.
 
-What an answer's own settings may hold (stop strings, grammars …) is measured where they are known:
-`engine_bridge.policy.limits.request_limits`. So is its prompt, of which the node may leave out a part: `engine_bridge.calls.context_overflow`.
+The settings of an answer (stop strings, grammars …) are measured where they are known: `engine_bridge.policy.limits.request_limits`. So is its
+prompt, of
+which the node may leave out a part: `engine_bridge.calls.context_overflow`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from engine_bridge.protocol.node import Api
 
 
 def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int) -> None:
-    """Raises InvalidRequest for a JSON text that would take long to decode and validate."""
+    """Raise InvalidRequest for a JSON text that would take long to decode and validate."""
     if depth > max_depth:
         raise InvalidRequest(
             f"The body nests {depth:,} levels deep; this server takes at most {max_depth:,} (max_json_depth)."
@@ -26,7 +27,7 @@ def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int)
 
 
 def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) -> None:
-    """Raises InvalidRequest for a call that is too large for this server. What is malformed is left for vLLM to explain."""
+    """Raise InvalidRequest for a call that is too large for this server. Malformed fields are left for vLLM to explain."""
     if not isinstance(body, dict):
         return
     for name in ("messages", "input"):
@@ -37,7 +38,7 @@ def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) ->
 
 
 def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
-    """Answers that one call asks for: prompts × n."""
+    """Raise InvalidRequest for a call that asks for too many answers (prompts × n)."""
     prompt = body.get("prompt") if api == "completions" else None
     is_many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     num_prompts = len(prompt) if is_many and isinstance(prompt, list) else 1
@@ -48,7 +49,7 @@ def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
 
 
 def _as_number(value: Any) -> int:
-    """As vLLM's models read it: "16" and 16.0 are 16. 1 for what is no number."""
+    """Return a field as vLLM's models read it: "16" and 16.0 are 16. Returns 1 for a value that is no number."""
     try:
         return int(float(value)) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):

@@ -15,9 +15,9 @@ from aiohttp import web
 from engine_bridge.calls.context_overflow import dropped_of
 from engine_bridge.predict.hints import read_body
 from engine_bridge.protocol.api_errors import unknown_model
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Api, JsonReply, SseReply, token_ids_of
-from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
@@ -29,6 +29,8 @@ from gateway.doors.http.web_policy import (
     LEFT_OUT_HEADER,
     REQUEST_ID_HEADER,
     RETRY_AFTER_S,
+    TRACE,
+    Trace,
     error_body,
     request_id,
     speaks_anthropic,
@@ -44,19 +46,20 @@ log = logging.getLogger(__name__)
 
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SESSION_HEADER = "X-Session-Id"
-# Which agent asks, and in which run of its workflow: what learned advisories are learned from.
+# The agent's name and the run of its workflow, from which learned advisories are learned.
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 _slow_line = RareLine()
 
 
 def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The handler of one API family's main call."""
+    """Return the handler of one API family's main call."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        """Answer one call."""
         services = request.app[SERVICES]
         principal = services.admit(request)
-        # Before the body is read: what waits to be read takes memory, too.
+        # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
             async with services.calls.of(principal.owner):
                 return await _handle(request, services, principal, api)
@@ -65,7 +68,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _check_size(services: Services, api: Api, body: Any) -> None:
-    """Raises InvalidRequest for a call that asks for too much. After history was put in front of it, which counts as well."""
+    """Raise InvalidRequest for a call that asks for too much. Called after history was put in front of it, which counts as well."""
     config = services.config
     check_call(api, body, max_messages=config.max_messages, max_sequences=config.max_sequences)
 
@@ -81,28 +84,31 @@ async def _handle(
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)
-    context = RequestContext(
+    trace = request.get(TRACE, Trace())
+    asker = EngineRequest(
+        traceparent=trace.traceparent,
+        accepted_s=trace.begun_s,
         tenant=tenant_of(owner),
         session_id=recording.session_id if recording else "",
         adapter=adapter_named(services, body) or "",
         history_token_ids=recording.history_token_ids if recording else b"",
         weight=principal.weight,
         priority=priority,
-        # Text is held only where somebody reads it.
+        # The text is held only where a user's own length predictor reads it.
         asked=asked if services.config.length_predictor is not None else asked.numbers(),
     )
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
     try:
         if is_background and recording is not None:
-            return await _answer_in_background(request, services, body, recording, context)
-        return await _answer(request, services, api, body, recording, context)
+            return await _answer_in_background(request, services, body, recording, asker)
+        return await _answer(request, services, api, body, recording, asker)
     finally:
         services.learned.ended(arrival)
 
 
 def _arrival(request: web.Request, owner: str, recording: Recording | None) -> AgentCall:
-    """Whose request this is, as far as it says."""
+    """Return which agent and workflow the request names, for learned advisories."""
     session_id, adapter = (recording.session_id, recording.adapter) if recording else ("", None)
     agent = request.headers.get(AGENT_HEADER, "") if recording else ""
     return AgentCall(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
@@ -113,25 +119,27 @@ async def _answer_in_background(
     services: Services,
     body: dict[str, Any],
     recording: Recording,
-    context: RequestContext,
+    asker: EngineRequest,
 ) -> web.StreamResponse:
-    """Begin a response that goes on without its client, and answer as soon as it has begun; a bad request is refused as any other."""
+    """Begin a response whose client need not stay, and answer as soon as it has begun; a bad request is refused as any other."""
     owner, is_streamed = recording.owner, body.get("stream") is True
     with ExitStack() as places:
         places.enter_context(services.budgets.enter(owner))
         headers = {REQUEST_ID_HEADER: request_id(request)}
-        # Always as a stream: so its beginning is known when it is over with what can be refused.
-        reply = await services.node.serve("responses", body | {"stream": True}, headers, context)
+        # Always as a stream: it begins once nothing can be refused any more.
+        reply = await services.node.serve("responses", body | {"stream": True}, headers, asker)
         if isinstance(reply, JsonReply):
             return _as_response(reply, {})
         reply = _naming_previous(reply, recording)
         running = places.pop_all()
 
     async def scope(reading: Awaitable[None]) -> None:
+        """Read the response as one of the owner's calls."""
         async with services.calls.of(owner):
             await reading
 
     async def store(job: BackgroundResponse) -> None:
+        """Keep the response as a turn."""
         await record(services, recording, job.reader, job.reply())
 
     job = await services.background.start(
@@ -151,7 +159,7 @@ async def _answer_in_background(
 
 
 def _take_background(api: Api, body: Any) -> bool:
-    """Whether a call is to go on without its client. Raises GatewayError `bad_request` where it says that its answer is not to be stored."""
+    """Take out of a body whether its client need not stay. Raises GatewayError `bad_request` where its answer is not to be stored."""
     is_background = api == "responses" and isinstance(body, dict) and body.pop("background", None) is True
     if is_background and body.get("store") is False:
         raise GatewayError(
@@ -168,9 +176,9 @@ async def _answer(
     api: Api,
     body: Any,
     recording: Recording | None,
-    context: RequestContext,
+    asker: EngineRequest,
 ) -> web.StreamResponse:
-    reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, context)
+    reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, asker)
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
@@ -191,7 +199,7 @@ async def _answer(
 
 
 def _as_response(reply: JsonReply, headers: Mapping[str, str]) -> web.Response:
-    """What an engine could not do now is worth another try soon."""
+    """Return a node's reply as an HTTP response; an engine that is not available now is worth another try soon."""
     again = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else {}
     return web.Response(
         body=reply.body, status=reply.status, content_type="application/json", headers={**headers, **again}
@@ -199,14 +207,14 @@ def _as_response(reply: JsonReply, headers: Mapping[str, str]) -> web.Response:
 
 
 def _naming_previous(reply: SseReply, recording: Recording | None) -> SseReply:
-    """The same stream; its response objects say what they go on from."""
+    """Return the same stream, with response objects that name the response before them."""
     if recording is None or recording.previous is None:
         return reply
     return SseReply(_Named(reply.events, recording.previous))
 
 
 class _Named:
-    """Events with what they go on from. No generator: closing one that was never read would leave the request in the engine."""
+    """Events whose response objects name the response before them. No generator: closing a generator that was never read does nothing."""
 
     def __init__(self, events: AsyncIterator[bytes], previous: str) -> None:
         self._events, self._previous = events, previous
@@ -218,11 +226,12 @@ class _Named:
         return with_previous(await anext(self._events), self._previous)
 
     async def aclose(self) -> None:
+        """End the stream. Its request leaves the engine."""
         await self._events.aclose()  # type: ignore[attr-defined]
 
 
 def _take_priority(services: Services, body: Any) -> int:
-    """`priority`, vLLM's own extra field. Raises GatewayError `bad_request`."""
+    """Take vLLM's own extra field `priority` out of a body. Raises GatewayError `bad_request`."""
     value = body.pop("priority", None) if isinstance(body, dict) else None
     return checked_priority(value, may_hurry=services.config.client_priority)
 
@@ -250,7 +259,7 @@ async def _stream(
         await response.prepare(request)
         await write_events(request, services, response, reply.events, reader)
     finally:
-        # Also when the client has gone: closing the events aborts the request in the engine.
+        # Also when the client's connection has ended: closing the events aborts the request in the engine.
         await reply.events.aclose()  # type: ignore[attr-defined]
         if reader is not None and recording is not None and reader.has_begun:
             await asyncio.shield(record(services, recording, reader))
@@ -265,8 +274,11 @@ async def write_events(
     events: AsyncIterator[bytes],
     reader: AnswerReader | None = None,
 ) -> None:
-    """Send events as they come, and as the last one what ended them if they fail. Raises ConnectionResetError where the client reads too slowly
-    or has gone."""
+    """Send events as they come, and a failure of theirs as the last event.
+
+    Raises:
+        ConnectionResetError: the client reads too slowly, or its connection has ended.
+    """
     try:
         async for event in events:
             if reader is not None:
@@ -287,12 +299,13 @@ async def write_events(
                     request.transport.abort()
                 raise ConnectionResetError("slow reader") from None
     except BridgeError as error:
-        # The head has gone out with 200: the error is the stream's last event.
+        # The head was sent with 200, so the error is the stream's last event.
         body = error_body(request, from_bridge(error))
         await response.write(b"event: error\ndata: " + orjson.dumps(body) + b"\n\n")
 
 
 async def models(request: web.Request) -> web.Response:
+    """Answer `GET /v1/models`, in OpenAI's or Anthropic's form."""
     services = request.app[SERVICES]
     shown = await _models(services, services.admit(request))
     if speaks_anthropic(request):
@@ -301,7 +314,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def _models(services: Services, principal: Principal) -> dict[str, Any]:
-    """The body of `/v1/models`. vLLM's `root` is a path on this machine, which is the operator's to know: others get the name again."""
+    """Return the body of `/v1/models`. vLLM's `root` is a path on this machine, which only operators see: others get the name again."""
     shown: dict[str, Any] = orjson.loads((await services.node.models()).body)
     if not services.keys.is_operator(principal):
         for card in shown["data"]:
@@ -310,7 +323,7 @@ async def _models(services: Services, principal: Principal) -> dict[str, Any]:
 
 
 async def model(request: web.Request) -> web.Response:
-    """One card of `/v1/models`."""
+    """Answer `GET /v1/models/{name}`, one card."""
     services = request.app[SERVICES]
     cards = (await _models(services, services.admit(request)))["data"]
     name = request.match_info["name"]
@@ -325,22 +338,23 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """What `vllm serve --enable-tokenizer-info-endpoint` says of the tokenizer: its settings, special tokens and chat template."""
+    """Answer as `vllm serve --enable-tokenizer-info-endpoint` does: with the tokenizer's settings, special tokens and chat template."""
     services = request.app[SERVICES]
     principal = services.admit(request)
     async with services.calls.of(principal.owner):
-        context = RequestContext(tenant=tenant_of(principal.owner), weight=principal.weight)
+        asker = EngineRequest(tenant=tenant_of(principal.owner), weight=principal.weight)
         reply = await services.node.serve(
-            "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, context
+            "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, asker
         )
     assert isinstance(reply, JsonReply)
     return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 
 
 def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Load or unload an adapter, where the operator allows it: the body names a path on this machine."""
+    """Return a handler that loads or unloads an adapter, where the operator allows it: the body names a path on this machine."""
 
     async def handle(request: web.Request) -> web.Response:
+        """Load or unload an adapter."""
         services = request.app[SERVICES]
         principal = services.admit(request)
         services.check_may_change_adapters(principal)
@@ -352,7 +366,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the routes of OpenAI's and Anthropic's APIs."""
+    """Add the routes of OpenAI's and Anthropic's APIs."""
     app.add_routes(
         [
             web.get("/v1/models", models),

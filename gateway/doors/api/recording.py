@@ -1,4 +1,7 @@
-"""API calls as turns of sessions: which session a call belongs to, what it goes on from, and what is stored once it has been answered."""
+"""API calls as turns of sessions.
+
+The session that a call belongs to, the conversation that it continues, and the turn that is stored once it was answered.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Where a finished API call is written down as a turn. items, previous: of a Responses call, what it gave as `input`, and its
-    `previous_response_id`. history_token_ids: of what the call goes on from, as far as they are known."""
+    """The turn that a finished API call is kept as.
+
+    Attributes:
+        items: of a Responses call, its `input` as items; None for a call that is not kept as a response.
+        previous: of a Responses call, its `previous_response_id`.
+        history_token_ids: the ids of the conversation so far, packed, as far as they are known.
+    """
 
     owner: str
     session_id: str
@@ -46,11 +54,14 @@ class Recording:
 async def recording_of(
     services: Services, owner: str, api: Api, body: Any, header: str | None
 ) -> Recording | None:
-    """The session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
+    """Return the session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
 
-    With `previous_response_id` what led to that response is put in front of `input`, so it works after a restart too; with `conversation` what the
-    session of this name holds. An item that is named by its id is put in its place. Raises GatewayError `not_found` where there is none of such a
-    name, `bad_request` for an id that no session may have.
+    With `previous_response_id` the conversation up to that response is put in front of `input`, so it works after a restart too; with `conversation`
+    all that
+    the session of this name holds. An item that is named by its id is put in its place.
+
+    Raises:
+        GatewayError: `not_found` for a name that is not stored, `bad_request` for an id that no session may have.
     """
     if not isinstance(body, dict) or api in COUNTING_APIS:
         return None
@@ -97,7 +108,7 @@ async def recording_of(
 
 
 def _take_conversation(body: dict[str, Any]) -> str | None:
-    """`conversation` of a Responses call, an id or an object with it. Raises GatewayError."""
+    """Take `conversation` out of a Responses call's body: an id or an object with it. Raises GatewayError."""
     value = body.pop("conversation", None)
     if value is None:
         return None
@@ -112,7 +123,7 @@ def _take_conversation(body: dict[str, Any]) -> str | None:
 
 
 async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> None:
-    """Put the items that `input` names by their ids in the places of their names. Raises GatewayError `not_found`."""
+    """Put stored items in the places of their names in `input`. Raises GatewayError `not_found`."""
     given = body.get("input")
     if not isinstance(given, list) or not any(map(is_reference, given)):
         return
@@ -134,7 +145,7 @@ async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> No
 
 
 def adapter_named(services: Services, body: Any) -> str | None:
-    """What a body calls its model, unless that is the base model; whether there is such an adapter, the node finds out."""
+    """Return the model that a body names, unless it is the base model. Whether there is such an adapter, the node finds out."""
     model = body.get("model") if isinstance(body, dict) else None
     return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
 
@@ -142,12 +153,17 @@ def adapter_named(services: Services, body: Any) -> str | None:
 async def record(
     services: Services, recording: Recording, reader: AnswerReader, reply: dict[str, Any] | None = None
 ) -> None:
-    """Write the call down as a turn, and tell the pages that show its session.
+    """Keep a call as a turn, and tell the pages that show its session.
 
-    reply: the response object to keep, where it is another than what the reader has.
+    A full disk or quota must not turn a good answer into an error: it is logged. Of a session that was deleted a moment ago only responses are kept,
+    which
+    their client may name again: each begins another session.
 
-    A full disk or quota must not turn a good answer into an error: it is logged. Of a session that was deleted a moment ago nothing is kept but
-    responses, which their client may name again: each begins a session of its own.
+    Args:
+        services: the gateway's parts.
+        recording: the turn.
+        reader: has read the answer.
+        reply: the response object to keep, where it is another than the reader's.
     """
     turn_id = uuid.uuid4().hex
     response = _stored(recording, reply or reader.reply)

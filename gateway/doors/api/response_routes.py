@@ -21,11 +21,11 @@ DEFAULT_ITEMS, MAX_ITEMS = 20, 100
 
 
 async def read(request: web.Request) -> web.StreamResponse:
-    """A response as it is now, or with `?stream=true` the events of one that was begun in the background with `stream`."""
+    """Answer with a response as it is now; with `?stream=true` with the events of a response that was begun in the background with `stream`."""
     services, _, _, job = _asked_for(request)
     if _is_true(request, "stream"):
         if job is None or not job.is_streamed:
-            await _stored(request)  # one that there is not is `not_found`, however it is asked for
+            await _stored(request)  # an unknown response is `not_found`, whatever is asked of it
             raise GatewayError(
                 "bad_request",
                 "The events of this response are not kept: only those of a response that was begun with `background` and `stream` are, "
@@ -49,6 +49,7 @@ async def read(request: web.Request) -> web.StreamResponse:
 
 
 async def delete(request: web.Request) -> web.Response:
+    """Answer `DELETE /v1/responses/{id}`."""
     services, owner, response_id, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
@@ -60,7 +61,7 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """End a response that runs in the background; one that is over is answered as it is, as OpenAI's API has it."""
+    """End a response that runs in the background; a response that is over is answered as it is, as OpenAI's API does."""
     services, _, _, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
@@ -74,7 +75,7 @@ async def cancel(request: web.Request) -> web.Response:
 
 
 async def input_items(request: web.Request) -> web.Response:
-    """`GET /v1/responses/{id}/input_items`: the input of a stored response, the newest item first unless `order=asc`."""
+    """Answer `GET /v1/responses/{id}/input_items`: with the input of a stored response, the newest item first unless `order=asc`."""
     turn, stored = await _stored(request)
     items = orjson.loads(stored.items) if stored else [{"role": "user", "content": turn.content}]
     listed = listed_items(items, request.match_info["id"])
@@ -99,15 +100,14 @@ async def input_items(request: web.Request) -> web.Response:
 
 
 def _asked_for(request: web.Request) -> tuple[Services, str, str, BackgroundResponse | None]:
-    """The services, whose response is meant and which one, and the work on it while that goes on in the background. Counts as one of the owner's
-    calls."""
+    """Return the services, the owner, the response's id, and its work in the background, if any. Counts as one of the owner's calls."""
     services = request.app[SERVICES]
     owner, response_id = services.admit(request).owner, request.match_info["id"]
     return services, owner, response_id, services.background.find(owner, response_id)
 
 
 async def _stored(request: web.Request) -> tuple[Turn, StoredResponse | None]:
-    """Raises GatewayError `not_found`, also for a response of another key."""
+    """Return a stored response. Raises GatewayError `not_found`, also for a response of another key."""
     services = request.app[SERVICES]
     response_id = request.match_info["id"]
     found = await services.store.responses.read(services.principal(request).owner, response_id)
@@ -142,7 +142,7 @@ def _number(request: web.Request, name: str, default: int) -> int:
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the routes of stored responses."""
+    """Add the routes of stored responses."""
     app.add_routes(
         [
             web.get("/v1/responses/{id}", in_place(read)),

@@ -16,7 +16,7 @@ from overture_client import __version__
 
 
 async def show_version(request: web.Request) -> web.Response:
-    """vLLM's release under the name that its clients read, and ours beside it."""
+    """VLLM's release under the name that its clients read, and ours beside it."""
     return json_reply(Versions(version=await asyncio.to_thread(vllm_version), overture=__version__))
 
 
@@ -32,15 +32,15 @@ def vllm_version() -> str | None:
 
 
 async def load(request: web.Request) -> web.Response:
-    """How many requests the engine holds, of everybody: those that run and those that wait."""
+    """Answer with the number of all tenants' requests in the engine, running and waiting."""
     services = request.app[SERVICES]
     services.principal(request)
-    stats = services.node.scheduling_stats()
+    stats = services.node.figures().scheduling_stats
     return json_reply(ServerLoad(server_load=stats.num_running + stats.num_waiting if stats else 0))
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the routes that clients of `vllm serve` expect."""
+    """Add the routes that clients of `vllm serve` expect."""
     app.add_routes(
         [
             web.get("/health", readyz),

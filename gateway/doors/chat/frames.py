@@ -1,7 +1,8 @@
-"""A client's websocket bytes as messages: RFC 6455 §5 without I/O, strict, and with a bound on what is held.
+"""A client's websocket bytes as messages: RFC 6455 §5 without I/O, strict, and with a bound on buffered bytes.
 
-`gateway.doors.chat.websocket` puts it on a connection. aiohttp's own reader takes frames without a mask and has one limit for the socket's
-whole life; here the limit may change between two frames, since a stranger gets less room than somebody who has said hello.
+`gateway.doors.chat.websocket` puts it on a connection. aiohttp's own reader takes frames without a mask and has one limit for the socket's whole
+life; here the limit may change between two frames, because a socket gets less room before its hello. Decision 24 says why `websockets` does not
+serve in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CLOSE_CODES = frozenset({1000, 1001, 1002, 1003, *range(1007, 1015)})
 
 
 class Kind(IntEnum):
-    """What was received; up to 0xA the opcodes of §5.2."""
+    """The kind of a received message; up to 0xA the opcodes of §5.2."""
 
     PART = 0x0  # a fragment of a message of which more will come
     TEXT = 0x1
@@ -32,7 +33,10 @@ class Kind(IntEnum):
 
 
 class Received(NamedTuple):
-    """data: str for TEXT; bytes for BINARY, PING and PONG; for CLOSE the code, 0 without one; for TOO_LARGE the limit in bytes."""
+    """A received message.
+
+    data: str for TEXT; bytes for BINARY, PING and PONG; for CLOSE the code, 0 without one; for TOO_LARGE the limit in bytes.
+    """
 
     kind: Kind
     data: str | bytes | int
@@ -55,10 +59,11 @@ class _Frame(NamedTuple):
 
 
 class FrameReader:
-    """Feed it bytes, then ask for `next()` until that gives None.
+    """Turns bytes into messages: feed it bytes, then call `next` until it returns None.
 
-    limit_bytes: the largest message, its fragments together; a larger one is reported as TOO_LARGE when its header is seen.
-    hard_limit_bytes: a message above this is an error. Both may be changed between two calls.
+    Args:
+        limit_bytes: the largest message, its fragments together; a larger one is reported as TOO_LARGE when its header is read.
+        hard_limit_bytes: a message above this is an error. Both may be changed between two calls.
     """
 
     def __init__(self, limit_bytes: int, hard_limit_bytes: int) -> None:
@@ -73,19 +78,20 @@ class FrameReader:
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Bytes that have come and are not yet part of a message."""
+        """Number of bytes received that are not yet part of a message."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
+        """Take bytes from the connection."""
         self._buffer += data
 
     def clear(self) -> None:
-        """Let go of all that has come; nothing can be read after that."""
+        """Drop all buffered bytes; nothing can be read after that."""
         self._buffer = bytearray()
         self._parts = bytearray()
 
     def next(self) -> Received | None:
-        """The next message, or None if more bytes are needed. Raises FrameError; nothing can be read after that."""
+        """Return the next message, or None if more bytes are needed. Raises FrameError; nothing can be read after that."""
         while True:
             if self._frame is None:
                 self._frame = self._take_header()
@@ -141,7 +147,7 @@ class FrameReader:
             raise FrameError(PROTOCOL_ERROR, "a fragment is out of place")
 
     def _admit(self, frame: _Frame) -> bool:
-        """Count a data frame's bytes towards its message. True if that makes the message too large."""
+        """Count a data frame's bytes towards its message; return True if that makes the message too large."""
         if frame.opcode >= Kind.CLOSE:
             return False
         self._num_message_bytes += frame.num_bytes
@@ -154,7 +160,7 @@ class FrameReader:
         return True
 
     def _drop(self, frame: _Frame) -> bool:
-        """Throw away what has come of a frame's payload. True once it has all gone."""
+        """Drop the bytes of a frame's payload that have come; return True once all of it is dropped."""
         dropped = min(frame.num_bytes, len(self._buffer))
         del self._buffer[:dropped]
         if dropped < frame.num_bytes:

@@ -1,7 +1,8 @@
 """The chat socket where no websocket gets through: frames to the page as server-sent events, frames from it as requests.
 
-Some proxies strip the `Upgrade` header, and some let an upgraded connection hang. An `EventStream` has what a websocket has, so the connection
-(`gateway.doors.chat.socket.ChatConnection`) is the same one. Source: docs/protocol.md, "Without websockets"; WHATWG HTML, "Server-sent events".
+Some proxies strip the `Upgrade` header, and some let an upgraded connection hang. An `EventStream` has the methods of a websocket, so the
+connection (`gateway.doors.chat.socket.ChatConnection`) is the same one. Source: docs/protocol.md, "Without websockets"; WHATWG HTML,
+"Server-sent events".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gateway.doors.chat.websocket import MessageTooLarge
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 
-BEAT_S: Final = 15.0  # Chosen: many proxies close what was silent for 30 s or a minute.
+BEAT_S: Final = 15.0  # Chosen: many proxies close a connection after 30 s or a minute of silence.
 MAX_WAITING: Final = 64  # Chosen: frames that wait to be read; a page sends a few each second.
 
 STREAMS: Final = web.AppKey("event_streams", dict[str, "EventStream"])
@@ -38,11 +39,11 @@ class EventStream:
         self._is_closed = False
 
     def set_limits(self, limit_bytes: int, hard_limit_bytes: int) -> None:
-        """For all frames from now on. A frame is a request, so nothing comes of one that is over either limit but an error."""
+        """Change the limits of later frames. A frame is a request, so a frame over either limit only gets an error."""
         self.limit_bytes = limit_bytes
 
     def put(self, text: str | None) -> None:
-        """A frame of the page; None: one that was too large. Raises GatewayError `rate_limited` where too many wait."""
+        """Queue a frame of the page; None stands in for a frame that was too large. Raises GatewayError `rate_limited` if too many wait."""
         if self._inbox.full() or self._num_waiting_chars > MAX_QUEUED_BYTES:
             raise GatewayError(
                 "rate_limited", "Too many frames are waiting: send this one again.", retry_after_s=1.0
@@ -66,7 +67,7 @@ class EventStream:
                 with contextlib.suppress(ConnectionError, ClientConnectionError, RuntimeError):
                     await self._response.write(b": still here\n\n")
                     continue
-                break  # the page is gone
+                break  # the page has disconnected
             if message is None:
                 break
             if message.type is WSMsgType.TEXT:
@@ -75,15 +76,15 @@ class EventStream:
         raise StopAsyncIteration
 
     async def send_frame(self, frame: bytes, kind: WSMsgType) -> None:
-        """Send one frame, which is JSON and so has no line's end in it. Raises ConnectionError when the page is gone."""
+        """Send one frame, which is JSON on one line. Raises ConnectionError when the page has disconnected."""
         await self._response.write(b"data: " + frame + b"\n\n")
 
     async def greet(self) -> None:
-        """Tell the page where its frames go."""
+        """Tell the page where to send its frames."""
         await self._response.write(b"event: stream\ndata: " + json.dumps({"id": self.id}).encode() + b"\n\n")
 
     async def close(self, *, code: int, message: bytes) -> None:
-        """Say why and end. What the page has sent and was not read is dropped."""
+        """Send the reason and end. Frames of the page that were not read are dropped."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -95,7 +96,7 @@ class EventStream:
 
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
-    """`GET /sse`: the frames of a chat socket as events. The first event says where the page's own frames go."""
+    """Handle `GET /sse`: send a chat socket's frames as events. The first event says where the page sends its own frames."""
     services = request.app[SERVICES]
     if not make_room(request):
         raise GatewayError("overloaded", "Too many pages are connected.", retry_after_s=3.0)
@@ -124,7 +125,7 @@ async def open_stream(request: web.Request) -> web.StreamResponse:
 
 
 async def take_frame(request: web.Request) -> web.Response:
-    """`POST /sse/{id}`: one frame of the page, as it would be sent on the socket. What comes of it comes as events."""
+    """Handle `POST /sse/{id}`: take one frame of the page, as it would be sent on the socket. The answer comes as events."""
     stream = request.app[STREAMS].get(request.match_info["id"])
     if stream is None:
         raise GatewayError("not_found", "This stream has ended: open another.")
@@ -133,7 +134,7 @@ async def take_frame(request: web.Request) -> web.Response:
 
 
 async def _text(request: web.Request, limit_bytes: int) -> str | None:
-    """The body, or None for one over the limit. Raises GatewayError for bytes that are no text."""
+    """Return the body, or None for one over the limit. Raises GatewayError for bytes that are not text."""
     body = bytearray()
     while len(body) <= limit_bytes and (chunk := await request.content.read(limit_bytes + 1 - len(body))):
         body += chunk

@@ -1,4 +1,4 @@
-"""The chat socket: a thin shell around `chat_protocol` (frames) and `turns` (work). Source: docs/protocol.md."""
+"""The chat socket: a thin shell around `turns/protocol.py` (frames) and `turns/turns.py` (work). Source: docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiohttp import ClientConnectionError, WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import to_builtins
 
-from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.engine_request import EngineRequest
 from gateway.access.auth import Principal, extract_key, withdrawn
 from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest, outcome_of
 from gateway.doors.chat.websocket import MessageTooLarge, StrictWebSocket
@@ -43,7 +43,7 @@ HELLO_TIMEOUT_S = 10.0
 HEARTBEAT_S = 30.0  # aiohttp closes when no pong comes within half of this
 SLOW_READER_S = 20.0
 HARD_FRAME_BYTES = 16 << 20
-# Chosen: a hello with a key and 64 turns to resume takes a quarter of it. More than that nobody may send, or be owed, before it.
+# Chosen: a hello with a key and 64 turns to resume takes a quarter of it. Before its hello a socket may not send, or be owed, more than this.
 GREETING_BYTES = 64 << 10
 CLOSE_TIMEOUT_S = 2.0
 # Chosen: replies that may wait for a peer before no more of its frames are read.
@@ -52,7 +52,7 @@ MAX_READ = 64  # Chosen: conversations that a page has looked at since it was lo
 
 
 async def chat_socket(request: web.Request) -> web.StreamResponse:
-    """`GET /ws`."""
+    """Handle `GET /ws`."""
     services = request.app[SERVICES]
     limit = min(GREETING_BYTES, services.config.max_frame_bytes)
     socket = StrictWebSocket(
@@ -74,7 +74,7 @@ async def chat_socket(request: web.Request) -> web.StreamResponse:
 
 
 def make_room(request: web.Request) -> bool:
-    """Whether one more page may be connected by this request, which counts as one that has not said hello yet."""
+    """Return whether this request may connect one more page, which counts as a socket that has not said hello yet."""
     services = request.app[SERVICES]
     return gate.opened(request) and len(services.connections) < services.config.max_sockets
 
@@ -95,26 +95,36 @@ async def serve(socket: Socket, request: web.Request) -> None:
 
 
 class Socket(Protocol):
-    """What frames come and go by: a websocket, or what stands in for one (`gateway.doors.chat.server_events`)."""
+    """The connection that frames come and go by: a websocket, or server-sent events (`gateway.doors.chat.server_events`)."""
 
     def __aiter__(self) -> AsyncIterator[WSMessage]: ...
 
     def set_limits(self, limit_bytes: int, hard_limit_bytes: int) -> None:
-        """For all frames that have not been read yet."""
+        """Change the limits of all frames that have not been read yet."""
 
     async def send_frame(self, frame: bytes, kind: WSMsgType) -> None:
-        """Send a frame. Raises ConnectionError, ClientConnectionError or RuntimeError when the peer is gone."""
+        """Send a frame. Raises ConnectionError, ClientConnectionError or RuntimeError when the peer has disconnected."""
 
     async def close(self, *, code: int, message: bytes) -> Any:
-        """Say why, and close. Raises as `send_frame` does."""
+        """Send the reason, and close. Raises as `send_frame` does."""
 
 
 def _who_says(
     hello: Hello, known: Principal | None, key: str | None, services: Services, address: str | None
 ) -> Principal:
-    """Who says hello. A socket stays with the key of its first good hello, whose holder is `known`: a later one need not name it again.
+    """Return the holder of the key of a hello.
 
-    key: came with the upgrade. Raises GatewayError `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
+    A socket stays with the key of its first good hello, whose holder is `known`: a later hello need not repeat the key.
+
+    Args:
+        hello: the frame, which may hold a key.
+        known: the holder of the socket's key, if there was a good hello before.
+        key: from the upgrade request.
+        services: have the keys.
+        address: the peer's, for counting wrong keys.
+
+    Raises:
+        GatewayError: `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
     """
     if not hello.api_key and known is not None:
         return services.keys.current(known)
@@ -122,7 +132,7 @@ def _who_says(
 
 
 class ChatConnection:
-    """One socket. It holds no text: for each turn that it follows, only how many pieces it has sent."""
+    """One socket. It holds no text, only how many pieces of each turn that it follows it has sent."""
 
     __slots__ = (
         "_is_gone",
@@ -208,7 +218,7 @@ class ChatConnection:
             elif isinstance(frame, WatchEngine):
                 self._on_watch_engine(frame)
             elif isinstance(frame, WatchList):
-                self._services.list_watch.add(self)
+                self._services.list_feed.add(self)
         except GatewayError as error:
             await self._fail(error, turn_id)
         except Exception as error:
@@ -261,9 +271,14 @@ class ChatConnection:
         self._services.budgets.count(self._owner)
         priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
-        context = RequestContext(weight=self._principal.weight, priority=priority)
+        request = EngineRequest(
+            weight=self._principal.weight,
+            priority=priority,
+            traceparent=frame.traceparent,
+            accepted_s=time.time(),
+        )
         is_known = self._services.turns.find(self._owner, frame.id) is not None
-        live = await self._services.turns.ask(self._owner, frame, context)
+        live = await self._services.turns.ask(self._owner, frame, request)
         self._send_accepted(live)
         self._follow(live, 0)
         self._note_read(live.session_id)
@@ -277,7 +292,7 @@ class ChatConnection:
             del self._read[next(iter(self._read))]
 
     def has_read(self, session_id: str) -> bool:
-        """See `OpenSocket.has_read`: the last MAX_READ sessions are remembered."""
+        """Return whether the page has read a session; see `OpenSocket.has_read`. The last MAX_READ sessions are remembered."""
         return session_id in self._read
 
     def _send_accepted(self, live: LiveTurn) -> None:
@@ -293,7 +308,7 @@ class ChatConnection:
             raise GatewayError("not_found", "This turn is not under way.", param="id")
 
     def _on_typing(self, frame: Typing) -> None:
-        """Advice, so nothing about it is an error: what cannot be acted on is answered with `off` (nothing ever can) or `unknown`."""
+        """Handle a typing frame. It is advice, so it never fails: it is answered with `off` (typing has no use here) or `unknown`."""
         services = self._services
         services.metrics.typing.inc()
         if not services.config.kv_host_gib:
@@ -313,19 +328,19 @@ class ChatConnection:
             self.tell({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
 
     def _on_watch_engine(self, frame: WatchEngine) -> None:
-        watch = self._services.engine_watch
+        feed = self._services.engine_feed
         if frame.on:
-            watch.add(self)
+            feed.add(self)
         else:
-            watch.remove(self)
+            feed.remove(self)
 
     @property
     def _new_chat(self) -> str:
-        """What a draft is kept under while its conversation has no id."""
+        """Return the key of a draft whose conversation has no id yet."""
         return f"new chat of socket {id(self)}"
 
     def _on_advisory(self, record: AdvisoryRecord) -> None:
-        """Whether the session that is typed in is warm."""
+        """Tell the page whether the session typed in is warm."""
         if self._is_gone or record.report is None:
             return
         told = self._told.get(record.wanted.session_id)
@@ -344,7 +359,7 @@ class ChatConnection:
     # -- frames out --------------------------------------------------------------------------------------------------
 
     def wake(self, turn: LiveTurn) -> None:
-        """A turn that this socket follows has more."""
+        """Note that a turn that this socket follows has more to send."""
         self._waiting[turn] = None
         self._start_writer()
 
@@ -364,7 +379,7 @@ class ChatConnection:
         self._start_writer()
 
     def show(self, picture: bytes) -> None:
-        """What the engine does, for one who watches. While the peer has not taken all that came before, it is left out: the next one is newer."""
+        """Send the engine's figures to a page that watches them. They are skipped while the peer is behind, because newer ones will follow."""
         if self._writer is None:
             self._outbox.append(picture)
             self._queued_bytes += len(picture)
@@ -386,7 +401,7 @@ class ChatConnection:
             self._writer = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Send what waits, then end: an idle socket has no task of its own beside the reader."""
+        """Send waiting frames, then end, so that an idle socket has no task besides the reader."""
         try:
             while self._outbox or self._waiting:
                 frames, self._outbox = self._outbox, []
@@ -400,9 +415,9 @@ class ChatConnection:
                     await self._socket.send_frame(frame, WSMsgType.TEXT)
                 self.blocked_since = None
         except (ConnectionError, ClientConnectionError, RuntimeError):
-            pass  # the peer is gone; the reader's loop ends by itself
+            pass  # the peer has disconnected; the reader's loop ends by itself
         except Exception:
-            # What was lost of the frames comes again when the client connects anew and resumes; on this socket it would wait for ever.
+            # Lost frames are sent again when the client connects anew and resumes; on this socket it would wait for ever.
             log.exception("a chat socket could not be written to; it is cut")
             self.abort()
         finally:
@@ -440,23 +455,23 @@ class ChatConnection:
 
     @property
     def owner(self) -> str | None:
-        """Whose socket this is; None before a hello with a good key."""
+        """The owner of the socket's sessions; None before a hello with a good key."""
         return self._principal.owner if self._principal is not None else None
 
     @property
     def principal(self) -> Principal | None:
-        """Who this is, as of its last hello or message."""
+        """The holder of the socket's key, as of its last hello or message."""
         return self._principal
 
     async def revoke(self) -> None:
-        """The key was withdrawn: say so and close."""
+        """Say that the key was withdrawn, and close."""
         await self._fail(withdrawn(), None)
 
     def leave(self) -> None:
-        """Let go of everything; the turns go on for a while without this socket."""
+        """Unfollow everything; the turns continue for a while without this socket."""
         self._is_gone = True
-        self._services.engine_watch.remove(self)
-        self._services.list_watch.remove(self)
+        self._services.engine_feed.remove(self)
+        self._services.list_feed.remove(self)
         if self._writer is not None:
             self._writer.cancel()
         for turn in list(self._sent):
@@ -472,7 +487,7 @@ class ChatConnection:
 
 
 async def sweep_slow_readers(services: Services) -> None:
-    """For ever: close sockets whose peer has taken no bytes for SLOW_READER_S while something waited for it, each once and on its own."""
+    """Run until cancelled: close sockets whose peer has taken no bytes for SLOW_READER_S while frames waited, each in a task of its own."""
     line = RareLine()
     async with asyncio.TaskGroup() as closing:
         while True:
@@ -484,7 +499,7 @@ async def sweep_slow_readers(services: Services) -> None:
 
 
 def _sweep(services: Services, closing: asyncio.TaskGroup, line: RareLine, now: float) -> None:
-    """Apart from the loop that calls it, whose variables would hold the last socket until another one comes."""
+    """Close slow sockets once. Separate from the loop, whose variables would hold the last socket until another one comes."""
     for connection in services.connections:
         blocked_since = connection.blocked_since
         if blocked_since and now - blocked_since > SLOW_READER_S and not connection.is_given_up:

@@ -1,7 +1,7 @@
-"""The chat's websocket: aiohttp's, with our own reader (`gateway.doors.chat.frames`) in the place of its.
+"""The chat's websocket: aiohttp's, with our own reader (`gateway.doors.chat.frames`) in place of its.
 
-aiohttp parses frames as they arrive and queues the messages. Here bytes wait unparsed until the application asks for a message, so the limits
-in force are those of the moment, and what one socket can make us hold is small: the frame that is being read, or BUFFER_BYTES.
+aiohttp parses frames as they arrive and queues the messages. Here bytes wait unparsed until the application asks for a message, so the limits in
+force are the present ones, and one socket buffers little: the frame that is being read, or BUFFER_BYTES.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gateway.doors.chat.frames import FrameError, FrameReader, Kind, Received
 
 # Chosen: with this much unread no more is taken from the socket. uvloop reads up to 256 kB at once, which can come on top.
 BUFFER_BYTES = 64 << 10
-# Chosen: about half a millisecond of small frames, after which others have their turn.
+# Chosen: about half a millisecond of small frames, after which other sockets have their turn.
 NUM_MESSAGES_AT_ONCE = 16
-# Then so long nothing more of the socket is read. Chosen: a person never meets it; 200,000 fragments of a byte would else keep the interpreter from
-# the engine for 0.8 s, as its step asks for the lock between any two operations.
+# For how long the socket is not read after that. Chosen: a person never meets it. Without it 200,000 fragments of a byte would keep the
+# interpreter from the engine for 0.8 s, because its step asks for the lock between any two operations.
 REST_S = 0.001
 
 
 class StrictWebSocket(web.WebSocketResponse):
-    """A websocket whose frames are read by RFC 6455 to the letter, within limits that may change while it is open.
+    """A websocket whose frames are read strictly by RFC 6455, within limits that may change while it is open.
 
-    limit_bytes, hard_limit_bytes: see `FrameReader`. A message over the first comes as `WSMsgType.ERROR` with a `MessageTooLarge` and the
-    socket goes on; over the second it is closed with 1009. Other arguments are aiohttp's.
+    limit_bytes, hard_limit_bytes: see `FrameReader`. A message over the first becomes `WSMsgType.ERROR` with a `MessageTooLarge` and the socket
+    stays open; over the second it is closed with 1009. Other arguments are aiohttp's.
     """
 
     def __init__(self, *, limit_bytes: int, hard_limit_bytes: int, **options: Any) -> None:
@@ -36,7 +36,7 @@ class StrictWebSocket(web.WebSocketResponse):
         self._frames = FrameReader(limit_bytes, hard_limit_bytes)
 
     def set_limits(self, limit_bytes: int, hard_limit_bytes: int) -> None:
-        """For all that has not been read yet."""
+        """Change the limits of all messages that have not been read yet."""
         self._frames.limit_bytes = limit_bytes
         self._frames.hard_limit_bytes = hard_limit_bytes
 
@@ -57,21 +57,23 @@ class MessageTooLarge(Exception):
 
 
 class _Parser:
-    """What aiohttp's connection hands bytes to."""
+    """The parser that aiohttp's connection gives bytes to."""
 
     def __init__(self, inbox: _Inbox) -> None:
         self._inbox = inbox
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        """Pass bytes on. Returns that the parser is not finished and leaves no bytes."""
         self._inbox.received(data)
         return False, b""
 
     def feed_eof(self) -> None:
+        """Note that the client has closed the connection."""
         self._inbox.set_exception(EofStream())
 
 
 class _Inbox:
-    """What aiohttp's websocket reads messages from, in the place of its queue. One reader at a time."""
+    """The queue that aiohttp's websocket reads messages from. Only one task reads at a time."""
 
     def __init__(self, connection: Any, frames: FrameReader) -> None:
         self._connection = connection
@@ -85,11 +87,12 @@ class _Inbox:
         self._num_read = 0
 
     def received(self, data: bytes) -> None:
+        """Take bytes, and pause the connection if too many are unread."""
         if self._has_failed:
             return
         self._frames.feed(data)
         if self._frames.num_buffered_bytes >= BUFFER_BYTES:
-            # Even when somebody waits for more: uvloop goes on reading, up to 8 MB, before it gives him the turn.
+            # Pause even while `read` waits for more: uvloop would read up to 8 MB before `read` has its turn.
             self._pause()
         self._wake()
 
@@ -99,21 +102,22 @@ class _Inbox:
             self._connection.pause_reading()
 
     def feed_data(self, message: WSMessage, size: int) -> None:
-        """A message of aiohttp's own: it wakes the reader when the socket is closed by somebody else."""
+        """Take a message of aiohttp's own, which wakes the reader when another task closes the socket."""
         self._put_back.append(message)
         self._wake()
 
     def set_exception(self, error: BaseException, cause: BaseException | None = None) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         if self._end is None:
             self._end = error
         self._wake()
 
     def exception(self) -> BaseException | None:
+        """Return the error that ended the connection; None while it is open."""
         return self._end
 
     async def read(self) -> WSMessage:
-        """The next message. Raises WebSocketError for a client that breaks a rule, and what ended the connection."""
+        """Return the next message. Raises WebSocketError for a client that breaks a rule, or the error that ended the connection."""
         while True:
             self._num_read += 1
             if self._num_read % NUM_MESSAGES_AT_ONCE == 0:
@@ -153,9 +157,11 @@ class _Inbox:
             self._waiter = None
 
     def _hang_up(self) -> None:
-        """The close frame is the last we send, and nothing more is read: a client may send for ever. aiohttp closes when its timeout is over;
-        at once, with bytes unread, the client might get a reset in the place of the reason. One that is still sending gets no end of
-        stream before that, which some take for a broken connection."""
+        """Shut down our side after the close frame, and read nothing more, because a client may send for ever.
+
+        aiohttp closes the connection after its timeout. Closing at once, with bytes unread, might reset the connection before the client has
+        read the reason. A client that is still sending gets no end of stream before that, because some take it for a broken connection.
+        """
         transport = self._connection.transport
         if transport is not None and not transport.is_closing() and not self._may_be_sending:
             transport.write_eof()

@@ -1,4 +1,4 @@
-"""Bodies of replies that the gateway makes of dictionaries, as structs: they describe them in the OpenAPI document."""
+"""Bodies of replies that the gateway makes of dictionaries, as structs that describe them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from engine_bridge.protocol.node import (
-    AdapterInfo,
-    AdapterStats,
-    AdvisoryState,
-    LaneStats,
-    LengthErrors,
-    RequestState,
-    WaitReason,
-)
+from engine_bridge.protocol.figures import AdapterStats, LaneStats, LengthErrors, RequestState, WaitReason
+from engine_bridge.protocol.node import AdapterInfo, AdvisoryState
 from gateway.sessions import SessionSummary
 
 
 class ErrorInfo(Struct, frozen=True, kw_only=True):
-    """What went wrong. `code`: a word of docs/protocol.md, "Error codes". `param`: the field at fault, where there is one."""
+    """The failure. `code`: a word of docs/protocol.md, "Error codes". `param`: the field at fault, if there is one."""
 
     message: str
     type: str
@@ -34,7 +27,7 @@ class Error(Struct, frozen=True):
 
 
 class AnthropicErrorInfo(Struct, frozen=True):
-    """What went wrong, for clients of the Anthropic API."""
+    """The failure, for clients of the Anthropic API."""
 
     type: str
     message: str
@@ -48,20 +41,20 @@ class AnthropicError(Struct, frozen=True):
 
 
 class Versions(Struct, frozen=True, kw_only=True):
-    """`version`: vLLM's, null where it is not installed on the gateway's machine."""
+    """The versions in use. `version`: vLLM's, null if it is not installed on the gateway's machine."""
 
     version: str | None
     overture: str
 
 
 class ServerLoad(Struct, frozen=True, kw_only=True):
-    """Requests that run or wait, of everybody."""
+    """Number of requests that run or wait, of all keys."""
 
     server_load: int
 
 
 class ResponseDeleted(Struct, frozen=True, kw_only=True):
-    """What OpenAI's API says of a deleted response."""
+    """The reply to deleting a response, in the form of OpenAI's API."""
 
     id: str
     object: Literal["response.deleted"]
@@ -69,7 +62,7 @@ class ResponseDeleted(Struct, frozen=True, kw_only=True):
 
 
 class InputItems(Struct, frozen=True, kw_only=True):
-    """A page of the input of a response. last_id: where the next page begins, to be given as `after`."""
+    """A page of the input of a response. last_id: give it as `after` to get the next page."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
@@ -79,8 +72,11 @@ class InputItems(Struct, frozen=True, kw_only=True):
 
 
 class SessionPage(Struct, frozen=True, kw_only=True):
-    """A page of a list. `next`: where the next one begins, to be given as `before`; null on the last page. `pinned`: on the first
-    page of all sessions those that are pinned, the one that was pinned last first, whether or not `sessions` has them."""
+    """A page of a list.
+
+    `next`: give it as `before` to get the next page; null on the last page. `pinned`: on the first page of all sessions the pinned ones, the
+    latest pin first, whether or not `sessions` has them.
+    """
 
     sessions: list[SessionSummary]
     next: str | None
@@ -96,13 +92,13 @@ class ChatModel(Struct, frozen=True, kw_only=True):
 
 
 class ChatModels(Struct, frozen=True):
-    """All of them, the base model first."""
+    """The models that a chat may name, the base model first."""
 
     models: list[ChatModel]
 
 
 class AdvisoryStanding(Struct, frozen=True, kw_only=True):
-    """An advisory and how it stands. The counts are there once the engine has looked for the session's KV."""
+    """An advisory and its state. The counts are present once the engine has looked for the session's KV."""
 
     id: str
     object: Literal["advisory"]
@@ -130,14 +126,14 @@ class AdvisoryBatch(Struct, frozen=True):
 
 
 class AdapterList(Struct, frozen=True):
-    """All adapters by name, and figures about them; `stats` is null until the engine is up."""
+    """The adapters by name, and figures about them; `stats` is null until the engine is up."""
 
     adapters: list[AdapterInfo]
     stats: AdapterStats | None
 
 
 class AdapterChanged(Struct, frozen=True):
-    """A sentence that says what was done."""
+    """The reply to a change of an adapter: a sentence about the change."""
 
     status: str
 
@@ -163,7 +159,7 @@ class OwnRequests(Struct, frozen=True):
 
 
 class EngineStanding(Struct, frozen=True, kw_only=True):
-    """What runs, what waits and why. Of others' requests there are sums only."""
+    """Requests that run and wait, and why. Other keys' requests appear in sums only."""
 
     engine: EngineFigures
     policy: str
@@ -189,7 +185,7 @@ class Ready(Struct, frozen=True):
 
 
 class NotReady(Struct, frozen=True, kw_only=True):
-    """How far the engine has come, or why it will not come. `stage` is a phrase for people."""
+    """How far the engine has come, or why it will not start. `stage` is a phrase for people."""
 
     status: str
     stage: str

@@ -1,10 +1,9 @@
 """`GET /openapi.json`: the OpenAPI 3.1 document of this server's HTTP routes, and `GET /docs`, the page that shows it.
 
-The document is made once, off the event loop, of `gateway/doors/description/operations.py`, of the msgspec structs named there and of the
-schemas that vLLM's request models give (`Node.api_schemas`).
-Until the engine is up it is answered 503 `starting`: a document that lacks the bodies of the model calls
-would be taken for the whole one by whatever makes a client or tests of it, and stay behind there. It asks for no key: what it says is in
-the sources.
+The document is made once, off the event loop, from `gateway/doors/description/operations.py`, from the msgspec structs named there and from the
+schemas of vLLM's request models (`Node.api_schemas`). Until the engine is up the answer is 503 `starting`: a document without the bodies of the
+model calls would be taken for the whole one by programs that make a client or tests of it. It asks for no key, because it says nothing that is
+not in the sources.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ KEYS = {
 
 
 def errors_of(operation: Operation) -> tuple[int, ...]:
-    """All statuses above 399 that an operation may be answered with."""
+    """Return the statuses above 399 that an operation may be answered with."""
     found = {403, 500, *operation.errors}
     if not operation.is_public:
         found |= {401, 429}
@@ -77,7 +76,15 @@ def errors_of(operation: Operation) -> tuple[int, ...]:
 def document(
     schemas: ApiSchemas, *, model: str, asks_for_keys: bool, lowest_priority: int = 0, root_path: str = ""
 ) -> dict[str, Any]:
-    """The OpenAPI document as JSON values. model: the served model's name, for the examples. asks_for_keys: whether calls need one here."""
+    """Return the OpenAPI document as JSON values.
+
+    Args:
+        schemas: vLLM's, by the name of the call.
+        model: the served model's name, for the examples.
+        asks_for_keys: whether calls need a key here.
+        lowest_priority: the lowest value that a client may give as `priority`.
+        root_path: the path under which a proxy serves the routes.
+    """
     paths: dict[str, Any] = {}
     shapes = _Shapes(schemas, lowest_priority)
     for operation in OPERATIONS:
@@ -107,7 +114,7 @@ def document(
 
 
 class _Shapes:
-    """The schemas of all bodies. `components`: by name, as the document holds them."""
+    """The schemas of all bodies. `components`: by name, as in the document."""
 
     def __init__(self, schemas: ApiSchemas, lowest_priority: int) -> None:
         self._engine = schemas
@@ -128,7 +135,7 @@ class _Shapes:
     def _with_own_fields(
         self, schema: dict[str, Any], operation: Operation, lowest_priority: int
     ) -> dict[str, Any]:
-        """vLLM's request with what the gateway itself reads of it."""
+        """Return vLLM's request schema with the fields that the gateway itself reads."""
         fields: dict[str, Any] = {
             "priority": {
                 "anyOf": [
@@ -151,7 +158,7 @@ class _Shapes:
         return schema | {"properties": schema["properties"] | fields}
 
     def of(self, shape: Shape) -> dict[str, Any]:
-        """A schema that stands for this body."""
+        """Return a schema that refers to this body."""
         if isinstance(shape, EngineBody):
             names = self._engine.requests if shape.side == "request" else self._engine.replies
             return {"$ref": SCHEMA_REFERENCE.format(name=names[shape.name])}
@@ -230,7 +237,7 @@ def _error_name(status: int, is_anthropic: bool) -> str:
 
 
 def _error_replies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A response for each status, in both shapes."""
+    """Return a response for each status, in both shapes."""
     for status, text in ERRORS.items():
         headers = {"Retry-After"} if status in RETRIED else {"WWW-Authenticate"} if status == 401 else ()
         for shape, is_anthropic in ((Error, False), (AnthropicError, True)):
@@ -252,7 +259,7 @@ class _Document:
         self._body: bytes | None = None
 
     async def body(self, services: Services) -> bytes:
-        """Raises EngineUnavailable `starting`."""
+        """Return the document, making it on the first call. Raises EngineUnavailable `starting`."""
         async with self._making:
             if self._body is None:
                 schemas = await services.node.api_schemas()
@@ -277,18 +284,18 @@ _DOCUMENT = web.AppKey("document", _Document)
 
 
 async def openapi_json(request: web.Request) -> web.Response:
-    """`GET /openapi.json`: the API's description."""
+    """Handle `GET /openapi.json`: the API's description."""
     body = await request.app[_DOCUMENT].body(request.app[SERVICES])
     headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 async def docs(request: web.Request) -> web.FileResponse:
-    """`GET /docs`: the page that shows the API's description."""
+    """Handle `GET /docs`: the page that shows the API's description."""
     return web.FileResponse(STATIC_DIR / "docs.html", headers=PAGE_HEADERS)
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the API's description and the page that shows it."""
+    """Add the API's description and the page that shows it."""
     app[_DOCUMENT] = _Document()
     app.add_routes([web.get("/openapi.json", openapi_json), web.get("/docs", docs)])

@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A JSON body. example: one that works as it stands; the name of the served model takes the place of `MODEL`."""
+    """A JSON body. example: a valid one; the name of the served model replaces `MODEL`."""
 
     shape: Shape
     example: dict[str, Any]
@@ -37,7 +37,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyShape:
-    """A response. shape: of a JSON body, None for none. media: other types that a body may have."""
+    """A response. shape: of its JSON body, None for none. media: other types that a body may have."""
 
     description: str
     shape: Shape | None = None
@@ -47,7 +47,7 @@ class ReplyShape:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one route. errors: statuses beyond those that all have (see `openapi.errors_of`)."""
+    """One method of one route. errors: statuses besides those of every operation (see `openapi.errors_of`)."""
 
     method: Literal["get", "post", "patch", "delete"]
     path: str
@@ -63,7 +63,7 @@ class Operation:
 
     @property
     def is_anthropic(self) -> bool:
-        """Whether it belongs to Anthropic's API, whose errors have another shape."""
+        """Whether the operation belongs to Anthropic's API, whose errors have another shape."""
         return self.path.startswith("/v1/messages")
 
     @property

@@ -1,7 +1,7 @@
-"""What the HTTP routes take and give, as data: `openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
+"""The requests and replies of the HTTP routes, as data: `openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
 
-Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`EngineBody`). The words about
-them are those of docs/protocol.md, in short.
+Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`EngineBody`). The
+descriptions are those of docs/protocol.md, in short.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gateway.doors.description.operation import (
 from gateway.doors.description.session_operations import SESSION_OPERATIONS
 from gateway.doors.rest.engine import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.doors.rest.nodes import NodeChange
-from gateway.nodes.node_states import NodeList, NodeStanding
+from gateway.nodes.node_states import NodeList, NodeStatus
 
 # Stands in examples for the name of the served model.
 MODEL = "MODEL"
@@ -75,7 +75,7 @@ _PROBES: tuple[tuple[Literal["get", "post"], str, str], ...] = (
 
 
 def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
-    """A call that a model answers."""
+    """Return the operation of a call that a model answers."""
     is_streamed = name != "count_tokens"
     reply = ReplyShape(
         description="The whole answer, or with `stream` its parts as server-sent events."
@@ -349,7 +349,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Running answers end there. It goes on after the reply: the list of nodes tells how far it is.",
         parameters=(_NODE,),
         body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: ReplyShape(description="It has begun.", shape=NodeStanding)},
+        replies={202: ReplyShape(description="It has begun.", shape=NodeStatus)},
         errors=(404, 409, 503),
     ),
     Operation(
@@ -361,7 +361,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "It goes on after the reply. The node is back when it is `ready` with another `incarnation`.",
         parameters=(_NODE,),
         body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: ReplyShape(description="It has begun.", shape=NodeStanding)},
+        replies={202: ReplyShape(description="It has begun.", shape=NodeStatus)},
         errors=(404, 409, 503),
     ),
     Operation(
@@ -371,7 +371,7 @@ OPERATIONS: tuple[Operation, ...] = (
         OPERATE,
         "Give a drained node work again",
         parameters=(_NODE,),
-        replies={200: ReplyShape(description="The node as it is now.", shape=NodeStanding)},
+        replies={200: ReplyShape(description="The node as it is now.", shape=NodeStatus)},
         errors=(404, 409),
     ),
     Operation(

@@ -1,4 +1,6 @@
-"""Which connections stay and which go: pure decisions about addresses, numbers and times. `gateway.doors.http.connections` acts on them.
+"""Which connections stay and which are closed: pure decisions about addresses, numbers and times.
+
+`gateway.doors.http.connections` acts on them.
 
 All times are seconds of one monotonic clock.
 """
@@ -23,10 +25,12 @@ MAX_RESERVED, RESERVED_SHARE = 64, 10
 MAX_PER_ADDRESS = 1024
 # Chosen: a body may take BODY_GRACE_S, and a second more for each of these bytes; 4 KiB/s is a poor mobile connection.
 BODY_GRACE_S, MIN_BODY_BYTES_PER_S = 60.0, 4096
-# Chosen: after five minutes only a body that came well all along goes on, else 16 MiB might hold a place of its owner's for over an hour.
+# Chosen: after five minutes only a fast body continues; otherwise 16 MiB might hold a place of its owner's for over an hour.
 LONG_BODY_S, GOOD_BODY_BYTES_PER_S = 300.0, 64 << 10
 # Chosen: warn at four fifths, and again only after it has been below seven tenths.
 HIGH_SHARE, LOW_SHARE = 0.8, 0.7
+# Between two lines of the log about the same cause. Chosen: what a person who looks at a log can follow.
+LINE_EVERY_S = 10.0
 
 Reason = Literal["head_timeout", "body_timeout", "body_too_slow", "scarce", "address_limit", "limit"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -34,9 +38,9 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many connections there may be.
+    """The numbers of connections that are allowed.
 
-    num_total: all. num_general: those that anybody may use; the rest is kept back. num_per_address: of one address without a key.
+    num_total: all. num_general: open to everybody; the rest is reserved. num_per_address: of one address without a key.
     num_greeting_per_address: chat sockets of one address that have not said hello.
     """
 
@@ -48,7 +52,7 @@ class Limits:
 
 
 def limits_for(max_files: int, max_sockets: int, total: int | None, per_address: int | None) -> Limits:
-    """The limits in force. max_files: open files that the process may have. total, per_address: what the operator set, if anything."""
+    """Return the limits in force. max_files: open files that the process may have. total, per_address: the operator's settings, if any."""
     room = max(max_files - FILES_KEPT_BACK, max_files // 2)
     num_total = min(total or max_sockets * CONNECTIONS_PER_SOCKET, room)
     num_general = max(num_total - min(MAX_RESERVED, num_total // RESERVED_SHARE), 1)
@@ -60,11 +64,11 @@ def limits_for(max_files: int, max_sockets: int, total: int | None, per_address:
 
 @dataclass(frozen=True, slots=True)
 class NewConnection:
-    """What is known when a connection comes. The numbers are of those already there.
+    """The facts when a connection arrives. The numbers count the connections already there.
 
-    num_of_address: of its address without a key; None for an address that many share. has_unfinished_of_address, has_unfinished: one that has not
-    completed a request (or said hello) could go, of this address or of any. has_idle: one between two requests could go. are_files_scarce:
-    the process is near its limit of open files, whatever they are.
+    num_of_address: of its address without a key; None for an address that many people share. has_unfinished_of_address, has_unfinished: a
+    connection that has not completed a request (or said hello) could be closed, of this address or of any. has_idle: a connection between two
+    requests could be closed. are_files_scarce: the process is near its limit of open files of any kind.
     """
 
     num_all: int
@@ -80,7 +84,7 @@ Victim = Literal["oldest_of_address", "oldest_unfinished", "oldest_idle"]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether a connection is let in, at whose expense, and whether in the part that is kept back."""
+    """Whether a connection is let in, which connection is closed for it, and whether it takes a reserved place."""
 
     is_let_in: bool
     victim: Victim | None = None
@@ -89,10 +93,10 @@ class Admission:
 
 
 def admit(arrival: NewConnection, limits: Limits) -> Admission:
-    """Decide about a connection that has just come.
+    """Decide about a connection that has just arrived.
 
-    Whoever holds a connection without using it goes before anybody who uses one: first the oldest that never completed a request, then
-    the one that has been idle longest. What is kept back is used when nobody can go.
+    A connection that is held without being used is closed before one that is used: first the oldest that never completed a request, then the one
+    idle for longest. Reserved places are used when no connection can be closed.
     """
     if arrival.num_of_address is not None and arrival.num_of_address >= limits.num_per_address:
         if arrival.has_unfinished_of_address:
@@ -111,7 +115,7 @@ def admit(arrival: NewConnection, limits: Limits) -> Admission:
 
 @dataclass(frozen=True, slots=True)
 class BodyFacts:
-    """A request's body that is not whole. heard_at_s: when its last bytes came."""
+    """A request's body that has not arrived in full. heard_at_s: when its last bytes came."""
 
     started_at_s: float
     heard_at_s: float
@@ -119,7 +123,7 @@ class BodyFacts:
 
 
 def body_overdue(body: BodyFacts, now_s: float, timeout_s: float) -> Reason | None:
-    """Why a body is no longer waited for; None while it is. timeout_s: without a byte."""
+    """Return why a body is no longer waited for; None while it is. timeout_s: the longest silence."""
     if now_s - body.heard_at_s >= timeout_s:
         return "body_timeout"
     allowed_s = BODY_GRACE_S + body.num_bytes / MIN_BODY_BYTES_PER_S
@@ -130,59 +134,39 @@ def body_overdue(body: BodyFacts, now_s: float, timeout_s: float) -> Reason | No
 
 
 class Watermark:
-    """Says when something has become scarce, once, and when it is over."""
+    """Detects once that something has become scarce, and once that it no longer is."""
 
-    def __init__(self, high_share: float = HIGH_SHARE, low_share: float = LOW_SHARE) -> None:
-        self._high_share, self._low_share = high_share, low_share
-        self.is_high = False
+    is_high = False
 
     def crossed(self, used: int, most: int) -> bool:
-        """Whether `used` of `most` has just risen above the high mark, or fallen below the low one; `is_high` says which."""
+        """Return whether `used` of `most` has just risen above the high mark, or fallen below the low one; `is_high` says which."""
         was_high = self.is_high
-        self.is_high = used >= (self._low_share if was_high else self._high_share) * most
+        self.is_high = used >= (LOW_SHARE if was_high else HIGH_SHARE) * most
         return self.is_high != was_high
 
 
 class RareLine:
-    """For a log line whose cause may come thousands of times: says when to write it, and how many it stands for."""
+    """Decides when to log a line whose cause may come thousands of times, and counts the causes that one line reports."""
 
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._next_s = float("-inf")
         self.num_waiting = 0
 
     def add(self, num: int = 1) -> None:
+        """Count causes."""
         self.num_waiting += num
 
     def due(self, now_s: float) -> int:
-        """How many to write one line for now; 0: none. The first is written at once."""
+        """Return how many causes to log one line for now; 0: do not log. The first cause is logged at once."""
         if not self.num_waiting or now_s < self._next_s:
             return 0
         num, self.num_waiting = self.num_waiting, 0
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + LINE_EVERY_S
         return num
 
 
-def address_of(peer: object) -> str:
-    """What stands for a peer's address: itself, or the /64 network of an IPv6 address, since one machine has a whole one; "" if unknown.
-
-    peer: a socket's `getpeername()`.
-    """
-    host = peer[0] if isinstance(peer, Sequence) and not isinstance(peer, (str, bytes)) and peer else ""
-    try:
-        address = ipaddress.ip_address(str(host).partition("%")[0])
-    except ValueError:
-        return ""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        if not address.is_loopback:
-            return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)).network_address)
-    return str(address)
-
-
 def is_shared(address: str, proxies: Sequence[Network]) -> bool:
-    """Whether many stand behind an address, so that none of them may be counted against the others: this machine and reverse proxies."""
+    """Return whether many people may share an address, so that they must not be counted against each other: this machine and reverse proxies."""
     if not address:
         return True
     parsed = ipaddress.ip_address(address)
@@ -192,6 +176,6 @@ def is_shared(address: str, proxies: Sequence[Network]) -> bool:
 def _overlaps(address: ipaddress.IPv4Address | ipaddress.IPv6Address, network: Network) -> bool:
     if address.version != network.version:
         return False
-    if address.version == 6:  # it stands for its /64
+    if address.version == 6:  # an IPv6 address counts as its /64 network
         return ipaddress.ip_network((int(address), 64)).overlaps(network)
     return address in network

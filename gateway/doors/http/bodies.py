@@ -19,7 +19,7 @@ from gateway.doors.http.json_shape import shape_of
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 
-# Larger bodies are looked at in a thread. Chosen: so much takes a third of a millisecond.
+# Larger bodies are checked in a thread. Chosen: a body of this size takes a third of a millisecond.
 INLINE_BYTES = 1 << 16
 
 
@@ -27,14 +27,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def json_reply(value: Any, status: int = 200) -> web.Response:
-    """A JSON response from builtins or msgspec structs."""
+    """Return a JSON response of builtins or msgspec structs."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
-    """The request's JSON value. Raises GatewayError `bad_request`, or aiohttp's own error for a body that is too large.
+    """Return the request's JSON value.
 
-    at_least_values: of a route whose bodies have more values than a prompt: as many are taken, unless `max_json_values` says otherwise.
+    Args:
+        request: not read so far.
+        at_least_values: for routes whose bodies have more values than a prompt: this many are allowed even if `max_json_values` is lower.
+
+    Raises:
+        GatewayError: `bad_request`.
+        HTTPRequestEntityTooLarge: aiohttp's own error for a body that is too large.
     """
     limit = request.app[SERVICES].config.max_body_bytes
     if (request.content_length or 0) > limit:
@@ -55,7 +61,7 @@ async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
 
 
 def _as_utf8(body: bytes) -> bytes:
-    """The same text in UTF-8 without a mark in front: some programs send one, or UTF-16 (RFC 4627 §3). Raises GatewayError."""
+    """Return the text in UTF-8 without a byte order mark: some programs send one, or UTF-16 (RFC 4627 §3). Raises GatewayError."""
     if body.startswith(codecs.BOM_UTF8):
         return body.removeprefix(codecs.BOM_UTF8)
     encoding = json.detect_encoding(body)
@@ -68,7 +74,7 @@ def _as_utf8(body: bytes) -> bytes:
 
 
 async def _unpacked(request: web.Request, body: bytes, limit: int) -> bytes:
-    """The body without its compression. Raises GatewayError, HTTPRequestEntityTooLarge for one that is larger than the limit when unpacked."""
+    """Decompress a body. Raises GatewayError, or HTTPRequestEntityTooLarge if it is larger than the limit when decompressed."""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity" or not body:
         return body
@@ -84,7 +90,7 @@ async def _unpacked(request: web.Request, body: bytes, limit: int) -> bytes:
 
 
 def _inflated(body: bytes, max_bytes: int) -> bytes:
-    """As many bytes as `max_bytes` at most, of a gzip or zlib stream, or of one without a head (RFC 9110 §8.4.1.2 has clients that leave it out)."""
+    """Decompress at most `max_bytes` of a gzip or zlib stream, or of a raw deflate stream, which some clients send (RFC 9110 §8.4.1.2)."""
     try:
         return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, max_bytes)
     except zlib.error:
@@ -92,7 +98,7 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
 
 
 async def _check_shape(request: web.Request, body: bytes, at_least_values: int) -> None:
-    """Raises InvalidRequest for a body that would take long to decode: nobody else is served meanwhile."""
+    """Raise InvalidRequest for a body that would take long to decode, because no other request is served meanwhile."""
     services = request.app[SERVICES]
     shape = await asyncio.to_thread(shape_of, body) if len(body) > INLINE_BYTES else shape_of(body)
     config = services.config
@@ -111,12 +117,14 @@ async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
 
 
 def in_place(handler: Handler) -> Handler:
-    """A route of one owner's conversations: it takes a place among the owner's until its answer was sent, and ends when the key is withdrawn.
+    """Wrap a route of one owner's conversations, so that each request holds one of the owner's places.
 
-    Places of its own, so that many API calls of a key do not close its page, and a bound on what is read and waits for a slow client.
+    It holds the place until its answer was sent, and ends when the key is withdrawn. These places are separate from those of API calls, so that
+    many calls of a key do not close its page. They also bound the replies that are held for slow clients.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        """Run the handler and send its response within a place."""
         services = request.app[SERVICES]
         owner = services.principal(request).owner
         with services.budgets.enter(f"conversations of {owner}"):

@@ -1,7 +1,7 @@
-"""The server's connections: who is let in, how long a request may take to arrive, and what the operator sees of it.
+"""The server's connections: which ones are let in, how long a request may take to arrive, and the operator's view of them.
 
-`gateway.doors.http.admission` decides; here aiohttp's connections are counted, told apart and closed. One timer looks after all of them: those
-that are waited for stand in order of time, so a look costs what is overdue and not what is open.
+`gateway.doors.http.admission` decides; here aiohttp's connections are counted, classified and closed. One timer looks after all of them:
+connections with a deadline are kept in order of time, so a sweep costs as much as there is overdue, not as much as is open.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from enum import StrEnum
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.access.addresses import address_of
 from gateway.access.auth import MIN_KEY_CHARS, KeyRing, extract_key
 from gateway.doors.http.admission import (
     FILES_KEPT_BACK,
@@ -33,7 +34,6 @@ from gateway.doors.http.admission import (
     RareLine,
     Reason,
     Watermark,
-    address_of,
     admit,
     body_overdue,
     is_shared,
@@ -46,6 +46,8 @@ from gateway.settings.config import Config
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 1.0
+# Chosen: to end a connection, or to answer a request whose body stopped, costs up to 0.2 ms. Thousands that came together are overdue together.
+MOST_ENDED_AT_ONCE = 32
 COUNT_FILES_EVERY_S = 5.0
 RETRY_AFTER_S = 3
 # Chosen: longer than the 20 s after which streams and chat sockets tell a slow reader why it is cut off.
@@ -66,7 +68,7 @@ _TEXTS: dict[Reason, tuple[int, str, str]] = {
 
 
 class State(StrEnum):
-    """What a connection does."""
+    """The activity of a connection."""
 
     HEAD = "head"  # has sent nothing, or part of a request's head
     REQUEST = "request"
@@ -76,7 +78,7 @@ class State(StrEnum):
 
 
 class Connection(RequestHandler):
-    """One client's connection, which knows what it is doing and since when."""
+    """One client's connection, with its state and the time since when it has it."""
 
     __slots__ = (
         "address",
@@ -105,6 +107,7 @@ class Connection(RequestHandler):
         self.body: web.BaseRequest | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection, or refuse it with a reply."""
         refused = self.registry.arrived(self, transport)
         _limit_unread(transport)
         if refused is None:
@@ -116,11 +119,13 @@ class Connection(RequestHandler):
         refusing.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the connection."""
         self.registry.left(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not data:  # aiohttp itself, to parse what it has
+        """Note when bytes came and whether a request's head has begun, then let aiohttp parse them."""
+        if not data:  # aiohttp calls itself, to parse its buffer
             super().data_received(data)
             return
         if self.state is State.IDLE and self._waiter is not None:
@@ -136,7 +141,7 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write the answer; until that is done, a file's perhaps slow journey included, the connection is in use."""
+        """Write the answer. Until it is written, which may take long for a file, the connection is in use."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -149,7 +154,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """A head that is no HTTP or too large: aiohttp would log its bytes, a key perhaps among them, and answer in plain text."""
+        """Answer a head that is not HTTP or too large. aiohttp would log its bytes, which may hold a key, and answer in plain text."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         log.debug("a request's head was not understood")
@@ -162,7 +167,7 @@ class Connection(RequestHandler):
         return response
 
     def _error_of(self, error: BaseException | None) -> tuple[int, GatewayError]:
-        """Status and error for a head that aiohttp did not take. Source of 431: RFC 6585 §5."""
+        """Return status and error for a head that aiohttp refused. Source of 431: RFC 6585 §5."""
         if isinstance(error, LineTooLong):
             text = (
                 f"The request's address or one of its headers has more than {self.max_field_size:,} bytes: send less "
@@ -176,11 +181,11 @@ class Connection(RequestHandler):
 
     @property
     def is_held_back(self) -> bool:
-        """Whether we ourselves do not read: then the client is not to blame for what does not come."""
+        """Whether the server itself has paused reading, so that the client is not to blame for silence."""
         return self._reading_paused or self._buffer_paused
 
     def end(self, reason: Reason) -> None:
-        """Close now; a client in the middle of something is told why."""
+        """Close now. A client in the middle of a request is told why."""
         transport = self.transport
         if transport is not None and self.state is State.HEAD and self.num_bytes:
             transport.write(_reply(reason))
@@ -200,7 +205,7 @@ class Connection(RequestHandler):
 
 
 class Connections:
-    """All connections of one server, by what they do and where they come from."""
+    """The connections of one server, by state and by address."""
 
     def __init__(self, config: Config, keys: KeyRing, metrics: Metrics, max_files: int) -> None:
         self.limits: Limits = limits_for(
@@ -233,8 +238,10 @@ class Connections:
     # -- in and out ------------------------------------------------------------------------------------------------------
 
     def arrived(self, connection: Connection, transport: asyncio.BaseTransport) -> Reason | None:
-        """Count a new connection, perhaps in the place of another. Returns why it is refused, or None."""
-        address = address_of(transport.get_extra_info("peername"))
+        """Count a new connection, which may replace another. Return why it is refused, or None."""
+        # A pair or more for TCP; a path or nothing for a Unix socket.
+        peer = transport.get_extra_info("peername")
+        address = address_of(str(peer[0])) if isinstance(peer, tuple) else ""
         admission = self._admission(address, transport)
         if admission.reason is not None:
             self._closed(admission.reason)
@@ -261,7 +268,7 @@ class Connections:
                 has_unfinished_of_address=bool(self._unfinished.get(address)),
                 has_unfinished=bool(self._by_state[State.HEAD] or self._by_state[State.GREETING]),
                 has_idle=bool(self._by_state[State.IDLE]),
-                # The system gives the lowest number that is free: at least so many files are open.
+                # The system assigns the lowest free number, so at least this many files are open.
                 are_files_scarce=ours is not None and ours.fileno() >= self._scarce_fd,
             ),
             self.limits,
@@ -280,7 +287,7 @@ class Connections:
             self.end(next(iter(self._by_state[State.IDLE])), "scarce")
 
     def left(self, connection: Connection) -> None:
-        """Forget a connection; once is enough, twice does no harm."""
+        """Forget a connection. A second call does no harm."""
         self._by_state[connection.state].pop(connection, None)
         self._bodies.pop(connection, None)
         self._finished(connection)
@@ -302,7 +309,7 @@ class Connections:
         self._line.add()
 
     def _finished(self, connection: Connection) -> None:
-        """It has completed a request or said hello, or is gone."""
+        """Note that a connection has completed a request, has said hello, or is closed."""
         of_address = self._unfinished.get(connection.address)
         if of_address is not None and connection in of_address:
             del of_address[connection]
@@ -312,7 +319,7 @@ class Connections:
     # -- what a connection does --------------------------------------------------------------------------------------------
 
     def enter(self, connection: Connection, state: State) -> None:
-        """A connection goes on to something else. One that has been closed meanwhile stays forgotten."""
+        """Change a connection's state. A connection that was closed meanwhile stays forgotten."""
         if state is connection.state or connection not in self._by_state[connection.state]:
             return
         del self._by_state[connection.state][connection]
@@ -322,7 +329,7 @@ class Connections:
         self._by_state[state][connection] = None
 
     def begin(self, connection: Connection, request: web.BaseRequest) -> None:
-        """A request's head is whole. Raises GatewayError `overloaded` for one that nothing was kept back for."""
+        """Note that a request's head is complete. Raises GatewayError `overloaded` if only reserved places are left and it has no key."""
         self.enter(connection, State.REQUEST)
         self._check_reserve(connection, request)
         if not request.content.is_eof():
@@ -330,13 +337,13 @@ class Connections:
             self._bodies[connection] = None
 
     def over(self, connection: Connection) -> None:
-        """A request's handler has ended; its answer may be on its way still."""
+        """Note that a request's handler has ended; its answer may still be on its way."""
         self._bodies.pop(connection, None)
         connection.body = None
         self._finished(connection)
 
     def opened(self, connection: Connection) -> bool:
-        """It has become a chat socket. False if its address has too many that have not said hello."""
+        """Note that a connection has become a chat socket; return False if its address has too many without a hello."""
         self.enter(connection, State.GREETING)
         greeting = self._by_state[State.GREETING]
         if connection in greeting and not is_shared(connection.address, self._proxies):
@@ -349,14 +356,14 @@ class Connections:
         return num_greeting <= self.limits.num_greeting_per_address
 
     def greeted(self, connection: Connection, *, has_key: bool) -> None:
-        """It has said hello."""
+        """Note that a chat socket has said hello."""
         self._finished(connection)
         self.enter(connection, State.SOCKET)
         if has_key:
             self._know(connection)
 
     def _know(self, connection: Connection) -> None:
-        """It has shown a key: its address does not count, so that people behind one address do not shut each other out."""
+        """Note that a connection has shown a key: its address no longer counts, so that people behind one address do not shut each other out."""
         connection.has_key = True
         connection.is_reserved = False
         if connection.is_counted:
@@ -376,8 +383,10 @@ class Connections:
             raise GatewayError(*_TEXTS["limit"][1:])
 
     def _shows_key(self, request: web.BaseRequest) -> bool:
-        """Whether a request has a good key. One that could be guessed does not count: who is let in would tell whether the guess is right, and
-        nobody counts wrong keys here (`gateway.access.budgets.Gatekeeper` does).
+        """Return whether a request has a good key.
+
+        A key short enough to be guessed does not count: letting it in would tell whether the guess is right, and wrong keys are not counted here
+        (`gateway.access.budgets.Gatekeeper` counts them).
         """
         key = extract_key(request.headers)
         if key is None or len(key) < MIN_KEY_CHARS:
@@ -391,16 +400,16 @@ class Connections:
     # -- the timer ---------------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """For ever: close what is overdue, and count."""
+        """Run until cancelled: close overdue connections, and count."""
         while True:
             try:
-                self.sweep(asyncio.get_running_loop().time())
+                await self.sweep(asyncio.get_running_loop().time())
             except Exception:
                 log.exception("the look at the connections failed; the next one comes in a second")
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def watch_files(self) -> None:
-        """For ever: count open files. Apart from the others, since a busy thread pool must not delay them."""
+        """Run until cancelled: count open files. A separate task, because a busy thread pool must not delay `watch`."""
         while True:
             try:
                 self._note_files(await asyncio.to_thread(num_open_files))
@@ -408,13 +417,11 @@ class Connections:
                 log.exception("open files were not counted; the next look comes in some seconds")
             await asyncio.sleep(COUNT_FILES_EVERY_S)
 
-    def sweep(self, now_s: float) -> None:
-        """Close what is overdue at `now_s`, a time of the event loop."""
-        waiting = self._by_state[State.HEAD]
-        while waiting and now_s - (oldest := next(iter(waiting))).since_s >= self._config.head_timeout_s:
-            self.end(oldest, "head_timeout")
-        for connection in list(self._bodies):
-            self._look_at_body(connection, now_s)
+    async def sweep(self, now_s: float) -> None:
+        """Close connections that are overdue at `now_s`, a time of the event loop. Other work of the loop runs after every few of them."""
+        for number, _ in enumerate(self._end_overdue(now_s), 1):
+            if number % MOST_ENDED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         for state, connections in self._by_state.items():
             self._metrics.connections.labels(state).set(len(connections))
         self._note_room()
@@ -422,6 +429,17 @@ class Connections:
             why = ", ".join(f"{reason} {count}" for reason, count in self._ended.items() if count)
             self._ended = dict.fromkeys(self._ended, 0)
             log.info("closed %d connections that arrived too slowly or were too many (%s)", num, why)
+
+    def _end_overdue(self, now_s: float) -> Iterator[None]:
+        """End one overdue connection or body at each step. Others may come and go between two steps."""
+        waiting = self._by_state[State.HEAD]
+        while waiting and now_s - (oldest := next(iter(waiting))).since_s >= self._config.head_timeout_s:
+            self.end(oldest, "head_timeout")
+            yield
+        for connection in list(self._bodies):
+            if connection in self._bodies:
+                self._look_at_body(connection, now_s)
+                yield
 
     def _look_at_body(self, connection: Connection, now_s: float) -> None:
         request = connection.body
@@ -465,12 +483,13 @@ CONNECTIONS = web.AppKey("connections", Connections)
 
 
 def watched(connections: Connections) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """The outermost middleware: says when a request begins and ends."""
+    """Return the outermost middleware, which notes when a request begins and ends."""
 
     @web.middleware
     async def middleware(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Note the beginning and the end of a request around its handler."""
         connection = request.protocol
         if not isinstance(connection, Connection):
             return await handler(request)
@@ -510,20 +529,20 @@ class _Server(web.Server):
 
 
 def opened(request: web.Request) -> bool:
-    """This request has become a chat socket. False if its address has too many that have not said hello."""
+    """Note that this request has become a chat socket; return False if its address has too many without a hello."""
     connection = request.protocol
     return not isinstance(connection, Connection) or connection.registry.opened(connection)
 
 
 def greeted(request: web.Request, *, has_key: bool) -> None:
-    """The chat socket of this request has said hello."""
+    """Note that the chat socket of this request has said hello."""
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.registry.greeted(connection, has_key=has_key)
 
 
 def _reply(reason: Reason) -> bytes:
-    """An answer to somebody who has no request yet."""
+    """Return an HTTP answer for a client that has not sent a request."""
     status, code, message = _TEXTS[reason]
     phrase = {408: "Request Timeout", 429: "Too Many Requests", 503: "Service Unavailable"}[status]
     body = orjson.dumps(to_openai_body(GatewayError(code, message)))
@@ -533,15 +552,15 @@ def _reply(reason: Reason) -> bytes:
 
 
 def _limit_unread(transport: asyncio.BaseTransport) -> None:
-    """Let the system end the connection when its client takes no bytes for UNREAD_TIMEOUT_S: a transport that is closed waits for that, too."""
+    """Let the system end the connection when its client takes no bytes for UNREAD_TIMEOUT_S. Closing a transport waits for that, too."""
     ours = transport.get_extra_info("socket")
     if ours is not None and _USER_TIMEOUT is not None:
-        with contextlib.suppress(OSError):  # it has gone already
+        with contextlib.suppress(OSError):  # the socket is closed already
             ours.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
 
 
 def raise_open_files() -> int:
-    """Let the process open as many files as the system lets it. Returns how many that are."""
+    """Let the process open as many files as the system allows, and return that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -552,12 +571,12 @@ def raise_open_files() -> int:
 
 
 def max_open_files() -> int:
-    """How many files the process may open now."""
+    """Return how many files the process may open now."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def num_open_files() -> int:
-    """How many files the process has open; 0 where the system does not say."""
+    """Return how many files the process has open; 0 if the system does not say."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

@@ -1,7 +1,7 @@
-"""Which names a request may call this server by where no key is asked for. Pure.
+"""Names that a request may call this server by where no key is asked for. Pure.
 
-A page of somebody else's can have its own name point at this server (DNS rebinding): to the browser the server is then that page's origin, and the
-page reads what it likes. Such a name is one that its owner can bind in the public DNS; no other name gives its page anything.
+A page elsewhere can have its own name point at this server (DNS rebinding): to the browser the server is then that page's origin, and the page
+can read everything. Such a name must be one that its owner can bind in the public DNS; no other name gives its page anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PRIVATE_NAMES = ("local", "internal", "home.arpa")
 
 
 def netloc(origin: str) -> str | None:
-    """Host and port of an origin, in lower case; None for what has none ("null", "*")."""
+    """Return host and port of an origin, in lower case; None for an origin without them ("null", "*")."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:
@@ -26,11 +26,15 @@ def netloc(origin: str) -> str | None:
 def is_own_host(
     host: str, *, origins: Collection[str], own_names: Collection[str], is_loopback: bool
 ) -> bool:
-    """Whether a `Host` header names this server in a way that nobody else's page could: by an address, a name that the public DNS cannot have, or
-    one that the operator gave.
+    """Return whether a `Host` header names this server in a way that no page elsewhere could.
 
-    origins: those that the operator allows; their hosts may be named. own_names: of this machine. is_loopback: only this machine reaches the
-    server, so `localhost` is the one name that it has without the operator.
+    Such names are addresses, names that the public DNS cannot have, and hosts that the operator gave.
+
+    Args:
+        host: the header's value.
+        origins: allowed by the operator; their hosts may be named.
+        own_names: of this machine.
+        is_loopback: only this machine reaches the server, so `localhost` is the one name that it has without the operator.
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
@@ -42,7 +46,7 @@ def is_own_host(
         return True
     if is_loopback or not name:
         return False
-    # A name of one word is a machine's or a container's in a network of its own (RFC 7085).
+    # A name of one word belongs to a machine or a container in a private network (RFC 7085).
     is_private = "." not in name or _is_below(name, _PRIVATE_NAMES)
     return is_private or name in {own.lower() for own in own_names}
 

@@ -1,4 +1,4 @@
-"""Keys that come and go while the server runs: the key file is followed, and who loses the key loses what is under way."""
+"""Keys that change while the server runs: the key file is followed, and withdrawing a key ends everything under way with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
-# How often the file is looked at. Chosen: a stat costs microseconds, and nobody waits longer for a key that leaked.
+# How often the file is checked. Chosen: a stat costs microseconds, and a leaked key works no longer than this.
 LOOK_EVERY_S = 1.0
 Signature = tuple[int, int, int, int] | None
 
 
 async def follow_key_file(services: Services) -> None:
-    """For ever: take over what changes in the key file, and read it when `look_at_keys` is set.
+    """Run until cancelled: take over changes of the key file, and read it when `look_at_keys` is set.
 
-    A file that is broken, empty or gone changes nothing, and is reported once.
+    A file that is broken, empty or missing changes nothing, and is reported once.
     """
     path = services.config.api_key_file
     assert path is not None
@@ -67,7 +67,7 @@ async def _cut_off(services: Services, owner: str) -> None:
 
 
 def _signature(path: Path) -> Signature:
-    """What tells one state of a file from another; None while there is none."""
+    """Return what tells one state of a file from another; None while there is no file."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,19 +1,22 @@
-"""What every HTTP request passes on its way in and out: errors in the caller's shape, origins, CORS, request ids and counts."""
+"""Steps that every HTTP request passes on its way in and out: errors in the caller's shape, origins, CORS, request ids and counts."""
 
 from __future__ import annotations
 
 import logging
 import re
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
+from opentelemetry.trace import StatusCode
 
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
+from engine_bridge.tracing import traceparent_of
 from gateway.access.budgets import retry_after
 from gateway.doors.http.hosts import is_own_host, netloc
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
@@ -33,6 +36,16 @@ ANTHROPIC_ID_HEADER = "Request-Id"
 ANTHROPIC_VERSION_HEADER = "Anthropic-Version"
 _EXPOSED = ("X-Session-Id", REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, LEFT_OUT_HEADER, "Retry-After")
 _REQUEST_ID = web.RequestKey("request_id", str)
+
+
+class Trace(NamedTuple):
+    """The W3C `traceparent` of the span that a request is served in, and when it came, in Unix seconds."""
+
+    traceparent: str = ""
+    begun_s: float = 0.0
+
+
+TRACE = web.RequestKey("trace", Trace)
 # A client's own id is repeated if it is short and visible ASCII. Chosen: two UUIDs and a trace id fit.
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 # Names of headers, between commas, as a preflight asks for them (Fetch standard, "CORS-unsafe request-header names").
@@ -42,7 +55,7 @@ MAX_HEADER_NAMES_CHARS = 4096
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever a handler raises into a body of the API's own shape. Nothing ends as a bare 500."""
+    """Turn any exception of a handler into a body of the API's own shape, so that no request ends as a bare 500."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -54,7 +67,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except BridgeError as error:
         return error_reply(request, from_bridge(error))
     except ConnectionResetError:
-        raise  # the client went away in the middle of a response; there is nobody to tell
+        raise  # the client left in the middle of a response, so no error can be sent
     except Exception as error:
         log.exception("%s %s failed", request.method, _route(request))
         return error_reply(request, as_gateway_error(error))
@@ -77,14 +90,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
 
 
 def speaks_anthropic(request: web.Request) -> bool:
-    """Whether a request is one of Anthropic's API: by its route, or of the routes that both APIs have by the header that it must have."""
+    """Return whether a request is of Anthropic's API: by its route, or on routes that both APIs have by Anthropic's required header."""
     return request.path.startswith("/v1/messages") or (
         request.path.startswith("/v1/models") and ANTHROPIC_VERSION_HEADER in request.headers
     )
 
 
 def error_body(request: web.Request, error: GatewayError, *, status: int | None = None) -> dict[str, Any]:
-    """In OpenAI's shape, or in Anthropic's for its routes."""
+    """Return an error in OpenAI's shape, or in Anthropic's for its routes."""
     if speaks_anthropic(request):
         kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -94,7 +107,7 @@ def error_body(request: web.Request, error: GatewayError, *, status: int | None 
 def error_reply(
     request: web.Request, error: GatewayError, *, status: int | None = None
 ) -> web.StreamResponse:
-    """An error in OpenAI's shape, or in Anthropic's for its routes and clients. Where an answer has begun, the connection is cut instead."""
+    """Return an error in OpenAI's shape, or in Anthropic's for its routes and clients. If an answer has begun, the connection is cut instead."""
     if BEGUN in request:
         if request.transport is not None:
             request.transport.abort()
@@ -128,7 +141,7 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
     named = request.headers.get("Host")
     is_for_all = config.has_api_keys or "*" in config.cors_origins
     if named is not None and not is_for_all and not _is_own_host(named, config):
-        # A name of somebody else's that was made to point here (DNS rebinding); its page sends no Origin when it reads.
+        # A foreign name that was made to point here (DNS rebinding); its page sends no Origin when it reads.
         raise web.HTTPForbidden(
             reason="This name is not one of this server's: use its address, or name it with --cors-origin."
         )
@@ -145,7 +158,7 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def end_without_slash(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Send whoever asks for a route with a slash behind it to the route, as `vllm serve` does."""
+    """Redirect a route with a slash behind it to the route, as `vllm serve` does."""
     if (
         request.path.endswith("/")
         and request.path.strip("/")
@@ -163,10 +176,12 @@ async def end_without_slash(request: web.Request, handler: Handler) -> web.Strea
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler, called before the head of any response is sent: what all of them carry. Also notes that the response has begun."""
+    """Add the headers that all responses carry. A signal handler, called before the head is sent; it also notes that the response has begun."""
     request[BEGUN] = response
     response.headers["Server"] = "Overture"  # aiohttp's own tells which versions of it and of Python run here
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    if TRACE in request:
+        response.headers["traceparent"] = request[TRACE].traceparent
     if speaks_anthropic(request):
         response.headers[ANTHROPIC_ID_HEADER] = request_id(request)
     origin = request.headers.get("Origin")
@@ -177,7 +192,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def request_id(request: web.Request) -> str:
-    """The name of a request in the reply, in ids of answers and in `/v1/engine/state`: the client's `X-Request-Id` if it is sane, else ours."""
+    """Return the name of a request in the reply, in ids of answers and in `/v1/engine/state`: the client's `X-Request-Id` if valid, else ours."""
     if _REQUEST_ID not in request:
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request[_REQUEST_ID] = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
@@ -185,10 +200,10 @@ def request_id(request: web.Request) -> str:
 
 
 def cors_headers(origin: str, asked: str) -> dict[str, str]:
-    """What tells a browser that a page of this origin, which the operator has allowed, may use this server.
+    """Return the headers that let a page of an allowed origin use this server.
 
     asked: `Access-Control-Request-Headers` of a preflight. The SDKs for browsers send a dozen headers that change with each release
-    (`x-stainless-lang`, `anthropic-version` …). Each of them is allowed, because the origin is what decides here.
+    (`x-stainless-lang`, `anthropic-version` …). All of them are allowed, because the origin decides here.
     """
     usual = f"Authorization, Content-Type, X-Session-Id, {REQUEST_ID_HEADER}, X-Api-Key"
     is_sane = len(asked) <= MAX_HEADER_NAMES_CHARS and _HEADER_NAMES.fullmatch(asked) is not None
@@ -220,6 +235,24 @@ def _is_own_host(host: str, config: Config) -> bool:
 
 
 @web.middleware
+async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Keep a span for each call of an API, from its head to the last byte of its answer."""
+    traces = request.app[SERVICES].traces
+    if not traces.is_on or request.method != "POST" or not request.path.startswith("/v1/"):
+        return await handler(request)
+    route = _route(request)
+    named = {"http.request.method": "POST", "http.route": route, "overture.request_id": request_id(request)}
+    begun_s = time.time()
+    with traces.request(f"POST {route}", request.headers.get("traceparent", ""), named, begun_s) as span:
+        request[TRACE] = Trace(traceparent_of(span), begun_s)
+        response = await handler(request)
+        span.set_attribute("http.response.status_code", response.status)
+        if response.status >= 500:
+            span.set_status(StatusCode.ERROR)
+        return response
+
+
+@web.middleware
 async def counts(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count requests by route and status."""
     status = 499  # the client went away
@@ -235,6 +268,6 @@ async def counts(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _route(request: web.Request) -> str:
-    """The address as we wrote it, without what clients put in: "/api/sessions/{id}"."""
+    """Return the route's pattern, without the client's values: "/api/sessions/{id}"."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"

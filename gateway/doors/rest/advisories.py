@@ -1,4 +1,4 @@
-"""`/v1/advisories`: what an agent says about the requests that it, or the next one, will send. Source: docs/protocol.md, "Advisories"."""
+"""`/v1/advisories`: word from an agent about requests that it, or the next agent, will send. Source: docs/protocol.md, "Advisories"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.services import SERVICES
 
 
 async def create(request: web.Request) -> web.Response:
-    """One advisory, or an envelope of them in the shape of vLLM's KV hints."""
+    """Handle `POST /v1/advisories`: one advisory, or an envelope of them in the shape of vLLM's KV hints."""
     services = request.app[SERVICES]
     owner = services.principal(request).owner
     client = services.client_of(owner, request)
@@ -32,12 +32,14 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def read(request: web.Request) -> web.Response:
+    """Handle `GET /v1/advisories/{id}`."""
     services = request.app[SERVICES]
     record = services.advisories.find(services.principal(request).owner, request.match_info["id"])
     return json_reply(record.describe(time.monotonic()))
 
 
 async def delete(request: web.Request) -> web.Response:
+    """Handle `DELETE /v1/advisories/{id}`: cancel the advisory."""
     services = request.app[SERVICES]
     services.advisories.cancel(services.principal(request).owner, request.match_info["id"])
     return web.Response(status=204)

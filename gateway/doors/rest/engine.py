@@ -1,4 +1,4 @@
-"""`/v1/engine/state`: what runs, what waits and why. Source: docs/protocol.md, "REST beside it"."""
+"""`/v1/engine/state`: requests that run, requests that wait, and why. Source: docs/protocol.md, "REST beside it"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ DEFAULT_LIMIT, MAX_LIMIT = 200, 2000
 
 
 async def engine_state(request: web.Request) -> web.Response:
-    """Figures of the whole engine; of requests, only the caller's own. Raises EngineUnavailable while there is no engine."""
+    """Handle `GET /v1/engine/state`: figures of the whole engine, but only the caller's own requests.
+
+    Raises EngineUnavailable without an engine.
+    """
     services = request.app[SERVICES]
     tenant = tenant_of(services.admit(request).owner)
     state = await services.node.engine_state(tenant, _limit(request))
@@ -44,7 +47,7 @@ async def engine_state(request: web.Request) -> web.Response:
 
 
 def _limit(request: web.Request) -> int:
-    """Raises GatewayError `bad_request`."""
+    """Return the query's `limit`. Raises GatewayError `bad_request`."""
     given = request.query.get("limit", str(DEFAULT_LIMIT))
     if not given.isascii() or not given.isdecimal() or len(given) > 9:
         raise GatewayError("bad_request", "'limit' must be a whole number, 0 or more.", param="limit")

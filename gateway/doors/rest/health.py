@@ -18,12 +18,12 @@ ENGINE_METRICS_S = 5.0
 
 
 async def healthz(request: web.Request) -> web.Response:
-    """The process answers: restart it only when this fails."""
+    """Handle `GET /healthz`: the process answers. Restart it only if this fails."""
     return json_reply({"status": "ok"})
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Whether requests are taken now, and how far the engine has come. No key is asked for: it says nothing private."""
+    """Handle `GET /readyz`: whether requests are taken now, and how far the engine has come. Public, because it says nothing private."""
     services = request.app[SERVICES]
     progress = services.node.progress
     if services.store.has_failed:
@@ -40,12 +40,13 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus text. Asks for an operator's key where the server asks for keys: the figures are those of everybody."""
+    """Handle `GET /metrics`: Prometheus text. It asks for an operator's key if the server asks for keys, because the figures are everybody's."""
     services = request.app[SERVICES]
     services.check_operator(services.principal(request), "/metrics is")
-    services.metrics.engine_steps.set(services.node.num_steps)
-    services.metrics.engine_rebuilds.set(services.node.num_rebuilds)
-    services.node_metrics.note(services.steward.states())
+    figures = services.node.figures()
+    services.metrics.engine_steps.set(figures.num_steps)
+    services.metrics.engine_rebuilds.set(figures.num_rebuilds)
+    services.node_metrics.note(services.maintenance.states())
     engine = ""
     # The gateway's own figures matter most when the engine does not answer.
     with contextlib.suppress(BridgeError, TimeoutError):

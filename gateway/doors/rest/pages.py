@@ -25,17 +25,17 @@ PAGE_HEADERS = {
 
 
 async def page(request: web.Request) -> web.FileResponse:
-    """`GET /`: the chat page."""
+    """Handle `GET /`: the chat page."""
     return web.FileResponse(STATIC_DIR / "index.html", headers=PAGE_HEADERS)
 
 
 async def engine_page(request: web.Request) -> web.FileResponse:
-    """`GET /engine`: the engine room's page."""
+    """Handle `GET /engine`: the engine room's page."""
     return web.FileResponse(STATIC_DIR / "engine.html", headers=PAGE_HEADERS)
 
 
 async def static_file(request: web.Request) -> web.FileResponse:
-    """A file under static/."""
+    """Handle a file under static/."""
     # In a thread: a file system may be slow, and every socket would wait with it.
     path = await asyncio.to_thread(_static_path, request.match_info["path"])
     if path is None:
@@ -45,7 +45,7 @@ async def static_file(request: web.Request) -> web.FileResponse:
 
 
 def _static_path(name: str) -> Path | None:
-    """The file of this name. Anything that resolves outside the folder does not exist."""
+    """Return the path of a static file. A path that resolves outside the folder does not exist."""
     try:
         path = (STATIC_DIR / name).resolve()
         is_ours = path.is_relative_to(STATIC_DIR.resolve()) and path.is_file()

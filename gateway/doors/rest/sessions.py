@@ -18,16 +18,22 @@ from gateway.sessions import Origin, SettingsPatch
 
 
 class CreateSession(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /api/sessions`."""
+
     title: str | None = None
     adapter: str | None = None
     settings: SettingsPatch = SettingsPatch()
 
 
 class ChooseVersion(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of the route that shows another version of a message."""
+
     turn_id: str
 
 
 class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `PATCH /api/sessions/{id}`; missing fields stay as they are."""
+
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
     is_pinned: bool | UnsetType = UNSET
@@ -38,7 +44,7 @@ class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    """`GET /api/sessions`: a page of the list. The first page of all sessions also says which ones are pinned."""
+    """Handle `GET /api/sessions`: a page of the list. The first page of all sessions also lists the pinned ones."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     limit = _int_query(request, "limit", 50)
@@ -61,6 +67,7 @@ def _origin_query(request: web.Request) -> Origin | None:
 
 
 async def create_session(request: web.Request) -> web.Response:
+    """Handle `POST /api/sessions`."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     body = await _struct_body(request, CreateSession)
@@ -68,19 +75,19 @@ async def create_session(request: web.Request) -> web.Response:
     session = await services.store.create_session(
         owner, title=body.title, adapter=adapter or None, settings=body.settings, now=time.time()
     )
-    services.list_watch.changed(owner, session.id)
+    services.list_feed.changed(owner, session.id)
     return json_reply(session, status=201)
 
 
 async def read_session(request: web.Request) -> web.Response:
-    """`GET /api/sessions/{id}`: a conversation's summary."""
+    """Handle `GET /api/sessions/{id}`: a conversation with its shown turns."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     return json_reply(await services.store.get_session(owner, request.match_info["id"]))
 
 
 async def patch_session(request: web.Request) -> web.Response:
-    """`PATCH /api/sessions/{id}`: changes what the body names, such as the title or settings."""
+    """Handle `PATCH /api/sessions/{id}`: change the fields that the body names."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     body = await _struct_body(request, PatchSession)
@@ -95,17 +102,17 @@ async def patch_session(request: web.Request) -> web.Response:
         now=time.time(),
     )
     if body.settings.system_prompt is not UNSET:
-        # Its prompts begin differently from now on: what is prepared, and what nodes keep for it, fits none of them.
+        # Its prompts begin differently from now on, so prepared KV and the nodes' memory of the session fit none of them.
         services.advisories.end_session(owner, session_id)
         services.node.end_session(tenant_of(owner), session_id)
-    services.list_watch.changed(owner, session_id)
+    services.list_feed.changed(owner, session_id)
     return json_reply(summary)
 
 
 async def choose_version(request: web.Request) -> web.Response:
     """Show another version of a message, and tell the owner's sockets.
 
-    What was being prepared for the session is for the turns that it showed before, and is ended.
+    Preparations for the session's next prompt are for the turns shown before, so they are ended.
     """
     services = request.app[SERVICES]
     owner = services.admit(request).owner
@@ -118,12 +125,12 @@ async def choose_version(request: web.Request) -> web.Response:
 
 
 async def delete_session(request: web.Request) -> web.Response:
-    """`DELETE /api/sessions/{id}`: stops its answers and deletes it. It can be restored for a while."""
+    """Handle `DELETE /api/sessions/{id}`: stop its answers and delete it. It can be restored for a while."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session_id = request.match_info["id"]
     await services.store.delete(owner, session_id, time.time())
-    services.list_watch.changed(owner, session_id)
+    services.list_feed.changed(owner, session_id)
     services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)
     await services.turns.stop_session(owner, session_id)
@@ -131,16 +138,16 @@ async def delete_session(request: web.Request) -> web.Response:
 
 
 async def restore_session(request: web.Request) -> web.Response:
-    """`POST /api/sessions/{id}/restore`: brings a deleted conversation back."""
+    """Handle `POST /api/sessions/{id}/restore`: bring a deleted conversation back."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session = await services.store.restore(owner, request.match_info["id"], time.time())
-    services.list_watch.changed(owner, session.id)
+    services.list_feed.changed(owner, session.id)
     return json_reply(session)
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """`GET /api/models`: the model and adapters that a conversation can use."""
+    """Handle `GET /api/models`: the model and adapters that a conversation can use."""
     services = request.app[SERVICES]
     services.admit(request)
     return json_reply({"models": services.models()})
@@ -160,7 +167,7 @@ def _int_query(request: web.Request, name: str, default: int) -> int:
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the pages and what they ask for."""
+    """Add the routes of sessions and models, and the pages."""
     app.add_routes(
         [
             web.get("/", page),

@@ -19,7 +19,7 @@ SUFFIXES = {"json": "json", "markdown": "md"}
 
 
 async def export_session(request: web.Request) -> web.Response:
-    """A conversation as a file to be kept: `format=json`, which can be imported, or `format=markdown`, to be read."""
+    """Handle the export: return a conversation as a file, `format=json`, which can be imported, or `format=markdown`, for people."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     wanted = request.query.get("format", "json")
@@ -45,13 +45,13 @@ def _written(archive: Archive, wanted: str, model: str) -> bytes:
 
 
 async def import_session(request: web.Request) -> web.Response:
-    """Store a conversation that was exported, here or elsewhere, as a new one of the caller's."""
+    """Handle the import: store an exported conversation, from here or elsewhere, as a new session of the caller."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     archive = await asyncio.to_thread(read_archive, await json_body(request, at_least_values=MAX_VALUES))
     adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
     session = await services.store.bring_in(owner, archive, adapters, time.time())
-    services.list_watch.changed(owner, session.id)
+    services.list_feed.changed(owner, session.id)
     return json_reply(session, status=201)
 
 

@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
-from bench.emulated.assist import ColdStart
-from bench.emulated.node import EmulatedNode, Engine, Job
-from bench.emulated.trace import play_on_node
-from bench.sim.core.calibration import A40
-from bench.sim.core.clock import Clock
-from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.requests import Arrival
-from bench.sim.core.steps import StepCost
-from bench.sim.core.traffic import play
+from bench.emulated.core.adapters import AdapterMemory, EmulatedAdapters
+from bench.emulated.core.arrivals import Arrival
+from bench.emulated.core.assist import ColdStart
+from bench.emulated.core.calibration import A40
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.models import LLAMA2_7B
+from bench.emulated.core.node import EmulatedNode, Engine, Job
+from bench.emulated.core.plays import play_on_node
+from bench.emulated.core.steps import StepCost
+from bench.emulated.core.traffic import play
 from engine_bridge.core.adapters.adapter_copies import USED_WRITE_S
-from engine_bridge.policy.scheduling.policies import POLICIES
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY, POLICIES
 
 COST = StepCost(A40, LLAMA2_7B)
 BLOCK_BYTES = 16 * LLAMA2_7B.kv_bytes_per_token
@@ -124,43 +124,14 @@ def _large(at_s: float) -> list[Arrival]:
     return [Arrival("large", at_s, (60 - blocks_of(64) - blocks_of(8) - 2) * 16, 2, 2)]
 
 
-def test_an_adapter_that_host_memory_has_no_room_for_is_read_from_the_disk() -> None:
-    memory = AdapterMemory(
-        num_slots=1, policy="lru", host_bytes=LLAMA2_7B.lora_bytes(130), disk_bytes_per_s=1e9
-    )
-    requests = asks((0, 0), (5, 1), (10, 0))
-    played = play_on_node("fcfs", requests, COST, Engine(2000), ranks=(128, 128), memory=memory)
-    assert [job.found_adapter for job in played.jobs] == ["disk"] * 3
-    disk_s = LLAMA2_7B.lora_bytes(128) / 1e9
-    copy_s = LLAMA2_7B.lora_bytes(128) / A40.achieved_link_bytes_per_s
-    assert played.jobs[2].ttft_s == pytest.approx(disk_s + copy_s + COST.prefill_s(100, 128), abs=0.002)
-
-
-def test_a_histogram_has_an_adapter_that_a_timer_asks_for_read_before_its_request() -> None:
-    """The base model is asked all the time, so that the node looks; each of two adapters comes by its own timer, and one fits host memory."""
-    timers = asks(*((10.0 * at, 0) for at in range(14)), *((10.0 * at + 5, 1) for at in range(14)))
-    busy = [Arrival(f"base {at}", 0.5 * at, 20, 2, None) for at in range(280)]
-    requests = sorted([*timers, *busy], key=lambda arrival: arrival.at_s)
-    found = {}
-    for has_forecast in (False, True):
-        memory = AdapterMemory(
-            num_slots=1,
-            policy=None,
-            host_bytes=LLAMA2_7B.lora_bytes(130),
-            disk_bytes_per_s=1e9,
-            has_forecast=has_forecast,
-        )
-        played = play_on_node("fcfs", requests, COST, Engine(2000), ranks=(128, 128), memory=memory)
-        found[has_forecast] = [job.found_adapter for job in played.jobs if job.arrival.adapter_id == 0][-3:]
-    assert found == {False: ["disk"] * 3, True: ["host"] * 3}
-
-
 TWO_BUSY = [(0.5 * at, at % 2) for at in range(50)]
 LATE = (10.1, 2)
 
 
-@pytest.mark.parametrize("cold_start", ["step waits", "request waits"])
-@pytest.mark.parametrize("policy", ["vllm", *POLICIES])
+@pytest.mark.parametrize(
+    ("policy", "cold_start"),
+    [*((policy, "step waits") for policy in ("vllm", *POLICIES)), (DEFAULT_POLICY, "request waits")],
+)
 def test_a_third_adapter_gets_its_turn_between_two_that_are_asked_for_without_a_pause(
     policy: str, cold_start: ColdStart
 ) -> None:

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from bench.emulated.node import EmulatedNode, Engine
-from bench.emulated.tiers import EmulatedTiers, TierSizes
-from bench.emulated.trace import arrivals, lognormal
-from bench.sim.core.calibration import A40
-from bench.sim.core.clock import Clock
-from bench.sim.core.hardware import GB
-from bench.sim.core.links import SharedLink
-from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.requests import Arrival
-from bench.sim.core.steps import Chunk, StepCost
-from bench.sim.core.traffic import play
+from bench.emulated.core.arrivals import Arrival
+from bench.emulated.core.calibration import A40
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.hardware import GB
+from bench.emulated.core.links import SharedLink
+from bench.emulated.core.models import LLAMA2_7B
+from bench.emulated.core.node import EmulatedNode, Engine
+from bench.emulated.core.plays import arrivals, lognormal
+from bench.emulated.core.steps import Chunk, StepCost
+from bench.emulated.core.tiers import EmulatedTiers, TierSizes
+from bench.emulated.core.traffic import play
 from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
@@ -52,30 +52,17 @@ def played(cost: StepCost = COST, tiers: TierSizes = TIERS) -> EmulatedNode:
     return node
 
 
-def test_what_was_preempted_is_loaded_where_the_link_is_faster_than_computing() -> None:
-    node = played()
+@pytest.mark.parametrize(
+    ("cost", "way"), [(COST, "swap"), (SLOW_LINK, "recompute")], ids=["fast link", "slow link"]
+)
+def test_what_was_preempted_comes_back_the_faster_way(cost: StepCost, way: str) -> None:
+    node = played(cost)
     times_of(node)
-    num = node.scheduler.num_preempted
-    assert tiers_of(node).way_counts() == {"predicted:swap": num, "preempted:swap": num}
-    stats = tiers_of(node).stats()
-    assert stats is not None and stats.host.num_hits > num
-    assert tiers_of(node).link_in.bytes_moved == stats.host.num_hits * tiers_of(node).hollow.shape.block_bytes
-
-
-def test_what_was_preempted_is_computed_again_where_the_link_is_slow() -> None:
-    node = played(SLOW_LINK)
-    times_of(node)
-    num = node.scheduler.num_preempted
-    assert tiers_of(node).way_counts() == {"predicted:recompute": num, "preempted:recompute": num}
-    assert tiers_of(node).link_in.bytes_moved == 0
-
-
-def test_what_finds_no_room_in_host_memory_is_computed_again() -> None:
-    node = played(tiers=TierSizes(host_bytes=GB // 20))
-    times_of(node)
-    stats = tiers_of(node).stats()
-    assert stats is not None and stats.host.num_dropped_saves > 0
-    assert tiers_of(node).way_counts()["preempted:recompute"] > 0
+    tiers, num = tiers_of(node), node.scheduler.num_preempted
+    assert tiers.way_counts() == {f"predicted:{way}": num, f"preempted:{way}": num}
+    stats = tiers.stats()
+    assert stats is not None and (stats.host.num_hits > num) == (way == "swap")
+    assert tiers.link_in.bytes_moved == stats.host.num_hits * tiers.hollow.shape.block_bytes
 
 
 def test_a_play_with_tiers_gives_the_same_times_again_also_beside_another_node() -> None:
@@ -194,9 +181,12 @@ def test_a_step_waits_for_layers_that_the_disk_still_reads() -> None:
     steps.tiers.close()
 
 
-def test_layers_that_do_not_come_in_time_are_given_up_and_their_blocks_named() -> None:
+def test_layers_that_do_not_come_in_time_are_given_up_and_nothing_is_kept_that_was_computed_on_them() -> None:
     steps = on_disk(bytes_per_s=1e6)
-    took_s = steps.step_s(steps.load(is_whole=False), 0.001)
+    others = [BlockKey(bytes([number])) for number in range(100, 103)]
+    save = SaveJob(steps.store.begin_save("two", others), [20, 21, 22])
+    took_s = steps.step_s(StepMoves(steps.load(is_whole=False).loads, saves=[save]), 0.001)
+    assert steps.tiers.num_held(others) == 0
     assert took_s == pytest.approx(LAYER_TIMEOUT_S + 0.001)
     assert steps.failed == set(range(len(KEYS))) and steps.tiers.num_failed_loads == len(KEYS)
     steps.store.check_at_rest()
@@ -253,27 +243,19 @@ def test_a_turn_loads_what_the_one_before_it_left() -> None:
     assert stats is not None and stats.disk.num_hits == 2000 // 16
 
 
-def test_a_turn_that_was_announced_in_time_finds_its_kv_on_the_device() -> None:
-    talk = Talk()
-    talk.node.advise("one")
-    talk.node.clock.run(talk.node.clock.now + 20)
-    assert talk.ttft_s() == pytest.approx(COST.step_s((Chunk(2100 - 2000, 2000, 0, True),)), rel=0.05)
-    assert talk.tiers.advised == {"hit": 1}
-
-
-def test_a_turn_that_was_announced_late_is_faster_than_one_that_was_not() -> None:
-    without_s, talk = Talk().ttft_s(), Talk()
-    talk.node.advise("one")
-    talk.node.clock.run(talk.node.clock.now + 0.1)
-    assert talk.ttft_s() < without_s
-    assert talk.tiers.advised == {"late": 1}
-
-
-def test_what_is_announced_of_a_session_that_nobody_knows_moves_nothing() -> None:
-    talk = Talk()
+@pytest.mark.parametrize(
+    ("session", "ahead_s", "end"), [("one", 20, "hit"), ("one", 0.1, "late"), ("two", 20, "unknown")]
+)
+def test_a_turn_that_was_announced_finds_its_kv_on_the_device_or_nearer(
+    session: str, ahead_s: float, end: str
+) -> None:
+    talk, without_s = Talk(), Talk().ttft_s()
     before = talk.tiers.link_in.bytes_moved
-    talk.node.advise("another")
-    talk.node.clock.run()
-    assert talk.tiers.advised == {"unknown": 1}
-    assert talk.tiers.link_in.bytes_moved == before
-    talk.node.close()
+    talk.node.advise(session)
+    talk.node.clock.run(talk.node.clock.now + ahead_s)
+    assert (talk.tiers.link_in.bytes_moved == before) == (end != "hit")
+    found_s = talk.ttft_s()
+    assert talk.tiers.advised == {end: 1}
+    assert found_s < without_s or (end == "unknown" and found_s == pytest.approx(without_s))
+    if end == "hit":
+        assert found_s == pytest.approx(COST.step_s((Chunk(2100 - 2000, 2000, 0, True),)), rel=0.05)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from bench.live.advisory_disk import counted, script
 from bench.live.cluster.people import LEAD_S, NUM_PEOPLE, Capacity
-from bench.live.people import times_of
+from bench.live.kv.advisory_disk import counted
+from bench.live.kv.people import script, times_of
 
 
 @pytest.mark.parametrize("repeat", [0, 3])
@@ -50,7 +50,7 @@ def test_a_question_that_was_being_typed_when_the_round_began_does_not_count() -
 
 def test_without_advisories_the_same_is_asked_at_the_same_times() -> None:
     times = times_of(["anna", "ben", "carl"], 100, 90.0, 1)
-    with_, without = (script(times, is_advised=is_advised) for is_advised in (True, False))
+    with_, without = (script(times, lambda is_so=is_so: is_so) for is_so in (True, False))
     assert [each["leads_s"] for each in with_] == [each.leads_s for each in times]
     assert all(lead_s is None for each in without for lead_s in each["leads_s"])
     assert [(each["session"], each["asks_s"]) for each in with_] == [

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench.emulated import predictors
-from bench.emulated.adaptivellm_runs import Setting
-from bench.emulated.noise import DeviceNoise, NoisyLink, Replay
+from bench.emulated.adaptivellm import ARMS, Point, Setting, serve
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.links import DeviceNoise, NoisyLink, Replay
 from bench.predicting import Seen, error_of, fitted_error, note_copies, note_steps
-from bench.sim.core.clock import Clock
 from engine_bridge.policy.costs.costs import CopyTimes, Link, StepTable
 
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
 # A machine that is slow for a while, then fast for a while.
 RATIOS = ([1.1] * 5 + [0.9] * 5) * 3
-FEW = Setting(num_requests=120)
 
 
 def noise_of(ratios: list[float]) -> DeviceNoise:
@@ -81,23 +80,16 @@ def test_on_the_emulated_device_steps_and_copies_are_foretold_but_for_their_nois
 ) -> None:
     monkeypatch.setattr(predictors, "noise_of", lambda seed: noise_of(ratios))
     predictors.profile.cache_clear()
-    found = predictors.run_once(FEW, 1)
+    found = serve(Point(ARMS["adaptive"], Setting(num_requests=120), is_foretold=True, seed=1))
     predictors.profile.cache_clear()
-    assert min(found.num.values()) > 5, found.num
+    assert isinstance(found, dict)
+    to_seen, to_true, floor = (
+        {what: found[f"{what}_{name}"] for what in ("step", "swap")} for name in predictors.ERRORS
+    )
     if ratios == [1.0]:
-        assert found.to_seen == found.to_true and not any(found.floor.values())
-        assert max(found.to_seen.values()) < 0.1
+        assert to_seen == to_true and not any(floor.values())
+        assert max(to_seen.values()) < 0.1
     else:
-        assert found.floor["step"] == pytest.approx(0.1, abs=0.01)
-        assert max(found.to_true.values()) < 0.06
-        for what, floor in found.floor.items():
-            assert found.to_seen[what] < 1.05 * floor, what
-
-
-def test_noise_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictors, "noise_of", lambda seed: noise_of(RATIOS))
-    predictors.profile.cache_clear()
-    first = predictors.run_once(FEW, 2)
-    predictors.profile.cache_clear()
-    assert predictors.run_once(FEW, 2) == first
-    predictors.profile.cache_clear()
+        assert floor["step"] == pytest.approx(0.1, abs=0.01)
+        assert max(to_true.values()) < 0.06
+        assert all(to_seen[what] < 1.05 * floor[what] for what in floor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -23,14 +24,15 @@ from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.node_adapters import info_of
 from engine_bridge.protocol.api_errors import error_body
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import EngineUnavailable
 from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, JsonReply
 from tests.adapter_corpus import BASE_MODEL
 from tests.unit.gateway.fake_node import FakeNode
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 MODULES = {f"model.layers.{layer}.self_attn.q_proj": (256, 128) for layer in range(2)}
-_HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+_HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 
 
 def _module_of(name: str) -> tuple[str, bool]:
@@ -40,14 +42,15 @@ def _module_of(name: str) -> tuple[str, bool]:
     return match[1], match[2] == "A"
 
 
-def contract(max_rank: int = 64) -> ModelContract:
-    return ModelContract(
+def contract(**changes: Any) -> ModelContract:
+    plain = ModelContract(
         modules=MODULES,
-        max_rank=max_rank,
+        max_rank=64,
         base_models=(BASE_MODEL,),
         module_of=_module_of,
         check_config=lambda config: (),
     )
+    return dataclasses.replace(plain, **changes)
 
 
 class CatalogNode(FakeNode):
@@ -66,7 +69,7 @@ class CatalogNode(FakeNode):
     @cached_property
     def catalog(self) -> Catalog:
         """Waits for a database, if only in memory: first asked for on a worker thread."""
-        return Catalog(Registry(None), contract(self._max_rank), 1 << 30)
+        return Catalog(Registry(None), contract(max_rank=self._max_rank), 1 << 30)
 
     def adapters(self) -> list[AdapterInfo]:
         records = self.catalog.served() if "catalog" in self.__dict__ else []
@@ -114,12 +117,21 @@ async def connected(
     store: AdapterStore | None = None,
     remote: RemoteNode | None = None,
     *,
+    token: bytes = b"",
+    guess: bytes | None = None,
+    on_close: Callable[[], None] = lambda: None,
     through: Callable[[bytes], bytes | None] | None = None,
 ) -> AsyncIterator[tuple[RemoteNode, NodeLink]]:
-    """A gateway's end of a node. through: what becomes of the bytes on their way to the node; None: the line is cut there."""
+    """A gateway's end of a node.
+
+    Args:
+        token: the node's. guess: what the gateway takes for it.
+        on_close: called when the last gateway has left.
+        through: what becomes of the bytes on their way to the node; None: the line is cut there.
+    """
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
-    server = NodeServer(node, "n", store=store)
+    server = NodeServer(node, "n1", token, on_close, store)
     tasks = []
     if through is not None:
         near, far = socket.socketpair()
@@ -131,7 +143,7 @@ async def connected(
     await loop.connect_accepted_socket(server.connection, theirs)
     remote = remote or RemoteNode("fake-model")
     _, link = await loop.create_connection(
-        lambda: NodeLink(b"", remote.take_report, remote.detach), sock=ours
+        lambda: NodeLink(token if guess is None else guess, remote.take_report, remote.detach), sock=ours
     )
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -158,6 +170,11 @@ async def _pump(
         await loop.sock_sendall(target, passed)
     for end in (source, target):
         end.close()
+
+
+async def answer_of(node: RemoteNode) -> str:
+    request = EngineRequest(request_id=RequestId("r"), messages=(ChatMessage("user", "Who are you?"),))
+    return "".join([delta.text async for delta in node.generate(request)])
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,10 @@ from engine_bridge.cluster import actors, orders
 from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.trust import Trust
+from tests.unit.cluster.catalog_node import until
 
 PATIENCE_S = 20.0
+TRUST = Trust(token=b"of this cluster")
 
 
 class RayError(Exception):
@@ -152,7 +155,7 @@ async def driven(
         address="",
         host="127.0.0.1",
         folder=str(folder),
-        trust=Trust(token=b"of this cluster"),
+        trust=TRUST,
         nodes=tuple(
             NodeToStart(node_id=name, settings=b"", folder=str(folder), turns=str(folder / "turns"))
             for name in names
@@ -179,11 +182,6 @@ def places(news: list[orders.News], name: str) -> list[str | None]:
     """Where a node was said to be, by its incarnations."""
     placed = [each for each in news if isinstance(each, orders.Placed) and each.node_id == name]
     return [each.place.incarnation if each.place is not None else None for each in placed]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -239,3 +237,40 @@ async def test_an_order_that_cannot_be_carried_out_ends_no_node(
         await until(lambda: orders.NodeLeft("b") in news)
         assert places(news, "a") == [None, "a-0"]
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
+
+
+# -- the environment of Ray's processes -----------------------------------------------------------------------------------
+
+TLS = Trust(token=b"of this cluster", cert="c.crt", key="c.key")
+
+
+def environment(folder: Path, given: dict[str, str] | None = None, **settings: Any) -> dict[str, str]:
+    made: dict[str, Any] = {"address": "", "host": "127.0.0.1", "folder": str(folder), "trust": TRUST}
+    made |= {"nodes": (), "make_node": ""}
+    return actors.environment_of(ClusterSettings(**made | settings), given or {})
+
+
+def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls_with_the_clusters_certificate(
+    tmp_path: Path,
+) -> None:
+    alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=TLS)
+    assert alone["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and "RAY_USE_TLS" not in alone
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in beyond and beyond["RAY_GCS_SERVER_PORT"] == "6379"
+    names = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_CA_CERT")
+    assert [beyond[name] for name in names] == ["1", "c.crt", "c.crt"]
+
+
+def test_rays_token_is_in_a_file_of_its_owner_and_tells_nothing_of_ours(tmp_path: Path) -> None:
+    path = Path(environment(tmp_path)["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    token = path.read_text()
+    assert len(token) == 64 and TRUST.token.decode() not in token and TRUST.token.hex() not in token
+    other = tmp_path / "b"
+    other.mkdir()
+    assert Path(environment(other)["RAY_AUTH_TOKEN_PATH"]).read_text() == token, "on all machines the same"
+
+
+@pytest.mark.parametrize("given", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"])
+def test_a_cluster_that_others_run_keeps_their_token_and_certificate(tmp_path: Path, given: str) -> None:
+    found = environment(tmp_path, {given: "1"}, address="10.0.0.1:6379", host="10.0.0.2", trust=TLS)
+    assert not {name for name in found if name.startswith(("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS"))}

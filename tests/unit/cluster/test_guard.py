@@ -78,13 +78,6 @@ def test_strays_end_when_the_command_has_ended(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_one_byte_ends_all_of_it_at_once(tmp_path: Path) -> None:
-    with guarded(tmp_path) as (process, stray, held):
-        os.write(held, b"k")
-        assert process.wait(PATIENCE_S) == 0
-        assert stray.has_ended()
-
-
 def test_a_command_outlives_the_gateway_only_to_put_its_things_in_order(tmp_path: Path) -> None:
     with guarded(tmp_path) as (process, stray, held):
         os.dup2(os.open(os.devnull, os.O_RDONLY), held)  # the gateway's end of the pipe has gone
@@ -95,8 +88,12 @@ def test_a_command_outlives_the_gateway_only_to_put_its_things_in_order(tmp_path
         assert stray.has_ended()
 
 
-def test_signals_of_a_terminal_do_not_end_a_guard(tmp_path: Path) -> None:
+def test_signals_of_a_terminal_do_not_end_a_guard_but_one_byte_ends_all_of_it(tmp_path: Path) -> None:
+    """It and what runs under it have a group of their own, in the session of their starter."""
     with guarded(tmp_path) as (process, stray, held):
+        command = psutil.Process(process.pid).children()[0].pid
+        assert os.getpgid(process.pid) == os.getpgid(command) == process.pid != os.getpgrp()
+        assert os.getsid(process.pid) == os.getsid(command) == os.getsid(0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.send_signal(number)
         os.write(held, b"k")
@@ -114,25 +111,3 @@ def test_what_a_dead_guard_left_can_be_cleared(tmp_path: Path) -> None:
         guard.clear(str(folder))
         assert command.has_ended() and stray.has_ended()
     assert not folder.exists()
-
-
-def test_a_guard_and_what_runs_under_it_have_a_group_of_their_own_in_the_session_of_who_started_it(
-    tmp_path: Path,
-) -> None:
-    with guarded(tmp_path) as (process, _, held):
-        command = psutil.Process(process.pid).children()[0].pid
-        assert os.getpgid(process.pid) == os.getpgid(command) == process.pid != os.getpgrp()
-        assert os.getsid(process.pid) == os.getsid(command) == os.getsid(0)
-        os.write(held, b"k")
-        assert process.wait(PATIENCE_S) == 0
-
-
-def test_processes_below_one_are_found_at_every_depth() -> None:
-    with subprocess.Popen(
-        ["sh", "-c", "sh -c 'echo $$; read x; true'; true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as outer:
-        assert outer.stdout is not None
-        inner = int(outer.stdout.readline())
-        assert {outer.pid, inner} <= set(guard.descendants(os.getpid()))
-        assert outer.stdin is not None
-        outer.stdin.close()

@@ -15,7 +15,7 @@ from engine_bridge.cluster.host import NodeAddress, NodeHost
 from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.trust import Trust
-from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
+from tests.unit.cluster.catalog_node import answer_of
 from tests.unit.gateway.fake_node import FakeNode
 
 PATIENCE_S = 10.0
@@ -64,35 +64,18 @@ async def linked(place: NodeAddress, token: bytes = TRUST.token) -> AsyncIterato
         transport.abort()
 
 
-async def test_it_answers_over_tcp_and_closes(tmp_path: Path) -> None:
+async def test_it_answers_over_tcp_those_who_know_the_token_and_closes(tmp_path: Path) -> None:
     node = StartedNode()
     host = hosted(node, tmp_path)
-    async with linked(await asyncio.to_thread(host.start)) as remote:
-        request = GenerateRequest(request_id=RequestId("r"), messages=(ChatMessage("user", "hi"),))
-        assert "".join([delta.text async for delta in remote.generate(request)]) == "one two"
-        assert remote.peer_address == "127.0.0.1:7"
-    await asyncio.to_thread(host.close)
-    assert node.was_closed.is_set()
-
-
-async def test_who_does_not_know_the_token_is_cut_off(tmp_path: Path) -> None:
-    host = hosted(StartedNode(), tmp_path)
     place = await asyncio.to_thread(host.start)
     with pytest.raises(ConnectionError):
         async with linked(place, b"of another one"):
             pass
+    async with linked(place) as remote:
+        assert await answer_of(remote) == "one two"
+        assert remote.peer_address == "127.0.0.1:7"
     await asyncio.to_thread(host.close)
-
-
-async def test_it_can_be_reached_while_another_node_of_the_machine_starts(tmp_path: Path) -> None:
-    node = StartedNode()
-    with (tmp_path / "turns").open("w") as turns:
-        fcntl.flock(turns, fcntl.LOCK_EX)
-        host = hosted(node, tmp_path)
-        async with linked(await asyncio.to_thread(host.start)):
-            assert not node.was_started.is_set()
-    assert await asyncio.to_thread(node.was_started.wait, PATIENCE_S)
-    await asyncio.to_thread(host.close)
+    assert node.was_closed.is_set()
 
 
 async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path) -> None:
@@ -106,9 +89,9 @@ async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path)
     host = hosted(node, tmp_path, load)
     with (tmp_path / "turns").open("w") as others:
         fcntl.flock(others, fcntl.LOCK_EX)
-        await asyncio.to_thread(host.start)
-        assert await asyncio.to_thread(loaded.wait, PATIENCE_S)
-        assert not node.was_started.is_set()
+        async with linked(await asyncio.to_thread(host.start)):  # it can be reached meanwhile
+            assert await asyncio.to_thread(loaded.wait, PATIENCE_S)
+            assert not node.was_started.is_set()
     assert await asyncio.to_thread(node.was_started.wait, PATIENCE_S)
     await asyncio.to_thread(host.close)
 

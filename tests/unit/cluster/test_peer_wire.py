@@ -97,15 +97,7 @@ def test_blocks_come_layer_by_layer_and_then_it_is_over() -> None:
     assert sum(asking.bytes) == asking.question.num_bytes == 4 * SHAPE.block_bytes
 
 
-def test_a_damaged_block_is_written_nowhere_and_the_others_come() -> None:
-    asking = Asking().offered()
-    asking.parts(0, 0, 4, fault=2)
-    asking.parts(1, 0, 4)
-    assert asking.bad == [2] and asking.layers == [0, 1] and asking.question.num_damaged == 1
-    assert asking.memory[2, 0] == asking.memory[2, 1] == bytes(16)
-
-
-def test_blocks_that_are_not_offered_or_cut_off_are_bad_at_once() -> None:
+def test_blocks_that_are_damaged_not_offered_or_cut_off_are_bad_at_once_and_once_and_others_come() -> None:
     asking = Asking().offered(3)
     assert asking.bad == [3]
     asking.parts(0, 0, 2)
@@ -113,43 +105,47 @@ def test_blocks_that_are_not_offered_or_cut_off_are_bad_at_once() -> None:
     assert asking.bad == [3, 2] and asking.layers == [0]
     asking.parts(1, 0, 2)
     asking.take(Done())
-    assert asking.layers == [0, 1]
-
-
-def test_a_block_is_bad_once() -> None:
+    assert asking.layers == [0, 1] and asking.question.num_damaged == 0
     asking = Asking().offered()
     asking.parts(0, 0, 4, fault=3)
-    asking.take(Cut(2))
-    assert asking.bad == [3, 2]
+    asking.take(Cut(3))
+    asking.parts(1, 0, 3, fault=1)
+    assert asking.bad == [3, 1] and asking.layers == [0, 1] and asking.question.num_damaged == 2
+    assert asking.memory[3, 0] == asking.memory[1, 1] == bytes(16) != asking.memory[1, 0]
+    assert Asking().offered(0).question.is_over
 
 
-def test_an_offer_of_nothing_is_the_end() -> None:
-    asking = Asking().offered(0)
-    assert asking.question.is_over and asking.bad == [0, 1, 2, 3]
+CHALLENGE = Challenge(NONCE, peer_wire.PEER_PROTOCOL)
+OWN_PROOF = peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("messages", "reason"),
     [
-        ({"proof": b"a guess"}, "token"),
-        ({"fingerprint": "another"}, "foreign"),
-        ({"num_layers": 3}, "foreign"),
-        ({"layer_bytes": 1 << 40}, "foreign"),
+        ([Challenge(b"", 99)], "foreign"),
+        ([Refused("foreign")], "foreign"),
+        ([Refused("whatever")], "busy"),
+        ([CHALLENGE, {"proof": b"a guess"}], "token"),
+        ([CHALLENGE, {"proof": OWN_PROOF}], "token"),
+        ([CHALLENGE, {"fingerprint": "another"}], "foreign"),
+        ([CHALLENGE, {"num_layers": 3}], "foreign"),
+        ([CHALLENGE, {"layer_bytes": 1 << 40}], "foreign"),
+        ([CHALLENGE, {}, Offer(KEYS[1])], ""),
+        ([CHALLENGE, {}, Offer(KEYS[0][:-1])], ""),
+        ([CHALLENGE, {}, Offer(b"".join((*KEYS, KEYS[0])))], ""),
     ],
 )
-def test_who_is_not_of_our_cluster_or_kind_is_told_no_key(message: dict[str, Any], reason: str) -> None:
+def test_who_is_not_of_our_cluster_or_kind_is_told_no_key_and_offers_only_what_was_asked_for(
+    messages: list[Message | dict[str, Any]], reason: str
+) -> None:
+    """A dictionary stands for a welcome with other fields; no reason: the wire's error."""
     asking = Asking()
-    asking.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
-    with pytest.raises(PeerFault) as fault:
-        asking.take(asking.welcome(**message))
-    assert fault.value.reason == reason
-
-
-def test_an_asker_s_own_proof_is_none_of_a_lender_s() -> None:
-    asking = Asking()
-    asking.take(Challenge(NONCE, peer_wire.PEER_PROTOCOL))
-    with pytest.raises(PeerFault):
-        asking.take(asking.welcome(proof=peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)))
+    *first, last = (asking.welcome(**each) if isinstance(each, dict) else each for each in messages)
+    for message in first:
+        asking.take(message)
+    with pytest.raises(PeerFault if reason else WireError) as fault:
+        asking.take(last)
+    assert getattr(fault.value, "reason", "") == reason
 
 
 @pytest.mark.parametrize(
@@ -173,28 +169,6 @@ def test_what_is_out_of_turn_or_does_not_fit_is_refused(message: Message, num_ra
     with pytest.raises(WireError):
         asking.take(message, bytes(num_raw))
     assert asking.layers == [] and all(data == bytes(16) for data in asking.memory.values())
-
-
-@pytest.mark.parametrize("keys", [KEYS[1], KEYS[0][:-1], b"".join((*KEYS, KEYS[0]))])
-def test_an_offer_of_what_was_not_asked_for_is_refused(keys: bytes) -> None:
-    asking = Asking()
-    asking.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
-    asking.take(asking.welcome())
-    with pytest.raises(WireError):
-        asking.take(Offer(keys))
-
-
-@pytest.mark.parametrize(("said", "reason"), [("foreign", "foreign"), ("whatever", "busy")])
-def test_a_refusal_has_a_reason(said: str, reason: str) -> None:
-    with pytest.raises(PeerFault) as fault:
-        Asking().take(Refused(said))
-    assert fault.value.reason == reason
-
-
-def test_a_peer_of_another_protocol_is_foreign() -> None:
-    with pytest.raises(PeerFault) as fault:
-        Asking().take(Challenge(b"", 99))
-    assert fault.value.reason == "foreign"
 
 
 def fed(frames: PeerFrames, data: bytes, sizes: list[int]) -> list[tuple[Any, bytes]]:
@@ -226,13 +200,9 @@ def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, siz
         fed(frames, data, sizes)
     except WireError:
         pass
-    assert len(frames._memory) == 2 * peer_wire.MAX_GREETING_BYTES
-
-
-def test_a_frame_that_is_too_large_is_refused_before_it_comes() -> None:
-    frames = PeerFrames(peer_wire.ToLender)
-    with pytest.raises(WireError):
-        fed(frames, (1 << 20).to_bytes(4, "little") + bytes(4), [])
+    assert len(frames.space().obj) == 2 * peer_wire.MAX_GREETING_BYTES  # type: ignore[arg-type]
+    with pytest.raises(WireError):  # too large, before it comes
+        fed(PeerFrames(peer_wire.ToLender), (1 << 20).to_bytes(4, "little") + bytes(4), [])
 
 
 small = st.integers(-1, 5)

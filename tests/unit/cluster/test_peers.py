@@ -7,27 +7,28 @@ import hashlib
 import random
 import socket
 import struct
-import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine_bridge.cluster import peer_wire, peers
 from engine_bridge.cluster.peers import PeerConfig, Peering
+from engine_bridge.cluster.trust import Trust
 from kvtiers.blocks import Stage
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.lending import Loan
 from kvtiers.policy.eviction import ByValue
 from kvtiers.stats import PeerStats
 from kvtiers.store import KvStore
+from tests.unit.cluster.certificates import certified
 
 SHAPE = BlockShape(num_layers=4, layer_bytes=512)
 SETTLE_S = 10.0
-TOKEN = "of the cluster"
+TOKEN = b"of the cluster"
 
 
 def key_of(number: int) -> BlockKey:
@@ -48,18 +49,17 @@ class Node:
         self,
         folder: Path,
         *,
-        token: str = TOKEN,
+        token: bytes = TOKEN,
         fingerprint: str = "same",
         host_blocks: int = 64,
         shape: BlockShape = SHAPE,
         has_disk: bool = True,
-        certificate: Path | None = None,
-        key: Path | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self.io = IoThread("test-io")
         disk = self.io.start(DiskLog.open(folder, "test", shape, 8 << 20)).result() if has_disk else None
         self.store = KvStore(shape, host_blocks * shape.block_bytes, self.io, disk, ByValue())
-        self.peering = Peering(PeerConfig(token=token, certificate=certificate, key=key))
+        self.peering = Peering(PeerConfig(trust=trust or Trust(token=token)))
         self.address = self.peering.open()
         self.peering.attach(self.store, fingerprint, self.io)
 
@@ -140,37 +140,22 @@ def test_what_a_peer_has_comes_from_its_memory_and_its_disk(home: Node, other: N
     assert (home.figures.num_lent, home.figures.bytes_lent) == (10, 10 * SHAPE.block_bytes)
     assert other.figures.misses == home.figures.refusals == {}
     assert home.num_pins() == other.num_pins() == 0
+    other.to_disk()
+    assert other.fetch(KEYS[:10]) == ["disk"] * 10, "what came lies on our own disk, too"
 
 
 def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: Node) -> None:
     other.save(KEYS[:2])
-    assert other.fetch(KEYS[:14], home.address) == ["host"] * 2 + ["peer"] * 8
-    other.save(KEYS[8:14])
-    assert other.fetch(KEYS[:14]) == ["host"] * 14
-
-
-def test_what_a_peer_lacks_takes_no_memory_while_the_rest_is_waited_for(home: Node, other: Node) -> None:
     stage = other.stage(KEYS[:14], home.address)
     assert other.store.wait_for_reads(SETTLE_S)
     pool = other.store.pool
-    assert pool.num_slots - pool.num_free == 10 * SHAPE.num_layers
+    assert pool.num_slots - pool.num_free == 10 * SHAPE.num_layers, (
+        "blocks that the peer lacks take no memory"
+    )
     other.store.release(stage)
-    other.store.check_invariants()
-
-
-def test_a_long_conversation_is_looked_up_in_pieces(
-    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtiers.store.LEND_AT_ONCE", 4)
-    assert other.fetch(KEYS[:14], home.address) == ["peer"] * 10
-    home.save(KEYS[10:16])
-    assert other.fetch(KEYS[:16], home.address) == ["host"] * 10 + ["peer"] * 6
-
-
-def test_what_came_lies_on_our_own_disk_too(home: Node, other: Node) -> None:
-    other.fetch(KEYS[:10], home.address)
-    other.to_disk()
-    assert other.fetch(KEYS[:10]) == ["disk"] * 10
+    assert other.fetch(KEYS[:14], home.address) == ["host"] * 10
+    other.save(KEYS[8:14])
+    assert other.fetch(KEYS[:14]) == ["host"] * 14
 
 
 def test_only_the_layers_that_are_lacking_are_asked_for(home: Node, other: Node) -> None:
@@ -193,48 +178,33 @@ def test_two_stages_ask_once(home: Node, other: Node) -> None:
     assert other.figures.num_asked == 1
 
 
-def test_a_chat_goes_on_layer_by_layer_in_pieces_of_any_size(
+def test_a_long_conversation_is_looked_up_and_comes_in_pieces_of_any_size(
     home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As conversations have that are longer than what is read or sent at a time."""
+    """As conversations do that are longer than what is looked up, read or sent at a time."""
+    monkeypatch.setattr("kvtiers.store.LEND_AT_ONCE", 4)
     monkeypatch.setattr("kvtiers.lending.BAND_BYTES", 3 * SHAPE.layer_bytes)
     monkeypatch.setattr("kvtiers.lending.CHUNK_BYTES", 2 * SHAPE.layer_bytes)
-    home.save(KEYS[:30])
+    assert other.fetch(KEYS[:14], home.address) == ["peer"] * 10
+    home.save(KEYS[10:30])
     home.to_disk()
     home.fetch(KEYS[4:11])
-    assert other.fetch(KEYS[:30], home.address) == ["peer"] * 30
+    assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
 
 
 # -- lending -----------------------------------------------------------------------------------------------------------
 
 
-def lent(node: Node, loan: Loan) -> dict[tuple[int, int], bytes]:
-    """All of a loan, by block and layer."""
-
-    async def read() -> dict[tuple[int, int], bytes]:
-        parts = {}
-        async for chunk in loan.chunks(0):
-            for at, view in enumerate(peer_wire.split(chunk.views, SHAPE.layer_bytes)):
-                parts[chunk.first + at, chunk.layer] = bytes(view)
-        return parts
-
-    return node.io.start(read()).result()
-
-
-def test_a_loan_neither_touches_nor_evicts(tmp_path: Path, opened: ExitStack) -> None:
+def test_a_loan_neither_touches_nor_evicts(tmp_path: Path, opened: ExitStack, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
-    node = Node(tmp_path, host_blocks=8)
+    node = Node(tmp_path / "full", host_blocks=8)
     opened.callback(node.close)
     for first in (0, 4):  # as much as may wait for the disk
         node.save(KEYS[first : first + 4], group="old")
         node.to_disk()
     node.save(KEYS[8:16], group="new")
     before = {name: group.last_used_s for name, group in node.store._host.groups.items()}
-    loan = node.store.lend(KEYS[:20])
-    assert loan.num_blocks == 16
-    parts = lent(node, loan)
-    assert parts == {(b, layer): content(KEYS[b], layer) for b in range(16) for layer in range(4)}
-    loan.release()
+    assert other.fetch(KEYS[:20], node.address) == ["peer"] * 16
     assert {name: group.last_used_s for name, group in node.store._host.groups.items()} == before
     assert set(node.store._host.blocks) == set(KEYS[8:16]) and node.num_pins() == 0
     node.store.check_invariants()
@@ -255,11 +225,6 @@ def test_a_block_that_the_disk_cannot_give_ends_a_loan_before_it(
 # -- who gives nothing -------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 @pytest.mark.parametrize("address", ["", "nonsense", "host:", ":7", "127.0.0.1:99999", "127.0.0.1:-1"])
 def test_what_is_no_address_is_not_asked(other: Node, address: str) -> None:
     assert other.store.peer_bytes_per_s(address) is None
@@ -267,50 +232,38 @@ def test_what_is_no_address_is_not_asked(other: Node, address: str) -> None:
     assert other.figures.num_asked == 0
 
 
+@contextmanager
+def asked_by(other: Node) -> Iterator[tuple[Stage, socket.socket]]:
+    """A peer by hand that `other` asks for three blocks: the stage, and the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
+        connection, _ = listening.accept()
+        with connection:
+            yield stage, connection
+
+
 def test_a_peer_that_is_dead_is_a_miss_and_left_alone_for_a_while(other: Node) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
     for _ in range(3):
         assert other.fetch(KEYS[:3], address) == []
     assert (other.figures.num_asked, other.figures.misses) == (1, {"dead": 1})
     assert other.store.peer_bytes_per_s(address) is None
 
 
-def test_without_the_token_nothing_is_lent(home: Node, tmp_path: Path, opened: ExitStack) -> None:
-    stranger = Node(tmp_path / "stranger", token="a guess")
-    opened.callback(stranger.close)
-    assert stranger.fetch(KEYS[:3], home.address) == []
-    assert stranger.figures.misses == {"token": 1}
-    assert home.figures.refusals == {"token": 1} and home.figures.bytes_lent == 0
-    with pytest.raises(ValueError, match="token"):
-        Peering(PeerConfig(token=""))
-
-
-def test_another_kind_of_node_is_foreign(home: Node, tmp_path: Path, opened: ExitStack) -> None:
-    stranger = Node(tmp_path / "stranger", fingerprint="another model")
-    opened.callback(stranger.close)
-    assert stranger.fetch(KEYS[:3], home.address) == []
-    assert stranger.figures.misses == {"foreign": 1}
-
-
-def test_a_peer_that_has_none_of_it_says_so(home: Node, other: Node) -> None:
-    assert other.fetch(KEYS[20:30], home.address) == []
-    assert other.figures.misses == {"absent": 1}
-    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10, "and is asked again at once"
-
-
-def test_what_peers_lack_is_reckoned_with_and_forgotten_in_time(
-    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reason", "options"), [("token", {"token": b"a guess"}), ("foreign", {"fingerprint": "another model"})]
+)
+def test_without_the_token_or_of_another_kind_nothing_is_lent(
+    home: Node, tmp_path: Path, opened: ExitStack, reason: str, options: dict[str, str]
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(other.peering, "clock", lambda: now[0])
-    assert other.peering.snapshot().share_found == 1.0
-    other.fetch(KEYS[:10], home.address)
-    assert other.peering.snapshot().share_found == 1.0
-    other.fetch(KEYS[20:30], home.address)
-    lacking = other.peering.snapshot().share_found
-    assert 0.8 < lacking < 0.9, "ten of twenty, beside what was assumed"
-    now[0] += 10 * peers.FOUND_HALF_LIFE_S
-    assert other.peering.snapshot().share_found > 0.999
+    stranger = Node(tmp_path / "stranger", **options)  # type: ignore[arg-type]
+    opened.callback(stranger.close)
+    assert stranger.fetch(KEYS[:3], home.address) == []
+    assert stranger.figures.misses == {reason: 1} and home.figures.bytes_lent == 0
+    assert home.figures.refusals == ({"token": 1} if reason == "token" else {})
+    with pytest.raises(ValueError, match="token"):
+        Peering(PeerConfig(trust=Trust(token=b"")))
 
 
 @pytest.mark.parametrize("says", [b"", b"\x05\0\0\0\0\0\0\0abcde", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
@@ -318,27 +271,41 @@ def test_who_says_nothing_or_nonsense_is_given_up(
     other: Node, monkeypatch: pytest.MonkeyPatch, says: bytes
 ) -> None:
     monkeypatch.setattr(peers, "STALL_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
-        connection, _ = listening.accept()
-        with connection:
-            connection.sendall(says)
-            assert other.store.wait_for_reads(SETTLE_S)
-        other.store.release(stage)
+    with asked_by(other) as (stage, connection):
+        connection.sendall(says)
+        assert other.store.wait_for_reads(SETTLE_S)
+    other.store.release(stage)
     assert set(other.figures.misses) == {"malformed" if says else "late"}
     assert other.num_pins() == 0
     other.store.check_invariants()
 
 
-def test_what_is_computed_after_all_is_saved_though_its_fetch_has_not_ended(other: Node) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
-        connection, _ = listening.accept()
-        with connection:
-            other.store.release(stage)
-            other.save(KEYS[:3])
-        assert other.store.wait_for_reads(SETTLE_S)
+def test_what_nobody_waits_for_any_more_is_not_read_on_and_may_be_computed_and_saved(other: Node) -> None:
+    with asked_by(other) as (stage, connection):
+        other.store.release(stage)
+        other.save(KEYS[:3])
+        connection.settimeout(SETTLE_S)
+        with suppress(ConnectionError):
+            while connection.recv(1 << 10):
+                pass
+    assert other.store.wait_for_reads(SETTLE_S)
+    assert other.num_pins() == 0
     assert other.fetch(KEYS[:3]) == ["host"] * 3
+
+
+def test_a_peer_that_has_none_of_it_says_so_and_what_peers_lack_is_forgotten_in_time(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(other.peering, "clock", lambda: now[0])
+    other.fetch(KEYS[:10], home.address)
+    assert other.figures.share_found == 1.0
+    assert other.fetch(KEYS[20:30], home.address) == [] and other.figures.misses == {"absent": 1}
+    assert 0.8 < other.figures.share_found < 0.9, "ten of twenty, beside what was assumed"
+    home.save(KEYS[20:30])
+    assert other.fetch(KEYS[20:30], home.address) == ["peer"] * 10, "it is asked again at once"
+    now[0] += 10 * peers.FOUND_HALF_LIFE_S
+    assert other.figures.share_found > 0.999
 
 
 def test_a_peer_that_trickles_is_given_up(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,23 +318,7 @@ def test_a_peer_that_trickles_is_given_up(home: Node, other: Node, monkeypatch: 
 def test_an_address_that_is_taken_is_told_with_what_to_do(home: Node) -> None:
     _, _, port = home.address.rpartition(":")
     with pytest.raises(OSError, match=f"127.0.0.1:{port}; name another"):
-        Peering(PeerConfig(token=TOKEN, port=int(port))).open()
-
-
-def test_what_nobody_waits_for_any_more_is_not_read_on(other: Node) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
-        connection, _ = listening.accept()
-        with connection:
-            other.store.release(stage)
-            connection.settimeout(SETTLE_S)
-            with pytest.raises(ConnectionError):
-                while connection.recv(1 << 10):
-                    pass
-                raise ConnectionError("it has hung up")
-    assert other.store.wait_for_reads(SETTLE_S)
-    assert other.num_pins() == 0
-    other.store.check_invariants()
+        Peering(PeerConfig(trust=Trust(token=TOKEN), port=int(port))).open()
 
 
 # -- who asks ----------------------------------------------------------------------------------------------------------
@@ -392,9 +343,13 @@ class Asker:
     def greet(self) -> Asker:
         challenge = self.next()
         assert isinstance(challenge, peer_wire.Challenge)
-        proof = peer_wire.proof_of(TOKEN.encode(), peer_wire.ASKER, challenge.nonce)
+        proof = peer_wire.proof_of(TOKEN, peer_wire.ASKER, challenge.nonce)
         self.socket.sendall(peer_wire.encode(peer_wire.Hello(proof, b"n")))
         assert isinstance(self.next(), peer_wire.PeerWelcome)
+        return self
+
+    def ask(self, keys: Sequence[BlockKey], first_layer: int = 0) -> Asker:
+        self.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", first_layer, b"".join(keys))))
         return self
 
     def is_cut_off(self) -> bool:
@@ -412,11 +367,11 @@ def test_who_reads_nothing_lets_go_of_what_was_lent(
     node = Node(tmp_path, shape=BlockShape(num_layers=4, layer_bytes=4 << 20), host_blocks=3, has_disk=False)
     opened.callback(node.close)
     node.store.commit(node.store.begin_save("a", KEYS[:3]))
-    asker = Asker(node).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, b"".join(KEYS[:3]))))
+    asker = Asker(node).greet().ask(KEYS[:3])
     assert until(lambda: node.figures.refusals == {"late": 1})
     assert until(lambda: node.num_pins() == 0)
     assert node.figures.num_lent == 0
+    asker.socket.close()
 
 
 def until(holds: object) -> bool:
@@ -431,18 +386,9 @@ def until(holds: object) -> bool:
     return asyncio.run(watch())
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        peer_wire.BlocksWanted("same", 4, KEYS[0]),
-        peer_wire.BlocksWanted("same", -1, KEYS[0]),
-        peer_wire.BlocksWanted("same", 0, b"half a key"),
-    ],
-)
-def test_a_question_that_makes_no_sense_is_cut_off(home: Node, ask: peer_wire.BlocksWanted) -> None:
-    asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(ask))
-    assert asker.is_cut_off()
+@pytest.mark.parametrize(("key", "first_layer"), [(KEYS[0], 4), (KEYS[0], -1), (b"half a key", 0)])
+def test_a_question_that_makes_no_sense_is_cut_off(home: Node, key: BlockKey, first_layer: int) -> None:
+    assert Asker(home).greet().ask([key], first_layer).is_cut_off()
     assert home.figures.refusals == {"malformed": 1}
 
 
@@ -460,63 +406,34 @@ def test_any_bytes_at_all_hurt_nobody(home: Node, other: Node) -> None:
     assert home.num_pins() == 0
 
 
-def test_there_are_only_so_many_connections(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_only_so_many_connections_and_a_node_that_closes_cuts_them_off(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "MAX_CONNECTIONS", 3)
-    crowd = [Asker(home).greet() for _ in range(3)]
+    *crowd, last = (Asker(home).greet() for _ in range(3))
     assert Asker(home).is_cut_off()
     assert other.fetch(KEYS[:3], home.address) == []
     assert other.figures.misses == {"busy": 1}
     for each in crowd:
         each.socket.close()
-    assert until(lambda: not home.peering._lender.connections)  # type: ignore[union-attr]
+    assert until(lambda: len(home.peering._lender.connections) == 1)  # type: ignore[union-attr]
     assert home.figures.refusals == {"busy": 2}
-
-
-def test_a_node_that_closes_cuts_off_who_is_there(home: Node) -> None:
-    asker = Asker(home).greet()
     home.peering.close()
-    assert asker.is_cut_off()
+    assert last.is_cut_off()
     home.peering.close()
 
 
 # -- TLS ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
-    subprocess.run(
-        (
-            "openssl",
-            "req",
-            "-x509",
-            *curve,
-            "-nodes",
-            "-subj",
-            "/CN=overture",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-        ),
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
-
-
 def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
-    certificate: tuple[Path, Path],
     other: Node,
     tmp_path: Path,
     opened: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = (
-        Node(tmp_path / name, certificate=certificate[0], key=certificate[1]) for name in ("first", "second")
-    )
+    trust = replace(certified(tmp_path, "cluster"), token=TOKEN)
+    first, second = (Node(tmp_path / name, trust=trust) for name in ("first", "second"))
     opened.callback(first.close)
     opened.callback(second.close)
     first.save(KEYS[:10])
@@ -531,6 +448,7 @@ def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
 def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
     home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvtiers.reader.MIN_SAMPLE_S", 1e9)  # on a busy machine a few blocks may take as long
     assumed = other.store.peer_bytes_per_s(home.address)
     other.fetch(KEYS[:5], home.address)
     assert other.store.peer_bytes_per_s(home.address) == assumed
@@ -560,32 +478,21 @@ class HeldTurns:
             self._io.loop.call_soon_threadsafe(self._turns.release)
 
 
-def test_who_waits_for_a_turn_is_told_so_again_and_again(home: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "STALL_S", 0.04)
+def test_who_waits_for_a_turn_is_told_so_again_and_again_and_does_not_take_the_peer_for_dead(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "STALL_S", 0.3)
     held = HeldTurns(home)
-    asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, b"".join(KEYS[:10]))))
-    for _ in range(12):
+    stage = other.stage(KEYS[:10], home.address)
+    # By hand as well: it has been told for longer than a silence may last, so the other one has, too.
+    asker = Asker(home).greet().ask(KEYS[:10])
+    for _ in range(8):
         assert isinstance(asker.next(), peer_wire.Queued)
+    assert other.figures.misses == {}
     held.release()
     while isinstance(said := asker.next(), peer_wire.Queued):
         pass
     assert isinstance(said, peer_wire.Offer) and len(said.keys) == len(b"".join(KEYS[:10]))
-
-
-def test_a_peer_at_which_a_question_queues_is_not_taken_for_dead(
-    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "STALL_S", 0.4)
-    held = HeldTurns(home)
-    stage = other.stage(KEYS[:10], home.address)
-    # By hand as well: it has been told for longer than a silence may last, so the other one has, too.
-    asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, KEYS[0])))
-    for _ in range(10):
-        assert isinstance(asker.next(), peer_wire.Queued)
-    assert other.figures.misses == {}
-    held.release()
     assert other.store.wait_for_reads(SETTLE_S)
     assert other.store.progress(stage).num_ready_blocks == 10 and other.figures.misses == {}
     other.store.release(stage)
@@ -605,8 +512,7 @@ def test_a_turn_that_does_not_come_is_a_miss_and_the_peer_is_asked_again(
 
 def test_who_leaves_while_waiting_takes_no_turn_along(home: Node, other: Node) -> None:
     held = HeldTurns(home)
-    asker = Asker(home).greet()
-    asker.socket.sendall(peer_wire.encode(peer_wire.BlocksWanted("same", 0, KEYS[0])))
+    asker = Asker(home).greet().ask(KEYS[:1])
     assert isinstance(asker.next(), peer_wire.Queued)
     asker.socket.close()
     held.release()

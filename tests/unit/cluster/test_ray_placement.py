@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
-from engine_bridge.cluster.placed_node import PlacedNode
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
+from tests.unit.cluster.catalog_node import answer_of, until
 
 PATIENCE_S = 20.0
 DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")
@@ -48,16 +47,6 @@ async def placement_of(
             yield placement, said
     finally:
         await placement.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.01)
-
-
-async def answer_of(node: PlacedNode) -> str:
-    request = GenerateRequest(request_id=RequestId("r"), messages=(ChatMessage("user", "who?"),))
-    return "".join([delta.text async for delta in node.generate(request)])
 
 
 def below(others: Collection[psutil.Process] = ()) -> list[psutil.Process]:
@@ -122,35 +111,36 @@ async def test_when_the_driving_process_or_its_guard_dies_all_is_started_again(
         with pytest.raises(EngineUnavailable):
             await answer_of(node)
         await until(lambda: node.is_up)
-        assert node.last_incarnation != before and node.num_rebuilds == 1
+        assert node.last_incarnation != before and node.figures().num_rebuilds == 1
         assert await answer_of(node) == "I am a"
 
 
-async def test_what_is_wrong_with_the_cluster_is_raised(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"no cluster") as (placement, _):
-        with pytest.raises(EngineUnavailable, match="there is no cluster"):
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ({"a": b"no cluster"}, "there is no cluster"),
+        ({"a": b"cannot be made", "b": b"cannot be made"}, "a: it has no model; b: it has no model"),
+    ],
+)
+async def test_what_is_wrong_with_the_cluster_or_all_its_nodes_is_raised(
+    tmp_path: Path, nodes: dict[str, bytes], reason: str
+) -> None:
+    async with placement_of(tmp_path, **nodes) as (placement, _):
+        with pytest.raises(EngineUnavailable, match=reason):
             await placement.start()
 
 
-async def test_one_node_that_is_ready_is_enough(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"cannot be made", b=b"") as (placement, _):
-        await placement.start()
-        failed = placement.nodes["a"].progress
-        assert (failed.state, failed.error) == ("failed", "it has no model")
-
-
-async def test_when_no_node_can_be_made_each_ones_reason_is_raised(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"cannot be made", b=b"cannot be made") as (placement, _):
-        with pytest.raises(EngineUnavailable, match="a: it has no model; b: it has no model"):
-            await placement.start()
-
-
-async def test_a_node_that_serves_another_model_gets_no_work_and_is_named(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"another model", b=b"") as (placement, _):
+@pytest.mark.parametrize(
+    ("how", "error"), [(b"cannot be made", "it has no model"), (b"another model", "it serves another-model")]
+)
+async def test_one_node_that_is_ready_is_enough_and_the_other_is_named(
+    tmp_path: Path, how: bytes, error: str
+) -> None:
+    async with placement_of(tmp_path, a=how, b=b"") as (placement, _):
         await placement.start()
         node = placement.nodes["a"]
         await until(lambda: node.progress.state == "failed")
-        assert node.progress.error is not None and "it serves another-model" in node.progress.error
+        assert node.progress.error is not None and error in node.progress.error
         with pytest.raises(EngineUnavailable):
             await answer_of(node)
 
@@ -186,7 +176,7 @@ async def test_a_node_that_names_no_place_is_looked_after_until_it_does(tmp_path
 async def test_a_node_that_hangs_is_killed_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.cluster.placed_node.SILENT_S", 0.6)
+    monkeypatch.setattr("engine_bridge.cluster.placed_node.SILENT_S", 1.2)
     monkeypatch.setattr("engine_bridge.cluster.placed_node.LOOK_EVERY_S", 0.3)
     async with placement_of(tmp_path, a=b"") as (placement, _):
         await placement.start()

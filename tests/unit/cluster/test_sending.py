@@ -13,8 +13,8 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import MAX_PIECE_BYTES, AdapterStore
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.sending import bring
-from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest, NotSupported
-from engine_bridge.protocol.node import GenerateRequest, RequestId
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, connected, store_at
 
@@ -72,44 +72,38 @@ async def test_a_node_that_lacks_an_adapter_is_sent_it_in_pieces(tmp_path: Path,
         assert frames.num_bytes - sent < 1000, "it is there: nothing is sent again"
 
 
-async def test_on_one_machine_nothing_is_copied(tmp_path: Path, source: Path) -> None:
-    async with connected(CatalogNode(), store_at(tmp_path / "s")) as (node, _):
-        assert await bring(node, contents_of(source)) == str(source)
-    assert not (tmp_path / "s").exists()
-
-
-async def test_damaged_once_it_is_sent_again(tmp_path: Path, source: Path) -> None:
+async def test_damaged_once_it_is_sent_again_and_damaged_again_and_again_refused(
+    tmp_path: Path, source: Path
+) -> None:
     contents = contents_of(source)
-    damage = Tamper(MAX_PIECE_BYTES, flipped)
-    async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0), through=damage) as (node, _):
-        path = await bring(node, contents)
-    assert contents_of(Path(path)).content_hash == contents.content_hash
-    assert damage.num_bytes > 2 * contents.num_bytes
+    for times in (1, 100):
+        damage = Tamper(MAX_PIECE_BYTES, flipped, times)
+        store = AwayFrom(tmp_path / str(times), free_bytes=0)
+        async with connected(CatalogNode(), store, through=damage) as (node, _):
+            if times == 1:
+                assert contents_of(Path(await bring(node, contents))).content_hash == contents.content_hash
+                assert damage.num_bytes > 2 * contents.num_bytes
+                continue
+            with pytest.raises(AdapterRejected, match="changed while they were sent"):
+                await bring(node, contents)
+            assert list((tmp_path / str(times)).iterdir()) == []
 
 
-async def test_damaged_again_and_again_it_is_refused(tmp_path: Path, source: Path) -> None:
-    damage = Tamper(MAX_PIECE_BYTES, flipped, times=100)
-    async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0), through=damage) as (node, _):
-        with pytest.raises(AdapterRejected, match="changed while they were sent"):
-            await bring(node, contents_of(source))
-    assert list((tmp_path / "s").iterdir()) == []
-
-
-async def test_changed_before_it_was_sent_it_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_gone", "reason"),
+    [(False, "changed while they were sent"), (True, "no longer where it was loaded from")],
+)
+async def test_changed_or_gone_before_it_was_sent_it_is_refused(
+    tmp_path: Path, is_gone: bool, reason: str
+) -> None:
     folder = make_adapter(tmp_path / "source", modules=WIDE)
     contents = contents_of(folder)
-    make_adapter(folder, modules=WIDE, seed=1)
+    if is_gone:
+        folder.rename(tmp_path / "moved")
+    else:
+        make_adapter(folder, modules=WIDE, seed=1)
     async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0)) as (node, _):
-        with pytest.raises(AdapterRejected, match="changed while they were sent"):
-            await bring(node, contents)
-
-
-async def test_gone_before_it_was_sent_the_client_is_told_what_to_do(tmp_path: Path) -> None:
-    folder = make_adapter(tmp_path / "source", modules=WIDE)
-    contents = contents_of(folder)
-    folder.rename(tmp_path / "moved")
-    async with connected(CatalogNode(), store_at(tmp_path / "s")) as (node, _):
-        with pytest.raises(AdapterRejected, match="no longer where it was loaded from"):
+        with pytest.raises(AdapterRejected, match=reason):
             await bring(node, contents)
 
 
@@ -134,23 +128,13 @@ async def test_cut_off_in_the_middle_nothing_is_taken_for_whole(tmp_path: Path, 
 async def test_answers_go_on_between_the_pieces(tmp_path: Path, source: Path) -> None:
     async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0)) as (node, _):
         bringing = asyncio.create_task(bring(node, contents_of(source)))
-        request = GenerateRequest(request_id=RequestId("r"))
+        request = EngineRequest(request_id=RequestId("r"))
         num_answers = 0
         while not bringing.done():
             assert "hello" in [delta.text async for delta in node.generate(request)]
             num_answers += 1
         await bringing
     assert num_answers > 1
-
-
-async def test_a_node_without_room_says_so(tmp_path: Path, source: Path) -> None:
-    store = AwayFrom(tmp_path / "s", max_bytes=1 << 20, free_bytes=0)
-    async with connected(CatalogNode(), store) as (node, _):
-        with pytest.raises(InvalidRequest, match="no room"):
-            await bring(node, contents_of(source))
-    async with connected(CatalogNode(), AwayFrom(None)) as (node, _):
-        with pytest.raises(NotSupported):
-            await bring(node, contents_of(source))
 
 
 async def test_hostile_words_about_adapters_end_a_connection_or_are_refused(tmp_path: Path) -> None:

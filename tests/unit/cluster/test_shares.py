@@ -27,56 +27,60 @@ def test_each_core_belongs_to_one_node_and_none_gets_much_more_than_another(
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_neighbouring_cores_stay_together() -> None:
-    assert shares.divide_cores([3, 1, 0, 2], 2) == [(0, 1), (2, 3)]
-
-
-def test_more_nodes_than_cores_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"3 nodes .* may use 2.* --nodes"):
-        shares.divide_cores([0, 1], 3)
-
-
-def test_settings_for_the_machine_are_divided_and_others_are_not() -> None:
-    whole = engine(kv_cache_gib=4, kv_host_gib=2, kv_disk_gib=8, adapter_host_gib=1, max_num_seqs=64)
-    part = shares.divide_engine(whole, 2, 3)
-    assert (part.kv_cache_gib, part.kv_host_gib, part.kv_disk_gib, part.adapter_host_gib) == (2, 1, 4, 0.5)
-    assert (part.cpu_threads, part.max_num_seqs) == (3, 64)
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        (
+            {"kv_cache_gib": 4, "kv_host_gib": 2, "kv_disk_gib": 8, "adapter_host_gib": 1},
+            {
+                "kv_cache_gib": 2,
+                "kv_host_gib": 1,
+                "kv_disk_gib": 4,
+                "adapter_host_gib": 0.5,
+                "max_num_seqs": 64,
+            },
+        ),
+        ({"cpu_threads": 1}, {"kv_cache_gib": 0.5, "cpu_threads": 1}),
+        ({"cpu_threads": 16}, {"cpu_threads": 4}),
+        ({"device": "cuda"}, {"kv_cache_gib": None, "cpu_threads": None}),
+        ({"device": "cuda", "kv_cache_gib": 6}, {"kv_cache_gib": 6}),
+    ],
+)
+def test_settings_for_the_machine_are_divided_and_others_are_not(
+    whole: dict[str, object], part: dict[str, object]
+) -> None:
+    """KV on CPUs is the machine's, on GPUs each one's own; a node computes on its own cores at most."""
+    divided = shares.divide_engine(engine(**whole), 2, 4)
+    assert {name: getattr(divided, name) for name in part} == part
 
 
 @pytest.mark.parametrize(
-    ("device", "said", "got"), [("cpu", None, 0.5), ("cuda", 6, 6), ("cuda", None, None)]
+    ("settings", "num_nodes", "weights_bytes", "node_bytes", "gib"),
+    [
+        ({"kv_cache_gib": 2, "kv_host_gib": 1}, 2, GIB // 2, shares.NODE_BYTES + GIB // 2 + 3 * GIB, "9.6"),
+        (
+            {"device": "cuda", "kv_cache_gib": 50, "kv_host_gib": 1},
+            1,
+            100 * GIB,
+            shares.NODE_BYTES + GIB,
+            "2.3",
+        ),
+    ],
 )
-def test_kv_on_cpus_is_the_machines_and_on_gpus_each_ones_own(
-    device: str, said: float | None, got: float | None
+def test_nodes_that_do_not_fit_into_memory_are_refused(
+    settings: dict[str, object], num_nodes: int, weights_bytes: int, node_bytes: int, gib: str
 ) -> None:
-    assert shares.divide_engine(engine(device=device, kv_cache_gib=said), 2, 4).kv_cache_gib == got
+    """On GPUs weights and KV take no memory of the host."""
+    part, need = engine(**settings), num_nodes * node_bytes
+    shares.check_memory(part, num_nodes, weights_bytes, need)
+    with pytest.raises(ClusterError, match=rf"{num_nodes} nodes need {gib} GiB .*--kv-host-gib"):
+        shares.check_memory(part, num_nodes, weights_bytes, need - 1)
 
 
-@pytest.mark.parametrize(("asked", "got"), [(None, 4), (1, 1), (16, 4)])
-def test_a_node_computes_on_its_own_cores_at_most(asked: int | None, got: int) -> None:
-    assert shares.divide_engine(engine(cpu_threads=asked), 2, 4).cpu_threads == got
-
-
-def test_a_gpu_keeps_its_threads_to_itself() -> None:
-    assert shares.divide_engine(engine(device="cuda"), 2, 4).cpu_threads is None
-
-
-def test_nodes_that_do_not_fit_into_memory_are_refused() -> None:
-    part = engine(kv_cache_gib=2, kv_host_gib=1)
-    need = 2 * (shares.NODE_BYTES + GIB // 2 + 3 * GIB)
-    shares.check_memory(part, 2, GIB // 2, need)
-    with pytest.raises(ClusterError, match=r"2 nodes need 9\.6 GiB .*--kv-host-gib"):
-        shares.check_memory(part, 2, GIB // 2, need - 1)
-
-
-def test_on_gpus_weights_and_kv_take_no_memory_of_the_host() -> None:
-    part = engine(device="cuda", kv_cache_gib=50, kv_host_gib=1)
-    shares.check_memory(part, 1, 100 * GIB, shares.NODE_BYTES + GIB)
-    with pytest.raises(ClusterError, match=r"1 nodes need 2\.3 GiB"):
-        shares.check_memory(part, 1, 100 * GIB, shares.NODE_BYTES + GIB - 1)
-
-
-def test_each_node_needs_a_gpu() -> None:
+def test_each_node_needs_a_core_and_on_gpus_a_gpu() -> None:
+    assert shares.divide_cores([3, 1, 0, 2], 2) == [(0, 1), (2, 3)], "neighbours stay together"
+    with pytest.raises(ClusterError, match=r"3 nodes .* may use 2.* --nodes"):
+        shares.divide_cores([0, 1], 3)
     shares.check_gpus(2, 2)
     with pytest.raises(ClusterError, match="shows 1"):
         shares.check_gpus(2, 1)

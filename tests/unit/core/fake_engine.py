@@ -5,26 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_bridge.core.scheduling.dispatcher import Arrival, Dispatcher, StepPlan, StepView
+from engine_bridge.core.scheduling.dispatcher import Dispatcher, StepPlan, StepView
 from engine_bridge.core.scheduling.refits import Refits, at_once
 from engine_bridge.policy.scheduling.policies import POLICIES
-from engine_bridge.predict.length import LengthGuess
+from engine_bridge.policy.scheduling.queue_policy import QueuePolicy, Waiting
+from engine_bridge.protocol.engine_request import LengthGuess
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 40
 NUM_TOKENS = BLOCK_TOKENS * NUM_BLOCKS
 
 
-def arrival(request_id: str, num_prompt_tokens: int = 16, p50: int = 16, **fields: Any) -> Arrival:
+def arrival(request_id: str, num_prompt_tokens: int = 16, p50: int = 16, **fields: Any) -> Waiting:
     guess = fields.pop("guess", LengthGuess(p50, 4 * p50, "test"))
-    return Arrival(request_id=request_id, num_prompt_tokens=num_prompt_tokens, guess=guess, **fields)
+    return Waiting(request_id=request_id, num_prompt_tokens=num_prompt_tokens, guess=guess, **fields)
 
 
 class FakeEngine:
     """Makes a token for each running request in each step; preempts who is last when blocks lack."""
 
-    def __init__(self, policy: str = "fcfs", num_slots: int = 4, **options: Any) -> None:
+    def __init__(
+        self,
+        policy: str | QueuePolicy = "fcfs",
+        num_slots: int = 4,
+        num_blocks: int = NUM_BLOCKS,
+        **options: Any,
+    ) -> None:
         self.now = 0.0
-        self.num_slots = num_slots
+        self.num_slots, self.num_blocks = num_slots, num_blocks
         self.tokens: dict[str, int] = {}
         self.prompts: dict[str, int] = {}
         self.running: list[str] = []
@@ -35,7 +42,7 @@ class FakeEngine:
         self.free_adapter_bytes: int | None = None
         self.refit_predictor: Callable[[], None] = lambda: None
         refits = options.pop("refits", None) or Refits(at_once, lambda: self.refit_predictor(), now=0.0)
-        made = POLICIES[policy](NUM_TOKENS)
+        made = POLICIES[policy](NUM_TOKENS) if isinstance(policy, str) else policy
         self.own = Dispatcher(made, self, refits, num_tokens=NUM_TOKENS, **options)
 
     # -- what the dispatcher asks ------------------------------------------------------------------------------------
@@ -47,7 +54,7 @@ class FakeEngine:
         return self.tokens[request_id]
 
     def start_blocks(self, request_id: str) -> int:
-        return min(self.held_blocks(request_id), NUM_BLOCKS)
+        return min(self.held_blocks(request_id), self.num_blocks)
 
     def shared_tokens(self, request_id: str) -> int:
         return 0
@@ -66,9 +73,9 @@ class FakeEngine:
 
     @property
     def free_blocks(self) -> int:
-        return NUM_BLOCKS - sum(map(self.held_blocks, self.running))
+        return self.num_blocks - sum(map(self.held_blocks, self.running))
 
-    def ask(self, request: Arrival) -> None:
+    def ask(self, request: Waiting) -> None:
         self.tokens[request.request_id] = self.prompts[request.request_id] = request.num_prompt_tokens
         self.own.arrived(request, self.now)
 

@@ -18,11 +18,6 @@ def turns(
     return AdapterTurns(table, num_slots, host_bytes), table
 
 
-def test_nobody_is_held_back_while_all_adapters_have_room() -> None:
-    own, _ = turns(1, 1)
-    assert own.held_back({1}, LATER) == frozenset()
-
-
 def test_the_adapter_with_the_fewest_requests_makes_room_for_one_that_has_waited() -> None:
     own, _ = turns(5, 2, 1)
     assert own.held_back({1, 2}, 3.0 + PATIENCE_S / 2) == frozenset()
@@ -36,25 +31,6 @@ def test_it_goes_on_making_room_until_the_other_runs_although_it_may_have_become
     assert own.held_back({1, 2}, LATER) == own.held_back({1}, LATER) == {2}
     # Now the one that made room waits itself.
     assert own.held_back({1, 3}, LATER) == {3}
-
-
-def test_who_is_not_waited_for_any_more_gets_no_room() -> None:
-    own, table = turns(5, 2, 1)
-    assert own.held_back({1, 2}, LATER) == {2}
-    table[3].requests.clear()
-    assert own.held_back({1, 2}, LATER) == frozenset()
-
-
-def test_room_in_host_memory_is_made_likewise() -> None:
-    own, table = turns(5, 2, 1, num_slots=4, host_bytes=25)
-    table[3].host_bytes = None
-    assert own.held_back({1, 2}, LATER) == {2}
-
-
-def test_of_several_that_wait_the_one_that_came_first_has_its_turn() -> None:
-    own, _ = turns(5, 2, 1, 1)
-    assert own.held_back({1, 2}, LATER) == {2}
-    assert own.held_back({1, 3}, LATER) == {3}, "adapter 2 came before adapter 4"
 
 
 def test_however_often_it_is_asked_all_adapters_are_looked_at_now_and_then_only() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_bridge.core.scheduling.load import PRIOR_ANSWER_TOKENS, SMOOTHING, Counted, LoadTracker
+from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.protocol.node_facts import Ranks
 
 from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
@@ -32,30 +32,6 @@ def test_what_waits_takes_its_prompt_and_what_runs_has_it() -> None:
     assert (facts.num_urgent, facts.node_id) == (1, "")
 
 
-def test_nothing_is_free_below_zero_and_nothing_is_to_come_of_an_answer_that_is_longer_than_foretold() -> (
-    None
-):
-    load = LoadTracker()
-    load.runs(one("a"))
-    facts = load.facts(held_tokens=900, num_free_tokens=0)
-    assert (facts.answer_tokens, facts.free_tokens) == (0, 0)
-
-
-def test_all_of_what_came_is_forgotten_when_it_has_left() -> None:
-    load, rng = LoadTracker(), random.Random(1)
-    empty = load.facts(0, 500)
-    names = [str(number) for number in range(50)]
-    for _ in range(2000):
-        how = rng.choice((load.waits, load.runs))
-        how(one(rng.choice(names), rng.choice((0, 8, 64)), rng.randrange(500), rng.randrange(500)))
-        if rng.random() < 0.3:
-            load.ended(rng.choice(names))
-        load.check_invariants()
-    for name in names:
-        load.ended(name)
-    assert load.facts(0, 500) == empty
-
-
 def test_usual_sizes_follow_what_is_seen() -> None:
     load = LoadTracker()
     for number in range(300):
@@ -67,38 +43,7 @@ def test_usual_sizes_follow_what_is_seen() -> None:
     )
 
 
-def test_an_answer_that_was_cut_off_says_nothing_of_others() -> None:
-    load = LoadTracker()
-    load.runs(one("a"))
-    load.ended("a")
-    load.ended("unknown", 1)
-    assert load.answer_tokens == PRIOR_ANSWER_TOKENS
-    load.runs(one("a"))
-    load.ended("a", 0)
-    assert load.answer_tokens == PRIOR_ANSWER_TOKENS * (1 - SMOOTHING)
-
-
 # -- as the dispatcher tells it ----------------------------------------------------------------------------------------
-
-
-def test_the_dispatcher_counts_what_is_cached_as_soon_as_it_knows() -> None:
-    engine = FakeEngine(num_slots=0)
-    engine.cached["b"] = 48
-    engine.ask(arrival("a", 100, rank=8, priority=-1))
-    engine.ask(arrival("b", 64, p50=10))
-    assert engine.own.load.facts(0, 0).queued_tokens == 164, "nobody has looked yet"
-    engine.step()
-    facts = engine.own.load.facts(0, 1000)
-    assert facts.queued_tokens == 100 + 16
-    assert (facts.num_tokens, facts.answer_tokens, facts.num_urgent) == (164, 16 + 10, 1)
-    assert facts.queued == Ranks(2, 8, 8)
-
-
-def test_what_computes_ahead_is_no_load() -> None:
-    engine = FakeEngine()
-    engine.ask(arrival("a", 100, is_background=True))
-    engine.step()
-    assert engine.own.load.facts(0, 0).num_requests == 0
 
 
 def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:

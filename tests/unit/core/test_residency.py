@@ -23,10 +23,11 @@ from engine_bridge.core.adapters.adapter_moves import (
     WriteCopy,
 )
 from engine_bridge.core.adapters.adapter_worth import Worth
-from engine_bridge.core.adapters.residency import MAX_LOADS, AdapterPlaces, Rules
+from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, AdapterLru, PrefixFacts
+from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
 from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
 from engine_bridge.protocol.node import AdvisoryReport
 
@@ -84,48 +85,6 @@ def keep_copy(places: AdapterPlaces, adapter_id: int) -> None:
 # -- to where a request needs it -----------------------------------------------------------------------------------------
 
 
-def test_a_request_has_its_adapter_read_then_laid_out_then_it_may_start() -> None:
-    places = make(cpu_assist=False)
-    places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
-    assert not places.has_work(0.0), "until the load is done there is nothing to do"
-    places.loaded(1, SIZE, "disk", 1.0, 1.0)
-    assert places.advance(NOBODY, 1.0) == [Fill(1, 0, "host")]
-    assert not places.is_at_hand(1)
-    places.filled(1, 0)
-    assert places.is_at_hand(1)
-
-
-def test_with_assist_a_request_may_start_as_soon_as_its_adapter_is_in_host_memory() -> None:
-    places = make()
-    places.requested("r", 1, 0.0)
-    assert not places.is_at_hand(1)
-    bring(places, 1)
-    assert places.is_at_hand(1)
-
-
-def test_no_more_than_so_many_loads_are_under_way_and_waiting_requests_come_before_guesses() -> None:
-    places = make(num_adapters=4, host_bytes=10 * SIZE)
-    places.prefetch(1)
-    for adapter_id in (2, 3, 4):
-        places.requested(f"r{adapter_id}", adapter_id, 0.0)
-    assert places.advance(NOBODY, 0.0) == [LoadToHost(2, "disk"), LoadToHost(3, "disk")]
-    assert places.table.num_loads == MAX_LOADS
-    places.loaded(2, SIZE, "disk", 1.0, 1.0)
-    assert LoadToHost(4, "disk") in places.advance(NOBODY, 1.0)
-
-
-def test_a_request_for_an_adapter_of_an_older_request_waits_rather_than_taking_its_memory() -> None:
-    places = make(host_bytes=SIZE)
-    places.requested("old", 1, 0.0)
-    bring(places, 1)
-    places.requested("young", 2, 1.0)
-    assert not any(isinstance(move, DropHost | LoadToHost) for move in places.advance(NOBODY, 1.0))
-    places.released("old", 1, 2.0)
-    places.laid_out(1)
-    assert places.advance(NOBODY, 2.0)[:2] == [DropHost(1), LoadToHost(2, "disk")]
-
-
 def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> None:
     places = make(host_bytes=2 * SIZE)
     for adapter_id in (1, 2):
@@ -163,126 +122,7 @@ def test_a_pinned_adapter_that_finds_no_room_is_loaded_as_soon_as_there_is_some(
     assert LoadToHost(2, "disk") in [move for _ in range(2) for move in places.advance(NOBODY, 1.0)]
 
 
-def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
-    places = make(host_bytes=SIZE)
-    places.requested("r", 1, 0.0)
-    bring(places, 1)
-    places.prefetch(2)
-    assert not any(isinstance(move, DropHost | LoadToHost) for move in places.advance(NOBODY, 0.0))
-
-
-def test_what_runs_keeps_its_host_copy_and_its_slot() -> None:
-    places = make(host_bytes=SIZE, num_slots=1)
-    places.requested("r", 1, 0.0)
-    bring(places, 1)
-    lay_out(places, places.enter([1], {1}, 0.0))
-    places.requested("s", 2, 0.0)
-    assert places.advance({1}, 0.0) == []
-
-
-def test_a_load_that_fails_is_not_tried_again_for_those_who_waited() -> None:
-    places = make()
-    places.requested("r", 1, 0.0)
-    places.advance(NOBODY, 0.0)
-    places.load_failed(1)
-    places.released("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == []
-    assert places.table.reserved_bytes == 0
-
-
-def test_one_whose_layout_failed_is_laid_out_by_its_step_or_read_again() -> None:
-    places = make(host_bytes=SIZE)
-    places.requested("r", 1, 0.0)
-    bring(places, 1)
-    places.advance(NOBODY, 0.0)
-    places.laid_out(1)
-    assert places.is_at_hand(1), "from its host copy"
-    places.table.leave_host(places.table[1])
-    places.requested("s", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
-
-
-def test_a_step_takes_the_slot_of_the_adapter_that_is_worth_least() -> None:
-    places = make(policy="chameleon", host_bytes=10 * SIZE)  # which counts uses from the first one on
-    for adapter_id, num_uses in ((1, 5), (2, 1), (3, 1)):
-        bring(places, adapter_id)
-        for _ in range(num_uses if adapter_id < 3 else 0):
-            serve(places, adapter_id)
-    places.requested("r", 3, 1.0)
-    assert places.enter([3], {3}, 1.0) == [LeaveSlot(2, 1), Fill(3, 1, "host")]
-
-
-def test_a_step_with_more_adapters_than_slots_is_refused() -> None:
-    places = make(host_bytes=10 * SIZE, num_slots=1)
-    for adapter_id in (1, 2):
-        places.requested(f"r{adapter_id}", adapter_id, 0.0)
-        bring(places, adapter_id)
-    with pytest.raises(RuntimeError, match="more adapters than there are slots"):
-        places.enter([1, 2], {1, 2}, 0.0)
-
-
-def test_unused_adapters_leave_their_slots_where_they_take_more_than_a_step_may() -> None:
-    places = make(host_bytes=10 * SIZE, num_slots=3, step_room=2 * SIZE)
-    for adapter_id in (1, 2, 3):
-        bring(places, adapter_id)
-        places.requested("r", adapter_id, float(adapter_id))
-        moves = places.enter([adapter_id], {adapter_id}, float(adapter_id))
-        lay_out(places, moves)
-        places.released("r", adapter_id, float(adapter_id))
-    assert moves == [LeaveSlot(1, 0, is_emptied=True), Fill(3, 2, "host")]
-
-
-def test_room_is_what_the_adapters_of_running_requests_leave() -> None:
-    places = make(step_room=250)
-    assert places.free_room(set()) is None, "one that is too large for all of it runs alone"
-    assert places.free_room({1, 2}) == 50
-    assert (places.needed_room(1, {1}), places.needed_room(3, {1})) == (0, SIZE)
-
-
 # -- memory that KV does not need ----------------------------------------------------------------------------------------
-
-
-def test_what_leaves_its_slot_is_kept_in_kv_blocks_and_read_from_there() -> None:
-    places = make(num_slots=1)
-    for adapter_id in (1, 2):
-        bring(places, adapter_id)
-        serve(places, adapter_id)
-    assert places.copies_to_write(0.0) == [WriteCopy(1)]
-    places.copies.begun(1)
-    assert places.places()[1] == "host"
-    places.copies.done(1)
-    places.table.leave_host(places.table[1])
-    assert places.places()[1] == "cached"
-    places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0)[0] == LoadToHost(1, "cached")
-
-
-def test_a_host_copy_stays_while_it_is_written_into_blocks() -> None:
-    places = make(host_bytes=SIZE)
-    bring(places, 1)
-    places.copies.begun(1)
-    places.requested("r", 2, 0.0)
-    assert places.advance(NOBODY, 0.0) == []
-    places.copies.done(1)
-    assert places.advance(NOBODY, 0.0) == [DropHost(1), LoadToHost(2, "disk")]
-
-
-def test_where_slots_fill_from_blocks_there_is_no_way_through_host_memory() -> None:
-    places = make(fills_from_copies=True, cpu_assist=False)
-    keep_copy(places, 1)
-    places.requested("r", 1, 0.0)
-    assert places.is_at_hand(1)
-    assert places.advance(NOBODY, 0.0) == [Fill(1, 0, "cached")]
-
-
-def test_where_slots_fill_from_blocks_the_copy_there_is_nearer_than_host_memory() -> None:
-    for is_device, source in ((True, "cached"), (False, "host")):
-        places = make(fills_from_copies=is_device)
-        bring(places, 1)
-        places.copies.begun(1)
-        places.copies.done(1)
-        places.requested("r", 1, 0.0)
-        assert places.advance(NOBODY, 0.0) == [Fill(1, 0, source)]
 
 
 def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_from_blocks() -> None:
@@ -293,43 +133,6 @@ def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_
     places.copies.done(1)
     assert [places.is_assisted(adapter_id) for adapter_id in (1, 2)] == [False, True]
     assert not make(fills_from_copies=True, cpu_assist=False).is_assisted(2)
-
-
-def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
-    places = make()
-    for adapter_id in (1, 2):
-        keep_copy(places, adapter_id)
-    ask(places, 1, 1.0)
-    assert [places.copies.take_first_to_go(1.0) for _ in range(3)] == [2, 1, None]
-    assert places.counts["evicted:cached:kv"] == 2
-
-
-@pytest.mark.parametrize(
-    ("has_request", "has_host", "victim"), [(True, False, None), (True, True, 1), (False, False, 1)]
-)
-def test_an_adapter_that_lies_nowhere_else_and_is_asked_for_goes_in_nobodys_place(
-    has_request: bool, has_host: bool, victim: int | None
-) -> None:
-    places = make(fills_from_copies=True)
-    keep_copy(places, 1)
-    if has_host:
-        places.table[1].host_bytes = SIZE
-    if has_request:
-        places.requested("r", 1, 0.0)
-    assert places.copies.take_first_to_go(0.0) == victim
-
-
-def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
-    places = make()
-    keep_copy(places, 1)
-    bring(places, 2)
-    serve(places, 2)
-    assert places.copies.room_for(2, 0.0) == [DropCopy(1)]
-    places = make()
-    keep_copy(places, 1)
-    ask(places, 1, 1.0)
-    bring(places, 2)
-    assert places.copies.room_for(2, 1.0) == []
 
 
 # -- before anybody asks -------------------------------------------------------------------------------------------------
@@ -343,41 +146,13 @@ def ahead(places: AdapterPlaces, now: float) -> list[WriteCopy]:
     return moves
 
 
-def test_adapters_nobody_asked_for_yet_are_copied_into_idle_memory_one_by_one() -> None:
-    places = make(fills_from_copies=True, host_bytes=3 * SIZE)
-    for adapter_id in (1, 2, 3):
-        bring(places, adapter_id)
-    ask(places, 2, 1.0)
-    assert ahead(places, 1.0) == [WriteCopy(2, is_ahead=True)], "the one that is worth the most"
-    assert ahead(places, 5.0) == [], "one at a time"
-    places.copies.done(2)
-    assert places.has_work(5.0)
-    (second,) = ahead(places, 5.0)
-    places.copies.done(second.adapter_id)
-    (third,) = ahead(places, 5.0)
-    assert {second.adapter_id, third.adapter_id} == {1, 3}
-    places.copies.done(third.adapter_id)
-    assert ahead(places, 10.0) == [], "all of them are there"
-    assert places.counts["copied_ahead"] == 3
-    assert places.copies.wait_s(10.0) is None
-
-
-def test_where_a_copy_is_no_nearer_than_host_memory_none_is_made_ahead() -> None:
-    places = make(fills_from_copies=False)
-    bring(places, 1)
-    assert ahead(places, 0.0) == []
-    assert places.wait_s(0.0) is None
-
-
-def test_memory_that_was_full_is_looked_at_again_once_something_changed_and_a_second_later() -> None:
-    places = make(fills_from_copies=True)
-    bring(places, 1)
-    assert places.copies_to_write(0.0) == [WriteCopy(1, is_ahead=True)]  # and finds no room
-    assert (places.wait_s(0.0), places.copies_to_write(9.0)) == (None, [])
-    ask(places, 1, 0.5)
-    assert places.wait_s(0.5) == 0.5
-    assert places.copies_to_write(0.9) == []
-    assert places.copies_to_write(1.0) == [WriteCopy(1, is_ahead=True)]
+def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
+    places = make()
+    for adapter_id in (1, 2):
+        keep_copy(places, adapter_id)
+    ask(places, 1, 1.0)
+    assert [places.copies.take_first_to_go(1.0) for _ in range(3)] == [2, 1, None]
+    assert places.counts["evicted:cached:kv"] == 2
 
 
 def test_what_left_its_slot_is_copied_before_what_nobody_asked_for() -> None:
@@ -446,66 +221,6 @@ def test_a_policy_is_one_class_and_one_line_and_its_own_score_ranks_adapters_aga
     assert places.copies.take_less_valuable_than_blocks(prefix(0.6), 0.0) == 2
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_by_any_policy_kv_takes_first_what_an_adapter_in_need_would_take(policy: str) -> None:
-    places = make(num_adapters=3, policy=policy, host_bytes=10 * SIZE)
-    for at, adapter_id in enumerate((1, 2, 3)):
-        keep_copy(places, adapter_id)
-        places.requested("r", adapter_id, 10.0 + at)
-        places.released("r", adapter_id, 10.0 + at)
-        places.wanted.drop(adapter_id)
-    order = places.worth.order(list(places.table)[:3], "cached", 20.0)
-    assert places.copies.take_less_valuable_than_blocks(prefix(1e9), 20.0) == order[0]
-
-
-def test_an_adapter_that_a_request_waits_for_does_not_give_way_to_kv() -> None:
-    places = make()
-    keep_copy(places, 1)
-    places.requested("r", 1, 0.0)
-    assert places.copies.take_less_valuable_than_blocks(prefix(1e9), 0.0) is None
-
-
-def test_what_kv_took_is_read_from_disk_again() -> None:
-    places = make()
-    keep_copy(places, 1)
-    places.copies.lost(1)
-    places.copies.lost(1)
-    assert places.counts["evicted:cached:kv"] == 1
-    places.requested("r", 1, 0.0)
-    assert places.advance(NOBODY, 0.0) == [LoadToHost(1, "disk")]
-
-
-# -- versions come and go ------------------------------------------------------------------------------------------------
-
-
-def test_a_removed_version_goes_with_its_last_request_and_leaves_nothing() -> None:
-    places = make()
-    places.requested("r", 1, 0.0)
-    bring(places, 1)
-    lay_out(places, places.enter([1], {1}, 0.0))
-    places.copies.begun(1)
-    assert places.remove(1) == []
-    assert places.released("r", 1, 0.0) == [LeaveSlot(1, 0), DropCopy(1), DropHost(1), Forget(1)]
-    assert 1 not in places.places() and places.table.host_bytes == 0
-
-
-def test_a_version_removed_while_it_loads_goes_when_the_load_ends() -> None:
-    places = make()
-    places.prefetch(1)
-    places.advance(NOBODY, 0.0)
-    assert places.remove(1) == []
-    assert places.loaded(1, SIZE, "disk", 1.0, 0.0) == [DropHost(1), Forget(1)]
-
-
-def test_new_adapters_are_loaded_while_half_of_the_memory_lies_idle_and_pinned_ones_always() -> None:
-    places = AdapterPlaces(Rules(host_bytes=4 * SIZE, num_slots=1), Worth("lru"))
-    for adapter_id in (1, 2, 3):
-        places.add(adapter_id, SIZE, room=1, is_pinned=False, now=0.0)
-    assert (places.wanted.ids, places.wanted.num_bytes) == ([1, 2], 2 * SIZE)
-    places.add(3, SIZE, room=1, is_pinned=True, now=0.0)
-    assert places.wanted.ids == [1, 2, 3]
-
-
 # -- ahead of requests ---------------------------------------------------------------------------------------------------
 
 
@@ -521,19 +236,6 @@ def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request(
     assert LoadToHost(1, "disk") in [
         move for now in range(691, 735) for move in places.advance(NOBODY, float(now))
     ]
-
-
-def test_when_the_last_adapter_has_gone_nothing_is_left_to_be_done_by_itself() -> None:
-    places = AdapterPlaces(Rules(host_bytes=SIZE, num_slots=1), Worth("lru"), HistoryPrefetch())
-    places.add(1, SIZE, room=1, is_pinned=False, now=0.0)
-    places.advance(NOBODY, 0.0)
-    assert places.wait_s(0.5) == 0.5
-    places.remove(1)
-    assert places.wait_s(5.0) is None and not places.has_work(5.0)
-
-
-def test_without_a_forecast_nothing_is_to_be_done_by_itself() -> None:
-    assert make().wait_s(0.0) is None
 
 
 def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or_by_itself() -> None:
@@ -780,6 +482,9 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.places.table.check(HOST_BYTES)
+        for policy in (self.places.worth._host, self.places.worth._device):
+            for shadow in (policy.lru, *policy.forecasts) if isinstance(policy, Adaptive) else ():
+                shadow.check_invariants(float("inf"))
         wanted = (self.places.table[adapter_id] for adapter_id in self.places.wanted.ids)
         assert self.places.wanted.num_bytes == sum(v.num_bytes for v in wanted if v.host_bytes is None)
 

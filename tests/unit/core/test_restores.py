@@ -11,8 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
 from engine_bridge.core.kv.kv_transfers import (
-    MAX_SPARE_SOURCES,
-    MAX_WAITS,
     MIN_PREFILL_TOKENS,
     NewRequest,
     PrefillMeter,
@@ -21,13 +19,12 @@ from engine_bridge.core.kv.kv_transfers import (
     StepMoves,
 )
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
-from engine_bridge.policy.costs.costs import KvBlock, Link
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.blocks import Block
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from tests.unit.facts import LinearPrefill
 
-from .shelf import BLOCK_TOKENS, BY_COST, SHAPE, LoadsAll, Shelf, Tiers, keys_of
+from .shelf import BLOCK_TOKENS, SHAPE, LoadsAll, Shelf, Tiers, keys_of
 
 
 class Bench:
@@ -53,103 +50,6 @@ class Bench:
         return self.restores.next_step(num_computed.items(), lambda name: list(range(100, 106)))
 
 
-def test_a_request_loads_what_the_device_lacks_and_whoever_copies_it_releases_it() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
-    bench.admit("a", 4)
-    (load,) = bench.step(a=22).loads
-    assert (load.positions, load.block_ids, load.is_whole) == ([0, 1, 2, 3], [101, 102, 103, 104], True)
-    assert bench.restores.take_sources("a") == Sources(device=4, host=16)
-    assert bench.restores.take_sources("a") is None
-    assert bench.step(a=23).loads == []
-    bench.shelf.release(load.stage)
-    bench.restores.forget("a")
-    assert bench.shelf.stages == []
-
-
-def test_the_last_token_is_computed_though_the_tiers_hold_its_block() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.match("a", tokens=20) == 4 * BLOCK_TOKENS
-
-
-def test_a_request_waits_for_its_disk_and_says_what_came_from_there() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 1))
-    bench.shelf.put(keys_of("a", 3)[1:], on_disk=True)
-    bench.enter("a")
-    assert bench.match("a") is None
-    bench.shelf.read_one()
-    assert bench.match("a") is None
-    bench.shelf.read_one()
-    assert bench.match("a") == 3 * BLOCK_TOKENS
-    bench.admit("a", 3)
-    assert bench.restores.take_sources("a") == Sources(device=0, host=4, disk=8)
-
-
-def test_a_moved_request_waits_for_its_peer_and_says_what_came_from_there() -> None:
-    bench = Bench()
-    bench.shelf.peers["home"] = 1e6
-    bench.shelf.put(keys_of("a", 1))
-    bench.enter("a", kv_from="home")
-    assert bench.match("a") is None
-    for _ in range(4):
-        bench.shelf.read_one()
-    assert bench.match("a") == 5 * BLOCK_TOKENS
-    bench.admit("a", 5)
-    assert bench.restores.take_sources("a") == Sources(device=0, host=4, peer=16)
-
-
-def test_a_peer_is_not_asked_where_computing_is_faster_or_it_is_away_or_after_a_preemption() -> None:
-    bench = Bench()
-    bench.shelf.peers |= {"slow": 499.0, "quick": 501.0}  # a block of 2,000 bytes is computed in 4 s
-    for name, kv_from, waits in (("a", "slow", False), ("b", "quick", True), ("c", "away", False)):
-        bench.enter(name, kv_from=kv_from)
-        assert (bench.match(name) is None) is waits, kv_from
-    bench.enter("d", kv_from="quick")
-    bench.match("d")
-    bench.admit("d", 0)
-    bench.step(d=22)
-    assert bench.match("d", is_resumed=True) == 0
-
-
-def test_a_restore_that_host_memory_cuts_short_waits_for_those_before_it() -> None:
-    bench = Bench()
-    bench.shelf.room = 6
-    for name in "ab":
-        bench.shelf.put(keys_of(name, 5), on_disk=True)
-        bench.enter(name)
-    assert [bench.match("a"), bench.match("b")] == [None, None]
-    assert [len(stage.blocks) for stage in bench.shelf.stages] == [5], "who waits holds nothing"
-    for _ in range(5):
-        bench.shelf.read_one()
-    assert bench.match("a") == 5 * BLOCK_TOKENS
-    bench.admit("a", 5)
-    assert bench.match("b") is None, "the step that copies the other's has not run"
-    (load,) = bench.step(a=22).loads
-    bench.shelf.release(load.stage)
-    assert bench.match("b") is None
-    assert [len(stage.blocks) for stage in bench.shelf.stages] == [5]
-    for _ in range(5):
-        bench.shelf.read_one()
-    assert bench.match("b") == 5 * BLOCK_TOKENS
-    bench.restores.forget("b")
-    assert bench.shelf.stages == []
-
-
-def test_a_restore_waits_for_the_memory_of_reads_that_are_being_stopped() -> None:
-    bench = Bench()
-    bench.shelf.room, bench.shelf.is_stopping_reads = 0, True
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert [bench.match("a"), bench.match("a")] == [None, None]
-    bench.shelf.room, bench.shelf.is_stopping_reads = None, False
-    assert bench.match("a") == 5 * BLOCK_TOKENS
-
-
 def test_what_the_device_loses_of_a_request_for_which_host_memory_is_short_is_staged_a_moment_later() -> None:
     bench = Bench()
     bench.shelf.room = 5
@@ -160,68 +60,6 @@ def test_what_the_device_loses_of_a_request_for_which_host_memory_is_short_is_st
     assert bench.shelf.stages == [], "there was room for two of five beside the other"
     assert bench.match("a", device=0) is None
     assert [len(each.blocks) for each in bench.shelf.stages] == [5]
-
-
-def test_nobody_waits_for_ever() -> None:
-    bench = Bench()
-    bench.shelf.room = 5
-    for name in "abc":
-        bench.shelf.put(keys_of(name, 5))
-    bench.enter("b")
-    bench.match("b")
-    bench.enter("a")
-    others, num_looks = ["b", "c"], 0
-    while bench.match("a") is None:
-        num_looks += 1
-        bench.restores.forget(others[0])  # it is through, and the next one was quicker
-        others.reverse()
-        bench.enter(others[0])
-        bench.match(others[0])
-    assert num_looks == MAX_WAITS
-
-
-def test_what_was_staged_is_held_until_what_the_device_has_lost_is_staged_too() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.match("a", device=3) == 2 * BLOCK_TOKENS
-    num_held, stage = [], bench.shelf.stage
-
-    def staging(*args: Any, **fields: Any) -> Any:
-        num_held.append(len(bench.shelf.stages))
-        return stage(*args, **fields)
-
-    bench.shelf.stage = staging  # type: ignore[method-assign]
-    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
-    assert num_held == [1]
-    assert [len(each.blocks) for each in bench.shelf.stages] == [4]
-
-
-def test_a_restore_that_is_cut_short_goes_on_where_nobody_gives_room_or_computing_is_faster() -> None:
-    for s_per_token, disk_rate, num_before in ((1.0, 1e6, 0), (1e-4, 1e6, 1), (1.0, 1e2, 1)):
-        bench = Bench()
-        bench.shelf.room = 3 + 5 * num_before
-        bench.tiers.s_per_token, bench.shelf.disk_rate = s_per_token, disk_rate
-        for name in "ab"[: num_before + 1]:
-            bench.shelf.put(keys_of(name, 5), on_disk=True)
-            bench.enter(name)
-            bench.match(name)
-        assert [len(stage.blocks) for stage in bench.shelf.stages] == [5, 3][1 - num_before :]
-
-
-def test_what_the_device_came_to_hold_meanwhile_is_skipped_and_what_it_lost_is_staged_anew() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
-    assert bench.match("a", device=3) == 2 * BLOCK_TOKENS
-    assert bench.match("a", device=5) == 0
-    assert bench.match("a", device=0) == 5 * BLOCK_TOKENS
-    assert len(bench.shelf.stages) == 1
-    assert bench.match("a", device=2) == 3 * BLOCK_TOKENS
-    bench.admit("a", 3)
-    (load,) = bench.step(a=22).loads
-    assert (load.positions, load.block_ids) == ([2, 3, 4], [102, 103, 104])
 
 
 def test_what_an_attention_window_has_left_is_neither_saved_nor_loaded_nor_spoiled() -> None:
@@ -252,50 +90,6 @@ def test_what_an_attention_window_has_left_is_neither_saved_nor_loaded_nor_spoil
     assert bench.restores.spoiled_by({7}, lambda name: ids.get(name, [])) == {7, 203, 204, 205}
 
 
-def test_computing_is_chosen_where_it_is_faster_and_the_stage_goes() -> None:
-    bench = Bench(BY_COST)
-    bench.tiers.s_per_token = 1e-9
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.match("a") == 0
-    bench.admit("a", 0)
-    assert bench.shelf.stages == []
-    assert bench.step(a=22).loads == []
-
-
-def test_a_request_that_wants_what_only_computing_gives_loads_nothing() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a", may_load=False)
-    assert bench.match("a") == 0
-    assert bench.shelf.stages == []
-
-
-def test_each_finished_block_is_offered_once_and_a_draft_never() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 1))
-    bench.enter("a")
-    bench.enter("draft", is_saved=False)
-    (job,) = bench.step(a=11, draft=22).saves
-    assert [block.key for block in job.save.blocks] == [b"a-1"]
-    assert job.block_ids == [101]
-    (job,) = bench.step(a=16, draft=23).saves
-    assert [block.key for block in job.save.blocks] == [b"a-2", b"a-3"]
-    assert bench.step(a=16).saves == []
-    (job,) = bench.step(a=100).saves
-    assert [block.key for block in job.save.blocks] == [b"a-4"]  # the key of the next one is not known yet
-
-
-def test_how_a_preempted_request_came_back_is_counted() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    for num_loaded in (5, 5, 3, 0):
-        bench.match("a", is_resumed=True)
-        bench.admit("a", num_loaded, is_resumed=True)
-    assert bench.tiers.resumed == {"swap": 2, "split": 1, "recompute": 1}
-
-
 def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))
@@ -310,35 +104,6 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     assert bench.restores.spoiled_by({99}, blocks.__getitem__) == {99}
 
 
-def test_requests_without_a_session_are_kept_with_what_began_alike() -> None:
-    first, alike = NewRequest("1", keys_of("a", 2)), NewRequest("2", keys_of("a", 3))
-    assert first.group == alike.group
-    assert NewRequest("3", []).group == "3"
-    assert NewRequest("4", keys_of("a", 2), session="s").group == "s"
-
-
-def test_nothing_is_loaded_or_saved_while_the_tiers_are_paused() -> None:
-    bench = Bench()
-    bench.tiers.is_paused = True
-    bench.shelf.put(keys_of("a", 2))
-    bench.enter("a")
-    assert bench.match("a") == 0
-    bench.admit("a", 0)
-    assert bench.step(a=22) == StepMoves()
-    bench.restores.forget("a")
-    assert not bench.shelf.live
-
-
-def test_sources_of_requests_that_were_aborted_do_not_pile_up() -> None:
-    bench = Bench()
-    for number in range(3 * MAX_SPARE_SOURCES):
-        bench.enter(f"r{number}")
-        bench.match(f"r{number}")
-        bench.restores.forget(f"r{number}")
-    kept = sum(bench.restores.take_sources(f"r{n}") is not None for n in range(3 * MAX_SPARE_SOURCES))
-    assert kept <= MAX_SPARE_SOURCES
-
-
 def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     meter = PrefillMeter()
     assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
@@ -350,63 +115,23 @@ def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
 # -- the way back of a preempted request
 
 
-def bench_with_costs(s_per_token: float, s_per_block: float) -> Bench:
-    """Computing and copying take so long, as far as anybody knows."""
-    bench = Bench(FullCost(prefill=LinearPrefill(s_per_token)))
-    set_costs(bench, s_per_token, s_per_block)
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    return bench
-
-
-def set_costs(bench: Bench, s_per_token: float, s_per_block: float) -> None:
-    rate = SHAPE.block_bytes / s_per_block
-    prefill = LinearPrefill(s_per_token)
-    block = KvBlock(block_size_tokens=BLOCK_TOKENS, block_bytes=SHAPE.block_bytes)
-    bench.tiers.bytes_per_s, bench.tiers.policy = rate, FullCost(prefill=prefill)
-    bench.tiers.costs = SwapOrRecompute(prefill, block, Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
-
-
 @pytest.mark.parametrize(("s_per_token", "way"), [(1.0, Way.SWAP), (0.1, Way.RECOMPUTE)])
 def test_the_cheaper_way_back_is_chosen_when_it_is_preempted_and_gone_when_it_restarts(
     s_per_token: float, way: Way
 ) -> None:
-    bench = bench_with_costs(s_per_token, s_per_block=1.0)
+    prefill, rate = LinearPrefill(s_per_token), float(SHAPE.block_bytes)  # a block takes a second to copy
+    bench = Bench(FullCost(prefill=prefill))
+    bench.tiers.bytes_per_s = rate
+    bench.tiers.costs = SwapOrRecompute(
+        prefill, BLOCK_TOKENS, SHAPE.block_bytes, lambda num_bytes: num_bytes / rate
+    )
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
     assert bench.restores.preempted("a", 22) is way
     num_tokens = bench.match("a", is_resumed=True)
     assert num_tokens == (5 * BLOCK_TOKENS if way is Way.SWAP else 0)
     bench.admit("a", 5 if num_tokens else 0, is_resumed=True)
     assert bench.tiers.chosen == bench.tiers.resumed == {way.value: 1}
-
-
-def test_a_way_is_kept_while_the_other_is_hardly_better_and_left_when_it_is_far_better() -> None:
-    swapped = bench_with_costs(s_per_token=0.3, s_per_block=1.0)
-    assert swapped.restores.preempted("a", 22) is Way.SWAP
-    set_costs(swapped, s_per_token=0.2, s_per_block=1.0)
-    assert swapped.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
-    set_costs(swapped, s_per_token=0.1, s_per_block=1.0)
-    assert swapped.match("a", is_resumed=True) == 0
-    computed = bench_with_costs(s_per_token=0.2, s_per_block=1.0)
-    assert computed.restores.preempted("a", 22) is Way.RECOMPUTE
-    set_costs(computed, s_per_token=0.3, s_per_block=1.0)
-    assert computed.match("a", is_resumed=True) == 0
-    set_costs(computed, s_per_token=1.0, s_per_block=1.0)
-    assert computed.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
-
-
-def test_what_lies_on_disk_makes_a_swap_dearer() -> None:
-    bench = bench_with_costs(s_per_token=0.3, s_per_block=1e-3)
-    assert bench.restores.preempted("a", 22) is Way.SWAP
-    bench.shelf.put(keys_of("a", 5), on_disk=True)
-    bench.shelf.disk_rate = SHAPE.block_bytes / 2.0
-    assert bench.restores.preempted("a", 22) is Way.RECOMPUTE
-
-
-def test_what_was_never_saved_is_computed_again() -> None:
-    bench = bench_with_costs(s_per_token=1.0, s_per_block=1e-3)
-    bench.enter("b")
-    assert bench.restores.preempted("b", 22) is Way.RECOMPUTE
-    assert bench.restores.preempted("a", BLOCK_TOKENS - 1) is Way.RECOMPUTE  # not a block is whole
 
 
 def test_where_a_policy_of_its_own_decides_no_way_is_chosen_before() -> None:

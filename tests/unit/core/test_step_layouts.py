@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine_bridge.core.adapters.step_layouts import MOST_SHARE, StepFacts, StepLayouts
 
 MB = 10**6
@@ -14,16 +12,6 @@ def layouts(num_running: int, step_s: float, bytes_per_s: float = 1e9) -> StepLa
     found.rate.note(bytes_per_s, 1.0, 0.0)
     found.begin()
     return found
-
-
-@pytest.mark.parametrize(
-    ("num_running", "megabytes", "expected"),
-    [(1, 10, True), (10, 10, True), (11, 10, False), (1, 25, True), (1, 26, False), (4, 25, True)],
-)
-def test_it_may_cost_those_who_run_no_more_than_who_waits_gains_and_no_step_more_than_its_share(
-    num_running: int, megabytes: int, expected: bool
-) -> None:
-    assert layouts(num_running, 0.1).allows(7, megabytes * MB, 0.0) is expected
 
 
 def test_several_share_what_a_step_may_lay_out_and_an_answer_stands_until_the_next_step() -> None:
@@ -42,18 +30,3 @@ def test_what_layouts_take_is_learned() -> None:
         found.rate.note(0.1e9, 1.0, 0.0)
     found.begin()
     assert not found.allows(1, 20 * MB, 0.0)
-
-
-def test_the_facts_are_asked_for_once_a_step_and_only_if_somebody_waits() -> None:
-    asked: list[int] = []
-
-    def facts() -> StepFacts:
-        asked.append(1)
-        return StepFacts(1, 0.1)
-
-    found = StepLayouts(facts)
-    found.begin()
-    assert not asked
-    found.allows(1, MB, 0.0)
-    found.allows(2, MB, 0.0)
-    assert len(asked) == 1

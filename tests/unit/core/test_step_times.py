@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine_bridge.core.scheduling.step_times import LEAST_SHARE, StepSeconds, StepTimes, StepWork
+from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes, StepWork
 from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.protocol.node_facts import Ranks
 
@@ -38,7 +36,7 @@ def works(seed: int, num: int, most: int = 32) -> Iterable[StepWork]:
 def took(machine: StepSeconds, work: StepWork) -> float:
     decodes = work.decodes
     amounts = (1, decodes.num, decodes.total, *work[1:])
-    return sum(a * b for a, b in zip(machine.all, amounts, strict=True))
+    return sum(a * b for a, b in zip(msgspec.structs.astuple(machine), amounts, strict=True))
 
 
 def show(
@@ -72,21 +70,6 @@ def test_a_machine_of_which_nothing_was_known_is_known_after_some_hundred_steps(
     assert times.error < 2 * NOISE
 
 
-@pytest.mark.parametrize("after", [SLOW, replace(MACHINE, fixed_s=0.005)])
-def test_a_machine_that_changes_is_followed(after: StepSeconds) -> None:
-    times = StepTimes(MACHINE, "mbgmv", error=0.05)
-    show(times, MACHINE, 1000)
-    assert r2(times, MACHINE) > 0.96 > r2(times, after)
-    show(times, after, 4000, seed=1)
-    assert r2(times, after) > 0.96
-
-
-def test_stalls_move_little() -> None:
-    times = StepTimes(MACHINE, "mbgmv", error=0.05)
-    show(times, MACHINE, 2000, late=lambda rng: 50.0 if rng.random() < 0.03 else 1.0)
-    assert r2(times, MACHINE) > 0.9
-
-
 def test_what_no_step_tells_stays_as_it_was_measured_ahead_but_for_the_pace_of_the_machine() -> None:
     """Nobody uses an adapter, every step has one request, and the machine is half as fast as its profile says."""
     times = StepTimes(MACHINE, "mbgmv", error=0.05)
@@ -97,31 +80,6 @@ def test_what_no_step_tells_stays_as_it_was_measured_ahead_but_for_the_pace_of_t
     assert times.seconds.prompt_token_s == pytest.approx(SLOW.prompt_token_s, rel=0.1)
 
 
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, 300),
-            st.integers(0, 64),
-            st.integers(0, 100_000),
-            st.integers(0, 4096),
-            st.one_of(st.floats(1e-6, 100.0), st.sampled_from([0.0, -1.0, float("inf"), float("nan")])),
-        ),
-        max_size=80,
-    ),
-    kernel=st.sampled_from(["bgmv", "mbgmv"]),
-)
-def test_no_steps_whatever_make_a_prediction_negative_or_endless(steps: list, kernel: str) -> None:
-    times = StepTimes(StepSeconds(fixed_s=0.01), kernel)  # type: ignore[arg-type]
-    for num, rank, context, prefill, seconds in steps:
-        times.observe(StepWork(Ranks(num, num * rank, rank), context, prefill, prefill * rank), seconds)
-    assert all(0 <= value < 1e6 for value in times.seconds.all)
-
-
-def test_bgmv_reads_the_largest_rank_for_all() -> None:
-    times = StepTimes(StepSeconds(fixed_s=0.0, rank_s=1.0), "bgmv")
-    assert times.predict(StepWork(Ranks(3, 80, 64), 0, 0)) == 3 * 64
-
-
 def test_a_table_of_step_times_is_where_it_begins() -> None:
     def predict(points: Iterable[tuple[int, int, int]]) -> list[float]:
         return [
@@ -130,16 +88,6 @@ def test_a_table_of_step_times_is_where_it_begins() -> None:
 
     table = StepTable.of(predict, (0, 64, 512, 2048), (0, 1, 8, 64), (0, 8192, 65536))
     found = StepSeconds.from_table(table, rank_s=1e-5)
-    assert found.all == pytest.approx(replace(MACHINE, prompt_rank_s=0.0).all, rel=1e-6)
-
-
-def test_prompts_never_seem_to_cost_nothing_however_fast_steps_with_them_were() -> None:
-    """Steps without a prompt were held up, those with one were not: least squares alone has prompts take less than no time."""
-    times = StepTimes(replace(MACHINE, prompt_rank_s=0.0), "mbgmv")
-    batch = Ranks(8, 128, 16)
-    for _ in range(500):
-        times.observe(StepWork(batch, 4096, 0), 0.5)
-        times.observe(StepWork(batch, 4096, 512), 0.1)
-    assert times.seconds.prompt_token_s == pytest.approx(LEAST_SHARE * MACHINE.prompt_token_s)
-    show(times, MACHINE, 4000)
-    assert times.seconds.prompt_token_s == pytest.approx(MACHINE.prompt_token_s, rel=0.3)
+    assert msgspec.structs.astuple(found) == pytest.approx(
+        msgspec.structs.astuple(replace(MACHINE, prompt_rank_s=0.0)), rel=1e-6
+    )

@@ -39,24 +39,19 @@ def make_weights(seed: int, rank: int) -> AdapterWeights:
 
 def same(one: AdapterWeights, other: AdapterWeights) -> bool:
     def parts(weights: AdapterWeights) -> list[Any]:
-        return [
-            (
-                name,
-                module.is_list,
-                [None if t is None else t.view(torch.int16).tolist() for t in module.a + module.b],
-            )
-            for name, module in sorted(weights.modules.items())
-        ]
+        modules = sorted(weights.modules.items())
+        bits = [[None if t is None else t.view(torch.int16).tolist() for t in m.a + m.b] for _, m in modules]
+        return [(name, module.is_list, bits[at]) for at, (name, module) in enumerate(modules)]
 
     return parts(one) == parts(other)
 
 
 class Cache:
-    def __init__(self) -> None:
+    def __init__(self, may_displace: Any = lambda adapter_id, num_blocks: True, **asks: Any) -> None:
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.kv = [torch.zeros(NUM_BLOCKS, ROW_FLOATS) for _ in range(NUM_LAYERS)]
         self.lost: list[int] = []
-        self.blocks = AdapterBlocks(self.pool, self.kv, self.lost.append, lambda adapter_id, num_blocks: True)
+        self.blocks = AdapterBlocks(self.pool, self.kv, self.lost.append, may_displace, **asks)
 
     def read(self, adapter_id: int) -> AdapterWeights | None:
         entry = self.blocks.entry(adapter_id)
@@ -141,46 +136,37 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+def full(*ranks: int) -> Cache:
+    """A cache with adapters 1, 2, … of these ranks."""
+    cache = Cache()
+    assert all(cache.put_whole(number, make_weights(number, rank)) for number, rank in enumerate(ranks, 1))
+    return cache
+
+
 def test_a_reader_notices_that_kv_came() -> None:
     """A copy that was under way while its blocks were taken is thrown away, not used."""
-    cache = Cache()
-    assert cache.put_whole(1, make_weights(1, 8))
+    cache = full(8)
     entry = cache.blocks.entry(1)
     cache.pool.get_new_blocks(NUM_BLOCKS - 1)
     assert entry.read(torch.empty(entry.size_bytes, dtype=torch.uint8)) is None
     assert cache.lost == [1] and not cache.blocks.holds(1)
 
 
-def test_the_longest_unused_goes_first() -> None:
-    cache = Cache()
-    for adapter_id in (1, 2, 3):
-        assert cache.put_whole(adapter_id, make_weights(adapter_id, 4))
-    cache.blocks.used(1)
-    num_lent = cache.blocks.num_blocks
-    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - num_lent + 1)
-    assert cache.lost == [2]
-
-
-def test_kv_takes_the_blocks_of_the_adapter_that_the_policy_names_not_of_the_longest_unused() -> None:
-    cache = Cache()
-    for adapter_id in (1, 2, 3):
-        assert cache.put_whole(adapter_id, make_weights(adapter_id, 4))
-    num_lent, each = cache.blocks.num_blocks, len(cache.blocks.entry(1).blocks)
-    named = [3]
-    cache.blocks._first_to_go = lambda: named.pop() if named else None
-    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - num_lent + each)
-    assert cache.blocks.ids() == [1, 2] and cache.lost == []
-
-
-def test_one_lost_block_frees_the_others_first() -> None:
-    """What is left of an adapter is of no use: the next request gets it before anything else."""
-    cache = Cache()
-    assert cache.put_whole(1, make_weights(1, 8)) and cache.put_whole(2, make_weights(2, 8))
+def test_the_longest_unused_goes_first_or_the_one_that_the_policy_names() -> None:
+    """What is left of an adapter that has lost a block is of no use: the next request gets it before anything else."""
+    cache = full(4, 4, 4)
     num_lent = len(cache.blocks.entry(1).blocks)
-    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - 2 * num_lent + 1)
-    assert cache.lost == [1]
+    num_others = NUM_BLOCKS - 1 - cache.blocks.num_blocks
+    cache.blocks.used(1)
+    cache.pool.get_new_blocks(num_others + 1)
+    assert cache.lost == [2]
     cache.pool.get_new_blocks(num_lent - 1)
-    assert cache.lost == [1] and cache.blocks.holds(2)
+    assert cache.lost == [2] and cache.blocks.ids() == [1, 3]
+    named = [3]
+    cache = Cache(first_to_go=lambda: named.pop() if named else None)
+    assert all(cache.put_whole(number, make_weights(number, 4)) for number in (1, 2, 3))
+    cache.pool.get_new_blocks(num_others + num_lent)
+    assert cache.blocks.ids() == [1, 2] and cache.lost == []
 
 
 def cache_prefixes(cache: Cache) -> None:
@@ -194,9 +180,8 @@ def cache_prefixes(cache: Cache) -> None:
 @pytest.mark.parametrize("is_worth_it", [True, False])
 def test_prefix_blocks_are_taken_only_for_more(is_worth_it: bool) -> None:
     """Free blocks with a prefix in them are somebody's cache: the policy is asked, and told how many there are."""
-    cache = Cache()
-    asked = []
-    cache.blocks._may_displace = lambda adapter_id, num_blocks: asked.append(num_blocks) or is_worth_it
+    asked: list[int] = []
+    cache = Cache(lambda adapter_id, num_blocks: asked.append(num_blocks) or is_worth_it)
     cache_prefixes(cache)
     assert cache.blocks.put(1, make_weights(1, 4)) is is_worth_it
     assert asked and asked[0] > 0
@@ -204,12 +189,12 @@ def test_prefix_blocks_are_taken_only_for_more(is_worth_it: bool) -> None:
 
 def test_an_adapter_that_is_worth_less_goes_before_prefixes() -> None:
     """KV wants blocks: the cheaper adapter makes way although it was used last; no prefix is lost for it, and the other adapter stays."""
-    cache = Cache()
+    cheap: list[int] = []
+    cache = Cache(less_valuable_than_blocks=lambda num_blocks: cheap.pop() if cheap else None)
     cache_prefixes(cache)
     assert cache.put_whole(1, make_weights(1, 4)) and cache.put_whole(2, make_weights(2, 4))
     num_lent = len(cache.blocks.entry(2).blocks)
-    cheap = [2]
-    cache.blocks._less_valuable_than_blocks = lambda num_blocks: cheap.pop() if cheap else None
+    cheap.append(2)
     num_prefixes = sum(block.block_hash is not None for block in cache.pool.blocks)
     taken = cache.pool.get_new_blocks(num_lent)
     assert sum(block.block_hash is not None for block in cache.pool.blocks) == num_prefixes

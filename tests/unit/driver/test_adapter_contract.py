@@ -8,13 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine_bridge.adapters.errors import AdapterRejected  # noqa: E402  (after the skip)
-from engine_bridge.adapters.files import ModelContract, inspect  # noqa: E402
-from engine_bridge.driver.adapters.weights import contract_of  # noqa: E402
-from tests.adapter_corpus import make_adapter  # noqa: E402
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.files import ModelContract, inspect
+from engine_bridge.driver.adapters.weights import contract_of
+from tests.adapter_corpus import make_adapter
 
 SLOTS, MAX_RANK, HIDDEN = 2, 16, 24
 MLP, ATTENTION = "model.layers.0.mlp", "model.layers.0.self_attn"
@@ -81,16 +80,7 @@ def test_where_a_models_checkpoints_are_fused_the_fused_module_takes_adapters(tm
     of_phi = contract(table_of("phi3", "Phi3ForCausalLM"), qkv_proj=layer(40), gate_up_proj=layer(64))
     assert of_phi.modules == {f"{ATTENTION}.qkv_proj": (HIDDEN, 40), f"{MLP}.gate_up_proj": (HIDDEN, 64)}
     assert inspect(make_adapter(tmp_path / "fused", modules=of_phi.modules), of_phi).rank == 8
-
-
-def test_a_part_of_several_slices_is_as_wide_as_all_of_them() -> None:
-    """Gated delta nets: queries, keys and values are one part, what gates them is another."""
-    parts = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
-    assert contract(parts, in_proj_qkvz=layer(16, 16, 32, 8)).modules == {
-        f"{MLP}.in_proj_qkv": (HIDDEN, 64),
-        f"{MLP}.in_proj_z": (HIDDEN, 8),
-    }
-
-
-def test_a_fused_module_of_many_slices_takes_one_pair_of_weights() -> None:
     assert contract({}, gate_up_proj=layer(16, 16, 32)).modules == {f"{MLP}.gate_up_proj": (HIDDEN, 64)}
+    # Gated delta nets: queries, keys and values are one part of several slices, what gates them is another.
+    parts = contract({"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}, in_proj_qkvz=layer(16, 16, 32, 8))
+    assert parts.modules == {f"{MLP}.in_proj_qkv": (HIDDEN, 64), f"{MLP}.in_proj_z": (HIDDEN, 8)}

@@ -1,6 +1,5 @@
 """The assist workers compute the bits that the engine's process would, keep nothing that is not theirs, and end when they should."""
 
-import contextlib
 import gc
 import os
 import select
@@ -13,24 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+from engine_bridge.driver.assist import profile
+from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFitAllocator
+from engine_bridge.driver.assist.pool import AssistPool
+from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core, split_rows
+from engine_bridge.driver.assist.team import AssistLost
+from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread
+from engine_bridge.driver.lora.lora_rows import plan_rows
+from engine_bridge.driver.lora.lora_weights import SlotWeights, pack_slot
 
-from hypothesis import given, settings  # noqa: E402  (after the skips)
-from hypothesis import strategies as st  # noqa: E402
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule  # noqa: E402
-
-from engine_bridge.driver.assist import profile  # noqa: E402
-from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFitAllocator  # noqa: E402
-from engine_bridge.driver.assist.errors import AssistLost  # noqa: E402
-from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
-from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core, split_rows  # noqa: E402
-from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread  # noqa: E402
-from engine_bridge.driver.lora.lora_rows import plan_rows  # noqa: E402
-from engine_bridge.driver.lora.lora_weights import SlotWeights, pack_slot  # noqa: E402
-
-from .equal_bits import assert_same  # noqa: E402
+from .equal_bits import assert_same
 
 ROOT = Path(__file__).parents[3]
 MAX_ROWS, MAX_IN, MAX_OUT, WEIGHT_BYTES = 300, 1024, 2048, 32 << 20
@@ -38,9 +33,13 @@ PATIENCE_S = 60.0  # for what has no time of its own; a busy machine is slow
 PLAIN, FUSED = (512,), (512, 256, 256)
 
 
-def make_pool(num_workers=1, **options):
+def make_pool(num_workers=1, timeout_s=PATIENCE_S, **options):
     sizes = {"max_rows": MAX_ROWS, "max_in": MAX_IN, "max_out": MAX_OUT, "weight_bytes": WEIGHT_BYTES}
-    return AssistPool(num_workers, **sizes | {"timeout_s": PATIENCE_S} | options)
+    return AssistPool(num_workers, timeout_s=timeout_s, **sizes, **options)
+
+
+def free_bytes(pool):
+    return sum(size for _, size in pool._room._free)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def pool(shared_pool):
     yield shared_pool
     for adapter in range(10):
         shared_pool.drop(adapter)
-    assert shared_pool.free_weight_bytes == WEIGHT_BYTES
+    assert free_bytes(shared_pool) == WEIGHT_BYTES
 
 
 def random_layer(num_in, rank, outs, seed=0) -> SlotWeights:
@@ -87,92 +86,46 @@ def one_thread():
         yield
 
 
-# --- the same bits ------------------------------------------------------------------------------------------------------------
+def check_added(pool, adapter, module, layer, rows, num_in, dtype=torch.float32, scale=1.0):
+    """The workers' sum has the bits of this process's."""
+    num_out = max(part.right for part in layer.expands)
+    x, y = random_rows(rows, num_in, dtype), random_rows(rows, num_out, dtype, seed=2)
+    want = in_process(layer, y, x, scale)
+    pool.add(adapter, module, y, x, scale)
+    assert_same(y, want, f"{rows} rows")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("outs", [PLAIN, FUSED])
-@pytest.mark.parametrize("rank", [8, 64, 128, 256])
-@pytest.mark.parametrize("num_in", [256, 1024])
+@pytest.mark.parametrize(("num_in", "rank", "outs"), [(256, 8, PLAIN), (1024, 64, FUSED), (256, 256, FUSED)])
 def test_workers_compute_the_bits_of_the_engines_process(pool, num_in, rank, outs, dtype):
+    """However many of them share the rows."""
     weights = random_layer(num_in, rank, outs)
     assert pool.put(1, {"m": weights})
-    for rows in (1, 3, 4, 5, 7, 16, 17, 31, 33, 64, 100, 257):
-        x, y = random_rows(rows, num_in, dtype), random_rows(rows, sum(outs), dtype, seed=2)
-        want = in_process(weights, y, x, 0.5)
-        pool.add(1, "m", y, x, 0.5)
-        assert_same(y, want, f"{rows} rows")
+    for rows in (1, 3, 4, 5, 7, 16, 17, 31, 33, 64, 257):
+        check_added(pool, 1, "m", weights, rows, num_in, dtype, 0.5)
 
 
-@pytest.mark.parametrize("ranks", [(8, 8, 8), (64, 32, 16)])
-def test_a_fused_layer_in_one_block_diagonal_matrix_too(pool, ranks):
-    outs = (128, 64, 64)
-    weights = pack_slot([random_rows(r, 256) for r in ranks], [random_rows(o, 64) for o in outs], ranks)
-    assert len(weights.expands) == 1
-    assert pool.put(1, {"m": weights})
-    x, y = random_rows(50, 256), random_rows(50, 256, seed=2)
-    want = in_process(weights, y, x, 1.0)
-    pool.add(1, "m", y, x, 1.0)
-    assert_same(y, want)
-
-
-def test_a_prefills_bits_do_not_depend_on_the_number_of_workers(pool):
-    weights = random_layer(768, 64, FUSED)
-    assert pool.put(1, {"m": weights})
-    x, y = random_rows(64, 768), random_rows(64, sum(FUSED))
-    answers = []
-    usual = pool.rows_per_core
-    for pool.rows_per_core in (64, 32):
-        answers.append(y.clone())
-        pool.add(1, "m", answers[-1], x, 1.0)
-    pool.rows_per_core = usual
-    assert_same(*answers)
-
-
-def test_a_layer_without_a_takes_rows_that_have_been_through_it(pool):
-    weights = pack_slot(None, [random_rows(512, 16)], [16])
-    assert pool.put(1, {"embedding": weights})
-    x, y = random_rows(9, 32), random_rows(9, 512, seed=2)  # vLLM pads them to the maximum rank
-    want = in_process(weights, y, x, 1.0)
-    pool.add(1, "embedding", y, x, 1.0)
-    assert_same(y, want)
-
-
-def test_each_adapter_and_module_has_its_own_weights(pool):
+def test_each_adapter_and_module_has_its_own_weights_of_any_form(pool):
+    b = [random_rows(128, 64), random_rows(64, 64), random_rows(64, 64)]
     layers = {
-        (adapter, module): random_layer(256, rank, outs, seed=adapter)
-        for adapter, rank in ((1, 8), (2, 64), (3, 128))
-        for module, outs in (("qkv", FUSED), ("o", PLAIN))
+        (1, "qkv"): (random_layer(256, 8, FUSED, seed=1), 256),
+        (2, "qkv"): (random_layer(256, 128, FUSED, seed=2), 256),
+        (2, "one matrix"): (pack_slot([random_rows(r, 256) for r in (64, 32, 16)], b, (64, 32, 16)), 256),
+        (3, "a slice alone"): (pack_slot([random_rows(8, 64)] * 2, [random_rows(512, 8)] * 2, [8, 0]), 64),
+        # A layer without A takes rows that have been through it; vLLM pads them to the maximum rank.
+        (3, "embedding"): (pack_slot(None, [random_rows(512, 16)], [16]), 32),
+        (4, "widest"): (random_layer(MAX_IN, 8, (MAX_OUT,)), MAX_IN),
     }
-    for adapter in (1, 2, 3):
-        assert pool.put(adapter, {m: layer for (a, m), layer in layers.items() if a == adapter})
-    x = random_rows(20, 256)
-    for (adapter, module), layer in layers.items():
-        y = torch.zeros(20, max(part.right for part in layer.expands))
-        want = in_process(layer, y, x, 1.0)
-        pool.add(adapter, module, y, x, 1.0)
-        assert_same(y, want)
-
-
-def test_columns_that_no_adapter_touches_keep_their_bits(pool):
-    layer = pack_slot([random_rows(8, 64)] * 2, [random_rows(512, 8), random_rows(256, 8)], [8, 0])
-    assert pool.put(1, {"m": layer})
-    y = random_rows(5, 768, torch.bfloat16)
-    before = y.clone()
-    pool.add(1, "m", y, random_rows(5, 64), 1.0)
-    assert torch.equal(y[:, 512:], before[:, 512:])
-    assert not torch.equal(y[:, :512], before[:, :512])
-
-
-# --- memory -------------------------------------------------------------------------------------------------------------------
+    assert len(layers[2, "one matrix"][0].expands) == 1
+    for adapter in (1, 2, 3, 4):
+        assert pool.put(adapter, {m: layer for (a, m), (layer, _) in layers.items() if a == adapter})
+    for (adapter, module), (layer, num_in) in layers.items():
+        check_added(pool, adapter, module, layer, MAX_ROWS if module == "widest" else 20, num_in)
 
 
 def test_an_adapter_without_room_is_refused_and_dropping_one_makes_room(pool):
     big = {f"layer {i}": random_layer(1024, 128, (2048,)) for i in range(12)}  # 18 of 32 MiB
-    assert pool.put(1, big)
-    free = pool.free_weight_bytes
-    assert not pool.put(2, big)
-    assert pool.free_weight_bytes == free
+    assert pool.put(1, big) and not pool.put(2, big)
     assert pool.holds(1) and not pool.holds(2)
     pool.drop(1)
     assert pool.put(2, big)
@@ -187,28 +140,19 @@ def test_a_dropped_adapters_memory_stays_while_workers_read_it(pool):
         os.kill(pid, signal.SIGSTOP)
     adding = threading.Thread(target=pool.add, args=(1, "m", y, x, 1.0))
     adding.start()
-    while adding.is_alive() and not pool._store._lock.locked():
+    while adding.is_alive() and not pool._lock.locked():
         pass
     dropping = threading.Thread(target=pool.drop, args=(1,))
     dropping.start()
     try:
-        assert pool.free_weight_bytes < WEIGHT_BYTES
+        assert free_bytes(pool) < WEIGHT_BYTES
     finally:
         for pid in pool.pids:
             os.kill(pid, signal.SIGCONT)
     for thread in (adding, dropping):
         thread.join(PATIENCE_S)
     assert_same(y, want)
-    assert pool.free_weight_bytes == WEIGHT_BYTES
-
-
-def test_as_many_rows_as_a_pool_takes_of_its_widest_module(pool):
-    layer = random_layer(MAX_IN, 8, (MAX_OUT,))
-    assert pool.put(1, {"m": layer})
-    x, y = random_rows(MAX_ROWS, MAX_IN), random_rows(MAX_ROWS, MAX_OUT, seed=2)
-    want = in_process(layer, y, x, 1.0)
-    pool.add(1, "m", y, x, 1.0)
-    assert_same(y, want)
+    assert free_bytes(pool) == WEIGHT_BYTES
 
 
 def test_what_does_not_fit_is_refused_by_name(pool):
@@ -220,58 +164,42 @@ def test_what_does_not_fit_is_refused_by_name(pool):
         pool.put(2, {"m": random_layer(256, 8, (MAX_OUT + 1,))})
     with pytest.raises(KeyError):
         pool.add(1, "other", torch.zeros(4, 512), random_rows(4, 256), 1.0)
-    for rows, width, out in ((0, 256, 512), (MAX_ROWS + 1, 256, 512), (4, 255, 512), (4, 256, 511)):
+    most = MAX_ROWS + 1
+    for y, x in (
+        ((0, 512), (0, 256)),
+        ((most, 512), (most, 256)),
+        ((4, 512), (4, 255)),
+        ((4, 511), (4, 256)),
+        ((5, 512), (4, 256)),
+    ):
         with pytest.raises(ValueError):
-            pool.add(1, "m", torch.zeros(rows, out), random_rows(rows, width), 1.0)
-    with pytest.raises(ValueError):
-        pool.add(1, "m", torch.zeros(5, 512), random_rows(4, 256), 1.0)
+            pool.add(1, "m", torch.zeros(y), random_rows(*x), 1.0)
     pool.drop(2)  # never there: no harm
-    pool.add(1, "m", torch.zeros(4, 512), random_rows(4, 256), 1.0)
 
 
-class Allocations(RuleBasedStateMachine):
-    """Stretches never overlap, freed neighbours join, and there is room as long as one free stretch is large enough."""
-
-    def __init__(self):
-        super().__init__()
-        self.room = FirstFitAllocator(64 * ALIGN_BYTES)
-        self.taken = []
-
-    @rule(num_bytes=st.integers(0, 20 * ALIGN_BYTES))
-    def allocate(self, num_bytes):
-        before = self.room.free_bytes
-        offset = self.room.allocate(num_bytes)
-        if offset is None:
-            assert self.room.free_bytes == before
-            assert before < num_bytes or self.taken
-        else:
-            assert offset % ALIGN_BYTES == 0
-            assert before - self.room.free_bytes >= num_bytes
-            self.taken.append(offset)
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def free(self, data):
-        offset = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-        self.room.free(offset)
-        with pytest.raises(KeyError):
-            self.room.free(offset)
-
-    @invariant()
-    def tiles(self):
-        self.room.check_invariants()
-
-    def teardown(self):
-        for offset in self.taken:
-            self.room.free(offset)
-        assert self.room.allocate(self.room.capacity_bytes) == 0
-
-
-TestAllocations = Allocations.TestCase
-TestAllocations.settings = settings(max_examples=50)
-
-
-# --- ends ---------------------------------------------------------------------------------------------------------------------
+@given(steps=st.lists(st.one_of(st.integers(0, 20 * ALIGN_BYTES), st.floats(0, 0.99)), max_size=40))
+def test_stretches_tile_the_region_and_freed_neighbours_are_joined(steps):
+    """Steps: bytes to allocate, or which of the stretches to free."""
+    room, taken = FirstFitAllocator(64 * ALIGN_BYTES), []
+    for step in steps:
+        before = sum(size for _, size in room._free)
+        if isinstance(step, int):
+            offset = room.allocate(step)
+            assert offset is not None or before < step or taken
+            if offset is not None:
+                assert before - sum(size for _, size in room._free) >= step
+                taken.append(offset)
+        elif taken:
+            offset = taken.pop(int(step * len(taken)))
+            room.free(offset)
+            with pytest.raises(KeyError):
+                room.free(offset)
+        at, was_free = 0, False
+        free = [(*each, True) for each in room._free]
+        for offset, size, is_free in sorted(free + [(*each, False) for each in room._taken.items()]):
+            assert offset == at and size > 0 and size % ALIGN_BYTES == 0 and not (is_free and was_free)
+            at, was_free = offset + size, is_free
+        assert at == room.capacity_bytes
 
 
 @pytest.fixture(scope="module")
@@ -350,10 +278,8 @@ sys.stdin.read()
 @pytest.mark.parametrize("case", ["thread", "stopped"])
 def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case):
     """Made in a thread that has ended it still answers; stopped, only the kernel can end it."""
-    command = [sys.executable, "-c", PARENT, case]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PARENT, case], cwd=ROOT, **pipes) as parent:
         watch = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
     poller = select.poll()
@@ -363,23 +289,9 @@ def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case
     assert ended, "the worker outlived its parent"
 
 
-def named_memory(*pids):
-    """Files in /dev/shm that these processes hold. What others make there meanwhile is theirs."""
-    held = set()
-    for pid in pids:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        held |= {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                held |= {
-                    link for link in [os.readlink(f"/proc/{pid}/fd/{fd}")] if link.startswith("/dev/shm/")
-                }
-    return held
-
-
 def test_nothing_is_left_open_after_close():
     gc.collect()
-    fds, names = len(os.listdir("/proc/self/fd")), named_memory("self")
+    fds = len(os.listdir("/proc/self/fd"))
     pool = make_pool(2)
     pids = pool.pids
     assert not pool.is_alive
@@ -388,7 +300,8 @@ def test_nothing_is_left_open_after_close():
     assert pool.put(1, {"m": random_layer(16, 8, (16,))})
     with pytest.raises(AssistLost, match="not ready"):
         pool.add(1, "m", torch.zeros(4, 16), random_rows(4, 16), 1.0)
-    assert named_memory("self", *pids) == names
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ("self", *pids))
+    assert "overture-assist" in maps and "/dev/shm/overture" not in maps, "its memory has no name"
     pool.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == fds
@@ -397,11 +310,9 @@ def test_nothing_is_left_open_after_close():
             os.kill(pid, 0)
 
 
-# --- how many workers ---------------------------------------------------------------------------------------------------------
-
-
 @given(rows=st.integers(1, 5000), per_core=st.integers(1, 600), num_workers=st.integers(1, 64))
 def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_workers):
+    assert [num_workers_for(num, 64, 4) for num in (1, 64, 65, 128, 129, 1000)] == [1, 1, 2, 2, 3, 4]
     used = num_workers_for(rows, per_core, num_workers)
     assert 1 <= used <= num_workers
     parts = split_rows(rows, used)
@@ -411,11 +322,6 @@ def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_w
     assert used == 1 or min(sizes) >= MIN_ROWS
     if used < num_workers and rows >= MIN_ROWS * (used + 1):
         assert max(sizes) <= per_core
-
-
-@pytest.mark.parametrize(("rows", "used"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (1000, 4)])
-def test_a_prefill_gets_as_many_workers_as_its_rows_need(rows, used):
-    assert num_workers_for(rows, 64, 4) == used
 
 
 def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
@@ -432,11 +338,8 @@ def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
 
 def test_a_profile_of_a_pool_leaves_nothing_behind(pool):
     usual = pool.rows_per_core
+    shapes = [ModuleShape(256, 8, 512), ModuleShape(256, 8, 256)]
     with profile.one_worker(pool, repeats=2) as measure:
-        assert (
-            8
-            <= rows_per_core(measure, [ModuleShape(256, 8, 512), ModuleShape(256, 8, 256)], 10.0, max_rows=64)
-            <= 64
-        )
+        assert 8 <= rows_per_core(measure, shapes, 10.0, max_rows=64) <= 64
     assert pool.rows_per_core == usual
     assert not pool.holds(profile.PROFILE_ID)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from engine_bridge.driver import vllm_api  # noqa: E402
-from engine_bridge.driver.memory import block_copy  # noqa: E402
-from engine_bridge.driver.memory.block_copy import CpuCopier, kv_rows, layer_bytes, own_memory  # noqa: E402  (after the skip)
-from engine_bridge.policy.costs.costs import Copied  # noqa: E402
-from engine_bridge.protocol.errors import SeamMoved  # noqa: E402
+from engine_bridge.driver import vllm_api
+from engine_bridge.driver.adapters.slots import StreamedSlots
+from engine_bridge.driver.adapters.weights import AdapterWeights
+from engine_bridge.driver.memory import block_copy
+from engine_bridge.driver.memory.block_copy import CpuCopier, kv_rows, layer_bytes, own_memory
+from engine_bridge.driver.memory.row_copies import copy_rows
+from engine_bridge.policy.costs.costs import Copied
+from engine_bridge.protocol.errors import SeamMoved
 
 NUM_BLOCKS, NUM_SLOTS = 40, 60
 SHAPE = (NUM_BLOCKS, 2, 4, 8)
@@ -51,38 +54,30 @@ def test_there_and_back(
     num_bytes = NUM_SLOTS * layer_bytes(layer)
     region = (aligned(num_bytes) if is_aligned else aligned(num_bytes + 8)[8:]).reshape(NUM_SLOTS, -1)
     copier = CpuCopier([layer], region)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_copy, "FEW_THREADS", few_threads)
-        there_and_back(copier, layer, before, region, blocks, slots)
-
-
-def there_and_back(
-    copier: CpuCopier,
-    layer: Any,
-    before: Any,
-    region: np.ndarray,
-    blocks: list[int],
-    slots: list[int],
-) -> None:
-    copier.to_host(0, blocks, slots)
     rows = before.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
     expected = np.zeros_like(region)
     expected[slots] = rows[blocks]
-    assert np.array_equal(region, expected)
-    layer[blocks] = 0
-    copier.to_device(0, blocks, slots)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_copy, "FEW_THREADS", few_threads)
+        copier.to_host(0, blocks, slots)
+        assert np.array_equal(region, expected)
+        layer[blocks] = 0
+        copier.to_device(0, blocks, slots)
     assert torch.equal(layer, before)
     assert copier.out.num_bytes == copier.back.num_bytes == len(blocks) * layer_bytes(layer)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "slots"), [([NUM_BLOCKS], [0]), ([0], [NUM_SLOTS]), ([-1], [0]), ([0, 1], [0])]
-)
-def test_rows_that_are_not_there_are_an_error(blocks: list[int], slots: list[int]) -> None:
-    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    copier = CpuCopier([layer], aligned(NUM_SLOTS * layer_bytes(layer)).reshape(NUM_SLOTS, -1))
-    with pytest.raises((IndexError, OverflowError)):
-        copier.to_host(0, blocks, slots)
+def test_rows_that_are_not_there_are_never_copied() -> None:
+    layer = torch.ones(SHAPE, dtype=torch.bfloat16)
+    region = aligned(NUM_SLOTS * layer_bytes(layer)).reshape(NUM_SLOTS, -1)
+    copier = CpuCopier([layer], region)
+    for blocks, slots in (([NUM_BLOCKS], [0]), ([0], [NUM_SLOTS]), ([-1], [0]), ([0, 1], [0]), ([0], [0, 1])):
+        with pytest.raises((IndexError, OverflowError)):
+            copier.to_host(0, blocks, slots)
+    start, row = region.ctypes.data, np.zeros(1, dtype=np.uint64)
+    with pytest.raises(ValueError, match="whole lines"):
+        copy_rows(start, NUM_SLOTS, row, layer.data_ptr(), NUM_BLOCKS, row, 96)
+    assert not region.any()
 
 
 @given(order=st.permutations([1, 2, 3]), sizes=st.tuples(*[st.integers(1, 5)] * 3))
@@ -96,12 +91,12 @@ def test_the_dimensions_within_a_block_may_lie_in_any_order(order: list[int], si
     assert torch.equal(rows.view(torch.int16), memory.view(3, -1))
 
 
-def test_a_layout_with_other_memory_between_a_layers_blocks_is_refused() -> None:
-    """All layers of a block lie together: a row's address is not its number times its size."""
-    whole = torch.zeros(NUM_BLOCKS, 3, 2, 4, 8)
-    for layer in range(3):
+def test_a_layout_whose_rows_have_no_address_of_their_own_is_refused() -> None:
+    whole = torch.zeros(NUM_BLOCKS, 3, 2, 4, 8)  # all layers of a block lie together
+    scattered = torch.zeros(2, NUM_BLOCKS, 4, 8).transpose(0, 1)
+    for layout in (*whole.unbind(1), scattered):
         with pytest.raises(SeamMoved):
-            kv_rows(whole[:, layer])
+            kv_rows(layout)
     with pytest.raises(SeamMoved):
         CpuCopier([whole[:, 1]], np.zeros((NUM_SLOTS, 256), dtype=np.uint8))
     assert kv_rows(whole[:, :, 0][:, 0].clone()).is_contiguous()
@@ -116,12 +111,6 @@ def test_layers_that_share_memory_are_told_by_where_they_lie() -> None:
     assert not own_memory([first, memory[NUM_BLOCKS - 1 : 2 * NUM_BLOCKS]])
     assert not own_memory([memory.view(NUM_BLOCKS, 4, 8)[:, layer] for layer in range(4)])
     assert not own_memory([first, [second]])  # a layer with states in place of blocks
-
-
-def test_a_layout_whose_blocks_are_scattered_is_refused() -> None:
-    interleaved = torch.zeros(2, NUM_BLOCKS, 4, 8).transpose(0, 1)
-    with pytest.raises(SeamMoved, match="stretch of memory"):
-        layer_bytes(interleaved)
 
 
 class Cuda:
@@ -157,19 +146,17 @@ class Stream(NamedTuple):
         self.cuda.done.append(f"{self.name} waits")
 
     def synchronize(self) -> None:
-        Event(self.cuda).synchronize()
+        if self.cuda.error is not None:
+            raise self.cuda.error
 
 
 class Event:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
+        self.synchronize = cuda.side.synchronize
 
     def record(self, stream: Any = None) -> None:
         self.at_ms = self._cuda.now_ms
-
-    def synchronize(self) -> None:
-        if self._cuda.error is not None:
-            raise self._cuda.error
 
     def elapsed_time(self, end: Event) -> float:
         return end.at_ms - self.at_ms
@@ -184,10 +171,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return cuda
 
 
+def copier_of(num_layers: int, waiter: Any = lambda run: run()) -> tuple[block_copy.CudaCopier, int]:
+    """A copier, and the bytes of a block in a layer."""
+    layers = [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in range(num_layers)]
+    num_bytes = layer_bytes(layers[0])
+    return block_copy.CudaCopier(layers, np.zeros((NUM_SLOTS, num_bytes), dtype=np.uint8), waiter), num_bytes
+
+
 def test_on_cuda_a_steps_loads_wait_for_the_steps_before_and_not_for_its_own_layers(cuda: Cuda) -> None:
-    layers = [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in range(2)]
-    region = np.zeros((NUM_SLOTS, layer_bytes(layers[0])), dtype=np.uint8)
-    copier = block_copy.CudaCopier(layers, region, lambda run: run())
+    copier, _ = copier_of(2)
     for _ in range(2):
         for layer in range(2):
             copier.to_device(layer, [1, 2], [3, 4])
@@ -197,28 +189,34 @@ def test_on_cuda_a_steps_loads_wait_for_the_steps_before_and_not_for_its_own_lay
 
 
 def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: Cuda) -> None:
-    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    region = np.zeros((NUM_SLOTS, layer_bytes(layer)), dtype=np.uint8)
     waiting: list[Any] = []
-    copier = block_copy.CudaCopier([layer], region, waiting.append)
+    copier, num_bytes = copier_of(1, waiting.append)
     copier.to_host(0, [1, 2], [3, 4])
     copier.end_step(lambda: waiting.append("told"))
     assert copier.out == copier.back == Copied()
     waiting[0]()
-    assert copier.out == Copied(2 * layer_bytes(layer), 1, 0.25) and copier.back == Copied()
+    assert copier.out == Copied(2 * num_bytes, 1, 0.25) and copier.back == Copied()
     assert waiting[1] == "told"
 
 
-@pytest.mark.parametrize(("has_own_end", "told"), [(True, "failed"), (False, "then")])
-def test_on_cuda_memory_is_given_back_by_copies_at_which_the_device_fails(
-    cuda: Cuda, has_own_end: bool, told: str
-) -> None:
-    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    region = np.zeros((NUM_SLOTS, layer_bytes(layer)), dtype=np.uint8)
+def test_on_cuda_memory_is_given_back_by_copies_at_which_the_device_fails(cuda: Cuda) -> None:
     heard: list[str] = []
-    copier = block_copy.CudaCopier([layer], region, lambda run: run())
+    copier, _ = copier_of(1)
     cuda.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    copier.to_host(0, [1, 2], [3, 4])
-    copier.end_step(lambda: heard.append("then"), (lambda: heard.append("failed")) if has_own_end else None)
+    for failed in (None, lambda: heard.append("failed")):
+        copier.to_host(0, [1, 2], [3, 4])
+        copier.end_step(lambda: heard.append("then"), failed)
     copier.rest()
-    assert heard == [told] and copier.out == Copied()
+    assert heard == ["then", "failed"] and copier.out == Copied()
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_memory_of_the_device_that_a_slot_is_filled_from_is_kept_for_the_stream_that_copies(
+    cuda: Cuda, is_cuda: bool
+) -> None:
+    """Of adapters; tests/gpu has real slots."""
+    used_by: list[Any] = []
+    memory: Any = SimpleNamespace(is_cuda=is_cuda, record_stream=used_by.append)
+    StreamedSlots(SimpleNamespace(modules={})).fill(1, AdapterWeights({}, 0, memory))
+    assert used_by == ([cuda.side] if is_cuda else []), "torch refuses it for host memory"
+    assert cuda.done == ["side waits for compute"], "steps before this one read the slot's previous weights"

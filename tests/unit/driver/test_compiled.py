@@ -5,11 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-pytest.importorskip("numba")
-
 CODE = """
 import logging, numpy as np
 logging.basicConfig(level=logging.INFO)
@@ -20,31 +15,6 @@ start = lambda rows: rows.ctypes.data + -rows.ctypes.data % 64
 copy_rows(start(to), 1, row, start(of), 1, row, 64)
 print(int(to.sum()))
 """
-
-
-@pytest.mark.parametrize(
-    ("to_rows", "of_rows", "row_bytes", "problem"),
-    [
-        ([0, 4], [0, 1], 64, IndexError),
-        ([0, 1], [0, 4], 64, IndexError),
-        ([0, 1], [0], 64, IndexError),
-        ([0], [0, 1], 64, IndexError),
-        ([1], [1], 96, ValueError),
-    ],
-)
-def test_rows_that_are_not_there_are_never_copied(
-    to_rows: list[int], of_rows: list[int], row_bytes: int, problem: type[Exception]
-) -> None:
-    """Of four rows each; behind them lies what must not change."""
-    from engine_bridge.driver.memory.row_copies import copy_rows
-
-    memory = np.zeros(64 * 9, dtype=np.uint8)
-    of = np.ones(64 * 9, dtype=np.uint8)
-    to_start, of_start = (each.ctypes.data + -each.ctypes.data % 64 for each in (memory, of))
-    rows = (np.array(each, dtype=np.uint64) for each in (to_rows, of_rows))
-    with pytest.raises(problem):
-        copy_rows(to_start, 4, next(rows), of_start, 4, next(rows), row_bytes)
-    assert not memory.any()
 
 
 def copied(cache: Path) -> subprocess.CompletedProcess[str]:

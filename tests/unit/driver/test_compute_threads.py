@@ -40,27 +40,19 @@ def number() -> Iterator[None]:
     torch._C.set_num_threads(before)
 
 
+@pytest.mark.parametrize("setting", [1, None])
 def test_a_number_that_a_library_has_changed_is_set_again_and_told_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, setting: int | None
 ) -> None:
-    threads = ComputeThreads(1)
+    torch._C.set_num_threads(1)
+    threads = ComputeThreads(setting)
+    threads.mend()
     for other in (3, 2):
         torch._C.set_num_threads(other)
         threads.mend()
         assert torch.get_num_threads() == 1
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "a library has set the engine's number of threads to 3"
-    ]
-
-
-def test_without_a_setting_the_number_stays_what_it_was() -> None:
-    torch._C.set_num_threads(2)
-    threads = ComputeThreads()
-    threads.mend()
-    assert torch.get_num_threads() == 2
-    torch._C.set_num_threads(1)
-    threads.mend()
-    assert torch.get_num_threads() == 2
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("a library has set the engine's number of threads to 3;")
 
 
 def test_numbas_parallel_loops_leave_the_number_alone() -> None:

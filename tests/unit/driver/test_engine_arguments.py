@@ -1,4 +1,4 @@
-"""Engine arguments of vLLM's that a user gives by name."""
+"""What settings come to as vLLM's, and engine arguments of vLLM's that a user gives by name."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import dataclasses
 
 import pytest
 
+from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.driver.vllm_api import EngineArgs
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.engine_arguments import RULED_OUT, parse
+from engine_bridge.settings.engine_config import EngineConfig
+from gateway.settings.config import DEMO_MODEL_DIR
 
 
 def test_values_have_the_types_that_vllm_gives_them() -> None:
-    given = [
-        "cpu-offload-gb=4",
-        'hf_overrides={"a": 1}',
-        "disable_cascade_attn=true",
-        "enable-eplb=0",
-        "load_format=dummy",
-    ]
-    assert typed(parse(given, {})) == {
+    given = ["cpu-offload-gb=4", 'hf_overrides={"a": 1}', "disable_cascade_attn=true", "enable-eplb=0"]
+    found = {
         "cpu_offload_gb": 4.0,
         "hf_overrides": {"a": 1},
         "disable_cascade_attn": True,
         "enable_eplb": False,
-        "load_format": "dummy",
     }
+    assert typed(parse([*given, "load_format=dummy"], {})) == found | {"load_format": "dummy"}
     for name, value, reason in (
         ("cpu_offload_gb", "much", "much"),
         ("cpu_offload", "4", "did you mean cpu_offload_gb"),
@@ -41,16 +38,25 @@ def test_what_is_ruled_out_is_something_that_vllm_has() -> None:
     assert RULED_OUT.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "reason"),
-    [
+def test_a_kv_cache_has_the_size_that_was_said() -> None:
+    for device, settings, num_bytes in (
+        ("cpu", {"kv_cache_gib": 0.125}, 2**27),
+        ("cpu", {"kv_cache_gib": 1.5}, 3 * 2**29),
+        ("cpu", {}, 2**30),
+        ("cuda", {"kv_cache_gib": 2.5}, 5 * 2**29),
+        ("cuda", {}, None),  # what its share of memory leaves
+    ):
+        config = EngineConfig(model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, **settings)
+        assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
+
+
+def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
+    for pairs, reason in (
         (["seed"], "NAME=VALUE"),
         (["=4"], "NAME=VALUE"),
         (["seed=4"], "--seed"),
         (["scheduler-cls=x"], "scheduler_cls cannot be set here"),
         (["cpu_offload_gb=4", "cpu-offload-gb=5"], "twice"),
-    ],
-)
-def test_what_cannot_be_set_is_refused_with_the_reason(pairs: list[str], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        parse(pairs, {"seed": "--seed"})
+    ):
+        with pytest.raises(ValueError, match=reason):
+            parse(pairs, {"seed": "--seed"})

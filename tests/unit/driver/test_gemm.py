@@ -1,12 +1,11 @@
 """On one thread a row comes out the same whatever rows are computed beside it; on several it is the same product."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine_bridge.driver.lora import gemm  # noqa: E402
-from engine_bridge.driver.lora.few_rows import terms_at_a_time  # noqa: E402
-from engine_bridge.driver.lora.gemm import (  # noqa: E402
+from engine_bridge.driver.lora import gemm
+from engine_bridge.driver.lora.few_rows import terms_at_a_time
+from engine_bridge.driver.lora.gemm import (
     CUTS,
     MIN_ROWS,
     OneThread,
@@ -17,7 +16,7 @@ from engine_bridge.driver.lora.gemm import (  # noqa: E402
     shrink,
 )
 
-from .equal_bits import needs_equal_bits  # noqa: E402
+from .equal_bits import needs_equal_bits
 
 MOST_ROWS = 1024
 
@@ -35,8 +34,8 @@ def one_thread():
 
 
 @needs_equal_bits
-@pytest.mark.parametrize("rank", [8, 128, 129, 192, 384, 768])
-@pytest.mark.parametrize("num_in", [256, 768, 896, 1024, 2048])
+@pytest.mark.parametrize("rank", [8, 129, 192, 768])
+@pytest.mark.parametrize("num_in", [256, 768, 896, 2048])
 def test_a_rows_bits_do_not_depend_on_its_companions(one_thread, num_in, rank):
     x, a = operands(num_in, rank)
     alone = torch.cat([shrink(x[i : i + MIN_ROWS], a, 1) for i in range(0, MOST_ROWS, MIN_ROWS)])
@@ -65,17 +64,17 @@ def in_parts(is_cut):
         (lambda num_rows, num_terms: num_rows >= 33, ProductParts()),
     ],
 )
-def test_the_cheapest_cut_that_keeps_bits_is_found(is_cut, cut):
-    assert cut_for(900, 3, in_parts(is_cut)) == cut
+def test_the_cheapest_cut_that_keeps_bits_is_found(is_cut, cut, monkeypatch):
+    monkeypatch.setattr(torch, "mm", in_parts(is_cut))
+    assert cut_for.__wrapped__(900, 3) == cut
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("num_rows", "num_terms"), [(1, 1), (4, 513), (191, 768), (500, 2048)])
-def test_each_cut_gives_the_product(cut, num_rows, num_terms):
-    x, a = torch.randn(num_rows, num_terms), torch.randn(num_terms, 16)
-    torch.testing.assert_close(
-        cut_product(x, a, cut), (x.double() @ a.double()).float(), rtol=1e-4, atol=1e-4
-    )
+def test_each_cut_gives_the_product(cut):
+    for num_rows, num_terms in ((1, 1), (4, 513), (191, 768), (500, 2048)):
+        x, a = torch.randn(num_rows, num_terms), torch.randn(num_terms, 16)
+        want = (x.double() @ a.double()).float()
+        torch.testing.assert_close(cut_product(x, a, cut), want, rtol=1e-4, atol=1e-4)
 
 
 @needs_equal_bits
@@ -87,14 +86,8 @@ def test_few_rows_are_added_up_as_the_product_is_cut(one_thread, cut, monkeypatc
     assert at_a_time is None or at_a_time == cut.terms
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_it_is_the_product(num_threads):
+def test_it_is_the_product_on_any_number_of_threads_and_few_rows_are_filled_up():
     x, a = operands(1024, 200)
-    torch.testing.assert_close(shrink(x, a, num_threads), (x.double() @ a.double()).float())
-
-
-@pytest.mark.parametrize(
-    ("rows", "num"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 12), (11, 12), (12, 12), (13, 13)]
-)
-def test_few_rows_are_filled_up(rows, num):
-    assert filled(rows) == num
+    for num_threads in (1, 2):
+        torch.testing.assert_close(shrink(x, a, num_threads), (x.double() @ a.double()).float())
+    assert [filled(rows) for rows in (1, 4, 5, 8, 9, 11, 12, 13)] == [4, 4, 8, 8, 12, 12, 12, 13]

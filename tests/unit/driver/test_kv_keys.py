@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -58,21 +59,17 @@ def test_another_content_tenant_or_no_adapter_makes_other_keys(other: dict[str, 
 
 
 def test_where_a_model_lies_and_what_it_is_called_there_is_not_part_of_a_namespace(tmp_path: Path) -> None:
-
     def namespace(
         model: str = "demo", revision: str = "r", seed: str = "s", computation: str = "c"
     ) -> Namespace:
-        return Namespace(
-            model=model,
-            revision=revision,
-            computation=computation,
-            dtype="float32",
-            block_size_tokens=32,
-            layout="",
-            hash_algorithm="sha256",
-            hash_seed=seed,
-            shape=BlockShape(2, 64),
-        )
+        named = {"model": model, "revision": revision, "hash_seed": seed, "computation": computation}
+        kept: dict[str, Any] = {
+            "dtype": "float32",
+            "block_size_tokens": 32,
+            "layout": "",
+            "hash_algorithm": "sha256",
+        }
+        return Namespace(**named, **kept, shape=BlockShape(2, 64))
 
     assert namespace().fingerprint == namespace("renamed").fingerprint
     assert len({namespace(revision=r, seed=s).fingerprint for r in "ab" for s in "xy"}) == 4

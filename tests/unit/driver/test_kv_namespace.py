@@ -50,20 +50,36 @@ def test_sizes_names_and_logging_change_no_key() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}',
+ROPE = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'
+# Where a container service has put others, and what vLLM itself sets while it builds an engine: a node that is started from a process with an engine
+# has these in its environment.
+HARMLESS = """
+    VLLM_SERVICE_HOST VLLM_SERVICE_PORT VLLM_WEB_SERVICE_PORT_HTTP VLLM_PORT VLLM_WEB_PORT VLLM_WEB_PORT_8000_TCP VLLM_PORT_8000_TCP_ADDR
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_SSM_CONV_STATE_LAYOUT
+"""
+
+
+def test_any_other_argument_or_variable_makes_other_keys() -> None:
+    usual = counting()
+    for argument in (
+        ROPE,
         "disable_sliding_window=true",
         "attention_backend=CPU_ATTN",
         "model_impl=transformers",
+        "code_revision=abc",
         'mm_processor_kwargs={"size": 3}',
         'compilation_config={"mode": 0}',
         'additional_config={"anything": 1}',
-    ],
-)
-def test_any_other_argument_makes_other_keys(argument: str) -> None:
-    assert counting(argument) != counting()
+    ):
+        assert counting(argument) != usual
+    for name in (
+        "VLLM_BATCH_INVARIANT",
+        "VLLM_NEW_KERNEL",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+        "NVIDIA_TF32_OVERRIDE",
+    ):
+        assert counting(environ={name: "1"}) not in (usual, counting(environ={name: "2"}))
+    assert counting(environ=dict.fromkeys(HARMLESS.split(), "tcp://10.0.3.7:8000")) == usual
 
 
 def test_an_argument_that_is_new_makes_other_keys_where_it_is_given() -> None:
@@ -73,28 +89,8 @@ def test_an_argument_that_is_new_makes_other_keys_where_it_is_given() -> None:
         rotates_twice: bool = False
         modes: list[str] = dataclasses.field(default_factory=lambda: ["a"])
 
-    assert arguments_that_count(Newer("m"), {}) == {}
-    assert arguments_that_count(Newer("m", rotates_twice=True), {}) == {"rotates_twice": True}
-    assert arguments_that_count(Newer("m", modes=["a", "b"]), {}) == {"modes": ["a", "b"]}
-
-
-def test_a_variable_of_vllms_that_is_not_known_makes_other_keys() -> None:
-    assert counting(environ={"VLLM_BATCH_INVARIANT": "1"}) != counting()
-    assert counting(environ={"VLLM_NEW_KERNEL": "1"}) != counting(environ={"VLLM_NEW_KERNEL": "2"})
-
-
-def test_where_a_container_service_has_put_others_makes_no_other_keys() -> None:
-    names = "VLLM_SERVICE_HOST VLLM_SERVICE_PORT VLLM_WEB_SERVICE_PORT_HTTP VLLM_PORT VLLM_WEB_PORT VLLM_WEB_PORT_8000_TCP VLLM_PORT_8000_TCP_ADDR"
-    assert counting(environ=dict.fromkeys(names.split(), "tcp://10.0.3.7:8000")) == counting()
-
-
-@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE"])
-def test_what_makes_sums_less_exact_below_vllm_makes_other_keys(name: str) -> None:
-    assert counting(environ={name: "1"}) != counting()
-
-
-def test_another_version_of_a_models_own_code_makes_other_keys() -> None:
-    assert counting("code_revision=abc") != counting()
+    for given in ({}, {"rotates_twice": True}, {"modes": ["a", "b"]}):
+        assert arguments_that_count(Newer("m", **given), {}) == given
 
 
 def test_a_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
@@ -126,13 +122,10 @@ def test_the_model_counts_as_it_was_resolved() -> None:
 
     usual = computation()
     assert usual == computation(max_num_seqs=3, served_model_name="other", max_num_batched_tokens=4096)
-    rope = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'
-    others = [
-        computation(rope),
-        computation('hf_overrides={"rms_norm_eps": 0.5}'),
-        computation(max_model_len=256),
-    ]
-    assert len({usual, *others}) == 4
+    norm = 'hf_overrides={"rms_norm_eps": 0.5}'
+    others = computation(ROPE), computation(norm), computation(max_model_len=256)
+    given = _computation(engine_args(config_of(), None).create_engine_config(), {"rotates_twice": True})
+    assert len({usual, given, *others}) == 5
 
 
 def test_code_that_is_not_vllms_own_counts_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +176,3 @@ def test_a_hubs_model_has_its_commits_name_in_mistrals_form_too(
     assert revision_of(SimpleNamespace(model="org/name", **pinned)) == f"org/name@{'1' * 40}"
     nowhere = revision_of(SimpleNamespace(model="org/other:Q4_K_M", **described))
     assert nowhere.startswith("org/other:Q4_K_M@unknown-")
-
-
-def test_what_vllm_itself_sets_while_it_builds_an_engine_parts_no_node_from_the_one_beside_it() -> None:
-    """A node that is started from a process with an engine has these in its environment."""
-    names = "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_SSM_CONV_STATE_LAYOUT"
-    assert counting(environ=dict.fromkeys(names.split(), "1")) == counting()

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 
 from engine_bridge.core.kv.link_probe import IDLE_S
-from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 from engine_bridge.driver.memory.block_copy import CpuCopier
-from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.eviction import ByValue
-from kvtiers.store import KvStore
+from kvtiers.keys import BlockKey
 
-NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES = 16, 2, 4096
+from .test_promoter import NUM_DEVICE_BLOCKS, Bench
 
 
-class Bench:
-    def __init__(self, io: IoThread, host_bytes: int) -> None:
-        self.tiers = KvTiers(TiersConfig(host_bytes=host_bytes))
-        self.store = KvStore(BlockShape(NUM_LAYERS, LAYER_BYTES), host_bytes, io, None, ByValue())
-        self.tiers.store = self.store
-        self.device = [
-            torch.randint(0, 255, (NUM_BLOCKS, LAYER_BYTES), dtype=torch.uint8) for _ in range(NUM_LAYERS)
-        ]
-        self.tiers.copier = CpuCopier(self.device, self.store.pool.region)
-        self.now, self.num_requests = 0.0, 0
+class Measured(Bench):
+    def __init__(self, num_host_blocks: int = 64) -> None:
+        super().__init__(num_host_blocks=num_host_blocks)
+        self.use(CpuCopier(self.device, self.store.pool.region))
+        self.num_requests = 0
         self.measuring = LinkMeasuring(
-            self.tiers, NUM_BLOCKS, lambda: (self.num_requests, 0), lambda: self.now
+            self.tiers, NUM_DEVICE_BLOCKS, lambda: (self.num_requests, 0), lambda: self.now
         )
 
+    def use(self, copier: CpuCopier) -> None:
+        self.tiers.copier = copier
+
     def run(self) -> int:
+        """Copy while there is work; returns the number of copies."""
         num_copies = 0
         while self.measuring.has_work():
             self.measuring.advance()
@@ -44,14 +41,14 @@ class Bench:
 
 
 @pytest.fixture
-def io() -> Iterator[IoThread]:
-    io = IoThread()
-    yield io
-    io.close()
+def bench() -> Iterator[Measured]:
+    with closing(Measured()) as bench:
+        yield bench
 
 
-def test_an_idle_engine_learns_its_link_and_keeps_its_kv(io: IoThread) -> None:
-    bench = Bench(io, 1 << 20)
+def test_an_idle_engine_learns_its_link_and_keeps_its_kv(bench: Measured) -> None:
+    for layer in bench.device:
+        layer.random_(0, 255)
     before = [layer.clone() for layer in bench.device]
     assumed = bench.tiers.host_bytes_per_s()
     assert bench.run() == 0
@@ -61,60 +58,45 @@ def test_an_idle_engine_learns_its_link_and_keeps_its_kv(io: IoThread) -> None:
     assert bench.measuring.wait_s() is None
     assert all(torch.equal(*layers) for layers in zip(before, bench.device, strict=True))
     assert bench.store.stats().host.bytes == 0
-    bench.store.check_invariants()
 
 
 class Counted(CpuCopier):
     """Says of each copy that it took a second for each 10 GB."""
 
-    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        super().to_host(layer, blocks, slots)
+    def _copy(self, *args: Any) -> None:
+        super()._copy(*args)
         for copied in (self.out, self.back):
             copied.seconds = copied.num_bytes / 10e9
 
-    def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        super().to_device(layer, blocks, slots)
-        for copied in (self.out, self.back):
-            copied.seconds = copied.num_bytes / 10e9
-
-    def end_step(self, then: Callable[[], None]) -> None:
+    def end_step(self, then: Callable[[], None]) -> None:  # type: ignore[override]
         threading.Thread(target=then).start()
 
 
-def test_what_counts_is_the_copying_and_not_the_word_that_it_is_done(io: IoThread) -> None:
-    bench = Bench(io, 1 << 20)
-    bench.tiers.copier = Counted(bench.device, bench.store.pool.region)
+def test_what_counts_is_the_copying_and_not_the_word_that_it_is_done(bench: Measured) -> None:
+    bench.use(Counted(bench.device, bench.store.pool.region))
     bench.now = IDLE_S
     assert bench.run() > 1
     assert bench.tiers.link is not None
     assert bench.tiers.link.h2d_bytes_per_s == pytest.approx(10e9)
 
 
-def test_while_requests_are_there_nothing_is_measured(io: IoThread) -> None:
-    bench = Bench(io, 1 << 20)
-    bench.now, bench.num_requests = IDLE_S, 1
-    assert bench.run() == 0
-    bench.measuring.advance()
-    bench.num_requests = 0
-    assert bench.run() == 0
-    assert bench.measuring.wait_s() == IDLE_S
-
-
-def test_where_host_memory_is_full_of_kv_it_waits_for_another_time(io: IoThread) -> None:
-    bench = Bench(io, 2 * NUM_LAYERS * LAYER_BYTES)
-    save = bench.store.begin_save("s", [BlockKey(bytes([number])) for number in range(2)])
-    bench.store.commit(save)
-    bench.now = IDLE_S
-    assert bench.run() == 1
-    assert bench.store.stats().host.num_evicted == 0
-    assert bench.measuring.wait_s() == IDLE_S
+def test_it_waits_for_another_time_while_requests_are_there_or_host_memory_is_full() -> None:
+    with closing(Measured(num_host_blocks=2)) as bench:
+        bench.now, bench.num_requests = IDLE_S, 1
+        assert bench.run() == 0
+        bench.measuring.advance()
+        bench.num_requests = 0
+        assert bench.run() == 0 and bench.measuring.wait_s() == IDLE_S
+        bench.store.commit(bench.store.begin_save("s", [BlockKey(bytes([number])) for number in range(2)]))
+        bench.now += IDLE_S
+        assert bench.run() == 1
+        assert bench.store.stats().host.num_evicted == 0 and bench.measuring.wait_s() == IDLE_S
 
 
 def test_a_copy_that_fails_ends_the_measuring_and_nothing_else(
-    io: IoThread, caplog: pytest.LogCaptureFixture
+    bench: Measured, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(io, 1 << 20)
-    bench.tiers.copier = CpuCopier(bench.device[:1], bench.store.pool.region)  # the second layer is not there
+    bench.use(CpuCopier(bench.device[:1], bench.store.pool.region))  # the second layer is not there
     bench.now = IDLE_S
     assert bench.run() == 1
     assert "is not measured" in caplog.text

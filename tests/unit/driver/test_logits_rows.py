@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine_bridge.driver.corrections import logits_rows  # noqa: E402
-from engine_bridge.driver.corrections.logits_rows import LogitsRows  # noqa: E402
+from engine_bridge.driver.corrections import logits_rows
+from engine_bridge.driver.corrections.logits_rows import LogitsRows
 
 
 class Mapping(NamedTuple):
@@ -53,70 +51,25 @@ def watched(runner: Any) -> LogitsRows:
     return rows
 
 
-class Older(Runner):
-    """Samples first, then asks for rows of the prompts of `prompts`: pairs of the first and the last."""
-
-    prompts: tuple[tuple[int, int], ...] = ()
-
-    def step(self, of_tokens: list[int], sampled: list[int]) -> None:
-        self._set_active_loras([of_tokens[at] for at in sampled], of_tokens, None, "language")
-        hidden = torch.randn(len(of_tokens) + 3, 4)[1:]  # padded, and a part of larger memory
-        self.model.compute_logits(hidden[sampled])
-        self._get_prompt_logprobs_dict(hidden[: len(of_tokens)], {})
-
-    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> None:
-        for first, stop in self.prompts:
-            self.model.compute_logits(hidden_states[first:stop])
-
-
 TOKENS = [0, 0, 0, 7, 7, 9, 9, 9, 9]
-
-
-def test_rows_of_prompts_have_their_own_adapters() -> None:
-    runner = Older()
-    rows = watched(runner)
-    logits_rows._note_prompt_rows(runner, rows)
-    runner.prompts = ((0, 2), (3, 4), (5, 9), (0, 9))
-    runner.step(TOKENS, [2, 4, 8])
-    assert runner.model.calls == [(0, 7, 9), (0, 0), (7,), (9, 9, 9, 9), tuple(TOKENS)]
-
-
-def test_the_next_step_samples_with_its_own_plan_after_prompts() -> None:
-    runner = Older()
-    rows = watched(runner)
-    logits_rows._note_prompt_rows(runner, rows)
-    runner.prompts = ((3, 5),)
-    runner.step(TOKENS, [2, 4, 8])
-    runner.prompts = ()
-    runner.step([9, 0], [0, 1])
-    assert runner.model.calls[-1] == (9, 0)
-
-
-def test_an_encoders_plan_leaves_the_language_models_alone() -> None:
-    runner = Older()
-    watched(runner)
-    runner._set_active_loras([1, 2], [1, 2], None, "language")
-    runner._set_active_loras([5], [5, 5], None, "tower")
-    runner.model.set_adapter_mapping(Mapping((1, 2), (1, 2)))  # of the language model's own wrapper
-    runner.model.compute_logits(torch.randn(2, 4))
-    assert runner.model.calls == [(1, 2)]
 
 
 class Newer(Runner):
     """Computes a row for each drafted token besides, and then the prompts' in pieces."""
 
     def sample_tokens(self, grammar_output: Any) -> None:
-        hidden = torch.randn(len(TOKENS), 4)
+        hidden = torch.randn(len(TOKENS) + 3, 4)[1:]  # padded, and a part of larger memory
         batch = SimpleNamespace(cu_num_logits_np=np.array([0, 1, 3, 6]), logits_indices=[2, 3, 4, 6, 7, 8])
         self.sample(hidden, batch, grammar_output)
         for first in range(0, len(TOKENS), 5):
-            self.model.compute_logits(hidden[first : first + 5])
+            self.model.compute_logits(hidden[first : min(first + 5, len(TOKENS))])
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> None:
         self.model.compute_logits(hidden_states[input_batch.logits_indices])
 
 
-def test_drafted_tokens_have_the_adapter_of_their_request() -> None:
+def test_drafted_tokens_have_the_adapter_of_their_request_and_rows_of_prompts_their_own() -> None:
+    """vLLM's older runner, of every CPU engine, is asked by tests/integration/test_mixed_batch.py."""
     runner = Newer()
     rows = watched(runner)
     logits_rows._note_sampled_rows(runner, rows)
@@ -124,3 +77,16 @@ def test_drafted_tokens_have_the_adapter_of_their_request() -> None:
     runner.sample_tokens(None)
     assert runner.model.calls == [(0, 7, 7, 9, 9, 9), tuple(TOKENS[:5]), tuple(TOKENS[5:])]
     assert rows.hidden_states is None
+    runner._set_active_loras([9, 0], [9, 0], None, "language")
+    runner.model.compute_logits(torch.randn(2, 4))
+    assert runner.model.calls[-1] == (9, 0), "the next step has its own plan"
+
+
+def test_an_encoders_plan_leaves_the_language_models_alone() -> None:
+    runner = Runner()
+    watched(runner)
+    runner._set_active_loras([1, 2], [1, 2], None, "language")
+    runner._set_active_loras([5], [5, 5], None, "tower")
+    runner.model.set_adapter_mapping(Mapping((1, 2), (1, 2)))  # of the language model's own wrapper
+    runner.model.compute_logits(torch.randn(2, 4))
+    assert runner.model.calls == [(1, 2)]

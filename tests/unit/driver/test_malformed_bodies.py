@@ -28,46 +28,35 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-@pytest.mark.parametrize(
-    "error",
-    [AttributeError("a secret"), KeyError("a secret"), TypeError("a secret"), RecursionError("a secret")],
-)
 def test_code_that_trips_over_a_body_blames_the_body_and_quotes_none_of_it(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "engine_bridge")
-    response = as_malformed(raised(error))
-    assert (response.error.code, response.error.message) == (400, MALFORMED_MESSAGE)
-    assert type(error).__name__ in caplog.text and "secret" not in caplog.text
+    for kind in (AttributeError, KeyError, TypeError, RecursionError):
+        response = as_malformed(raised(kind("a secret")))
+        assert (response.error.code, response.error.message) == (400, MALFORMED_MESSAGE)
+        assert kind.__name__ in caplog.text and "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    "error",
-    [InvalidRequest("too many choices", param="n"), VLLMValidationError("too many choices", parameter="n")],
-)
-def test_what_is_refused_on_purpose_keeps_its_words(error: Exception) -> None:
-    response = as_malformed(raised(error))
-    assert response.error.code == 400 and response.error.param == "n"
-    assert "too many choices" in response.error.message
-
-
-def test_what_is_not_offered_is_no_failure_of_the_server() -> None:
-    response = as_malformed(raised(NotImplementedError("no beams here")))
-    assert (response.error.code, response.error.message) == (400, "no beams here")
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "message"),
     [
-        (EngineUnavailable("starting"), 503),
-        (RetryableRequestError("again"), 503),
-        (VLLMServerError("broken"), 500),
-        (OSError("disk full"), 500),
-        (MemoryError(), 500),
+        (InvalidRequest("too many choices", param="n"), 400, "too many choices"),
+        (VLLMValidationError("too many choices", parameter="n"), 400, "too many choices"),
+        (NotImplementedError("no beams here"), 400, "no beams here"),
+        (EngineUnavailable("starting"), 503, ""),
+        (RetryableRequestError("again"), 503, ""),
+        (VLLMServerError("broken"), 500, ""),
+        (OSError("disk full"), 500, ""),
+        (MemoryError(), 500, ""),
     ],
 )
-def test_what_is_known_to_be_the_servers_stays_so(error: Exception, status: int) -> None:
-    assert as_malformed(raised(error)).error.code == status
+def test_what_is_refused_on_purpose_keeps_its_words_and_what_is_the_servers_stays_so(
+    error: Exception, status: int, message: str
+) -> None:
+    response = as_malformed(raised(error))
+    assert response.error.code == status and message in response.error.message
+    assert response.error.param == ("n" if "choices" in message else None)
 
 
 PLAIN = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
@@ -94,9 +83,7 @@ def rendered(template: str) -> Exception:
 @pytest.mark.parametrize(
     "error",
     [
-        raised(KeyError("secret")),
-        raised(ValueError("secret")),
-        raised(RuntimeError("secret")),
+        *(raised(kind("secret")) for kind in (KeyError, ValueError, RuntimeError)),
         rendered("{{ secret.secret }}"),
         rendered("{{ 1 + 'secret' }}"),
     ],
@@ -105,10 +92,8 @@ def rendered(template: str) -> Exception:
 def test_what_breaks_on_a_plain_body_is_the_servers_and_stays_in_its_log(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    response = as_unusable(error, PLAIN)
-    assert response.error.code == 500
-    told = as_bridge_error(error)
-    assert isinstance(told, InternalFailure)
+    response, told = as_unusable(error, PLAIN), as_bridge_error(error)
+    assert response.error.code == 500 and isinstance(told, InternalFailure)
     for message in (response.error.message, str(told), as_error_response(error).error.message):
         number = message.rstrip(".").rsplit(" ", 1)[-1]
         assert "secret" not in message
@@ -137,70 +122,45 @@ def wraps(value):
 """
 
 
-@pytest.mark.parametrize(
-    ("module", "function", "is_refused"),
-    [
-        ("vllm.renderers.made_up", "refuses", True),
-        ("vllm.renderers.made_up", "trips", False),
-        ("vllm.renderers.made_up", "wraps", False),
-        ("vllm.renderers.made_up", "asserts", False),
-        ("mistral_common.made_up", "asserts", True),
-        ("vllm.v1.core.made_up", "refuses", False),
-        ("engine_bridge.made_up", "refuses", False),
-    ],
-)
-def test_a_plain_value_error_is_the_clients_only_where_reading_code_raises_it_on_purpose(
-    module: str, function: str, is_refused: bool
-) -> None:
-    names: dict[str, Any] = {"__name__": module}
-    exec(READER, names)
-    with pytest.raises((ValueError, AssertionError)) as caught:
-        names[function]("many")
-    assert is_clients(caught.value) is is_refused
+def test_a_plain_value_error_is_the_clients_only_where_reading_code_raises_it_on_purpose() -> None:
+    refusing = {("vllm.renderers", "refuses"), ("mistral_common", "asserts")}
+    ours = {("vllm.v1.core", "refuses"), ("engine_bridge", "refuses")}
+    tripping = {("vllm.renderers", name) for name in ("trips", "wraps", "asserts")}
+    for package, function in refusing | ours | tripping:
+        names: dict[str, Any] = {"__name__": f"{package}.made_up"}
+        exec(READER, names)
+        with pytest.raises((ValueError, AssertionError)) as caught:
+            names[function]("many")
+        assert is_clients(caught.value) is ((package, function) in refusing)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (GracefulHTTPError("later", 429), TooBusy),  # type: ignore[arg-type]
-        (GracefulHTTPError("elsewhere", 503), EngineUnavailable),  # type: ignore[arg-type]
-        (RetryableRequestError("again"), EngineUnavailable),
-        (TimeoutError(), EngineUnavailable),
-        (EngineUnavailable("starting", code="starting"), EngineUnavailable),
-    ],
-)
-def test_what_may_be_tried_again_stays_so(error: Exception, kind: type[Exception]) -> None:
-    assert isinstance(as_bridge_error(raised(error)), kind)
+def test_what_may_be_tried_again_stays_so() -> None:
+    later, elsewhere = GracefulHTTPError("later", 429), GracefulHTTPError("elsewhere", 503)  # type: ignore[arg-type]
+    assert isinstance(as_bridge_error(raised(later)), TooBusy)
+    starting = EngineUnavailable("starting", code="starting")
+    for error in (elsewhere, RetryableRequestError("again"), TimeoutError(), starting):
+        assert isinstance(as_bridge_error(raised(error)), EngineUnavailable)
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
+def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides() -> None:
+    function = {"name": "f", "parameters": {"required": 5}}
+    schema = {"type": "json_schema", "json_schema": {"schema": 5}}
+    properties = {f"p{number}": {"type": "string"} for number in range(2000)}  # not looked at for long
+    large = {"name": "f", "parameters": {"properties": properties}}
+    for more, part in (
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]},
-            "required",
-        ),
+        ({"tools": [{"type": "function", "function": function}]}, "required"),
         ({"tools": [{"name": "f", "input_schema": {"required": 5}}]}, "required"),
+        ({"tools": [{"type": "function", "function": large}]}, ""),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]}, "form"),
         ({"input": [{"type": "reasoning", "summary": 3}]}, "form"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "form"),
+        ({"response_format": schema}, "form"),
         ({"prompt": [-1]}, "form"),
         ({"seed": 2**70}, "form"),
-    ],
-)
-def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides(
-    more: dict[str, object], part: str
-) -> None:
-    response = as_unusable(raised(TypeError("'int' object is not iterable")), PLAIN | more)
-    assert response.error.code == 400
-    assert part in response.error.message and "iterable" not in response.error.message
-
-
-def test_tools_of_any_size_are_not_looked_at_for_long() -> None:
-    many = {f"p{number}": {"type": "string"} for number in range(2000)}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": many}}}
-    assert as_unusable(raised(KeyError("x")), PLAIN | {"tools": [tool]}).error.code == 400
+    ):
+        response = as_unusable(raised(TypeError("'int' object is not iterable")), PLAIN | more)
+        assert response.error.code == 400
+        assert part in response.error.message and "iterable" not in response.error.message
 
 
 def test_a_beginning_that_the_template_leaves_out_is_refused_in_own_words() -> None:

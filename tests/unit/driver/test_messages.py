@@ -1,12 +1,10 @@
-"""Streams of Anthropic's Messages API that end early."""
+"""Answers of Anthropic's Messages API that end early."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from typing import Any
-
-import pytest
 
 from engine_bridge.driver.apis.bodies import as_error_response
 from engine_bridge.driver.apis.messages import Messages
@@ -34,18 +32,10 @@ async def events_of(error: ErrorResponse) -> list[Any]:
     return [json.loads(event.partition("data: ")[2]) for event in events]
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (engine_failed(), "overloaded_error"),
-        (InvalidRequest("This grammar is too ambiguous."), "invalid_request_error"),
-    ],
-)
-async def test_what_ends_a_stream_early_is_told_as_it_is(error: Exception, kind: str) -> None:
-    *before, last = await events_of(as_error_response(error))
-    assert [event["type"] for event in before] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-    ]
-    assert last == {"type": "error", "error": {"type": kind, "message": str(error)}}
+async def test_what_ends_a_stream_early_is_told_as_it_is() -> None:
+    ambiguous = InvalidRequest("This grammar is too ambiguous.")
+    for error, kind in ((engine_failed(), "overloaded_error"), (ambiguous, "invalid_request_error")):
+        *before, last = await events_of(as_error_response(error))
+        began = ["message_start", "content_block_start", "content_block_delta"]
+        assert [event["type"] for event in before] == began
+        assert last == {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -1,119 +1,137 @@
-"""Each real step corrects the table by its own work and its own time."""
+"""Each real step corrects the table by its own work, read off vLLM's own SchedulerOutput, and by its own time."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes, StepWork
-from engine_bridge.driver.carried import FACTS, Carried
+from engine_bridge.driver.carried import FACTS
 from engine_bridge.driver.scheduling.pace import Pace
+from engine_bridge.driver.scheduling.step_work import work_of
 from engine_bridge.policy.scheduling.pacing import table_from
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.node_facts import Ranks
+
+
+class Running(NamedTuple):
+    """A request that was scheduled before. outputs: tokens it has given."""
+
+    scheduled: int
+    computed: int
+    outputs: int
+    drafts: int = 0
+
+
+def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
+    """A step. new: (scheduled, computed) of requests in their first step."""
+    result = SchedulerOutput.make_empty()
+    requests: list[Any] = [
+        SimpleNamespace(req_id=f"new{i}", num_computed_tokens=done) for i, (_, done) in enumerate(new)
+    ]
+    result.scheduled_new_reqs = requests
+    result.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[f"old{i}" for i in range(len(running))],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None] * len(running),
+        num_computed_tokens=[request.computed for request in running],
+        num_output_tokens=[request.outputs for request in running],
+    )
+    result.num_scheduled_tokens = {f"new{i}": num for i, (num, _) in enumerate(new)}
+    result.num_scheduled_tokens |= {f"old{i}": request.scheduled for i, request in enumerate(running)}
+    result.scheduled_spec_decode_tokens = {
+        f"old{i}": [7] * request.drafts for i, request in enumerate(running) if request.drafts
+    }
+    result.total_num_scheduled_tokens = sum(result.num_scheduled_tokens.values())
+    return result
+
+
+@pytest.mark.parametrize(
+    ("step", "work"),
+    [
+        (SchedulerOutput.make_empty(), (0, 0, 0)),
+        (output([(100, 0), (20, 640)]), (120, 0, 640)),
+        # Requests with an output decode; later chunks of prompts do not.
+        (
+            output([(64, 32)], Running(1, 50, outputs=3), Running(1, 700, outputs=1), Running(512, 1024, 0)),
+            (64 + 512, 2, 32 + 50 + 700 + 1024),
+        ),
+        (output([(1, 96)], Running(1, 512, outputs=0)), (2, 0, 608)),  # a prompt's last single token
+        (output([], Running(300, 0, outputs=40)), (300, 0, 0)),  # a preempted request computes again
+        (output([], Running(4, 200, outputs=9, drafts=3)), (3, 1, 200)),  # drafts are as tokens of a prompt
+    ],
+)
+def test_a_steps_work_is_told_from_what_vllm_has_scheduled(
+    step: SchedulerOutput, work: tuple[int, int, int]
+) -> None:
+    assert work_of(step) == work
 
 
 def scheduler() -> Any:
     config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
-    requests = {name: with_rank(rank) for name, rank in (("a", 0), ("b", 8), ("c", 16))}
+    requests = {name: with_rank(rank) for name, rank in (("old0", 0), ("old1", 8), ("new0", 16))}
     return SimpleNamespace(scheduler_config=config, max_num_scheduled_tokens=2048, requests=requests)
 
 
 def with_rank(rank: int) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FACTS: Carried(rank=rank)}))
-
-
-def times() -> StepTimes:
-    return StepTimes(StepSeconds(fixed_s=0.01), "mbgmv")
-
-
-class Table:
-    """Writes down what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []
-
-    def observe(self, num_prefill_tokens: int, num_decodes: int, num_context: int, seconds: float) -> None:
-        self.seen.append((num_prefill_tokens, pytest.approx(seconds)))
-
-
-class Times:
-    """Writes down what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[StepWork, float]] = []
-
-    def observe(self, work: StepWork, seconds: float) -> None:
-        self.seen.append((work, pytest.approx(seconds)))
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FACTS: EngineRequest(rank=rank)}))
 
 
 class Bench:
+    """A pace whose table and times write down what they are shown: the prompts' tokens of a step, or all of its work, and its seconds."""
+
     def __init__(self) -> None:
-        self.table, self.times, self.now = Table(), Times(), 0.0
-        self.pace = Pace(scheduler(), self.table, self.times, 0.0, lambda: self.now)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.steps: list[tuple[int, float]] = []
+        self.works: list[tuple[StepWork, float]] = []
+        table: Any = SimpleNamespace(observe=lambda num, *_: self.steps.append((num, pytest.approx(_[-1]))))
+        times: Any = SimpleNamespace(observe=lambda work, s: self.works.append((work, pytest.approx(s))))
+        self.pace = Pace(scheduler(), table, times, 0.0, lambda: self.now)
 
     def schedule(self, num_tokens: int, now: float) -> SchedulerOutput:
-        output = SchedulerOutput.make_empty()
-        new: list[Any] = [SimpleNamespace(req_id="a", num_computed_tokens=0)]
-        output.scheduled_new_reqs, output.scheduled_cached_reqs = new, CachedRequestData.make_empty()
-        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": num_tokens}, num_tokens
-        self.now = now
-        self.pace.scheduled(output, Ranks(1))
-        return output
+        self.now, step = now, output([(num_tokens, 0)])
+        self.pace.scheduled(step, Ranks(1))
+        return step
 
-    def end(self, output: SchedulerOutput, now: float) -> None:
+    def end(self, step: SchedulerOutput, now: float) -> None:
         self.now = now
-        self.pace.ended(output)
+        self.pace.ended(step)
 
 
 def test_a_prompt_of_several_steps_is_predicted_to_take_them_all() -> None:
     table = table_from([(1, 0.1), (2048, 0.1)], 0.1)  # whatever a step computes, it takes as long
-    prefill_s = Pace(scheduler(), table, times(), 0.0).prefill_s
+    times = StepTimes(StepSeconds(fixed_s=0.01), "mbgmv")
+    prefill_s = Pace(scheduler(), table, times, 0.0).prefill_s
     assert [prefill_s(num) for num in (0, 100, 2048, 2049, 5000)] == pytest.approx([0, 0.1, 0.1, 0.2, 0.3])
 
 
-def test_a_step_is_shown_with_the_time_since_it_was_scheduled() -> None:
+def test_a_step_is_shown_with_the_time_that_it_was_alone_on_the_device() -> None:
     bench = Bench()
     bench.end(bench.schedule(100, now=1.0), now=1.5)
     bench.end(bench.schedule(7, now=9.0), now=9.25)
-    assert bench.table.seen == [(100, 0.5), (7, 0.25)]
-
-
-def test_of_steps_scheduled_ahead_each_keeps_its_work_and_begins_when_the_one_before_ends() -> None:
-    bench = Bench()
-    first = bench.schedule(100, now=0.0)
-    second = bench.schedule(7, now=0.1)
-    bench.end(first, now=0.5)
-    third = bench.schedule(30, now=0.6)
-    bench.end(second, now=0.75)
-    bench.end(third, now=1.0)
-    assert bench.table.seen == [(100, 0.5), (7, 0.25), (30, 0.25)]
-
-
-def test_a_step_that_failed_does_not_lend_its_work_to_the_next() -> None:
-    bench = Bench()
-    bench.schedule(100, now=0.0)
-    bench.end(bench.schedule(7, now=5.0), now=5.25)
-    assert bench.table.seen == [(7, 0.25)]
+    assert bench.steps == [(100, 0.5), (7, 0.25)]
+    ahead = Bench()  # a step that is scheduled ahead begins when the one before it ends
+    first, second = ahead.schedule(100, now=0.0), ahead.schedule(7, now=0.1)
+    ahead.end(first, now=0.5)
+    third = ahead.schedule(30, now=0.6)
+    ahead.end(second, now=0.75)
+    ahead.end(third, now=1.0)
+    assert ahead.steps == [(100, 0.5), (7, 0.25), (30, 0.25)]
+    failed = Bench()
+    failed.schedule(100, now=0.0)  # it does not lend its work to the next
+    failed.end(failed.schedule(7, now=5.0), now=5.25)
+    assert failed.steps == [(7, 0.25)]
 
 
 def test_a_step_is_shown_with_the_ranks_of_those_that_decode_and_of_each_token_of_a_prompt() -> None:
-    bench, output = Bench(), SchedulerOutput.make_empty()
-    # `a` decodes, `b` is at its second chunk, `c` begins.
-    output.scheduled_new_reqs = [SimpleNamespace(req_id="c", num_computed_tokens=0)]  # type: ignore[list-item]
-    output.scheduled_cached_reqs = CachedRequestData(
-        req_ids=["a", "b"],
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None, None],
-        num_computed_tokens=[50, 100],
-        num_output_tokens=[3, 0],
-    )
-    output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"a": 1, "b": 10, "c": 20}, 31
-    bench.pace.scheduled(output, Ranks(3, 24, 16))
-    bench.end(output, now=0.5)
-    assert bench.times.seen == [(StepWork(Ranks(1, 0, 16), 150, 30, 10 * 8 + 20 * 16), 0.5)]
-    assert bench.table.seen == [(30, 0.5)]
+    bench = Bench()
+    step = output([(20, 0)], Running(1, 50, outputs=3), Running(10, 100, outputs=0))
+    bench.pace.scheduled(step, Ranks(3, 24, 16))
+    bench.end(step, now=0.5)
+    assert bench.works == [(StepWork(Ranks(1, 0, 16), 150, 30, 10 * 8 + 20 * 16), 0.5)]
+    assert bench.steps == [(30, 0.5)]

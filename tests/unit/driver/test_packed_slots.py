@@ -4,25 +4,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S, ReadAhead
+from engine_bridge.driver.adapters import layouts
+from engine_bridge.driver.adapters.host_workers import AssistWorkers
+from engine_bridge.driver.adapters.layouts import LARGE_PAGE_BYTES, LAYER_BYTES, LayoutsAhead, large_memory
+from engine_bridge.driver.adapters.loading import LoaderThread
+from engine_bridge.driver.adapters.slots import PackedSlots, StepLayout
+from engine_bridge.driver.adapters.weights import AdapterWeights, Memories, ModuleWeights
 
-from engine_bridge.core.adapters.staging import AHEAD_FOR_S, ReadAhead  # noqa: E402  (after the skips)
-from engine_bridge.driver.adapters import layouts  # noqa: E402
-from engine_bridge.driver.adapters.host_workers import AssistWorkers  # noqa: E402
-from engine_bridge.driver.adapters.layouts import (  # noqa: E402
-    LARGE_PAGE_BYTES,
-    LAYER_BYTES,
-    LayoutsAhead,
-    Memories,
-    large_memory,
-)
-from engine_bridge.driver.adapters.loading import LoaderThread  # noqa: E402
-from engine_bridge.driver.adapters.slots import PackedSlots, StepLayout  # noqa: E402
-from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights  # noqa: E402
-
-from .test_lora_segments import OUTS, SLOTS, adapter, add, expected, fake_layer, wrapper_for  # noqa: E402
+from .test_lora_segments import OUTS, SLOTS, adapter, add, expected, fake_layer, wrapper_for
 
 NAMES = ("first", "second")
 
@@ -45,7 +37,7 @@ def adapter_weights(ranks):
     return AdapterWeights(modules, 0, None), by_layer
 
 
-def test_each_layer_computes_with_what_was_filled_last(packed):
+def test_each_layer_computes_with_what_was_filled_last_and_what_steps_lay_out_themselves_is_counted(packed):
     torch.manual_seed(0)
     filled = {}
     for slot, ranks in [(0, (16, 16, 16)), (1, (4, 0, 8)), (2, (8, 8, 8)), (0, (2, 5, 2)), (2, (16, 8, 16))]:
@@ -61,16 +53,6 @@ def test_each_layer_computes_with_what_was_filled_last(packed):
         got = add(packed.wrapper, layer, y.clone(), x)
         torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
     assert packed.slots.is_filled(1)
-
-
-def test_what_steps_lay_out_themselves_is_counted_and_what_the_loader_does_is_not(packed):
-    weights, _ = adapter_weights((4, 4, 4))
-    packed.slots.fill(0, weights)
-    packed.slots.finish(0)
-    packed.slots.fill(1, weights)
-    x, y = torch.randn(6, 24).bfloat16(), torch.randn(6, sum(OUTS)).bfloat16()
-    for layer in packed.layers.values():
-        add(packed.wrapper, layer, y.clone(), x)
     done = packed.slots.take_step_layouts()
     assert done.slots == {1}
     assert done.num_bytes == packed.slots._layouts[1].num_bytes + 2 * LAYER_BYTES
@@ -158,10 +140,7 @@ def test_memory_that_a_layout_has_left_is_used_again_unless_much_of_it_would_lie
     assert filled_with((16, 12, 12)) == {large}
     assert large not in filled_with((2, 2, 2))
     assert filled_with((16, 16, 16)) == {large}
-
-
-def test_no_more_memory_lies_idle_than_is_allowed():
-    memories = Memories(max_idle_bytes=4 * 100)
+    memories = Memories(torch.empty, max_idle_bytes=4 * 100)
     given = [torch.empty(num_floats) for num_floats in (60, 30, 40)]
     for memory in given:
         memories.give_back(memory)

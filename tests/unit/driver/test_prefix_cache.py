@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -91,10 +91,6 @@ class Requests(RuleBasedStateMachine):
         places = [free.index(block) for blocks in found if blocks for block in blocks if block in free]
         assert num == min([*places, len(free), limit])
 
-    @invariant()
-    def of_nothing_there_is_nothing(self) -> None:
-        assert self.cache.find([], 5) == []
-
     def direct(self, name: str) -> list[Any]:
         """Looked up block by block."""
         blocks = []
@@ -107,7 +103,7 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,17 +123,7 @@ def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(pool, "get_cached_block", counted)
     # After the two that are there, the third is looked for each time.
-    for name, num_looked_up in [
-        ("a", 3),
-        ("a", 1),
-        ("b", 3),
-        ("a", 1),
-        ("c", 3),
-        ("a", 1),
-        ("b", 3),
-        ("d", 1),
-        ("d", 1),
-    ]:
+    for name, num_looked_up in zip("aabacabdd", (3, 1, 3, 1, 3, 1, 3, 1, 1), strict=True):
         looked_up.clear()
         cache.find(prefixes[name], 4)
         assert len(looked_up) == num_looked_up, name

@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from engine_bridge.driver.profiling import disk
 from engine_bridge.driver.profiling.adapters import fit_line
 from engine_bridge.driver.profiling.budget import Budget
-from engine_bridge.driver.profiling.copies import _sizes, _swap_error, fit_link
+from engine_bridge.driver.profiling.copies import Times, _sizes, _swap_error, fit_link
 from engine_bridge.driver.profiling.steps import REPEAT_EVERY, Bounds, corners, grid, visits
 from kvtiers.keys import BlockShape
 
 BOUNDS = Bounds(
-    num_seqs=64,
-    num_batched_tokens=2048,
-    num_kv_tokens=40_000,
-    max_model_len=8192,
-    max_prefill_tokens=100_000,
+    num_seqs=64, num_batched_tokens=2048, num_kv_tokens=40_000, max_model_len=8192, max_prefill_tokens=100_000
 )
 
 
@@ -38,32 +34,19 @@ def budget(clock: list[float], seconds: float, told: Told | None = None) -> Budg
     return Budget(clock[0], clock[0] + seconds, clock[0] + seconds, told or Told(), lambda: clock[0])
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_part_gets_its_share_of_what_is_left() -> None:
-    clock = [10.0]
-    whole = budget(clock, 100)
+def test_a_part_gets_its_share_of_what_is_left_and_tells_the_progress_of_the_whole() -> None:
+    clock, told = [10.0], Told()
+    whole = budget(clock, 100, told)
     clock[0] = 60.0
     part = whole.part(0.5)
     assert part.left_s() == 25 and whole.left_s() == 50
+    part.say("copies")
     clock[0] = 85.0
     assert part.is_over() and not whole.is_over()
     clock[0] = 200.0
     assert whole.part(0.5).is_over()
-
-
-def test_progress_is_that_of_the_whole_whichever_part_tells() -> None:
-    clock, told = [0.0], Told()
-    part = budget(clock, 100, told).part(0.5)
-    clock[0] = 25.0
     part.say("copies")
-    clock[0] = 130.0
-    part.say("copies")
-    assert told.said == [("copies", 0.25, 75.0), ("copies", 1.0, 0.0)]
-
-
-# -- which steps -------------------------------------------------------------------------------------------------------
+    assert told.said == [("copies", 0.5, 50.0), ("copies", 1.0, 0.0)]
 
 
 @given(
@@ -88,101 +71,60 @@ def test_every_point_can_be_run(bounds: Bounds) -> None:
         assert num_prefill <= bounds.max_prefill_tokens
 
 
-def test_the_grid_covers_what_the_engine_can_run() -> None:
+def test_the_grid_covers_what_the_engine_can_run_and_its_ends_come_first() -> None:
     points = grid(BOUNDS)
     assert {point.num_decodes for point in points} == {0, 1, 2, 4, 8, 16, 32, 64}
     assert {16, 2048} <= {point.num_prefill_tokens for point in points}
     assert max(point.num_context_tokens for point in points) > 0.5 * BOUNDS.num_kv_tokens
-
-
-def test_the_ends_of_the_range_come_first() -> None:
-    points = grid(BOUNDS)
     ends = corners(points)
-    first = [point for point, _ in zip(visits(BOUNDS, seed=0), range(2 * len(ends)), strict=False)]
-    assert set(ends) <= set(first)
-    assert any(point.num_decodes == 64 for point in ends)
-    assert any(point.num_prefill_tokens == 2048 for point in ends)
+    assert set(ends) <= set(itertools.islice(visits(BOUNDS, seed=0), 2 * len(ends)))
+    assert {64, 2048} <= {number for point in ends for number in point}
+    slow = grid(BOUNDS._replace(max_prefill_tokens=100))  # no step takes all the time
+    assert max(point.num_prefill_tokens for point in slow) == 100
 
 
-def test_all_points_are_visited_and_some_again_in_between() -> None:
+def test_all_points_are_visited_in_a_random_order_and_some_again_in_between() -> None:
     points = grid(BOUNDS)
     num_visits = len(points) * (REPEAT_EVERY + 1) // REPEAT_EVERY + 2
-    seen = list(itertools.islice(visits(BOUNDS, seed=0), num_visits))
-    assert set(seen) == set(points)
-    early = seen[: len(points) // 2]
+    first, again, other = (list(itertools.islice(visits(BOUNDS, seed), num_visits)) for seed in (0, 0, 1))
+    assert set(first) == set(points) and first == again != other
+    early = first[: len(points) // 2]
     assert len(set(early)) < len(early), "no repeats while the first points are measured"
-
-
-def test_the_order_is_random_and_the_same_for_a_seed() -> None:
-    first, again, other = (list(itertools.islice(visits(BOUNDS, seed), 50)) for seed in (0, 0, 1))
-    assert first == again != other
     sizes = [point.num_prefill_tokens for point in first]
     assert sizes != sorted(sizes) and sizes != sorted(sizes, reverse=True)
 
 
-def test_a_slow_model_gets_no_step_that_takes_all_the_time() -> None:
-    points = grid(BOUNDS._replace(max_prefill_tokens=100))
-    assert max(point.num_prefill_tokens for point in points) == 100
-
-
-# -- lines through points ----------------------------------------------------------------------------------------------
-
-
-def copies(
-    setup_s: float, out_rate: float, in_rate: float, noise: float = 0.0
-) -> dict[tuple[int, bool], list[float]]:
+def copies(setup_s: float, out_rate: float, in_rate: float, noise: float = 0.0) -> Times:
     chance = random.Random(3)
-    return {
-        (size, is_out): [
-            (setup_s + size * 4096 / (out_rate if is_out else in_rate)) * chance.lognormvariate(0, noise)
-            for _ in range(9)
-        ]
-        for size in _sizes(200)
-        for is_out in (True, False)
-    }
+
+    def times(num_bytes: int, rate: float) -> list[float]:
+        return [abs(setup_s + num_bytes / rate) * chance.lognormvariate(0, noise) for _ in range(9)]
+
+    ways = ((True, out_rate), (False, in_rate))
+    return {(size, is_out): times(4096 * size, rate) for size in _sizes(200) for is_out, rate in ways}
 
 
 def test_a_link_is_found_again_each_way_with_its_set_up() -> None:
     times = copies(50e-6, 8e9, 5e9)
     link = fit_link(times, 4096)
-    assert link.d2h_bytes_per_s == pytest.approx(8e9, rel=1e-6)
-    assert link.h2d_bytes_per_s == pytest.approx(5e9, rel=1e-6)
-    assert link.setup_s == pytest.approx(50e-6, rel=1e-6)
+    found = link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.setup_s
+    assert found == pytest.approx((8e9, 5e9, 50e-6), rel=1e-6)
     assert _swap_error(link, times, {3, 64}, 4096) < 1e-6
-
-
-def test_noise_does_not_make_a_set_up_of_less_than_nothing() -> None:
-    for seed_size in (2e-9, 0.0):
-        link = fit_link(copies(seed_size, 8e9, 5e9, noise=0.2), 4096)
+    for setup_s in (2e-9, 0.0, -1e-6):  # noise does not make a set-up of less than nothing
+        link = fit_link(copies(setup_s, 8e9, 5e9, noise=0.2 if setup_s >= 0 else 0.0), 4096)
         assert link.setup_s >= 0 and link.d2h_bytes_per_s > link.h2d_bytes_per_s > 0
-
-
-def test_sizes_grow_by_halves_up_to_the_last() -> None:
-    assert _sizes(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
-    assert _sizes(1) == [1]
+    assert _sizes(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20] and _sizes(1) == [1]
 
 
 def test_a_line_says_how_much_it_explains() -> None:
     line = fit_line([8, 16, 64, 128], [2e-6 * x + 3e-4 for x in (8, 16, 64, 128)])
-    assert (line.a, line.b, line.r2) == (pytest.approx(2e-6), pytest.approx(3e-4), pytest.approx(1.0))
-    assert line.seconds(10) == pytest.approx(3.2e-4)
+    assert (line.a, line.b, line.r2) == pytest.approx((2e-6, 3e-4, 1.0))
     assert fit_line([1, 2, 3, 4], [1.0, -1.0, 1.0, -1.0]).r2 < 0.3
     assert fit_line([8, 8], [1.0, 3.0]).a == 0
 
 
-# -- disk --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_disk_is_measured_by_writing_and_reading_all_of_it_back(tmp_path: Path) -> None:
-    told = Told()
-    measured = disk.measure_disk(tmp_path, BlockShape(4, 1 << 16), budget([0.0], 0.0, told))
-    assert measured.num_bytes >= disk.MIN_BYTES
-    assert measured.read_bytes_per_s > 0 and measured.write_bytes_per_s > 0
-    assert {what for what, _, _ in told.said} == {"disk: writing", "disk: reading"}
-
-
 def test_a_disk_that_does_not_give_back_what_was_written_is_not_measured(tmp_path: Path) -> None:
-    shape = BlockShape(4, 1 << 16)
+    """tests/integration/test_profile.py measures one that does."""
 
     def spoil(what: str, share_done: float, left_s: float) -> None:
         if what == "disk: reading":
@@ -191,4 +133,4 @@ def test_a_disk_that_does_not_give_back_what_was_written_is_not_measured(tmp_pat
                     path.write_bytes(bytes(path.stat().st_size))
 
     with pytest.raises(disk.DiskUnmeasured, match="did not give back"):
-        disk.measure_disk(tmp_path, shape, Budget(0, 0, 0, spoil, lambda: 1.0))
+        disk.measure_disk(tmp_path, BlockShape(4, 1 << 16), Budget(0, 0, 0, spoil, lambda: 1.0))

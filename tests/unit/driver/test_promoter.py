@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,11 +50,12 @@ class LateCopier(CpuCopier):
 class Bench:
     """A device and a host tier. What a block holds is told by its key."""
 
-    def __init__(self, io: IoThread, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, num_host_blocks: int = NUM_HOST_BLOCKS) -> None:
+        self.io = io = IoThread("test-io")
         self.pool = BlockPool(NUM_DEVICE_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-        self.tiers = KvTiers(TiersConfig(host_bytes=NUM_HOST_BLOCKS * SHAPE.block_bytes), policy=LoadsAll())
+        self.tiers = KvTiers(TiersConfig(host_bytes=num_host_blocks * SHAPE.block_bytes), policy=LoadsAll())
         disk = io.start(DiskLog.open(folder, "test", SHAPE, 1 << 20)).result() if folder else None
-        self.store = KvStore(SHAPE, NUM_HOST_BLOCKS * SHAPE.block_bytes, io, disk, ByValue())
+        self.store = KvStore(SHAPE, num_host_blocks * SHAPE.block_bytes, io, disk, ByValue())
         self.tiers.store = self.store
         self.device = [
             torch.zeros(NUM_DEVICE_BLOCKS, SHAPE.layer_bytes, dtype=torch.uint8)
@@ -65,6 +67,12 @@ class Bench:
         self.promoter = Promoter(self.pool, self.tiers, BLOCK_TOKENS, lambda: (0, 0), lambda: self.now)
         self.tiers.listener = self.promoter
         self.restores = self.tiers.restores = Restores(self.tiers, BLOCK_TOKENS)
+
+    def close(self) -> None:
+        self.restores.close()
+        self.store.check_invariants()
+        self.store.close()
+        self.io.close()
 
     def save(self, session: str, keys: Sequence[bytes]) -> int:
         save = self.store.begin_save(session, [BlockKey(key) for key in keys])
@@ -94,111 +102,96 @@ def content(key: bytes) -> bytes:
     return key.ljust(SHAPE.layer_bytes, b".")
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    io = IoThread("test-io")
-    bench = Bench(io)
-    yield bench
-    bench.store.close()
-    io.close()
-
-
-class Waiting:
+class Waiting(Bench):
     """A request that waits for its KV, which is on disk and larger than host memory."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.keys = bench, keys_of("r", 2 * NUM_HOST_BLOCKS)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.keys = keys_of("r", 2 * NUM_HOST_BLOCKS)
         for start in range(0, len(self.keys), 4):
-            bench.save("r", self.keys[start : start + 4])
-            bench.store.flush()
-        bench.store.drop_host()
-        bench.restores.enter(NewRequest("r", self.keys, session="r"))
+            self.save("r", self.keys[start : start + 4])
+            self.store.flush()
+        self.store.drop_host()
+        self.restores.enter(NewRequest("r", self.keys, session="r"))
 
     @property
     def num_on_device(self) -> int:
-        found = (self.bench.pool.get_cached_block(key, [0]) is not None for key in self.keys)
+        found = (self.pool.get_cached_block(key, [0]) is not None for key in self.keys)
         return next((at for at, is_there in enumerate(found) if not is_there), len(self.keys))
 
     def match(self) -> int | None:
         """Blocks that the next step can load."""
         num_tokens, num_there = BLOCK_TOKENS * len(self.keys) + 2, BLOCK_TOKENS * self.num_on_device
-        found = self.bench.restores.match("r", num_there, num_tokens, is_resumed=False)
+        found = self.restores.match("r", num_there, num_tokens, is_resumed=False)
         return found // BLOCK_TOKENS if found is not None else None
 
-    def look(self) -> int | None:
-        """The same, and what is done behind a step."""
-        found = self.match()
-        self.bench.promoter.advance()
-        return found
+    def until_it_starts(self, behind_each_step: Callable[[], None] = lambda: None) -> int:
+        """Steps until the request can start; returns the blocks that its step loads."""
+        for _ in range(100):
+            num_loaded = self.match()
+            self.promoter.advance()
+            if num_loaded is not None:
+                return num_loaded
+            behind_each_step()
+            self.store.wait_for_reads(10)
+        raise AssertionError("it never starts")
 
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    io = IoThread("test-io")
-    waiting = Waiting(Bench(io, tmp_path))
-    yield waiting
-    waiting.bench.restores.close()
-    waiting.bench.store.check_invariants()
-    waiting.bench.store.close()
-    io.close()
+    with closing(Waiting(tmp_path)) as waiting:
+        yield waiting
 
 
 def test_what_is_larger_than_host_memory_comes_to_the_device_in_pieces(waiting: Waiting) -> None:
-    bench, num_looks = waiting.bench, 0
-    while (num_loaded := waiting.look()) is None:
-        assert bench.promoter.has_work() is bool(bench.copier.waiting), "the engine is not to sleep then"
-        bench.copier.catch_up()
-        bench.store.wait_for_reads(10)
-        num_looks += 1
-        assert num_looks < 100
-    num = waiting.num_on_device
-    assert num + num_loaded == len(waiting.keys) and bench.tiers.num_carried == num
-    assert bench.on_device(waiting.keys[:num]) == [
-        [content(key)] * SHAPE.num_layers for key in waiting.keys[:num]
-    ]
-    assert bench.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1, "they are anybody's"
+    def copy() -> None:
+        assert waiting.promoter.has_work() is bool(waiting.copier.waiting), "the engine is not to sleep then"
+        waiting.copier.catch_up()
+
+    num_loaded, num = waiting.until_it_starts(copy), waiting.num_on_device
+    assert num + num_loaded == len(waiting.keys) and waiting.tiers.num_carried == num
+    found = waiting.on_device(waiting.keys[:num])
+    assert found == [[content(key)] * SHAPE.num_layers for key in waiting.keys[:num]]
+    free = waiting.pool.free_block_queue.get_all_free_blocks()
+    assert len(free) == NUM_DEVICE_BLOCKS - 1, "they are anybody's"
+    cached = [waiting.pool.get_cached_block(key, [0]) for key in waiting.keys[:num]]
+    order = [free.index(block) for blocks in cached for block in blocks]
+    assert order[:4] == sorted(order[:4], reverse=True), "the beginning of a conversation goes last"
 
 
 def test_a_piece_whose_place_a_step_has_taken_is_not_copied(waiting: Waiting) -> None:
-    bench = waiting.bench
     waiting.match()
-    bench.store.wait_for_reads(10)
+    waiting.store.wait_for_reads(10)
     assert waiting.match() is None
-    taken = bench.pool.get_new_blocks(bench.pool.get_num_free_blocks())
-    bench.promoter.advance()
-    assert waiting.num_on_device == 0 and not bench.copier.waiting
-    bench.pool.free_blocks(taken)
+    taken = waiting.pool.get_new_blocks(waiting.pool.get_num_free_blocks())
+    waiting.promoter.advance()
+    assert waiting.num_on_device == 0 and not waiting.copier.waiting
+    waiting.pool.free_blocks(taken)
     for _ in range(3):
-        waiting.look()
-        bench.copier.catch_up()
+        waiting.match()
+        waiting.promoter.advance()
+        waiting.copier.catch_up()
     assert waiting.num_on_device > 0
 
 
 def test_a_request_whose_pieces_cannot_be_copied_goes_on_without(waiting: Waiting) -> None:
-    bench = waiting.bench
-
     def fail(*args: object) -> None:
         raise RuntimeError("no such address")
 
-    bench.copier.to_device = fail  # type: ignore[method-assign]
-    num_looks = 0
-    while (num_loaded := waiting.look()) is None:
-        bench.store.wait_for_reads(10)
-        num_looks += 1
-        assert num_looks < 100
-    assert num_loaded == NUM_HOST_BLOCKS, "what host memory can hold at once"
-    assert bench.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1
+    waiting.copier.to_device = fail  # type: ignore[method-assign]
+    assert waiting.until_it_starts() == NUM_HOST_BLOCKS, "what host memory can hold at once"
+    assert waiting.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1
 
 
-def test_what_a_device_copies_later_stays_in_host_memory_until_then(bench: Bench) -> None:
+def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
     keys = keys_of("a", 4)
-    bench.save("a", keys)
-    bench.expect("a", keys)
-    while bench.promoter.has_work():
-        bench.promoter.advance()
-    bench.promoter.retract("a", is_expired=False)
-    assert bench.save("b", keys_of("b", 8)) == 4, "the rest of host memory"
-    bench.copier.catch_up()
-    assert bench.on_device(keys) == [[content(key)] * SHAPE.num_layers for key in keys]
-    assert bench.save("c", keys_of("c", 8)) == 8, "nothing is held any more"
-    bench.store.check_invariants()
+    with closing(Bench()) as bench:
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        while bench.promoter.has_work():
+            bench.promoter.advance()
+        bench.promoter.retract("a", is_expired=False)
+        assert bench.save("b", keys_of("b", 8)) == 4, "the rest of host memory"
+        bench.copier.catch_up()
+        assert bench.on_device(keys) == [[content(key)] * SHAPE.num_layers for key in keys]
+        assert bench.save("c", keys_of("c", 8)) == 8, "nothing is held any more"

@@ -57,20 +57,16 @@ def joined(split: ReasoningSplit, given: list[Any]) -> tuple[str, str]:
 def test_what_stands_between_the_marks_is_reasoning_however_the_tokens_come(
     tokenizer: Any, name: str, size: int
 ) -> None:
-    given = outputs(tokenizer, f"<think>{THOUGHT}</think>{ANSWER}", size)
-    reasoning, text = joined(split_of(name, tokenizer), given)
-    assert (reasoning.strip(), text.strip()) == (THOUGHT, ANSWER)
-
-
-def test_an_answer_that_ends_while_the_model_thinks_has_no_text(tokenizer: Any) -> None:
-    reasoning, text = joined(split_of("deepseek_r1", tokenizer), outputs(tokenizer, f"<think>{THOUGHT}", 3))
-    assert (reasoning.strip(), text) == (THOUGHT, "")
+    """An answer that ends while the model thinks has no text."""
+    for text, wanted in ((f"<think>{THOUGHT}</think>{ANSWER}", ANSWER), (f"<think>{THOUGHT}", "")):
+        if wanted or name == "deepseek_r1":
+            reasoning, found = joined(split_of(name, tokenizer), outputs(tokenizer, text, size))
+            assert (reasoning.strip(), found.strip()) == (THOUGHT, wanted)
 
 
 def test_an_answer_is_never_lost_to_a_parser_that_fails(tokenizer: Any) -> None:
-    class Failing:
-        def parse_delta(self, *_: object, **__: object) -> None:
-            raise IndexError("a mistake")
+    def fail(*_: object, **__: object) -> None:
+        raise IndexError("a mistake")
 
-    given = outputs(tokenizer, ANSWER, 2)
-    assert joined(ReasoningSplit(Failing(), REQUEST), given) == ("", ANSWER)
+    failing = ReasoningSplit(SimpleNamespace(parse_delta=fail), REQUEST)
+    assert joined(failing, outputs(tokenizer, ANSWER, 2)) == ("", ANSWER)

@@ -27,7 +27,7 @@ from engine_bridge.driver.adapters.layouts import LayoutsAhead
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
-from engine_bridge.driver.adapters.weights import AdapterWeights, BufferPool, ModuleWeights
+from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights, host_buffers
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, PrefixFacts
 
 MAX_LORAS, NUM_SLOTS, NUM_BLOCKS = 2, 3, 20
@@ -36,40 +36,24 @@ CONTRACT = ModelContract({}, 128, (), lambda name: (name, True), lambda config: 
 
 
 def record(number: int, num_bytes: int) -> AdapterRecord:
-    return AdapterRecord(
-        version_id=number,
-        name=f"a{number}",
-        path="",
-        content_hash="",
-        checksum=0,
-        signature="",
-        rank=8,
-        num_bytes=num_bytes,
-        target_modules=(),
-        base_model=None,
-        state="ready",
-        is_pinned=False,
-        added_at=0.0,
-        last_used_at=None,
-        num_uses=0,
-    )
+    named: dict[str, Any] = {"version_id": number, "name": f"a{number}", "num_bytes": num_bytes, "rank": 8}
+    empty = {"path": "", "content_hash": "", "checksum": 0, "signature": "", "target_modules": ()}
+    state = {"base_model": None, "state": "ready", "is_pinned": False, "added_at": 0.0, "last_used_at": None}
+    return AdapterRecord(**named, **empty, **state, num_uses=0)
 
 
 class Disk:
     """Where adapters come from; those in `broken` cannot be read."""
 
     def __init__(self) -> None:
-        self.buffers = BufferPool(is_pinned=False, max_idle_bytes=1000)
+        self.buffers = host_buffers(is_pinned=False, max_idle_bytes=1000)
         self.broken: set[int] = set()
-        self.num_loads = 0
 
     def load(self, record: AdapterRecord) -> AdapterWeights:
-        self.num_loads += 1
         if record.version_id in self.broken:
             raise AdapterRejected("It cannot be read.", code="unreadable")
         buffer = self.buffers.take(record.num_bytes)
-        part = buffer[: record.num_bytes].view(1, -1)
-        part.fill_(record.version_id % 256)
+        part = buffer[: record.num_bytes].view(1, -1).fill_(record.version_id % 256)
         module = ModuleWeights((part,), (part[:, :0],), is_list=False)
         return AdapterWeights({"model.layers.0.x": module}, record.num_bytes, buffer)
 
@@ -124,7 +108,6 @@ class Traffic(RuleBasedStateMachine):
         self.now, self.step_s = 0.0, step_s
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
-        self.failed: list[str] = []
         self.served: set[int] = set()
         self.disk = Disk()
         self.manager = SimpleNamespace(
@@ -173,10 +156,13 @@ class Traffic(RuleBasedStateMachine):
         self.next_number = 1
         self.add(800)
 
+    @staticmethod
+    def drawn(data: st.DataObject, names: Any) -> Any:
+        return data.draw(st.sampled_from(sorted(names)))
+
     def give_up(self, request_ids: list[str], error: Exception) -> None:
         for request_id in request_ids:
             adapter_id = self.waiting.pop(request_id, None) or self.running.pop(request_id)
-            self.failed.append(request_id)
             self.residency.released(request_id, adapter_id)
 
     @rule(num_bytes=st.integers(100, 1500))
@@ -189,14 +175,14 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: len(self.served) > 1)
     def remove(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.served)))
+        number = self.drawn(data, self.served)
         self.served.discard(number)
         self.residency.remove(number)
 
     @rule(data=st.data(), wait_s=st.floats(0, 5))
     def request(self, data: st.DataObject, wait_s: float) -> None:
         self.now += wait_s
-        number = data.draw(st.sampled_from(sorted(self.served)))
+        number = self.drawn(data, self.served)
         request_id = f"r{self.next_number}"
         self.next_number += 1
         self.waiting[request_id] = number
@@ -205,22 +191,22 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def expect(self, data: st.DataObject) -> None:
         """From another thread, as the event loop does."""
-        number = data.draw(st.sampled_from(sorted(self.served)))
+        number = self.drawn(data, self.served)
         thread = threading.Thread(target=self.residency.expect, args=(number,))
         thread.start()
         thread.join()
 
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:
-        self.residency.core.prefetch(data.draw(st.sampled_from(sorted(self.served))))
+        self.residency.core.prefetch(self.drawn(data, self.served))
 
     @rule(data=st.data())
     def break_or_mend(self, data: st.DataObject) -> None:
-        self.disk.broken ^= {data.draw(st.sampled_from(sorted(self.served)))}
+        self.disk.broken ^= {self.drawn(data, self.served)}
 
     @rule(data=st.data(), is_late=st.booleans())
     def break_or_mend_layout(self, data: st.DataObject, is_late: bool) -> None:
-        self.slots.broken ^= {data.draw(st.sampled_from(sorted(self.served))) % 256}
+        self.slots.broken ^= {self.drawn(data, self.served) % 256}
         self.slots.is_late = is_late
 
     @rule(num_blocks=st.integers(1, 8), frees=st.booleans())
@@ -250,32 +236,28 @@ class Traffic(RuleBasedStateMachine):
             self.slots.compute(owners.index(number))
         ended = {each for each, number in self.running.items() if number % 256 in self.slots.broken}
         failed = self.residency.end_step()
-        assert set(failed) == self.spoiled, (
-            "what was computed without an adapter is known before the step ends"
-        )
-        assert all(number % 256 in self.slots.broken for number in failed), (
-            "only who cannot be laid out fails"
-        )
+        assert set(failed) == self.spoiled, "what lacks an adapter is known before the step ends"
+        assert all(number % 256 in self.slots.broken for number in failed)
         self.residency.settle(failed)
         assert not {each for each in ended if self.running.get(each) in failed}, "its requests have been told"
 
     @rule(data=st.data())
     @precondition(lambda self: self.running)
     def finish(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        request_id = self.drawn(data, self.running)
         self.residency.released(request_id, self.running.pop(request_id))
 
     @rule(data=st.data())
     @precondition(lambda self: self.waiting)
     def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        request_id = self.drawn(data, self.waiting)
         self.residency.released(request_id, self.waiting.pop(request_id))
 
     @rule()
     def everybody_gets_there(self) -> None:
         """Whatever went before: requests end one after the other, without a step in which nothing can move."""
         for _ in range(40 * (1 + len(self.waiting) + len(self.running))):
-            self.loader_rests()
+            self.residency.loader.rest()
             self.step()
             if self.running:
                 request_id = next(iter(self.running))
@@ -284,16 +266,11 @@ class Traffic(RuleBasedStateMachine):
                 return
         raise AssertionError(f"requests starve: {self.waiting}")
 
-    def loader_rests(self) -> None:
-        self.residency.loader.rest()
-
     @invariant()
-    def host_memory_is_bounded(self) -> None:
-        seen = self.residency.stats()
-        assert 0 <= seen.host_bytes <= HOST_BYTES
-
-    @invariant()
-    def slots_and_adapters_agree(self) -> None:
+    def slots_and_adapters_agree_and_memory_is_bounded(self) -> None:
+        assert 0 <= self.residency.stats().host_bytes <= HOST_BYTES
+        num_taken = sum(len(blocks) for blocks in self.taken)
+        assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1 - num_taken, "lent blocks are free"
         owners = self.manager.lora_index_to_id
         table = self.residency.core.table
         table.check(HOST_BYTES)
@@ -304,54 +281,49 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def only_what_is_served_or_used_is_known(self) -> None:
-        self.loader_rests()
+        self.residency.loader.rest()
         self.residency.advance()
         in_use = {*self.running.values(), *self.waiting.values()}
         assert set(self.residency.places()) == self.served | in_use
-
-    @invariant()
-    def lent_blocks_are_free(self) -> None:
-        num_taken = sum(len(blocks) for blocks in self.taken)
-        assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1 - num_taken
 
     def teardown(self) -> None:
         if hasattr(self, "residency"):
             self.residency.close()
 
 
-def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_place() -> None:
+def begun(*, is_device: bool) -> Traffic:
     traffic = Traffic()
-    traffic.begin(assist=False, is_device=True, policy="lru", step_s=0.0)
-    copied = []
+    traffic.begin(assist=False, is_device=is_device, policy="lru", step_s=0.0)
+    return traffic
+
+
+def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_place() -> None:
+    traffic, copied = begun(is_device=True), []
     for number in (2, 3, 4):  # the first of them leaves too few blocks for another
         traffic.add(2700)
         traffic.residency.core.prefetch(number)
         for _ in range(20):
-            traffic.loader_rests()
+            traffic.residency.loader.rest()
             traffic.now += 0.1
             traffic.residency.advance()
         copied.append(traffic.residency.copies.blocks.ids())
-    places = traffic.residency.places()
+    assert copied[0] and copied[1:] == [copied[0]] * 2
+    assert traffic.residency.places()[4] == "host"
     traffic.teardown()
-    assert copied[0]
-    assert copied[1:] == [copied[0]] * 2
-    assert places[4] == "host"
 
 
 def test_what_was_read_ahead_gets_its_slot_with_the_turn_that_takes_it_in() -> None:
-    traffic = Traffic()
-    traffic.begin(assist=False, is_device=False, policy="lru", step_s=0.0)
-    traffic.loader_rests()
+    traffic = begun(is_device=False)
+    traffic.residency.loader.rest()
     traffic.residency.advance()
     traffic.add(3500)  # too large to be loaded before it is asked for
     traffic.residency.expect(2)
-    traffic.loader_rests()
+    traffic.residency.loader.rest()
     traffic.residency.requested("r", 2)
     assert traffic.residency.places()[2] == "disk"
     traffic.residency.advance()
-    places = traffic.residency.places()
+    assert traffic.residency.places()[2] == "slot"
     traffic.teardown()
-    assert places[2] == "slot"
 
 
 TestTraffic = Traffic.TestCase

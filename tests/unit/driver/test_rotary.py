@@ -1,8 +1,7 @@
 """Rotary positions on a CPU: heads beside each other, heads apart, and heads that are a part of something wider."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 NUM_TOKENS, NUM_HEADS, SIZE = 7, 4, 64
 
@@ -13,8 +12,12 @@ def rope(request):
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     from engine_bridge.driver.corrections import rotary
+    from engine_bridge.driver.vllm_api import _custom_ops
 
     rotary.install()
+    first = _custom_ops.rotary_embedding
+    rotary.install()
+    assert _custom_ops.rotary_embedding is first, "it is put in place once"
     with set_current_vllm_config(VllmConfig()):
         yield get_rope(
             SIZE,
@@ -25,46 +28,30 @@ def rope(request):
         )
 
 
-def beside(num_heads):
-    return torch.randn(NUM_TOKENS, num_heads * SIZE)
+FORMS = {
+    "beside": lambda num_heads: torch.randn(NUM_TOKENS, num_heads * SIZE),
+    "apart": lambda num_heads: torch.randn(NUM_TOKENS, num_heads, SIZE),
+    "part of wider": lambda num_heads: torch.randn(NUM_TOKENS, num_heads, 3 * SIZE)[..., -SIZE:],
+    # As MLA's key: one head, at the end of a wider row.
+    "part of row": lambda num_heads: torch.randn(NUM_TOKENS, 640)[:, -SIZE:].unsqueeze(1),
+}
+WIDE = ("apart", "part of wider")
 
 
-def apart(num_heads):
-    return torch.randn(NUM_TOKENS, num_heads, SIZE)
-
-
-def part_of_wider(num_heads):
-    return torch.randn(NUM_TOKENS, num_heads, 3 * SIZE)[..., -SIZE:]
-
-
-def part_of_row(num_heads):
-    """As MLA's key: one head, at the end of a wider row."""
-    return torch.randn(NUM_TOKENS, 640)[:, -SIZE:].unsqueeze(1)
-
-
-@pytest.mark.parametrize("query_of", [beside, apart, part_of_wider])
-@pytest.mark.parametrize("key_of", [beside, apart, part_of_wider, part_of_row, None])
+@pytest.mark.parametrize(
+    ("query_of", "key_of"),
+    # vLLM asks for as many dimensions of keys as of queries.
+    [("beside", "beside"), ("beside", ""), *((q, k) for q in WIDE for k in (*WIDE, "part of row", ""))],
+)
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
 def test_the_kernel_turns_what_the_formula_turns(rope, query_of, key_of, num_tokens):
-    if key_of is not None and (query_of is beside) != (key_of is beside):
-        pytest.skip("vLLM asks for as many dimensions of keys as of queries")
     torch.manual_seed(3)
-    query = query_of(NUM_HEADS)[:num_tokens]
-    key = None if key_of is None else key_of(1)[:num_tokens]
+    query = FORMS[query_of](NUM_HEADS)[:num_tokens]
+    key = FORMS[key_of](1)[:num_tokens] if key_of else None
     positions = torch.arange(5, 5 + num_tokens)
-    expected = rope.forward_native(positions, query.clone(), None if key is None else key.clone())
+    expected = rope.forward_native(positions, query.clone(), key.clone() if key_of else None)
     found = rope.forward_cpu(positions, query, key)
     torch.testing.assert_close(found[0], expected[0].view_as(found[0]))
     torch.testing.assert_close(query, found[0])  # it changes what it is given
-    if key is not None:
+    if key_of:
         torch.testing.assert_close(found[1], expected[1].view_as(found[1]))
-
-
-def test_it_is_put_in_place_once():
-    from engine_bridge.driver.corrections import rotary
-    from engine_bridge.driver.vllm_api import _custom_ops
-
-    rotary.install()
-    first = _custom_ops.rotary_embedding
-    rotary.install()
-    assert _custom_ops.rotary_embedding is first

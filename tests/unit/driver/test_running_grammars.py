@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -72,37 +72,25 @@ class Answer:
         return True
 
 
+def answer_of(
+    backend: BoundedBackend, tenant: str = "", kind: Any = REGEX, spec: str = COUNTING, seed: int = 0
+) -> Answer:
+    return Answer(backend, backend.grammar_for(tenant, kind, spec), seed)
+
+
 def test_an_answer_that_fills_up_its_lexer_goes_on_as_if_it_had_room_for_ever(backend: MakeBackend) -> None:
     small, large = backend(states=300), backend(states=200_000)
-    bounded = Answer(small, small.grammar_for("", REGEX, COUNTING))
-    free = Answer(large, large.grammar_for("", REGEX, COUNTING))
+    bounded = answer_of(small)
+    free = answer_of(large)
     for _ in range(30):
         assert bounded.take(10)
         assert free.grammar.accept_tokens("free", bounded.tokens[-10:])
         assert bounded.allowed() == free.allowed()
 
 
-def test_a_grammar_that_one_answer_uses_up_still_serves_the_others(backend: MakeBackend) -> None:
-    bounded = backend(states=400)
-    waiting = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
-    assert waiting.take(3)
-    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING), seed=1).take(150)
-    assert waiting.take(150)
-    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING), seed=2).take(150)
-
-
-def test_no_number_of_overlapping_answers_wears_a_grammar_out(backend: MakeBackend) -> None:
-    bounded = backend(states=250)
-    overlapping: list[Answer] = []
-    for seed in range(30):
-        overlapping = [*overlapping[-1:], Answer(bounded, bounded.grammar_for("", JSON, STREET), seed)]
-        overlapping[-1].take(25)
-        assert take_failure("answer") is None
-
-
 def test_draft_tokens_are_taken_back_also_where_the_grammar_was_compiled_anew(backend: MakeBackend) -> None:
     bounded = backend(states=300)
-    answer = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
+    answer = answer_of(bounded)
     assert answer.take(20)
     before = answer.allowed()
     for seed in range(20):
@@ -112,43 +100,24 @@ def test_draft_tokens_are_taken_back_also_where_the_grammar_was_compiled_anew(ba
         assert answer.allowed() == before
 
 
-def test_nothing_compiled_outlives_its_answers(backend: MakeBackend) -> None:
-    bounded = backend()
-    answers = [bounded.grammar_for("", JSON, STREET) for _ in range(3)]
-    assert bounded.num_compiled == 1, "answers of one key that run at the same time share a grammar"
-    del answers
-    gc.collect()
-    assert bounded.num_compiled == 0
-
-
 def test_no_tenant_shares_a_grammar_or_its_time_with_another(backend: MakeBackend) -> None:
     bounded = backend()
     slow = bounded.grammar_for("one", JSON, STREET)
-    other = Answer(bounded, bounded.grammar_for("another", JSON, STREET))
+    other = answer_of(bounded, "another", JSON, STREET)
     slow.budget.spend(1000)
     assert not slow.accept_tokens("slow", [1])
     assert "too ambiguous" in str(take_failure("slow"))
     assert other.take(5)
-    assert Answer(bounded, bounded.grammar_for("one", JSON, STREET)).take(5), "nor with its own next answer"
+    assert answer_of(bounded, "one", JSON, STREET).take(5), "nor with its own next answer"
 
 
-@pytest.fixture
-def many(backend: MakeBackend) -> Iterator[tuple[BoundedBackend, list[BoundedGrammar]]]:
-    """A tenant's grammars, as many as it may have at once."""
-    bounded = backend(room_bytes=64 << 20)
-    grammars = []
+def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(backend: MakeBackend) -> None:
+    bounded, grammars = backend(room_bytes=64 << 20), []
     with pytest.raises(NoRoom):
         for number in range(1000):
             grammars.append(bounded.grammar_for("greedy", REGEX, f"[a-z]{{1,{number + 1}}}"))
-    yield bounded, grammars
-
-
-def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(
-    many: tuple[BoundedBackend, list[BoundedGrammar]],
-) -> None:
-    bounded, grammars = many
     assert 2 <= len(grammars) <= 20
-    assert Answer(bounded, bounded.grammar_for("modest", JSON, STREET)).take(5)
+    assert answer_of(bounded, "modest", JSON, STREET).take(5)
     grammars.clear()
     gc.collect()
     assert bounded.grammar_for("greedy", JSON, STREET), "what has ended makes room"
@@ -156,11 +125,11 @@ def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(
 
 def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: MakeBackend) -> None:
     bounded = backend(room_bytes=8 << 20, states=500)
-    answer = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
+    answer = answer_of(bounded)
     assert not answer.take(2000)
     failure = take_failure("answer")
     assert isinstance(failure, GracefulHTTPError) and failure.http_status == 429
-    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING)).take(20)
+    assert answer_of(bounded).take(20)
 
 
 def test_what_fails_in_a_grammar_of_its_own_is_the_answers_fault(backend: MakeBackend) -> None:

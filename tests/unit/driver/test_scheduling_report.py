@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from engine_bridge.core.scheduling.guess_errors import ERROR_BOUNDS, GuessErrors
 from engine_bridge.driver.scheduling.report import SchedulingReport
 from engine_bridge.policy.scheduling.queue_policy import Decision
-from engine_bridge.predict.length import LengthGuess
+from engine_bridge.protocol.engine_request import LengthGuess
 
 
 class Waits(SimpleNamespace):
@@ -45,14 +45,19 @@ def compiling(future: Any) -> Waits:
     )
 
 
-def scheduler(*waiting: Waits, deferred: tuple[Waits, ...] = (), running: tuple[Waits, ...] = ()) -> Any:
+def scheduler(
+    *waiting: Waits,
+    deferred: tuple[Waits, ...] = (),
+    running: tuple[Waits, ...] = (),
+    has_room: bool | None = None,
+) -> Any:
     return SimpleNamespace(
         waiting=list(waiting),
         kv_holding_waiting=[],
         running=list(running),
         deferred_waiting=set(deferred),
         lora_config=SimpleNamespace(max_loras=1),
-        residency=None,
+        residency=None if has_room is None else SimpleNamespace(has_room=lambda adapter_id: has_room),
         num_preempted=3,
         num_ended_tokens=0,
     )
@@ -65,11 +70,13 @@ class Ours:
         self.dispatcher = self
         self.last, self._unready = last, unready
         self.policy = SimpleNamespace(name="fcfs")
-        self.laned = None
         self.guess_errors = GuessErrors()
 
     def reason(self, request_id: str) -> str:
         return "not_ready" if request_id in self._unready else self.last.reason(request_id)
+
+    def lanes(self) -> None:
+        return None
 
     def all_counts(self) -> dict[str, int]:
         return {}
@@ -78,64 +85,46 @@ class Ours:
         return {}
 
 
-def reasons(scheduler: Any, ours: Any = None, places: dict[int, str] | None = None) -> dict[str, int]:
-    stats = SchedulingReport(scheduler, ours, None, lambda: places or {}, BLOCKS, 16).stats()
-    assert sum(stats.num_by_reason.values()) == stats.num_waiting
-    return dict(stats.num_by_reason)
+DONE: Future[str] = Future()
+DONE.set_result("grammar")
+HERE, FIRST, SECOND = request(adapter=1), request("r", adapter=1), request("a", adapter=2)
+PLAIN, LOADING = request("a"), request("a", status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+UNREADY, STARTS = Ours(Decision(), unready=("a",)), Ours(Decision(("a",)))
+SAYS = Ours(Decision(deferred={"a": "no_blocks"}, otherwise="no_slot"))
+DEFERRED = {"deferred": (SECOND,)}
+HOST, DISK = {1: "host", 2: "host"}, {1: "disk"}
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_grammar_that_compiles_is_waited_for(is_ours: bool) -> None:
-    done: Future[str] = Future()
-    done.set_result("grammar")
-    ours = Ours(Decision(), unready=("a",)) if is_ours else None
-    assert reasons(scheduler(compiling(Future())), ours) == {"grammar_compiling": 1}
-    assert reasons(scheduler(compiling(None)), ours) == {"grammar_compiling": 1}
-    assert reasons(scheduler(compiling(done)), ours) == {"just_came" if is_ours else "queued": 1}
-
-
-def test_an_adapter_is_waited_for() -> None:
-    here = request(adapter=1)
-    assert reasons(scheduler(here), Ours(Decision(), unready=("a",))) == {"adapter_on_its_way": 1}
-    assert reasons(scheduler(here), places={1: "disk"}) == {"adapter_on_its_way": 1}
-    assert reasons(scheduler(here), places={1: "host"}) == {"queued": 1}
-
-
-def test_what_the_policy_says_is_told() -> None:
-    ours = Ours(Decision(deferred={"a": "no_blocks"}, otherwise="no_slot"))
-    assert reasons(scheduler(request("a"), request("b")), ours) == {"no_blocks": 1, "no_slot": 1}
-
-
-def test_one_that_was_to_start_and_did_not_says_what_stopped_it() -> None:
-    ours = Ours(Decision(("a",)))
-    plain, loading = request("a"), request("a", status=RequestStatus.WAITING_FOR_REMOTE_KVS)
-    assert reasons(scheduler(plain), ours) == {"step_full": 1}
-    assert reasons(scheduler(plain, deferred=(plain,)), ours) == {"kv_on_its_way": 1}
-    assert reasons(scheduler(loading), ours) == {"kv_on_its_way": 1}
-    second, first = request("a", adapter=2), request("r", adapter=1)
-    host = {2: "host"}
-    assert reasons(scheduler(second, deferred=(second,), running=(first,)), ours, host) == {
-        "adapter_slots": 1
-    }
-    assert reasons(scheduler(second, deferred=(second,)), ours, host) == {"kv_on_its_way": 1}
-    assert reasons(scheduler(second, deferred=(second,)), ours) == {"adapter_on_its_way": 1}, "it left again"
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize(("has_room", "reason"), [(False, "adapter_memory"), (True, "kv_on_its_way")])
-def test_an_adapter_that_finds_no_memory_beside_those_that_run_is_told_from_kv_that_is_on_its_way(
-    is_ours: bool, has_room: bool, reason: str
+@pytest.mark.parametrize(
+    ("scheduler", "ours", "places", "found"),
+    [
+        *((scheduler(compiling(at)), our, {}, "grammar_compiling") for at in (Future(), None) for our in (UNREADY, None)),
+        (scheduler(compiling(DONE)), UNREADY, {}, "just_came"),
+        (scheduler(compiling(DONE)), None, {}, "queued"),
+        (scheduler(HERE), UNREADY, {}, "adapter_on_its_way"),
+        (scheduler(HERE), None, DISK, "adapter_on_its_way"),
+        (scheduler(HERE), None, HOST, "queued"),
+        (scheduler(PLAIN, request("b")), SAYS, {}, "no_blocks no_slot"),
+        # One that was to start and did not says what stopped it.
+        (scheduler(PLAIN), STARTS, {}, "step_full"),
+        (scheduler(PLAIN, deferred=(PLAIN,)), STARTS, {}, "kv_on_its_way"),
+        (scheduler(LOADING), STARTS, {}, "kv_on_its_way"),
+        (scheduler(SECOND, **DEFERRED, running=(FIRST,)), STARTS, HOST, "adapter_slots"),
+        (scheduler(SECOND, **DEFERRED), STARTS, HOST, "kv_on_its_way"),
+        (scheduler(SECOND, **DEFERRED), STARTS, {}, "adapter_on_its_way"),  # it left again
+        # An adapter that finds no memory beside those that run is told from KV that is on its way.
+        *((scheduler(SECOND, **DEFERRED, has_room=False), our, HOST, "adapter_memory") for our in (STARTS, None)),
+        *((scheduler(SECOND, **DEFERRED, has_room=True), our, HOST, "kv_on_its_way") for our in (STARTS, None)),
+    ],
+)  # fmt: skip
+def test_each_request_says_what_it_waits_for(
+    scheduler: Any, ours: Any, places: dict[int, str], found: str
 ) -> None:
-    second = request("a", adapter=2)
-    own = scheduler(second, deferred=(second,))
-    own.residency = SimpleNamespace(has_room=lambda adapter_id: has_room)
-    ours = Ours(Decision(("a",))) if is_ours else None
-    assert reasons(own, ours, {2: "host"}) == {reason: 1}
-
-
-def test_vllms_own_queue_tells_its_preemptions() -> None:
-    stats = SchedulingReport(scheduler(request()), None, None, dict, BLOCKS, 16).stats()
-    assert (stats.policy, stats.counts, stats.lanes) == ("vllm", {"preempted": 3}, None)
+    stats = SchedulingReport(scheduler, ours, None, lambda: places, BLOCKS, 16).stats()
+    assert sum(stats.num_by_reason.values()) == stats.num_waiting
+    assert dict(stats.num_by_reason) == dict.fromkeys(found.split(), 1)
+    if ours is None:
+        assert (stats.policy, stats.counts, stats.lanes) == ("vllm", {"preempted": 3}, None)
 
 
 def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:

@@ -1,11 +1,13 @@
 """Outputs on their way to the answers that they belong to. What ends an answer is made of vLLM's exceptions."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_bridge.driver.serving.streams import Streams
+from engine_bridge.driver.vllm_api import RetryableRequestError
 from engine_bridge.protocol.token_stream import TokenStream
 
 
@@ -32,5 +34,6 @@ async def test_an_output_that_cannot_be_read_ends_its_own_answer_and_no_other_on
     answers["b"].split = fails
     streams.deliver([output(name) for name in "abc"])
     assert (await answers["a"].next()).text == "a" and (await answers["c"].next()).text == "c"
-    with pytest.raises(Exception, match="Send the request again"):
-        await answers["b"].next()
+    with pytest.raises(RetryableRequestError, match="Send the request again"):
+        async with asyncio.timeout(10):
+            await answers["b"].next()

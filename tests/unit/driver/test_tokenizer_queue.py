@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import pytest
 from vllm.renderers.base import _SwappableExecutor
@@ -13,8 +16,8 @@ from vllm.utils.async_utils import make_async
 from engine_bridge.driver.serving import tokenizer_queue
 from engine_bridge.driver.serving.call import called_by
 from engine_bridge.driver.serving.tokenizer_queue import TokenizerQueue, be_fair
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import SeamMoved, TooBusy
-from engine_bridge.protocol.request_context import RequestContext
 
 PATIENCE_S = 30
 
@@ -39,7 +42,7 @@ class Busy:
 
     def __init__(self, queue: TokenizerQueue, tenant: str = "heavy") -> None:
         self.go, self.is_there = threading.Event(), threading.Event()
-        with called_by(RequestContext(tenant=tenant)):
+        with called_by(EngineRequest(tenant=tenant)):
             self.future = queue.submit(self._run)
         assert self.is_there.wait(PATIENCE_S)
 
@@ -48,47 +51,44 @@ class Busy:
         assert self.go.wait(PATIENCE_S)
 
 
-def test_a_small_job_waits_for_one_job_of_another_tenant_alone(queue: TokenizerQueue) -> None:
+def submitted(queue: TokenizerQueue, tenant: str, *jobs: Callable[[], Any]) -> list[Future[Any]]:
+    with called_by(EngineRequest(tenant=tenant)):
+        return [queue.submit(job) for job in jobs]
+
+
+def test_a_small_job_waits_for_one_job_of_another_tenant_alone_and_cancelled_ones_leave_nothing(
+    queue: TokenizerQueue,
+) -> None:
     order: list[str] = []
     busy = Busy(queue)
-    with called_by(RequestContext(tenant="heavy")):
-        others = [queue.submit(order.append, f"heavy{n}") for n in range(50)]
-    with called_by(RequestContext(tenant="light")):
-        mine = queue.submit(order.append, "light")
+    names = [f"heavy{number}" for number in range(50)]
+    heavy = submitted(queue, "heavy", *(partial(order.append, name) for name in names))
+    (light,) = submitted(queue, "light", lambda: order.append("light"))
+    assert all(future.cancel() for future in heavy[::2])
     busy.go.set()
-    mine.result(PATIENCE_S)
-    for other in others:
-        other.result(PATIENCE_S)
-    assert order[0] == "light" and order[1:] == [f"heavy{n}" for n in range(50)]
-
-
-def test_cancelled_jobs_do_not_run_and_leave_nothing(queue: TokenizerQueue) -> None:
-    ran: list[int] = []
-    busy = Busy(queue)
-    waiting = [queue.submit(ran.append, n) for n in range(10)]
-    for future in waiting[::2]:
-        assert future.cancel()
-    busy.go.set()
-    for future in waiting[1::2]:
+    for future in (light, *heavy[1::2]):
         future.result(PATIENCE_S)
-    assert ran == [1, 3, 5, 7, 9]
-    assert queue.stats().num_waiting == 0 and queue.stats().num_jobs == 6
+    assert order == ["light", *names[1::2]]
+    assert queue.stats().num_waiting == 0 and queue.stats().num_jobs == 27
 
 
-def test_a_job_that_fails_tells_its_caller_and_nobody_else(queue: TokenizerQueue) -> None:
-    failing = queue.submit(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        failing.result(PATIENCE_S)
-    assert queue.submit(lambda: 7).result(PATIENCE_S) == 7
+async def test_a_job_that_fails_tells_its_caller_and_nobody_else(queue: TokenizerQueue) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ZeroDivisionError):
+            await loop.run_in_executor(queue, lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="StopIteration"):  # what no future holds
+            await loop.run_in_executor(queue, lambda: next(iter(())))
+        assert await loop.run_in_executor(queue, lambda: 7) == 7
 
 
+@pytest.mark.parametrize(("bound", "value", "num_jobs"), [("MAX_WAITING", 3, 3), ("MAX_WAIT_S", 0.001, 1)])
 def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(
-    queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch
+    queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch, bound: str, value: float, num_jobs: int
 ) -> None:
-    monkeypatch.setattr(tokenizer_queue, "MAX_WAITING", 3)
+    monkeypatch.setattr(tokenizer_queue, bound, value)
     busy = Busy(queue)
-    with called_by(RequestContext(tenant="heavy")):
-        waiting = [queue.submit(len, "x") for _ in range(3)]
+    waiting = submitted(queue, "heavy", *[lambda: None] * num_jobs)
     with pytest.raises(TooBusy) as caught:
         queue.check_room("heavy")
     assert caught.value.retry_after_s > 0
@@ -98,24 +98,15 @@ def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(
     queue.check_room("heavy")
 
 
-def test_a_tenant_whose_jobs_take_long_is_refused_sooner(
-    queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_queue, "MAX_WAIT_S", 0.001)
-    busy = Busy(queue)
-    with called_by(RequestContext(tenant="heavy")):
-        queue.submit(len, "x")
-    with pytest.raises(TooBusy):
-        queue.check_room("heavy")
-    busy.go.set()
-
-
 def test_a_stuck_thread_is_replaced_and_what_waits_is_done(
     queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.serving.tokenizer_queue.STUCK_S", 0.0)
+    """A thread that has not worked for long is not: vLLM's clock runs while a job waits for its turn, too."""
     busy = Busy(queue)
     waiting = [queue.submit(len, "x" * n) for n in range(5)]
+    queue.replace_inner()
+    assert not waiting[0].done()
+    monkeypatch.setattr(tokenizer_queue, "STUCK_S", 0.0)
     queue.replace_inner()
     assert [future.result(PATIENCE_S) for future in waiting] == [0, 1, 2, 3, 4]
     busy.go.set()
@@ -127,14 +118,15 @@ async def test_vllms_own_wrappers_go_through_it() -> None:
     renderer = Renderer()
     queue = be_fair(renderer)
     busy = Busy(queue)
-    with called_by(RequestContext(tenant="heavy")):
-        heavy = [asyncio.ensure_future(renderer.tokenize("a")) for _ in range(20)]
     done: list[str] = []
-    for future in heavy:
-        future.add_done_callback(lambda _: done.append("heavy"))
-    with called_by(RequestContext(tenant="light")):
-        light = asyncio.ensure_future(renderer.tokenize("b"))
-    light.add_done_callback(lambda _: done.append("light"))
+
+    def tokenized(tenant: str, text: str) -> asyncio.Future[str]:
+        with called_by(EngineRequest(tenant=tenant)):
+            future = asyncio.ensure_future(renderer.tokenize(text))
+        future.add_done_callback(lambda _: done.append(tenant))
+        return future
+
+    heavy, light = [tokenized("heavy", "a") for _ in range(20)], tokenized("light", "b")
     busy.go.set()
     async with asyncio.timeout(PATIENCE_S):
         assert await light == "B" and await asyncio.gather(*heavy) == ["A"] * 20
@@ -142,28 +134,8 @@ async def test_vllms_own_wrappers_go_through_it() -> None:
     renderer._executor.replace_inner()
     assert await renderer.tokenize("c") == "C" and queue.stats().num_jobs == 23
     renderer._executor.shutdown()
-
-
-def test_a_renderer_without_that_executor_is_a_moved_seam() -> None:
     with pytest.raises(SeamMoved):
         be_fair(object())
-
-
-def test_a_thread_that_has_not_worked_for_long_is_not_replaced() -> None:
-    """vLLM's clock runs while a job waits for its turn, too."""
-    queue = TokenizerQueue()
-    pool = queue._pool
-    queue.replace_inner()
-    assert queue._pool is pool
-    queue.shutdown()
-
-
-async def test_a_job_that_raises_what_no_future_holds_is_answered(queue: TokenizerQueue) -> None:
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await loop.run_in_executor(queue, lambda: next(iter(())))
-        assert await loop.run_in_executor(queue, lambda: 7) == 7
 
 
 async def test_jobs_that_wait_when_the_queue_is_shut_down_are_cancelled(queue: TokenizerQueue) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +44,20 @@ def bare(parser: type) -> Any:
     return demands_as_json(parser).__new__(demands_as_json(parser))
 
 
-# Theirs are vLLM's own way to a reply as a whole, which asks no parser of tool calls.
-OWN_WAY = {"hf"}
-
-
-@pytest.mark.parametrize("name", sorted(set(ToolParserManager.list_registered()) - {NO_FORM} - OWN_WAY))
+# `hf` has vLLM's own way to a reply as a whole, which asks no parser of tool calls.
+@pytest.mark.parametrize("name", sorted(set(ToolParserManager.list_registered()) - {NO_FORM, "hf"}))
 def test_demanded_calls_are_json_with_every_parser(name: str) -> None:
-    parser = bare(
-        getattr(
-            ToolParserManager.get_tool_parser(name), "demands_of", ToolParserManager.get_tool_parser(name)
-        )
-    )
+    found = ToolParserManager.get_tool_parser(name)
+    parser = bare(getattr(found, "demands_of", found))
+
+    def schema(*asked: object, **more: Any) -> Any:
+        return parser.adjust_request(chat(*asked, **more)).structured_outputs.json
+
     assert parser.supports_required_and_named, "vLLM reads such calls as JSON"
-    required = parser.adjust_request(chat("required")).structured_outputs.json
-    call = required["items"]["anyOf"][0]["properties"]
-    assert call["name"]["enum"] == ["get_weather"]
-    assert call["parameters"] == SCHEMA
-    assert "maxItems" not in required
-    assert parser.adjust_request(chat(NAMED)).structured_outputs.json == SCHEMA
-    assert (
-        "maxItems"
-        in parser.adjust_request(chat("required", parallel_tool_calls=False)).structured_outputs.json
-    )
+    call = schema("required")["items"]["anyOf"][0]["properties"]
+    assert (call["name"]["enum"], call["parameters"]) == (["get_weather"], SCHEMA)
+    assert "maxItems" not in schema("required") and schema(NAMED) == SCHEMA
+    assert "maxItems" in schema("required", parallel_tool_calls=False)
 
 
 def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:
@@ -74,13 +65,6 @@ def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:
     assert parser.adjust_request(chat("required")).structured_outputs.json["maxItems"] == 1
     assert parser.adjust_request(chat("auto")).structured_outputs is None
     assert parser.extract_tool_calls("It is sunny.", chat("auto")).content == "It is sunny."
-
-
-def test_responses_hold_to_demanded_calls_too() -> None:
-    tool = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
-    request = ResponsesRequest.model_validate({"input": "hi", "tools": [tool], "tool_choice": "required"})
-    schema = bare(NoFormToolParser).adjust_request(request).text.format.schema_
-    assert json.dumps(schema).count("get_weather") == 1 and schema["maxItems"] == 1
 
 
 def test_a_format_that_the_client_asked_for_is_left_alone_where_no_function_is_demanded() -> None:
@@ -97,27 +81,21 @@ def test_every_family_s_parser_is_one_of_vllm_s() -> None:
     assert {family.parser for family in REASONING_FAMILIES} <= set(ReasoningParserManager.list_registered())
 
 
-def test_a_parser_that_fits_is_found_by_its_name(tokenizer: Any) -> None:
-    assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes"
-    assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes", (
-        "twice is as once"
-    )
-    found = ToolParserManager.get_tool_parser("hermes")
-    assert not hasattr(found.demands_of, "demands_of")
+def test_a_parser_that_fits_is_found_by_its_name_and_twice_is_as_once(tokenizer: Any) -> None:
+    for _ in range(2):
+        assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes"
+    assert not hasattr(ToolParserManager.get_tool_parser("hermes").demands_of, "demands_of")
     assert install_tool_parser(Choice("", "it is switched off"), tokenizer) == NO_FORM
 
 
-def test_a_parser_that_was_set_and_cannot_be_used_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(
-        ParserRefused, match=r"--tool-parser nothing: there is no such parser\. vLLM has .*hermes"
+def test_a_parser_that_cannot_be_used_is_refused_if_it_was_set_and_else_left_out(tokenizer: Any) -> None:
+    lists = r"--tool-parser nothing: there is no such parser\. vLLM has .*hermes"
+    for name, use, reason in (
+        ("nothing", install_tool_parser, lists),
+        ("deepseek_v3", install_tool_parser, "--tool-parser deepseek_v3: it does not fit"),
+        ("nothing", check_reasoning_parser, "--reasoning-parser nothing"),
     ):
-        install_tool_parser(Choice("nothing", "it was set", is_set=True), tokenizer)
-    with pytest.raises(ParserRefused, match=r"--tool-parser deepseek_v3: it does not fit"):
-        install_tool_parser(Choice("deepseek_v3", "it was set", is_set=True), tokenizer)
-    with pytest.raises(ParserRefused, match="--reasoning-parser nothing"):
-        check_reasoning_parser(Choice("nothing", "it was set", is_set=True), tokenizer)
-
-
-def test_a_parser_of_the_family_that_does_not_fit_is_left_out(tokenizer: Any) -> None:
+        with pytest.raises(ParserRefused, match=reason):
+            use(Choice(name, "it was set", is_set=True), tokenizer)
     assert install_tool_parser(Choice("deepseek_v3", "its chat template says so"), tokenizer) == NO_FORM
     assert check_reasoning_parser(Choice("deepseek_r1", "its chat template says so"), tokenizer) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ class Engine:
     def __init__(self, *, schedules_ahead: bool) -> None:
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
         self.now = 0.0
+        self.tiers: Any = None
+        self.seen_paused: set[bool] = set()
         self._ahead = schedules_ahead
         self._lazy_s = LAZY_S
         self._cached: list[list[int]] = []
@@ -43,6 +46,7 @@ class Engine:
         return bool(self._to_schedule or self._under_way)
 
     def step(self) -> list[str]:
+        self.seen_paused.add(self.tiers.is_paused)
         if self._to_schedule:
             self._under_way.append(self._to_schedule.pop(0))
             if self._ahead and len(self._under_way) < 2:
@@ -55,9 +59,7 @@ class Engine:
 
 
 def _num_common(one: list[int], other: list[int]) -> int:
-    return next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 @pytest.mark.parametrize("schedules_ahead", [False, True])
@@ -66,6 +68,9 @@ def test_a_first_table_knows_what_prefill_takes_beside_what_is_loaded_only_once(
 ) -> None:
     engine = Engine(schedules_ahead=schedules_ahead)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
-    steps = warm_up(engine, engine, None)
+    tiers: Any = SimpleNamespace(is_paused=False)
+    engine.tiers = tiers
+    steps = warm_up(engine, engine, tiers)
+    assert engine.seen_paused == {True} and not tiers.is_paused, "prompts that will not come again"
     assert steps.step_s(0, 1, 0) == pytest.approx(STEP_S)
     assert steps.step_s(1024, 0, 0) == pytest.approx(STEP_S + 1024 * TOKEN_S)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine_bridge.adapters.catalog import Catalog, open_registry
@@ -78,6 +80,27 @@ def put(folder: Path, name: str, seed: int = 0, *, when: float = LONG_AGO) -> Pa
     return target
 
 
+class Clock:
+    """A clock that a test puts forward."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def no_files_left() -> Iterator[None]:
+    """Not one more file can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def fill_disk(registry: Registry) -> None:
     """From now on the registry finds no room for another page."""
     assert registry._connection is not None
@@ -88,3 +111,9 @@ def fill_disk(registry: Registry) -> None:
 def free_disk(registry: Registry) -> None:
     assert registry._connection is not None
     registry._connection.execute("PRAGMA max_page_count = 1000000")
+
+
+def set_busy_timeout(registry: Registry, timeout_ms: int) -> None:
+    """How long a write waits for another program that holds the file."""
+    assert registry._connection is not None
+    registry._connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")

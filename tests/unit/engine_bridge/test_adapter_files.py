@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from engine_bridge.adapters import files as adapter_files
-from engine_bridge.adapters.checksum import Checksum
-from engine_bridge.adapters.config import ModuleRanks
+from engine_bridge.adapters.config import ranks_of
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import (
     CHUNK_ITEMS,
@@ -50,9 +48,9 @@ from tests.adapter_corpus import (
     rename,
     reshape,
     write_config,
-    write_raw,
     write_safetensors,
 )
+from tests.unit.cluster import catalog_node
 
 EMBEDDING = "model.embed_tokens"
 LINEARS = {
@@ -68,26 +66,11 @@ Q = "model.layers.0.self_attn.q_proj"
 Q_A, Q_B = names_of(Q)
 TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 MAX_RANK = 64
-HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
-
-
-def module_of(name: str) -> tuple[str, bool]:
-    match = HALF.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name} is unsupported LoRA weight")
-    return match[1], match[2] == "A"
 
 
 def contract(**changes: Any) -> ModelContract:
-    plain = ModelContract(
-        modules={EMBEDDING: (100, 32), **LINEARS},
-        max_rank=MAX_RANK,
-        base_models=(BASE_MODEL, "/models/base"),
-        module_of=module_of,
-        check_config=lambda config: (),
-        embedding_modules=frozenset({EMBEDDING}),
-    )
-    return dataclasses.replace(plain, **changes)
+    own = {"modules": {EMBEDDING: (100, 32), **LINEARS}, "base_models": (BASE_MODEL, "/models/base")}
+    return catalog_node.contract(**own | {"embedding_modules": frozenset({EMBEDDING})} | changes)
 
 
 def load(path: Path, model: ModelContract | None = None) -> tuple[AdapterFiles, bytearray]:
@@ -102,7 +85,8 @@ def load(path: Path, model: ModelContract | None = None) -> tuple[AdapterFiles, 
 def refusal(path: Path | str, model: ModelContract | None = None) -> AdapterRejected:
     with pytest.raises(AdapterRejected) as caught:
         load(path, model)  # type: ignore[arg-type]
-    assert str(caught.value), "a refusal says why"
+    text = str(caught.value)
+    assert text and len(text) < 1000 and text.isprintable(), "a refusal says why, whatever the files hold"
     return caught.value
 
 
@@ -111,42 +95,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], data: bytes | None = None) -> None:
-    """Change the header of a good adapter's weights, and leave the data."""
-    raw = (folder / WEIGHTS_FILE).read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    change(header)
-    write_raw(folder / WEIGHTS_FILE, header, raw[8 + length :] if data is None else data)
-
-
 # --- good adapters ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_a_good_adapter_is_read_to_the_byte(folder: Path, dtype: str) -> None:
+def test_a_good_adapter_is_read_to_the_byte_over_many_chunks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
     make_adapter(folder, modules=LINEARS, dtype=dtype, seed=3)
-    files, buffer = load(folder)
-    expected = make_tensors(LINEARS, dtype=dtype, seed=3)
-    assert {tensor.name for tensor in files.tensors} == set(expected)
-    for tensor in files.tensors:
-        begin = tensor.offset - files.data_offset
-        got = Tensor(tensor.dtype, tensor.shape, bytes(buffer[begin : begin + tensor.num_bytes]))
-        assert got == expected[tensor.name]
-        assert (folder / WEIGHTS_FILE).read_bytes()[tensor.offset :].startswith(got.data)
-
-
-def test_inspection_tells_what_the_registry_keeps(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, rank=16)
     files = inspect(folder, contract())
-    assert files.path == folder
-    assert files.rank == 16
-    assert files.target_modules == ("down_proj", "o_proj", "q_proj")
-    assert files.base_model == BASE_MODEL
-    assert files.notes == ()
-    assert files.config["lora_alpha"] == 32
-    assert files.num_bytes == sum(2 * 16 * (i + o) for i, o in LINEARS.values())
-    assert files.signature == signature_of(folder)
+    buffer = bytearray(files.num_bytes)
+    checksum = read(files, memoryview(buffer))
+    check_finite(files, memoryview(buffer), contract())
+    data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
+    assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
+    found = {
+        tensor.name: Tensor(
+            tensor.dtype, tensor.shape, data[tensor.offset - files.data_offset :][: tensor.num_bytes]
+        )
+        for tensor in files.tensors
+    }
+    assert found == make_tensors(LINEARS, dtype=dtype, seed=3)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -165,24 +135,19 @@ def test_a_file_that_is_changed_in_place_is_another_though_its_time_and_size_are
     assert signature_of(folder) != before
 
 
-def test_what_the_reference_library_writes_is_accepted(folder: Path) -> None:
-    write_config(folder, LINEARS)
-    arrays = {}
-    for module, (num_in, num_out) in LINEARS.items():
-        name_a, name_b = names_of(module)
-        arrays[name_a], arrays[name_b] = np.ones((8, num_in), np.float16), np.ones((num_out, 8), np.float32)
-    save_file(arrays, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    files, buffer = load(folder)
-    assert len(files.tensors) == len(arrays)
-    assert len(buffer) == sum(array.nbytes for array in arrays.values())
-
-
-def test_what_the_corpus_writes_is_what_the_reference_library_reads(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, dtype="F32", seed=5)
-    arrays = load_file(folder / WEIGHTS_FILE)
+def test_the_reference_library_writes_what_is_accepted_and_reads_the_corpus(tmp_path: Path) -> None:
+    ours = make_adapter(tmp_path / "blobs", modules=LINEARS, dtype="F32", seed=5)
+    arrays = load_file(ours / WEIGHTS_FILE)
     assert {name: array.tobytes() for name, array in arrays.items()} == {
         name: tensor.data for name, tensor in make_tensors(LINEARS, dtype="F32", seed=5).items()
     }
+    save_file(arrays, ours / "theirs", metadata={"format": "pt"})
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / CONFIG_FILE).symlink_to(ours / CONFIG_FILE)
+    (linked / WEIGHTS_FILE).symlink_to(ours / "theirs")
+    files, buffer = load(linked)
+    assert len(files.tensors) == len(arrays) and len(buffer) == sum(array.nbytes for array in arrays.values())
 
 
 def test_an_adapter_of_an_embedding_has_the_vocabulary_in_lora_a(folder: Path) -> None:
@@ -194,51 +159,25 @@ def test_an_adapter_of_an_embedding_has_the_vocabulary_in_lora_a(folder: Path) -
     assert "101 vocabulary entries" in str(refusal(folder)), "the message speaks of the vocabulary"
 
 
-def test_one_adapter_for_embedding_and_output_layer_is_refused(folder: Path) -> None:
-    modules, tied = {EMBEDDING: (100, 32)}, {"ensure_weight_tying": True}
-    make_adapter(folder, modules=modules, embeddings=frozenset(modules), config_overrides=tied)
-    assert refusal(folder).code == "unsupported_option"
-    shutil.rmtree(folder)
-    make_adapter(folder, modules=LINEARS, config_overrides=tied)
-    assert load(folder)
-
-
-def test_what_the_engine_leaves_out_of_an_adapter_is_a_note(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS)
-    left_out = next(iter(LINEARS))
-    files, _ = load(folder, contract(unused_modules=frozenset({left_out})))
-    (note,) = files.notes
-    assert left_out.rpartition(".")[2] in note and "not applied" in note
-
-
-def test_a_wrong_base_model_is_a_note_and_no_error(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, config_overrides={"base_model_name_or_path": "/home/me/other\n"})
-    files = inspect(folder, contract())
-    assert files.base_model == "/home/me/other\n"
-    assert len(files.notes) == 1 and "\n" not in files.notes[0]
-
-
-def test_a_base_model_may_be_left_out_or_end_with_a_slash(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, config_overrides={"base_model_name_or_path": None})
-    assert inspect(folder, contract()).base_model is None
-    make_adapter(folder, modules=LINEARS, config_overrides={"base_model_name_or_path": "/models/base/"})
-    assert inspect(folder, contract()).notes == ()
-
-
-def test_peft_type_may_be_left_out(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, config_overrides={"peft_type": None})
-    assert load(folder)[0].rank == 8
-
-
-def test_a_link_to_the_files_is_followed(tmp_path: Path, folder: Path) -> None:
-    real = make_adapter(tmp_path / "blobs", modules=LINEARS)
-    folder.mkdir()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        (folder / name).symlink_to(real / name)
-    assert load(folder)[1] == load(real)[1]
-
-
 # --- ranks ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_oddities_that_are_no_errors_are_notes(folder: Path) -> None:
+    left_out = next(iter(LINEARS))
+    cases: list[tuple[dict[str, Any], ModelContract, str | None, str]] = [
+        ({"peft_type": None}, contract(), BASE_MODEL, ""),
+        ({"ensure_weight_tying": True}, contract(), BASE_MODEL, ""),
+        ({}, contract(unused_modules=frozenset({left_out})), BASE_MODEL, "q_proj are not applied"),
+        ({"base_model_name_or_path": None}, contract(), None, ""),
+        ({"base_model_name_or_path": "/models/base/"}, contract(), "/models/base/", ""),
+        ({"base_model_name_or_path": "/me/other\n"}, contract(), "/me/other\n", "'/me/other\\n'"),
+    ]
+    for overrides, model, base_model, note in cases:
+        shutil.rmtree(folder, ignore_errors=True)
+        make_adapter(folder, modules=LINEARS, config_overrides=overrides)
+        files, _ = load(folder, model)
+        assert files.base_model == base_model and files.rank == 8
+        assert len(files.notes) == bool(note) and note in "".join(files.notes)
 
 
 def test_rank_pattern_gives_single_modules_their_own_rank(folder: Path) -> None:
@@ -251,18 +190,6 @@ def test_rank_pattern_gives_single_modules_their_own_rank(folder: Path) -> None:
     }
     make_adapter(folder, modules=LINEARS, ranks=ranks, config_overrides={"rank_pattern": pattern})
     assert inspect(folder, contract()).rank == 16
-
-
-def test_a_rank_that_rank_pattern_does_not_allow_is_refused(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, ranks={Q: 16}, config_overrides={"rank_pattern": {"o_proj": 16}})
-    assert refusal(folder).code == "wrong_shape"
-
-
-def test_a_rank_above_the_limit_in_rank_pattern_is_refused(folder: Path) -> None:
-    make_adapter(
-        folder, modules=LINEARS, ranks={Q: 65}, config_overrides={"rank_pattern": {"0.self_attn.q_proj": 65}}
-    )
-    assert refusal(folder).code == "rank_too_large"
 
 
 NAME_PARTS = st.lists(st.sampled_from(["layers", "0", "q"]), min_size=1, max_size=3)
@@ -281,88 +208,94 @@ def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) 
     expected = next(
         (rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), 99
     )  # PEFT, get_pattern_key
-    assert ModuleRanks(99, pattern).of(module) == expected
-
-
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize(
-    "key", ["(a+)+b", "(.*a|b.*)*", ".*.*.*x", "((a|b)|c)", "(a|b)" + "x" * 200, "[", "", "(?P<n>a)"]
-)
-def test_a_pattern_that_could_take_for_ever_is_refused(folder: Path, key: str, field: str) -> None:
-    make_adapter(folder, modules=LINEARS, config_overrides={field: {key: 8}})
-    assert refusal(folder).code == "unsupported_option"
-
-
-def test_many_patterns_are_taken_by_name_but_not_as_regular_expressions(folder: Path) -> None:
-    by_name = {f"layers.{number}.q_proj": 8 for number in range(5000)}
-    make_adapter(folder, modules=LINEARS, config_overrides={"rank_pattern": by_name})
-    load(folder)
-    make_adapter(
-        folder,
-        modules=LINEARS,
-        config_overrides={"rank_pattern": {rf"layers\.{number}": 8 for number in range(40)}},
-    )
-    assert refusal(folder).code == "unsupported_option"
+    assert ranks_of(99, pattern)(module) == expected
 
 
 # --- bad adapters --------------------------------------------------------------------------------------------------------------------
+
+
+WORDS = {
+    "dora": "DoRA",
+    "bias": "bias 'all'",
+    "lora_bias": "lora_bias",
+    "modules_to_save": "modules_to_save",
+    "not_lora": "'IA3'",
+    "pickle_only": "save_pretrained",
+    "rank_above_limit": "64",
+    "a_8_b_16": "rank 8 and lora_B rank 16",
+    "rank_256_as_8": "rank 256",
+    "layer_99": "model.layers.99.self_attn.q_proj",
+    "no_lora_b": "no lora_B",
+    "no_r": "'r'",
+    "int8": "BF16",
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_every_bad_adapter_of_the_corpus_is_refused_for_its_reason(folder: Path, name: str) -> None:
     code = BAD[name](folder, LINEARS, MAX_RANK)
     error = refusal(folder)
-    assert error.code == code, str(error)
+    assert error.code == code and WORDS.get(name, "") in str(error)
     assert str(folder.parent) not in str(error), "messages may be shown to clients: no paths"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("dora", "DoRA"),
-        ("bias", "bias 'all'"),
-        ("lora_bias", "lora_bias"),
-        ("modules_to_save", "modules_to_save"),
-        ("not_lora", "'IA3'"),
-        ("pickle_only", "save_pretrained"),
-        ("rank_above_limit", "64"),
-        ("a_8_b_16", "rank 8 and lora_B rank 16"),
-        ("rank_256_as_8", "rank 256"),
-        ("layer_99", "model.layers.99.self_attn.q_proj"),
-        ("no_lora_b", "no lora_B"),
-        ("no_r", "'r'"),
-        ("int8", "BF16"),
-    ],
-)
-def test_a_refusal_names_what_is_wrong(folder: Path, name: str, words: str) -> None:
-    BAD[name](folder, LINEARS, MAX_RANK)
-    assert words in str(refusal(folder))
+def tensors_with(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments for an adapter with a tensor more."""
+    return {"edit": lambda tensors: reshape(tensors, name, shape)}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"r": 0},
-        {"r": -8},
-        {"r": True},
-        {"r": 8.0},
-        {"r": "8"},
-        {"lora_alpha": "16"},
-        {"lora_alpha": True},
-        {"lora_alpha": math.nan},
-        {"lora_alpha": math.inf},
-        {"lora_alpha": 10**400},
-        {"target_modules": 5},
-        {"target_modules": ["q_proj", 5]},
-        {"rank_pattern": ["q_proj"]},
-        {"rank_pattern": {"q_proj": 0}},
-        {"rank_pattern": {"q_proj": True}},
-        {"alpha_pattern": {"q_proj": math.nan}},
-    ],
-)
-def test_a_field_of_the_wrong_kind_is_a_bad_configuration(folder: Path, overrides: dict[str, Any]) -> None:
-    make_adapter(folder, modules=LINEARS, config_overrides=overrides)
-    assert refusal(folder).code == "bad_config"
+def overridden(code: str, *overrides: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
+    return [({"config_overrides": each}, code, "") for each in overrides]
+
+
+TIED = {"modules": {EMBEDDING: (100, 32)}, "embeddings": frozenset({EMBEDDING})}
+MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
+    ({"ranks": {Q: 16}, "config_overrides": {"rank_pattern": {"o_proj": 16}}}, "wrong_shape", ""),
+    (
+        {"ranks": {Q: 65}, "config_overrides": {"rank_pattern": {"0.self_attn.q_proj": 65}}},
+        "rank_too_large",
+        "",
+    ),
+    ({"ranks": {Q: 0}}, "wrong_shape", ""),
+    (tensors_with(Q_A.removeprefix("base_model.model."), (8, 32)), "unexpected_tensor", ""),
+    (
+        tensors_with("base_model.model.model.embed_tokens.base_layer.weight", (100, 32)),
+        "unexpected_tensor",
+        "save_embedding_layers",
+    ),
+    (
+        {"edit": lambda tensors: tensors.update({Q_A: tensors[Q_A]._replace(shape=(8, 4, 8))})},
+        "wrong_shape",
+        "3 dimensions",
+    ),
+    (tensors_with("\x1b[2J\n" + "x" * 100_000, (8, 32)), "unexpected_tensor", ""),
+    ({**TIED, "config_overrides": {"ensure_weight_tying": True}}, "unsupported_option", ""),
+    *overridden(
+        "bad_config",
+        *({"r": value} for value in (-8, True, 8.0)),
+        *({"lora_alpha": value} for value in ("16", True, math.inf, 10**400)),
+        *({"target_modules": value} for value in (5, ["q_proj", 5])),
+        *({"rank_pattern": value} for value in (["q_proj"], {"q_proj": True})),
+    ),
+    # Patterns that could take for ever, or that no regular expression is, and too many of them.
+    *overridden(
+        "unsupported_option",
+        *(
+            {field: {pattern: 8}}
+            for field in ("rank_pattern", "alpha_pattern")
+            for pattern in ("(a+)+b", ".*.*.*x", "((a|b)|c)", "(a|b)" + "x" * 200, "[", "", "(?P<n>a)")
+        ),
+        {"rank_pattern": {rf"layers\.{number}": 8 for number in range(40)}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "code", "words"), MADE_BADLY)
+def test_an_adapter_that_fits_neither_model_nor_configuration_is_refused(
+    folder: Path, made: dict[str, Any], code: str, words: str
+) -> None:
+    error = refusal(make_adapter(folder, **{"modules": LINEARS, **made}))
+    assert error.code == code and words in str(error)
 
 
 @pytest.mark.parametrize(
@@ -370,14 +303,13 @@ def test_a_field_of_the_wrong_kind_is_a_bad_configuration(folder: Path, override
     [
         b"",
         b"[]",
-        b"null",
         b"\xff\xfe",
         b'{"r": 8, "r": 16}',
         b"[" * 100_000,
         b'{"r": ' + b"9" * 5000 + b"}",
         b"{" + b" " * (1 << 20) + b"}",
     ],
-    ids=["empty", "list", "null", "utf16", "twice", "deep", "long number", "large"],
+    ids=["empty", "list", "utf16", "twice", "deep", "long number", "large"],
 )
 def test_a_configuration_that_is_no_object_is_refused(folder: Path, raw: bytes) -> None:
     (make_adapter(folder, modules=LINEARS) / CONFIG_FILE).write_bytes(raw)
@@ -385,66 +317,29 @@ def test_a_configuration_that_is_no_object_is_refused(folder: Path, raw: bytes) 
 
 
 def test_what_the_engine_does_not_support_is_told_in_its_words(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS)
-    error = refusal(folder, contract(check_config=lambda config: ("QALoRA", "x" * 10_000)))
-    assert error.code == "unsupported_option"
-    assert "QALoRA" in str(error) and len(str(error)) < 1000
-
-
-def test_a_configuration_that_the_engine_chokes_on_is_refused(folder: Path) -> None:
     def choke(config: dict[str, Any]) -> tuple[str, ...]:
         raise TypeError("unexpected")
 
     make_adapter(folder, modules=LINEARS)
+    error = refusal(folder, contract(check_config=lambda config: ("QALoRA", "x" * 10_000)))
+    assert error.code == "unsupported_option" and "QALoRA" in str(error)
     assert refusal(folder, contract(check_config=choke)).code == "bad_config"
-
-
-def test_the_weights_of_a_base_embedding_say_how_to_leave_them_out(folder: Path) -> None:
-    name = "base_model.model.model.embed_tokens.base_layer.weight"
-    make_adapter(folder, modules=LINEARS, edit=lambda tensors: reshape(tensors, name, (100, 32)))
-    error = refusal(folder)
-    assert error.code == "unexpected_tensor" and "save_embedding_layers" in str(error)
-
-
-def test_two_names_for_one_weight_are_refused(folder: Path) -> None:
-    short = Q_A.removeprefix("base_model.model.")
-    make_adapter(folder, modules=LINEARS, edit=lambda tensors: reshape(tensors, short, (8, 32)))
-    assert refusal(folder).code == "unexpected_tensor"
-
-
-def test_a_weight_with_three_dimensions_is_refused(folder: Path) -> None:
-    def fold(tensors: Tensors) -> None:
-        tensors[Q_A] = tensors[Q_A]._replace(shape=(8, 4, 8))
-
-    make_adapter(folder, modules=LINEARS, edit=fold)
-    assert refusal(folder).code == "wrong_shape"
-
-
-def test_a_rank_of_zero_in_the_tensors_is_refused(folder: Path) -> None:
-    make_adapter(folder, modules=LINEARS, ranks={Q: 0})
-    assert refusal(folder).code == "wrong_shape"
 
 
 # --- damaged and hostile files -------------------------------------------------------------------------------------------------------
 
 
-def entry(header: dict[str, Any]) -> dict[str, Any]:
-    return header[Q_A]  # type: ignore[no-any-return]
-
-
 HEADER_DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "shape does not fit the length": lambda header: entry(header).update(shape=[8, 33]),
-    "negative size": lambda header: entry(header).update(shape=[-8, -32]),
-    "size that is no number": lambda header: entry(header).update(shape=[8, "32"]),
-    "size that is true": lambda header: entry(header).update(shape=[True, 256]),
-    "thousands of dimensions": lambda header: entry(header).update(shape=[2**62] * 5000),
-    "offsets the wrong way round": lambda header: entry(header).update(
-        data_offsets=entry(header)["data_offsets"][::-1]
-    ),
-    "offsets beyond the file": lambda header: entry(header).update(data_offsets=[10**9, 10**9 + 512]),
-    "three offsets": lambda header: entry(header).update(data_offsets=[0, 512, 512]),
-    "no offsets": lambda header: entry(header).pop("data_offsets"),
-    "no type": lambda header: entry(header).pop("dtype"),
+    "shape does not fit the length": lambda header: header[Q_A].update(shape=[8, 33]),
+    "negative size": lambda header: header[Q_A].update(shape=[-8, -32]),
+    "size that is no number": lambda header: header[Q_A].update(shape=[8, "32"]),
+    "size that is true": lambda header: header[Q_A].update(shape=[True, 256]),
+    "thousands of dimensions": lambda header: header[Q_A].update(shape=[2**62] * 5000),
+    "offsets the wrong way round": lambda header: header[Q_A]["data_offsets"].reverse(),
+    "offsets beyond the file": lambda header: header[Q_A].update(data_offsets=[10**9, 10**9 + 512]),
+    "three offsets": lambda header: header[Q_A].update(data_offsets=[0, 512, 512]),
+    "no offsets": lambda header: header[Q_A].pop("data_offsets"),
+    "no type": lambda header: header[Q_A].pop("dtype"),
     "overlap": lambda header: header[Q_B].update(shape=[16, 16], data_offsets=[256, 768]),
     "entry that is no object": lambda header: header.update({Q_A: [1]}),
     "metadata that is no object": lambda header: header.update(__metadata__=["pt"]),
@@ -453,37 +348,39 @@ HEADER_DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", HEADER_DAMAGE)
-def test_a_header_that_does_not_fit_its_file_is_refused(folder: Path, damage: str) -> None:
-    rewrite(make_adapter(folder, modules=LINEARS), HEADER_DAMAGE[damage])
-    assert refusal(folder).code == "corrupt_file"
+def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    """Change the header of a good adapter's weights, and leave the data."""
+
+    def damage(raw: bytes) -> bytes:
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        return framed(json.dumps(header).encode(), raw[8 + length :])
+
+    return damage
 
 
-@pytest.mark.parametrize("num_bytes", [0, 7, 8, 100])
-def test_a_file_cut_in_its_header_is_refused(folder: Path, num_bytes: int) -> None:
+def framed(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+TWICE = '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+DAMAGE = {
+    **{what: rewritten(change) for what, change in HEADER_DAMAGE.items()},
+    **{f"cut at {size}": lambda raw, size=size: raw[:size] for size in (0, 7, 8, 100)},
+    "a byte too many": lambda raw: raw + b"\0",
+    "named twice": lambda raw: framed(TWICE.encode(), b"\0" * 4),
+    **{
+        f"header {raw[:4]!r}": lambda _, raw=raw: framed(raw)
+        for raw in (b"[]", b"5", b"\xff{}", b"{" * 50_000, b"{}x")
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_weights_that_contradict_themselves_are_refused(folder: Path, damage: str) -> None:
     weights = make_adapter(folder, modules=LINEARS) / WEIGHTS_FILE
-    weights.write_bytes(weights.read_bytes()[:num_bytes])
-    assert refusal(folder).code == "corrupt_file"
-
-
-def test_a_file_with_bytes_after_its_tensors_is_refused(folder: Path) -> None:
-    weights = make_adapter(folder, modules=LINEARS) / WEIGHTS_FILE
-    weights.write_bytes(weights.read_bytes() + b"\0")
-    assert refusal(folder).code == "corrupt_file"
-
-
-def test_a_tensor_named_twice_in_the_header_is_refused(folder: Path) -> None:
-    one = '"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-    write_config(folder, LINEARS)
-    write_raw(folder / WEIGHTS_FILE, f"{{{one}, {one}}}".encode(), b"\0" * 4)
-    error = refusal(folder)
-    assert error.code == "corrupt_file" and "twice" in str(error)
-
-
-@pytest.mark.parametrize("raw", [b"[]", b"5", b"\xff{}", b"{" * 50_000, b"{}x"])
-def test_a_header_that_is_no_json_object_is_refused(folder: Path, raw: bytes) -> None:
-    write_config(folder, LINEARS)
-    write_raw(folder / WEIGHTS_FILE, raw, b"")
+    weights.write_bytes(DAMAGE[damage](weights.read_bytes()))
     assert refusal(folder).code == "corrupt_file"
 
 
@@ -492,16 +389,7 @@ def test_a_header_larger_than_any_adapter_needs_is_not_parsed(folder: Path) -> N
     weights = folder / WEIGHTS_FILE
     weights.write_bytes((1 << 30).to_bytes(8, "little"))
     os.truncate(weights, (1 << 30) + 8)  # a sparse file
-    start = time.process_time()
     assert "more than" in str(refusal(folder))
-    assert time.process_time() - start < 1.0, "1 GiB of zeros was not read"
-
-
-def test_hostile_names_are_cut_and_escaped_in_messages(folder: Path) -> None:
-    hostile = "\x1b[2J\n" + "x" * 100_000
-    make_adapter(folder, modules=LINEARS, edit=lambda tensors: reshape(tensors, hostile, (8, 32)))
-    text = str(refusal(folder))
-    assert len(text) < 400 and text.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -528,8 +416,8 @@ def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> No
         (good / name).write_bytes(raw[:place] + new + raw[place + cut :])
         try:
             load(good, model)
-        except AdapterRejected as error:
-            assert len(str(error)) < 1000
+        except AdapterRejected:
+            pass
         finally:
             (good / name).write_bytes(raw)
 
@@ -544,13 +432,11 @@ def test_a_path_that_leads_nowhere_is_not_found(path: str) -> None:
     assert refusal(path).code == "adapter_not_found"
 
 
-def test_links_in_a_circle_are_not_found(folder: Path, tmp_path: Path) -> None:
+def test_links_that_lead_nowhere_are_told_as_what_they_lack(folder: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path / "other")
     (tmp_path / "other").symlink_to(folder)
-    assert refusal(folder).code == "adapter_not_found"
-
-
-def test_a_broken_link_to_the_weights_is_no_weights(folder: Path) -> None:
+    assert refusal(folder).code == "adapter_not_found", "links in a circle"
+    folder.unlink()
     write_config(folder, LINEARS)
     (folder / WEIGHTS_FILE).symlink_to("gone")
     assert refusal(folder).code == "no_weights"
@@ -567,106 +453,63 @@ def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_unreadable(
     assert refusal(folder).code == "unreadable"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_file_that_we_may_not_read_is_unreadable(folder: Path, name: str) -> None:
-    (make_adapter(folder, modules=LINEARS) / name).chmod(0)
-    assert refusal(folder).code == "unreadable"
-
-
-def test_an_error_of_the_disk_is_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str, flags: int) -> int:
-        raise OSError(5, "Input/output error")
-
-    make_adapter(folder, modules=LINEARS)
-    monkeypatch.setattr(adapter_files, "_open_at_once", fail)
-    assert refusal(folder).code == "unreadable"
-
-
 # --- reading -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_checksum_is_that_of_the_data_over_many_chunks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
-    make_adapter(folder, modules=LINEARS)
-    files = inspect(folder, contract())
-    buffer = bytearray(files.num_bytes)
-    checksum = read(files, memoryview(buffer))
-    data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
-    assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_files_replaced_after_inspection_are_not_read(folder: Path, name: str) -> None:
-    make_adapter(folder, modules=LINEARS)
-    files = inspect(folder, contract())
+def replaced(folder: Path, name: str) -> None:
     other = make_adapter(folder.with_name("other"), modules=LINEARS, seed=9)
     (other / name).replace(folder / name)
-    buffer = bytearray(files.num_bytes)
-    with pytest.raises(AdapterRejected) as caught:
-        read(files, memoryview(buffer))
-    assert caught.value.code == "changed"
-    assert not any(buffer), "not one byte is read of files that are others"
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize(
-    "act",
+    "change",
     [
         lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""),
         lambda folder: os.utime(folder / WEIGHTS_FILE, ns=(0, 0)),
         lambda folder: os.utime(folder / CONFIG_FILE, ns=(0, 0)),
         lambda folder: (folder / CONFIG_FILE).unlink(),
+        lambda folder: replaced(folder, CONFIG_FILE),
+        lambda folder: replaced(folder, WEIGHTS_FILE),
     ],
-    ids=["weights cut", "weights touched", "config touched", "config gone"],
+    ids=["weights cut", "weights touched", "config touched", "config gone", "other config", "other weights"],
 )
-def test_files_changed_while_they_are_read_are_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]
+def test_files_changed_after_inspection_or_while_they_are_read_are_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], is_begun: bool
 ) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
-    is_first = iter([True])
+    changes = iter([change])
 
-    class Acting(Checksum):
-        def update(self, data: bytes | memoryview) -> None:
-            if next(is_first, False):
+    class Acting:
+        def __init__(self) -> None:
+            self._digest = xxh3_64()
+
+        def update(self, data: memoryview) -> None:
+            for act in changes:
                 act(folder)
-            super().update(data)
+            self._digest.update(data)
 
-    monkeypatch.setattr(adapter_files, "Checksum", Acting)
+    monkeypatch.setattr(adapter_files, "xxh3_64", Acting)
+    if not is_begun:
+        next(changes)(folder)
+    buffer = bytearray(files.num_bytes)
     with pytest.raises(AdapterRejected) as caught:
-        read(files, memoryview(bytearray(files.num_bytes)))
+        read(files, memoryview(buffer))
     assert caught.value.code == "changed"
+    assert is_begun or not any(buffer), "not one byte is read of files that are others"
 
 
-def test_a_file_that_ends_too_early_is_corrupt(folder: Path) -> None:
+def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
     longer = dataclasses.replace(files, num_bytes=files.num_bytes + 10)
     with pytest.raises(AdapterRejected) as caught:
         read(longer, memoryview(bytearray(longer.num_bytes)))
     assert caught.value.code == "corrupt_file"
-
-
-def test_a_file_that_is_gone_is_no_weights(folder: Path) -> None:
-    files = inspect(make_adapter(folder, modules=LINEARS), contract())
     (folder / WEIGHTS_FILE).unlink()
     with pytest.raises(AdapterRejected) as caught:
         read(files, memoryview(bytearray(files.num_bytes)))
     assert caught.value.code == "no_weights"
-
-
-def is_finite(files: AdapterFiles, buffer: memoryview) -> None:
-    check_finite(files, buffer, contract())
-
-
-@pytest.mark.parametrize("step", [read, is_finite, content_hash])
-def test_a_buffer_of_the_wrong_length_is_our_own_mistake(
-    folder: Path, step: Callable[[AdapterFiles, memoryview], object]
-) -> None:
-    files = inspect(make_adapter(folder, modules=LINEARS), contract())
-    with pytest.raises(ValueError, match="buffer"):
-        step(files, memoryview(bytearray(files.num_bytes - 1)))
 
 
 # --- finite values -------------------------------------------------------------------------------------------------------------------
@@ -690,24 +533,6 @@ def test_one_value_that_is_not_finite_is_found_and_named(
     make_adapter(folder, modules=modules, dtype=dtype, edit=spoil)
     error = refusal(folder, contract(modules=modules))
     assert error.code == "not_finite" and name in str(error)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [
-        ("BF16", [0x7F7F, 0xFF7F, 0x0001, 0x8000]),
-        ("F16", [0x7BFF, 0xFBFF, 0x0001, 0x8000]),
-        ("F32", [0x7F7FFFFF, 0xFF7FFFFF, 0x00000001, 0x80000000]),
-    ],
-)
-def test_the_largest_and_smallest_numbers_are_finite(folder: Path, dtype: str, bits: list[int]) -> None:
-    data = np.array(bits * 64, "<u4" if dtype == "F32" else "<u2").tobytes()
-
-    def stretch(tensors: Tensors) -> None:
-        tensors[Q_A] = Tensor(dtype, (8, 32), data)
-
-    _, buffer = load(make_adapter(folder, modules=LINEARS, dtype=dtype, edit=stretch))
-    assert data in bytes(buffer)
 
 
 @pytest.mark.parametrize("engine_dtype", ["F16", "BF16", "F32"])
@@ -738,25 +563,6 @@ def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
         assert error.code == "not_finite" and Q_B in str(error)
 
 
-def test_tensors_at_odd_offsets_are_looked_at_too(folder: Path) -> None:
-    def mix(tensors: Tensors) -> None:
-        kept = dict(tensors)
-        tensors.clear()
-        odd = "model.layers.0.mlp.odd"
-        tensors[names_of(odd)[0]] = encode(np.ones((1, 3), np.float32), "BF16")
-        tensors[names_of(odd)[1]] = encode(np.ones((2, 1), np.float32), "BF16")
-        tensors.update(kept)
-        tensors[Q_A] = encode(np.full((8, 32), math.nan, np.float32), "F32")
-
-    make_adapter(
-        folder, modules=LINEARS, edit=mix, config_overrides={"rank_pattern": {"odd": 1}}, dtype="F32"
-    )
-    model = contract(modules={**LINEARS, "model.layers.0.mlp.odd": (3, 2)})
-    files = inspect(folder, model)
-    assert any(tensor.dtype == "F32" and tensor.offset % 4 for tensor in files.tensors), "the case is real"
-    assert refusal(folder, model).code == "not_finite"
-
-
 # --- the content's hash --------------------------------------------------------------------------------------------------------------
 
 
@@ -766,45 +572,31 @@ def hash_of(folder: Path) -> str:
 
 
 def test_the_hash_is_that_of_the_content_and_of_nothing_else(tmp_path: Path) -> None:
-    one = make_adapter(tmp_path / "one", modules=LINEARS, seed=1)
-    two = make_adapter(tmp_path / "two", modules=LINEARS, seed=1)
-    config = json.loads((two / CONFIG_FILE).read_text())
-    (two / CONFIG_FILE).write_text(json.dumps(dict(reversed(config.items())), indent=7))
-    os.utime(two / WEIGHTS_FILE, ns=(0, 0))
-    assert hash_of(one) == hash_of(two), "path, times and the layout of the JSON do not count"
-    assert re.fullmatch("[0-9a-f]{64}", hash_of(one))
+    """A weight under another module's name changes the header alone."""
+    q_projs = {"0.self_attn": "1.self_attn", "1.self_attn": "0.self_attn"}
 
+    def swap(tensors: Tensors) -> None:
+        rename(tensors, lambda name: re.sub(r"[01]\.self_attn", lambda match: q_projs[match[0]], name))
 
-@pytest.mark.parametrize(
-    "change",
-    [
+    changes: list[dict[str, Any]] = [
+        {},
         {"seed": 2},
         {"dtype": "F16"},
         {"config_overrides": {"lora_alpha": 17}},
         {"config_overrides": {"some_new_option": 1}},
-    ],
-)
-def test_any_other_weight_or_option_is_another_hash(tmp_path: Path, change: dict[str, Any]) -> None:
-    plain: dict[str, Any] = {"modules": LINEARS, "seed": 1}
-    one = make_adapter(tmp_path / "one", **plain)
-    two = make_adapter(tmp_path / "two", **{**plain, **change})
-    assert hash_of(one) != hash_of(two)
-
-
-def test_a_weight_moved_to_another_module_is_another_hash(tmp_path: Path) -> None:
-    modules = {name: (32, 32) for name in LINEARS}
-    swapped = {"0.self_attn": "1.self_attn", "1.self_attn": "0.self_attn"}
-
-    def swap(tensors: Tensors) -> None:
-        rename(tensors, lambda name: re.sub(r"[01]\.self_attn", lambda match: swapped[match[0]], name))
-
-    one = make_adapter(tmp_path / "one", modules=modules)
-    two = make_adapter(tmp_path / "two", modules=modules, edit=swap)
-    model = contract(modules=modules)
-    hashes = {
-        content_hash(files, memoryview(buffer)) for files, buffer in (load(one, model), load(two, model))
-    }
-    assert len(hashes) == 2, "the bytes of the data are equal, the header is not"
+        {"edit": swap},
+    ]
+    made = [
+        make_adapter(tmp_path / str(number), **{"modules": LINEARS, "seed": 1, **change})
+        for number, change in enumerate(changes)
+    ]
+    hashes = [hash_of(path) for path in made]
+    assert len(set(hashes)) == len(changes) and re.fullmatch("[0-9a-f]{64}", hashes[0])
+    twin = make_adapter(tmp_path / "twin", modules=LINEARS, seed=1)
+    config = json.loads((twin / CONFIG_FILE).read_text())
+    (twin / CONFIG_FILE).write_text(json.dumps(dict(reversed(config.items())), indent=7))
+    os.utime(twin / WEIGHTS_FILE, ns=(0, 0))
+    assert hash_of(twin) == hashes[0], "path, times and the layout of the JSON do not count"
 
 
 def test_the_hash_of_known_content_does_not_change_from_release_to_release(folder: Path) -> None:

@@ -7,10 +7,9 @@ have ended, what lies in the folder is what is served.
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -24,19 +23,18 @@ from engine_bridge.adapters.retries import LONGEST_WAIT_S
 from engine_bridge.adapters.watch import SETTLE_S
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES
-from tests.unit.engine_bridge.catalog_server import CatalogServer, fill_disk, free_disk, put
+from tests.unit.engine_bridge.catalog_server import (
+    CatalogServer,
+    Clock,
+    fill_disk,
+    free_disk,
+    no_files_left,
+    put,
+)
 
 NAMES = ("a", "b", "c")
 NUM_ACTIONS = 60
 NUM_VERSIONS = 6
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Play:
@@ -113,6 +111,7 @@ class Play:
         with suppress(AdapterRejected, RegistryFailed):
             self.server.load(name, path)
             self.loaded[name] = (str(path), content)
+            self.away.discard(name)
         if self.random.random() < 0.3:
             shutil.rmtree(path)
 
@@ -159,7 +158,6 @@ class Play:
         self.set_free_bytes(0)
 
     def set_free_bytes(self, num_bytes: int) -> None:
-        assert self.server.copies._store is not None
         self.server.copies._store._free_bytes = num_bytes
 
     async def look(self, name: str = "") -> None:
@@ -211,21 +209,11 @@ class Play:
             lies = self.lies.get(name)
             if lies is None:
                 assert name not in served
-            elif lies and name not in self.away:
-                assert served[name] == lies
+            elif lies:
+                assert served.get(name) == (None if name in self.away else lies)
         problems = self.follower.problems()
         assert all(name in self.loaded or self.lies[name] == "" for name in problems), problems
         assert not any(path.name.startswith("incoming-") for path in self.state.glob("*/*"))
-
-
-@contextmanager
-def no_files_left() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,30 +1,27 @@
-"""A node's own adapters: whole or not there, within their bounds, and what their names say."""
+"""A node's own adapters, sent by a gateway or copied: whole or not there, within their bounds, and what their names say."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from engine_bridge.adapters.contents import AdapterContents, contents_of, read_piece
+from engine_bridge.adapters.copies import CLEAR_EVERY_S, FOLDER_NAME, PAUSE_S, Copies
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import content_hash, inspect, read
 from engine_bridge.adapters.store import KEEP_S, MAX_PIECE_BYTES, AdapterStore
 from engine_bridge.protocol.errors import InvalidRequest, NotSupported
-from tests.adapter_corpus import BAD, CONFIG_FILE, WEIGHTS_FILE, make_adapter
+from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, contract, store_at
+from tests.unit.engine_bridge.catalog_server import CatalogServer, Clock, put
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_adapter(tmp_path / "source", modules=MODULES)
-
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def send(store: AdapterStore, contents: AdapterContents) -> None:
@@ -49,70 +46,31 @@ def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source:
     buffer = memoryview(bytearray(files.num_bytes))
     checksum = read(files, buffer)
     contents = contents_of(source)
-    assert contents.content_hash == content_hash(files, buffer)
-    assert (contents.checksum, contents.signature, contents.rank) == (checksum, files.signature, files.rank)
-    assert (contents.num_bytes, contents.base_model) == (files.num_bytes, files.base_model)
-    assert contents.target_modules == files.target_modules == ("q_proj",)
-
-
-def test_what_is_known_of_files_is_not_read_again(source: Path) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def known(path: str, signature: str) -> tuple[str, int]:
-        asked.append((path, signature))
-        return "hash", 7
-
-    contents = contents_of(source, known)
-    assert (contents.content_hash, contents.checksum) == ("hash", 7)
-    assert asked == [(str(source), contents.signature)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["missing_path", "file_not_folder", "empty_folder", "bad_json", "no_weights", "pickle_only", "truncated"],
-)
-def test_what_is_no_adapter_is_refused_as_a_node_refuses_it(tmp_path: Path, name: str) -> None:
-    code = BAD[name](tmp_path / "bad", MODULES, 64)
-    with pytest.raises(AdapterRejected) as refused:
-        contents_of(tmp_path / "bad")
-    assert refused.value.code == code
+    assert contents.content_hash == content_hash(files, buffer) and contents.checksum == checksum
+    assert files.path == source and files.rank == 8 and files.target_modules == ("q_proj",)
+    for field in ("signature", "rank", "num_bytes", "base_model", "target_modules"):
+        assert getattr(contents, field) == getattr(files, field)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_sent_is_the_same_adapter(tmp_path: Path, source: Path) -> None:
-    contents = contents_of(source)
-    store = store_at(tmp_path / "store")
-    kept = keep(store, contents)
-    assert contents_of(kept).content_hash == contents.content_hash
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        assert (kept / name).read_bytes() == (source / name).read_bytes()
-    assert store_at(tmp_path / "store").find(contents.content_hash, "/nowhere") == str(kept)
-
-
 def test_what_lies_at_the_gateways_path_is_taken_from_there_by_its_content_alone(
     tmp_path: Path, source: Path
 ) -> None:
-    store = store_at(tmp_path / "store")
-    wanted = contents_of(source).content_hash
-    assert store.find(wanted, str(source)) == str(source)
+    """Also by a node without a folder, which can keep nothing."""
+    contents = contents_of(source, lambda path, signature: None)
+    stores = store_at(tmp_path / "store"), AdapterStore(None)
+    assert [store.find(contents.content_hash, str(source)) for store in stores] == [str(source)] * 2
+    with pytest.raises(NotSupported):
+        stores[1].begin(contents.content_hash, contents.sizes)
+    known = contents_of(
+        source, lambda *files: ("hash", 7) if files == (str(source), contents.signature) else None
+    )
+    assert (known.content_hash, known.checksum) == ("hash", 7), "what is known of files is not read again"
     make_adapter(source, modules=MODULES, seed=1)
-    assert store.find(wanted, str(source)) == "", "another adapter lies there now"
+    assert stores[0].find(contents.content_hash, str(source)) == "", "another adapter lies there now"
     assert not (tmp_path / "store").exists(), "looking leaves nothing behind"
-
-
-@pytest.mark.parametrize("is_config", [False, True])
-def test_damaged_on_the_way_it_is_not_kept(tmp_path: Path, source: Path, is_config: bool) -> None:
-    contents = contents_of(source)
-    path = source / (CONFIG_FILE if is_config else WEIGHTS_FILE)
-    raw = bytearray(path.read_bytes())
-    raw[-20] ^= 1
-    path.write_bytes(raw)
-    store = store_at(tmp_path / "store")
-    send(store, contents)
-    assert store.finish(contents.content_hash) == ""
-    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_cut_short_it_is_not_kept_and_after_a_start_it_goes(tmp_path: Path, source: Path) -> None:
@@ -180,64 +138,39 @@ def test_pieces_follow_each_other_up_to_what_was_announced(tmp_path: Path) -> No
     store.put(name, CONFIG_FILE, 2, b"cd")
 
 
-def test_without_a_folder_adapters_are_found_and_not_kept(source: Path) -> None:
-    store, contents = AdapterStore(None), contents_of(source)
-    assert store.find(contents.content_hash, str(source)) == str(source)
-    with pytest.raises(NotSupported):
-        store.begin(contents.content_hash, contents.sizes)
-
-
 # -- its bounds --------------------------------------------------------------------------------------------------------
 
 
-def versions(tmp_path: Path, num: int) -> list[AdapterContents]:
-    return [
+def test_room_is_made_of_what_nobody_wants_the_longest_unused_first_or_after_a_while(tmp_path: Path) -> None:
+    old, wanted, newer, last = (
         contents_of(make_adapter(tmp_path / f"source-{seed}", modules=MODULES, seed=seed))
-        for seed in range(num)
-    ]
-
-
-def test_room_is_made_of_what_nobody_wants_the_longest_unused_first(tmp_path: Path) -> None:
-    old, wanted, newer, last = versions(tmp_path, 4)
+        for seed in range(4)
+    )
     clock = Clock()
-    room = 3 * sum(old.sizes.values())
-    store = AdapterStore(tmp_path / "store", max_bytes=room, free_bytes=0, clock=clock)
+
+    def there() -> set[str]:
+        return {path.name for path in (tmp_path / "store").iterdir()}
+
+    store = AdapterStore(tmp_path / "store", max_bytes=3 * sum(old.sizes.values()), free_bytes=0, clock=clock)
     for contents in (old, wanted, newer):
         keep(store, contents)
         clock.now += 1
         store.find(contents.content_hash, "")
     store.keep([wanted.content_hash])
     keep(store, last)
-    there = {path.name for path in (tmp_path / "store").iterdir()}
-    assert there == {wanted.content_hash, newer.content_hash, last.content_hash}
+    assert there() == {wanted.content_hash, newer.content_hash, last.content_hash}
     store.keep([each.content_hash for each in (wanted, newer, last)])
-    with pytest.raises(InvalidRequest, match="no room"):
-        store.begin(old.content_hash, old.sizes)
-    assert {path.name for path in (tmp_path / "store").iterdir()} == there
-
-
-def test_what_nobody_wants_any_more_goes_after_a_while(tmp_path: Path) -> None:
-    unloaded, wanted = versions(tmp_path, 2)
-    clock = Clock()
-    store = AdapterStore(tmp_path / "store", free_bytes=0, clock=clock)
-    keep(store, unloaded)
-    keep(store, wanted)
-    hashes = [wanted.content_hash]
-    store.keep([*hashes, unloaded.content_hash])
+    careful = AdapterStore(tmp_path / "careful", free_bytes=1 << 60)
+    for full in (store, careful):  # the second leaves the disk to others
+        with pytest.raises(InvalidRequest, match="no room") as refused:
+            full.begin(old.content_hash, old.sizes)
+        assert refused.value.code == "no_room"
     clock.now += KEEP_S
-    store.keep(hashes)
-    assert store.find(unloaded.content_hash, "") != "", "requests under way may need it"
+    store.keep([wanted.content_hash])
+    assert store.find(newer.content_hash, "") != "", "requests under way may need it"
     clock.now += KEEP_S + 1
-    store.keep(hashes)
-    assert {path.name for path in (tmp_path / "store").iterdir()} == set(hashes)
-
-
-def test_the_disk_is_not_filled_for_others(tmp_path: Path, source: Path) -> None:
-    contents = contents_of(source)
-    store = AdapterStore(tmp_path / "store", free_bytes=1 << 60)
-    with pytest.raises(InvalidRequest, match="no room") as refused:
-        store.begin(contents.content_hash, contents.sizes)
-    assert refused.value.code == "no_room"
+    store.keep([wanted.content_hash])
+    assert there() == {wanted.content_hash}
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
@@ -258,3 +191,90 @@ def test_what_came_of_one_that_finds_the_disk_full_goes_at_once(
     assert refused.value.code == "no_room"
     assert list((tmp_path / "store").iterdir()) == []
     assert keep(store, contents).is_dir(), "there is room again"
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def hash_of(path: Path) -> str:
+    return contents_of(path).content_hash
+
+
+def test_a_copy_is_the_same_adapter_and_outlives_its_source(tmp_path: Path, source: Path) -> None:
+    """Where none can be made it is tried again after a while."""
+    clock, wanted = Clock(), hash_of(source)
+    copies = Copies(tmp_path, clock)
+    (tmp_path / FOLDER_NAME).write_text("this is no folder")
+    copies.make(wanted, str(source), [])
+    (tmp_path / FOLDER_NAME).unlink()
+    copies.make(wanted, str(source), [])
+    assert copies.path_of(wanted) == "", "not at once"
+    clock.now += PAUSE_S
+    for _ in range(2):
+        copies.make(wanted, str(source), [])
+        shutil.rmtree(source, ignore_errors=True)
+    assert hash_of(Path(copies.path_of(wanted))) == wanted
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_lies_there_no_longer_is_not_copied(tmp_path: Path, source: Path, is_gone: bool) -> None:
+    copies, wanted = Copies(tmp_path), hash_of(source)
+    if is_gone:
+        shutil.rmtree(source)
+    else:
+        make_adapter(source, modules=MODULES, seed=1)
+    with pytest.raises(AdapterRejected) as refused:
+        copies.make(wanted, str(source), [])
+    assert refused.value.code == "changed"
+    assert copies.path_of(wanted) == "" and not list(tmp_path.glob(f"{FOLDER_NAME}/*"))
+
+
+def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path) -> None:
+    clock, server = Clock(), CatalogServer(tmp_path / "state")
+    copies = Copies(tmp_path, clock)
+    record = server.load("law", source)
+    copies.make_missing([record], 1.0)
+    kept = Path(copies.path_of(record.content_hash))
+    os.utime(kept, (1.0, 1.0))
+    copies.make_missing([], 1.0)
+    assert kept.is_dir(), "requests under way may need it"
+    clock.now += CLEAR_EVERY_S
+    copies.make_missing([], 1.0)
+    assert not kept.exists()
+    server.catalog.close()
+
+
+def test_what_a_gateway_sent_or_finds_no_folder_is_not_copied(tmp_path: Path, source: Path) -> None:
+    wanted = hash_of(source)
+    nowhere, copies = Copies(None), Copies(tmp_path)
+    nowhere.make(wanted, str(source), [])
+    copies.make(wanted, str(source.rename(tmp_path / wanted)), [])
+    assert nowhere.path_of(wanted) == "" and not (tmp_path / FOLDER_NAME).exists()
+
+
+def test_a_version_takes_the_place_of_another_only_with_its_copy(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written over between the reading and the copying, it would be served, and could not be read any more."""
+    server = CatalogServer(tmp_path / "state")
+    record = server.load("law", source)
+    server.catalog.look_after()
+    assert server.copies.path_of(record.content_hash)
+    put(source.parent, source.name, seed=1)
+    real = shutil.copyfile
+
+    def copyfile(path: Path, target: Path) -> None:
+        real(path, target)
+        if path.name == WEIGHTS_FILE:
+            put(source.parent, source.name, seed=2)
+            real(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("engine_bridge.adapters.store.shutil.copyfile", copyfile)
+        with pytest.raises(AdapterRejected) as refused:
+            server.load("law", source)
+    assert refused.value.code == "changed"
+    assert server.catalog.current("law") == record
+    newest = server.load("law", source)
+    assert server.copies.path_of(newest.content_hash) and server.copies.path_of(record.content_hash)
+    server.catalog.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,19 +18,51 @@ from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_
 MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}
 NOW = 1_700_000_000.0
 LONG_AGO = NOW - 1000
-NOTHING = FolderChanges()
+FULL = AdapterRefusal("The disk is full.", "disk_full")
+
+
+class Watched:
+    """A folder, and what it tells."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.retries = root, Retries()
+        root.mkdir()
+        self.folder = Folder(root, self.retries, settle_s=2.0)
+
+    def put(self, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
+        return stamp(make_adapter(self.root / name, modules=MODULES, seed=seed), when)
+
+    def tells(
+        self,
+        at_s: float = 0.0,
+        /,
+        *,
+        added: str = "",
+        changed: str = "",
+        removed: str = "",
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """Expect these changes, names parted by spaces, and no others, `at_s` after NOW."""
+        expected = FolderChanges(
+            tuple((name, self.root / name) for name in added.split()),
+            tuple((name, self.root / name) for name in changed.split()),
+            tuple(removed.split()),
+        )
+        assert self.folder.changes(NOW + at_s, elsewhere) == expected
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "adapters"
-    root.mkdir()
-    return root
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setattr(watch, "LOOK_AGAIN_S", 0.0)
+    return Watched(tmp_path / "adapters")
 
 
 @pytest.fixture
-def folder(root: Path) -> Folder:
-    return Folder(root, settle_s=2.0)
+def law(watched: Watched) -> Path:
+    """An adapter that was told."""
+    path = watched.put("law")
+    watched.tells(added="law")
+    return path
 
 
 def stamp(adapter: Path, when: float = LONG_AGO) -> Path:
@@ -40,299 +72,160 @@ def stamp(adapter: Path, when: float = LONG_AGO) -> Path:
     return adapter
 
 
-def put(root: Path, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
-    return stamp(make_adapter(root / name, modules=MODULES, seed=seed), when)
+def test_adapters_are_told_once_in_the_order_of_names_and_links_are_followed(
+    watched: Watched, tmp_path: Path
+) -> None:
+    one = watched.put("one", when=NOW)
+    watched.put(".hidden")
+    assert watched.folder.changes(NOW, is_settled=True) == FolderChanges(added=(("one", one),))
+    watched.put("two"), one.rename(watched.root / "new")
+    (watched.root / "linked").symlink_to(stamp(make_adapter(tmp_path / "real", modules=MODULES)))
+    watched.tells(2, added="linked new two", removed="one")
+    watched.tells(2)
 
 
-def test_adapters_are_told_once_in_the_order_of_names(root: Path, folder: Folder) -> None:
-    two, one = put(root, "two"), put(root, "one")
-    assert folder.changes(NOW) == FolderChanges(added=(("one", one), ("two", two)))
-    assert folder.changes(NOW) == NOTHING
-
-
-def test_at_the_start_all_is_told_at_once(root: Path, folder: Folder) -> None:
-    law = put(root, "law", when=NOW)
-    put(root, ".hidden")
-    assert folder.changes(NOW, is_settled=True) == FolderChanges(added=(("law", law),))
-
-
-def test_what_failed_is_told_again_when_it_is_due_unless_its_files_are_at_fault(root: Path) -> None:
-    retries = Retries()
-    folder = Folder(root, retries, settle_s=0.0)
-    full, broken = put(root, "full"), put(root, "broken")
-    assert folder.changes(NOW).added == (("broken", broken), ("full", full))
-    retries.failed("full", AdapterRefusal("The disk is full.", "disk_full"), NOW)
-    retries.failed("broken", AdapterRefusal("It is broken.", "corrupt_file"), NOW)
-    assert folder.changes(NOW + 1) == NOTHING
-    assert folder.changes(NOW + 2) == FolderChanges(changed=(("full", full),))
-    retries.failed("full", AdapterRefusal("The disk is full.", "disk_full"), NOW + 2)
-    assert folder.changes(NOW + 4) == NOTHING, "the waits grow"
-    assert folder.changes(NOW + 6) == FolderChanges(changed=(("full", full),))
-    for number in range(20):
-        retries.failed("full", AdapterRefusal("The disk is full.", "disk_full"), NOW + 6 + number)
-    assert folder.changes(NOW + 36) == FolderChanges(changed=(("full", full),)), "but not without end"
-    retries.forget("full")
-    assert folder.changes(NOW + 100) == NOTHING
-    put(root, "broken", seed=1, when=LONG_AGO + 1)
-    assert folder.changes(NOW + 101) == FolderChanges(changed=(("broken", broken),)), "its files are others"
-
-
-def test_a_clock_that_was_set_back_puts_no_try_off() -> None:
-    retries = Retries()
-    retries.failed("full", AdapterRefusal("The disk is full.", "disk_full"), NOW)
-    assert not retries.is_due("full", NOW + 1)
-    assert retries.is_due("full", NOW - 1e6)
-
-
-def test_what_has_failed_for_days_is_still_tried_and_told() -> None:
+def test_waits_grow_and_end_also_by_a_clock_that_was_set_back() -> None:
     """Each try counts, and so does each look at one that stands back."""
     retries = Retries()
     for number in range(40_000):
-        retries.failed("full", AdapterRefusal("The disk is full.", "disk_full"), NOW + number)
+        retries.failed("full", FULL, NOW + number)
+        if number < 2:
+            wait_s = 2.0 * (number + 1)
+            assert retries.is_due("full", NOW + number + wait_s)
+            assert not retries.is_due("full", NOW + number + wait_s - 0.1)
     assert retries.is_due("full", NOW + 40_010) and not retries.is_due("full", NOW + 40_001)
+    assert retries.is_due("full", NOW - 1e6)
     assert "tried again" in retries.texts()["full"]
 
 
-def test_one_stands_back_behind_another_of_its_name_from_elsewhere(root: Path) -> None:
-    retries = Retries()
-    folder = Folder(root, retries)
-    twin = put(root, "twin")
-    assert folder.changes(NOW).added
-    put(root, "twin", seed=1, when=LONG_AGO + 1)
-    assert folder.changes(NOW, {"twin"}) == NOTHING
-    assert "loaded from elsewhere" in retries.texts()["twin"]
-    assert folder.changes(NOW, {"twin"}) == NOTHING
-    assert folder.changes(NOW) == FolderChanges(added=(("twin", twin),)), "the other one was unloaded"
-    assert retries.texts() == {}
-    assert folder.changes(NOW, {"twin"}) == NOTHING
-    shutil.rmtree(twin)
-    assert folder.changes(NOW, {"twin"}) == NOTHING, "the other one is not called gone"
-    assert retries.texts() == {}
-
-
-def test_what_is_no_folder_with_a_configuration_is_no_adapter(root: Path, folder: Folder) -> None:
-    (root / "notes.txt").write_text("hello")
-    (root / "empty").mkdir()
-    (root / "deep" / "adapter").mkdir(parents=True)
-    write_config(root / "deep" / "adapter", MODULES)
-    (root / "circle").symlink_to("circle")
-    (root / "broken").symlink_to("gone")
-    assert folder.changes(NOW) == NOTHING
-
-
-def test_an_adapter_that_is_a_link_is_told(root: Path, folder: Folder, tmp_path: Path) -> None:
-    (root / "linked").symlink_to(put(tmp_path, "real"))
-    assert folder.changes(NOW) == FolderChanges(added=(("linked", root / "linked"),))
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_change_of_either_file_is_told_once(root: Path, folder: Folder, name: str) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    os.utime(adapter / name, (LONG_AGO + 1, LONG_AGO + 1))
-    assert folder.changes(NOW) == FolderChanges(changed=(("law", adapter),))
-    assert folder.changes(NOW) == NOTHING
-
-
-def test_a_file_replaced_by_one_of_the_same_size_and_time_is_a_change(
-    root: Path, folder: Folder, tmp_path: Path
+def test_what_is_no_folder_with_a_configuration_is_no_adapter(
+    watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    (put(tmp_path, "law", seed=1) / WEIGHTS_FILE).replace(adapter / WEIGHTS_FILE)
-    stamp(adapter)
-    assert folder.changes(NOW) == FolderChanges(changed=(("law", adapter),))
+    (watched.root / "notes.txt").write_text("hello")
+    (watched.root / "empty").mkdir()
+    (watched.root / ".git").mkdir()
+    write_config(watched.root / "deep" / "adapter", MODULES)
+    (watched.root / "circle").symlink_to("circle")
+    (watched.root / "broken").symlink_to("gone")
+    watched.tells()
+    assert caplog.messages == []
 
 
-def test_another_file_beside_the_two_is_no_change(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    (adapter / "README.md").write_text("hello")
-    for path in (adapter / "README.md", adapter):
+def test_a_change_is_told_by_the_two_files_alone_whatever_their_size_and_time(
+    watched: Watched, law: Path, tmp_path: Path
+) -> None:
+    (law / "README.md").write_text("hello")
+    stamp(law, LONG_AGO)
+    watched.folder.changes(NOW)  # setting times back is a change by itself
+    for path in (law / "README.md", law):
         os.utime(path, (LONG_AGO + 1, LONG_AGO + 1))
-    assert folder.changes(NOW) == NOTHING
+    watched.tells()
+    os.utime(law / CONFIG_FILE, (LONG_AGO + 1, LONG_AGO + 1))
+    watched.tells(changed="law")
+    watched.tells()
+    (make_adapter(tmp_path / "other", modules=MODULES, seed=1) / WEIGHTS_FILE).replace(law / WEIGHTS_FILE)
+    stamp(law)
+    watched.tells(changed="law")
 
 
-def test_an_adapter_that_is_gone_is_told_once_and_can_come_back(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    shutil.rmtree(adapter)
-    assert folder.changes(NOW) == FolderChanges(removed=("law",))
-    assert folder.changes(NOW) == NOTHING
-    put(root, "law")
-    assert folder.changes(NOW) == FolderChanges(added=(("law", adapter),))
-
-
-def test_a_folder_without_its_configuration_is_gone(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    (adapter / CONFIG_FILE).unlink()
-    assert folder.changes(NOW) == FolderChanges(removed=("law",))
-
-
-def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    for path in adapter.iterdir():
+def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(watched: Watched, law: Path) -> None:
+    for path in law.iterdir():
         path.unlink()
-    os.utime(adapter, (NOW, NOW))
-    assert folder.changes(NOW + 1) == NOTHING
-    put(root, "law", seed=1, when=NOW + 1)
-    assert folder.changes(NOW + 2) == NOTHING
-    assert folder.changes(NOW + 3) == FolderChanges(changed=(("law", adapter),))
-    (adapter / CONFIG_FILE).unlink()
-    os.utime(adapter, (NOW + 3, NOW + 3))
-    assert folder.changes(NOW + 4) == NOTHING
-    assert folder.changes(NOW + 5) == FolderChanges(removed=("law",)), "nothing came"
+    os.utime(law, (NOW, NOW))
+    watched.tells(1)
+    watched.put("law", seed=1, when=NOW + 1)
+    watched.tells(2)
+    watched.tells(3, changed="law")
+    (law / CONFIG_FILE).unlink()
+    os.utime(law, (NOW + 3, NOW + 3))
+    watched.tells(4)
+    watched.tells(5, removed="law")  # nothing came
 
 
 def test_one_that_is_replaced_by_another_folder_is_not_called_gone(
-    root: Path, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked at just between the two moves."""
-    adapter = put(root, "law")
-    new = put(tmp_path, "new", seed=1, when=LONG_AGO + 1)
-    folder.changes(NOW)
-    adapter.rename(tmp_path / "old")
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: new.rename(adapter))
-    assert folder.changes(NOW) == NOTHING
-    assert folder.changes(NOW) == FolderChanges(changed=(("law", adapter),))
-
-
-def test_a_renamed_adapter_goes_and_comes(root: Path, folder: Folder) -> None:
-    put(root, "old")
-    folder.changes(NOW)
-    (root / "old").rename(root / "new")
-    assert folder.changes(NOW) == FolderChanges(added=(("new", root / "new"),), removed=("old",))
+    new = stamp(make_adapter(tmp_path / "new", modules=MODULES, seed=1), LONG_AGO + 1)
+    law.rename(tmp_path / "old")
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: new.rename(law))
+    watched.tells()
+    watched.tells(changed="law")
 
 
 # --- half-copied adapters --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_is_held_back_until_its_files_are_at_rest(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law", when=NOW)
-    assert folder.changes(NOW + 1.9) == NOTHING
-    assert folder.changes(NOW + 2.0) == FolderChanges(added=(("law", adapter),))
-
-
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, ".adapter_model.safetensors.part", ""])
-def test_any_file_that_is_being_written_holds_the_adapter_back(root: Path, folder: Folder, name: str) -> None:
-    adapter = put(root, "law")
+def test_any_file_that_is_being_written_holds_back_its_adapter_alone(watched: Watched, name: str) -> None:
+    adapter = watched.put("law")
+    watched.put("quiet")
     (adapter / ".adapter_model.safetensors.part").touch()
     stamp(adapter)
     os.utime(adapter / name, (NOW, NOW))
-    assert folder.changes(NOW + 1) == NOTHING
-    assert folder.changes(NOW + 2) == FolderChanges(added=(("law", adapter),))
+    watched.tells(1.9, added="quiet")
+    watched.tells(2.0, added="law")
+    watched.put("law", seed=1, when=NOW + 3)
+    watched.tells(4)
+    watched.tells(5, changed="law")
 
 
-def test_a_change_is_held_back_too_and_the_old_adapter_is_not_called_gone(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
-    put(root, "law", seed=1, when=NOW)
-    assert folder.changes(NOW + 1) == NOTHING
-    assert folder.changes(NOW + 2) == FolderChanges(changed=(("law", adapter),))
-
-
-def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
+def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(watched: Watched, law: Path) -> None:
     told_s = []
     for second in range(1, 31):
-        put(root, "law", seed=second, when=NOW + second)
-        assert folder.changes(NOW + second + 0.1) == NOTHING  # it is just being written
-        if folder.changes(NOW + second + 0.9) == FolderChanges(changed=(("law", adapter),)):
+        watched.put("law", seed=second, when=NOW + second)
+        watched.tells(second + 0.1)  # it is just being written
+        if watched.folder.changes(NOW + second + 0.9) == FolderChanges(changed=(("law", law),)):
             told_s.append(second)
     assert told_s[0] <= 10
     assert max(after - before for before, after in pairwise(told_s)) <= 10
 
 
-def test_a_new_one_is_never_told_before_it_rests(root: Path, folder: Folder) -> None:
+def test_a_new_one_is_never_told_before_it_rests_but_a_wrong_clock_does_not_hold_it_back(
+    watched: Watched,
+) -> None:
     for second in range(30):
-        put(root, "law", seed=second, when=NOW + second)
-        assert folder.changes(NOW + second + 0.9) == NOTHING
-
-
-def test_a_time_far_in_the_future_does_not_hold_an_adapter_back(root: Path, folder: Folder) -> None:
-    adapter = put(root, "law", when=NOW + 1e6)
-    assert folder.changes(NOW) == FolderChanges(added=(("law", adapter),))
-
-
-def test_one_restless_adapter_does_not_hold_back_the_others(root: Path, folder: Folder) -> None:
-    put(root, "busy", when=NOW)
-    quiet = put(root, "quiet")
-    assert folder.changes(NOW) == FolderChanges(added=(("quiet", quiet),))
-
-
-def test_an_adapter_without_weights_is_told_and_told_again_when_they_come(root: Path, folder: Folder) -> None:
-    adapter = root / "law"
-    write_config(adapter, MODULES)
-    stamp(adapter)
-    assert folder.changes(NOW) == FolderChanges(added=(("law", adapter),))
-    put(root, "law")
-    assert folder.changes(NOW) == FolderChanges(changed=(("law", adapter),))
+        watched.put("law", seed=second, when=NOW + second)
+        watched.tells(second + 0.9)
+    watched.put("law", when=NOW + 1e6)
+    watched.tells(30, added="law")
 
 
 # --- names and trouble -----------------------------------------------------------------------------------------------------------------
 
 
-def test_odd_names_are_skipped_and_logged_once(
-    root: Path, folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_odd_names_are_skipped_and_logged_once(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     for name in (".hidden", "line\nbreak", "x" * 201, "\udcff", " law", "e\u0301t\u00e9"):
-        put(root, name)
-    longest = put(root, "y" * 200)
-    assert folder.changes(NOW) == FolderChanges(added=(("y" * 200, longest),))
+        watched.put(name)
+    watched.put("y" * 200)
+    watched.tells(added="y" * 200)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5, "one that is hidden is how a copy is made"
     assert all(len(line) <= 250 and line.isprintable() for line in lines)
-    assert folder.changes(NOW) == NOTHING
+    watched.tells()
     assert len(caplog.records) == 5
 
 
-def test_a_hidden_folder_that_is_no_adapter_is_not_worth_a_word(root: Path, folder: Folder) -> None:
-    (root / ".git").mkdir()
-    assert folder.changes(NOW) == NOTHING
-
-
-def test_a_missing_folder_is_empty(root: Path, folder: Folder) -> None:
-    put(root, "law")
-    folder.changes(NOW)
-    shutil.rmtree(root)
-    assert folder.changes(NOW) == FolderChanges(removed=("law",))
-    root.mkdir()
-    put(root, "law")
-    assert folder.changes(NOW).added
-
-
-def test_a_folder_that_cannot_be_read_for_now_has_no_changes_and_is_told_once(
-    root: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_read_for_now_has_no_changes_and_is_told_once(
+    watched: Watched, law: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(root, "law")
-    folder.changes(NOW)
+    """The folder as a whole, then one adapter in it."""
+
+    def fail(path: Path) -> str:
+        if path != law:
+            return real(path)
+        raise OSError(errno.EIO, "Input/output error")
 
     def stale(path: Path) -> object:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
         patch.setattr(watch.os, "scandir", stale)
-        assert folder.changes(NOW) == NOTHING
-        assert folder.changes(NOW) == NOTHING
+        watched.tells()
+        watched.tells()
     assert caplog.text.count("Stale file handle") == 1
-    assert folder.changes(NOW) == NOTHING, "the adapter is still the one that was told"
-
-
-def test_an_adapter_that_cannot_be_looked_at_for_now_is_not_gone(
-    root: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = put(root, "law")
-    folder.changes(NOW)
+    watched.tells()
+    watched.put("other")
     real = watch.signature_of
-
-    def fail(path: Path) -> str:
-        if path == adapter:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path)
-
-    put(root, "other")
     monkeypatch.setattr(watch, "signature_of", fail)
-    assert folder.changes(NOW) == FolderChanges(added=(("other", root / "other"),))
+    watched.tells(added="other")

@@ -84,6 +84,12 @@ class Harness:
         self.failures.append(error)
         self.changed.set()
 
+    def break_down(self) -> None:
+        """Let the next step fail."""
+        self.thread.submit(
+            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
+        )
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():
@@ -107,14 +113,6 @@ async def running(
         yield harness
     finally:
         await harness.thread.close()
-
-
-async def test_outputs_arrive_in_order_and_complete() -> None:
-    async with running() as harness:
-        harness.thread.submit(lambda driver: driver.left.update(a=3, b=2))
-        await harness.until(lambda: len(harness.outputs) == 5)
-    assert [left for name, left in harness.outputs if name == "a"] == [2, 1, 0]
-    assert [left for name, left in harness.outputs if name == "b"] == [1, 0]
 
 
 async def test_outputs_gather_until_one_is_urgent() -> None:
@@ -146,51 +144,26 @@ async def test_without_an_interval_nothing_waits_for_an_urgent_output() -> None:
         harness.thread.submit(lambda driver: driver.left.clear())
 
 
-async def test_an_idle_engine_does_not_step() -> None:
-    async with running() as harness:
-        for _ in range(20):
-            await harness.thread.call(lambda driver: None)
-        assert harness.built[0].num_steps == 0
-
-
 async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
-    async with running() as harness:
+    async with running() as harness, asyncio.timeout(60):
         driver = harness.built[0]
         driver.due_in_s = 0.01
         harness.thread.wake()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
         driver.left["a"] = 1  # nobody wakes the engine for it
-        async with asyncio.timeout(60):
-            while driver.left:
-                await asyncio.sleep(0.005)
+        while driver.left:
+            await asyncio.sleep(0.001)
         assert driver.num_steps == 1
 
 
 async def test_work_that_may_not_run_is_not_spun_on() -> None:
     async with running() as harness:
-
-        def gate(driver: ScriptedDriver) -> None:
-            driver.left["a"] = 1
-            driver.is_gated = True
-
-        harness.thread.submit(gate)
-        await asyncio.to_thread(time.sleep, 0.3)
+        harness.thread.submit(lambda driver: (driver.left.update(a=1), setattr(driver, "is_gated", True)))
+        await asyncio.to_thread(time.sleep, 0.1)
         # Without a back-off it would have stepped thousands of times.
-        assert 1 <= harness.built[0].num_steps < 60
+        assert 1 <= harness.built[0].num_steps < 40
         harness.thread.submit(lambda driver: setattr(driver, "is_gated", False))
         await harness.until(lambda: harness.outputs == [("a", 0)])
-
-
-async def test_a_failed_step_ends_the_streams_and_rebuilds() -> None:
-    async with running() as harness:
-        harness.thread.submit(lambda driver: driver.left.update(a=10**9))
-        boom = RuntimeError("boom")
-        harness.thread.submit(lambda driver: setattr(driver, "fault", boom))
-        await harness.until(lambda: harness.failures == [boom])
-        await harness.until_state("ready", 1)
-        assert harness.built[0].is_closed and len(harness.built) == 2
-        harness.thread.submit(lambda driver: driver.left.update(b=1))
-        await harness.until(lambda: ("b", 0) in harness.outputs)
 
 
 class Memory:
@@ -230,82 +203,83 @@ async def test_what_a_failed_step_held_is_gone_before_the_next_engine_is_built()
         assert left == [[], [None, None]]
 
 
-async def test_calls_fail_clearly_while_the_engine_is_rebuilt() -> None:
-    release = threading.Event()
-    builds = 0
+class Building:
+    """Makes drivers, and waits in the build of number `waits_at`; the builds of `faults` raise."""
 
-    def make() -> ScriptedDriver:
-        nonlocal builds
-        builds += 1
-        if builds == 2:
-            release.wait(60)
+    def __init__(self, waits_at: int = 0, **faults: BaseException) -> None:
+        self.num_builds, self.waits_at, self.faults = 0, waits_at, faults
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self) -> ScriptedDriver:
+        self.num_builds += 1
+        if self.num_builds == self.waits_at:
+            self.entered.set()
+            self.release.wait(60)
+        fault = self.faults.get("first" if self.num_builds == 1 else "later")
+        if fault is not None:
+            raise fault
         return ScriptedDriver()
 
-    async with running(make) as harness:
-        harness.thread.submit(
-            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
-        )
-        await harness.until(lambda: bool(harness.failures))
+
+async def test_a_failed_step_ends_the_streams_and_calls_fail_clearly_until_the_engine_is_rebuilt() -> None:
+    building = Building(waits_at=2)
+    async with running(building) as harness:
+        harness.break_down()
+        await harness.until(lambda: [str(error) for error in harness.failures] == ["boom"])
         with pytest.raises(EngineUnavailable):
             await harness.thread.call(lambda driver: None)
-        release.set()
+        building.release.set()
         await harness.until_state("ready", 1)
+        assert harness.built[0].is_closed and len(harness.built) == 2
         assert await harness.thread.call(lambda driver: driver.left) == {}
+        harness.thread.submit(lambda driver: driver.left.update(a=2, b=1))
+        await harness.until(lambda: len(harness.outputs) == 3)
+        assert harness.outputs == [("a", 1), ("b", 0), ("a", 0)]
 
 
 async def test_rebuilding_is_tried_again_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.001))
-    builds = 0
-
-    def make() -> ScriptedDriver:
-        nonlocal builds
-        builds += 1
-        if builds > 1:
-            raise OSError("no memory")
-        return ScriptedDriver()
-
-    async with running(make) as harness:
-        harness.thread.submit(
-            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
-        )
+    building = Building(later=OSError("no memory"))
+    async with running(building) as harness:
+        harness.break_down()
         await harness.until_state("failed")
-        assert builds == 3
+        assert building.num_builds == 3
         with pytest.raises(EngineUnavailable):
             await harness.thread.call(lambda driver: None)
 
 
-async def test_a_failing_command_harms_nobody_else() -> None:
-    async with running() as harness:
-        with pytest.raises(ZeroDivisionError):
-            await harness.thread.call(lambda driver: 1 // 0)
-        harness.thread.submit(lambda driver: 1 // 0)
+def leave(driver: ScriptedDriver) -> None:
+    raise SystemExit("enough")
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "num_rebuilds"),
+    [
+        (lambda driver: 1 // 0, ZeroDivisionError, 0),
+        (lambda driver: next(iter(())), EngineUnavailable, 0),  # what no future can hold
+        (leave, EngineUnavailable, 1),
+    ],
+)
+async def test_a_failing_command_is_answered_and_harms_nobody_else(
+    command: Callable[[ScriptedDriver], Any], error: type[Exception], num_rebuilds: int
+) -> None:
+    async with running() as harness, asyncio.timeout(60):
+        with pytest.raises(error):
+            await harness.thread.call(command)
+        await harness.until_state("ready", num_rebuilds)
+        if not num_rebuilds:
+            harness.thread.submit(command)
+            assert harness.failures == []
         assert await harness.thread.call(lambda driver: 7) == 7
-        assert harness.failures == []
+        assert harness.built[-1].num_steps == 0, "an idle engine does not step"
 
 
 async def test_start_raises_what_stopped_it() -> None:
-    def make() -> ScriptedDriver:
-        raise OSError("no such model")
-
-    harness = Harness(make)
+    harness = Harness(Building(first=OSError("no such model")))
     with pytest.raises(OSError, match="no such model"):
         await harness.thread.start()
     assert harness.thread.state == "failed"
     await harness.thread.close()
-
-
-async def test_close_ends_pending_calls() -> None:
-    async with running() as harness:
-        entered, release = threading.Event(), threading.Event()
-        first = harness.thread.call(lambda driver: (entered.set(), release.wait(60)))
-        await asyncio.to_thread(entered.wait, 5)
-        closing = asyncio.create_task(harness.thread.close())
-        second = harness.thread.call(lambda driver: None)
-        release.set()
-        await closing
-        assert first.done()
-        # Either it was still run, or it was told that the engine is closed; it never hangs.
-        assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], EngineUnavailable | None)
 
 
 class SlowToClose(ScriptedDriver):
@@ -321,56 +295,27 @@ class SlowToClose(ScriptedDriver):
         super().close()
 
 
-async def test_a_call_that_comes_while_the_engine_is_being_closed_is_refused_at_once() -> None:
-    async with running(SlowToClose) as harness:
+async def test_close_ends_pending_calls_and_refuses_those_that_come_meanwhile_at_once() -> None:
+    async with running(SlowToClose) as harness, asyncio.timeout(60):
         driver = harness.built[0]
         assert isinstance(driver, SlowToClose)
+        entered, release = threading.Event(), threading.Event()
+        first = harness.thread.call(lambda driver: (entered.set(), release.wait(60)))
+        await asyncio.to_thread(entered.wait, 5)
         closing = asyncio.create_task(harness.thread.close())
+        second = harness.thread.call(lambda driver: None)
+        release.set()
         await asyncio.to_thread(driver.is_closing.wait, 60)
-        async with asyncio.timeout(60):
-            with pytest.raises(EngineUnavailable, match="closed"):
-                await harness.thread.call(lambda driver: None)
+        # Either it was still run, or it was told that the engine is closed; it never hangs.
+        assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], EngineUnavailable | None)
+        assert first.done()
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await harness.thread.call(lambda driver: None)
         assert not closing.done(), "the engine was still being closed"
         driver.may_close.set()
         await closing
     with pytest.raises(EngineUnavailable, match="closed"):
         await harness.thread.call(lambda driver: None)
-
-
-async def test_an_engine_that_was_built_after_the_stop_is_closed_too() -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def make() -> ScriptedDriver:
-        entered.set()
-        release.wait(60)
-        return ScriptedDriver()
-
-    harness = Harness(make)
-    starting = asyncio.create_task(harness.thread.start())
-    await asyncio.to_thread(entered.wait, 60)
-    closing = asyncio.create_task(harness.thread.close())
-    await asyncio.sleep(0)
-    release.set()
-    await asyncio.gather(starting, closing)
-    assert harness.built[0].is_closed
-
-
-async def test_a_call_that_ends_the_engine_is_answered() -> None:
-    def leave(driver: ScriptedDriver) -> None:
-        raise SystemExit("enough")
-
-    async with running() as harness, asyncio.timeout(60):
-        with pytest.raises(EngineUnavailable, match="SystemExit: enough"):
-            await harness.thread.call(leave)
-        await harness.until_state("ready", 1)
-        assert await harness.thread.call(lambda driver: 7) == 7
-
-
-async def test_a_call_that_raises_what_futures_cannot_hold_is_answered() -> None:
-    async with running() as harness, asyncio.timeout(60):
-        with pytest.raises(EngineUnavailable, match="StopIteration"):
-            await harness.thread.call(lambda driver: next(iter(())))
-        assert await harness.thread.call(lambda driver: 7) == 7
 
 
 async def test_an_engine_that_cannot_take_over_is_closed_and_another_one_is_built(
@@ -384,9 +329,7 @@ async def test_an_engine_that_cannot_take_over_is_closed_and_another_one_is_buil
                 raise OSError("the adapters' registry cannot be read")
 
         harness.thread._on_rebuilt = take_over
-        harness.thread.submit(
-            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
-        )
+        harness.break_down()
         await harness.until_state("ready", 1)
         assert [driver.is_closed for driver in harness.built] == [True, True, False]
 
@@ -396,16 +339,10 @@ async def test_when_the_thread_itself_cannot_go_on_every_call_is_told(
 ) -> None:
     monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0,))
     entered, release = threading.Event(), threading.Event()
-    builds = 0
-
-    def make() -> ScriptedDriver:
-        nonlocal builds
-        builds += 1
-        if builds == 2:
-            raise SystemExit("a library ends the thread")
-        return ScriptedDriver()
-
-    async with running(make) as harness, asyncio.timeout(60):
+    async with (
+        running(Building(later=SystemExit("a library ends the thread"))) as harness,
+        asyncio.timeout(60),
+    ):
 
         def fall(driver: ScriptedDriver) -> None:
             entered.set()
@@ -422,22 +359,23 @@ async def test_when_the_thread_itself_cannot_go_on_every_call_is_told(
             await harness.thread.call(lambda driver: None)
 
 
-async def test_an_engine_that_is_still_being_built_is_not_waited_for_and_closed_when_it_is_there() -> None:
-    entered, release, is_over = threading.Event(), threading.Event(), threading.Event()
-
-    def make() -> ScriptedDriver:
-        entered.set()
-        release.wait(60)
-        return ScriptedDriver()
-
-    harness = Harness(make)
+@pytest.mark.parametrize("is_later", [False, True])
+async def test_an_engine_that_is_still_being_built_is_closed_when_it_is_there(is_later: bool) -> None:
+    """By `close_later` without being waited for."""
+    building, is_over = Building(waits_at=1), threading.Event()
+    harness = Harness(building)
     assert not harness.thread.close_later(is_over.set), "there is none"
     starting = asyncio.create_task(harness.thread.start())
-    await asyncio.to_thread(entered.wait, 60)
-    assert harness.thread.close_later(is_over.set)
-    assert not is_over.is_set()
-    release.set()
-    await asyncio.to_thread(is_over.wait, 60)
+    await asyncio.to_thread(building.entered.wait, 60)
+    if is_later:
+        assert harness.thread.close_later(is_over.set) and not is_over.is_set()
+        building.release.set()
+        await asyncio.to_thread(is_over.wait, 60)
+        await starting
+        assert not harness.thread.close_later(is_over.set), "nothing is being built any more"
+    else:
+        closing = asyncio.create_task(harness.thread.close())
+        await asyncio.sleep(0)
+        building.release.set()
+        await asyncio.gather(starting, closing)
     assert harness.built[0].is_closed
-    await starting
-    assert not harness.thread.close_later(is_over.set), "nothing is being built any more"

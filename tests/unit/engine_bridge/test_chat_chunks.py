@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine_bridge.calls.chat_chunks import merged_calls, split_event
+from engine_bridge.calls.chat_chunks import split_event
 
 
 def event(delta: dict[str, Any], reason: str | None = None, **choice: Any) -> str:
@@ -19,40 +19,24 @@ def choices_of(text: str, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(each[6:])["choices"][0] for each in events]
 
 
-def test_a_call_has_one_entry_in_a_chunk_with_all_that_is_said_of_it() -> None:
-    header = {"index": 0, "id": "c", "type": "function", "function": {"name": "f"}}
-    pieces = [
-        header,
-        {"index": 0, "function": {"arguments": '{"a'}},
-        {"index": 0, "function": {"arguments": '":'}},
-    ]
-    (choice,) = choices_of(event({"tool_calls": pieces}))
-    assert choice["delta"] == {
-        "tool_calls": [
-            {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":'}}
-        ]
-    }
-    assert choice["finish_reason"] is None
-
-
-def test_several_calls_and_text_come_in_chunks_of_their_own() -> None:
+def test_several_calls_and_text_come_in_chunks_of_their_own_and_each_call_has_one_entry() -> None:
     """There are clients that read the first entry only, and such that look for calls only where there is no text."""
+    header = {"index": 1, "id": "d", "type": "function", "function": {"name": "g"}}
     entries = [
         {"index": 0, "function": {"arguments": "}"}},
-        {"index": 1, "id": "d", "type": "function", "function": {"name": "g"}},
-        {"index": 1, "function": {"arguments": "{"}},
+        header,
+        {"index": 1, "function": {"arguments": '{"a'}},
+        {"index": 1, "id": None, "function": {"arguments": '":', "name": None}},
+        {"index": 1, "function": {"arguments": None}},
     ]
     choices = choices_of(event({"content": "So:", "tool_calls": entries}, token_ids=[1, 2]))
     assert [choice["delta"] for choice in choices] == [
         {"content": "So:"},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
-        {
-            "tool_calls": [
-                {"index": 1, "id": "d", "type": "function", "function": {"name": "g", "arguments": "{"}}
-            ]
-        },
+        {"tool_calls": [header | {"function": {"name": "g", "arguments": '{"a":'}}]},
     ]
     assert [choice.get("token_ids") for choice in choices] == [[1, 2], None, None]
+    assert {choice["finish_reason"] for choice in choices} == {None}
 
 
 def test_the_reason_of_the_end_comes_last_and_alone() -> None:
@@ -82,11 +66,3 @@ def test_what_is_no_chunk_passes_as_it_is() -> None:
         assert list(split_event(text)) == [text]
     usage = 'data: {"id":"a","choices":[],"usage":{"total_tokens":3}}\n\n'
     assert json.loads(next(split_event(usage))[6:])["usage"] == {"total_tokens": 3}
-
-
-def test_nulls_say_nothing() -> None:
-    entries = [
-        {"index": 0, "id": "c", "function": {"name": "f", "arguments": None}},
-        {"index": 0, "id": None},
-    ]
-    assert merged_calls(entries) == [{"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}]

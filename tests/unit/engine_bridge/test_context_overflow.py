@@ -24,11 +24,6 @@ def turns(num: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_nothing_is_left_out_where_the_setting_says_so() -> None:
-    body = {"messages": turns(5), "tools": TOOLS}
-    assert not list(shorter("error", "chat", body, calls_tools=False))
-
-
 @pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "auto"}])
 def test_tools_that_the_model_cannot_call_go_first_and_all_at_once(choice: Any) -> None:
     body = {
@@ -51,12 +46,6 @@ def test_tools_that_are_demanded_stay(choice: Any) -> None:
     assert not list(shorter("drop-tools", "messages", body, calls_tools=False))
 
 
-def test_tools_that_the_model_can_call_stay() -> None:
-    versions = list(shorter("drop-oldest", "chat", {"messages": turns(3), "tools": TOOLS}, calls_tools=True))
-    assert versions
-    assert all(version["tools"] == TOOLS and dropped.tools == 0 for version, dropped in versions)
-
-
 def test_tools_that_the_model_can_call_go_where_they_are_longer_than_the_conversation() -> None:
     long_tools = [tool | {"description": "does much " * 900} for tool in TOOLS]
     body = {"messages": turns(3), "tools": long_tools, "tool_choice": "auto"}
@@ -68,7 +57,9 @@ def test_tools_that_the_model_can_call_go_where_they_are_longer_than_the_convers
 
 def test_the_oldest_turns_go_until_the_last_one_stands_alone() -> None:
     messages = [say("system"), *turns(8), say("user", "last")]
-    versions = list(shorter("drop-oldest", "chat", {"messages": messages}, calls_tools=False))
+    body = {"messages": messages, "tools": TOOLS}
+    versions = list(shorter("drop-oldest", "chat", body, calls_tools=True))
+    assert all(version["tools"] == TOOLS and dropped.tools == 0 for version, dropped in versions)
     kept = [version["messages"] for version, _ in versions]
     assert kept[-1] == [messages[0], messages[-1]]
     for longer, after in zip([messages, *kept], kept, strict=False):
@@ -76,46 +67,43 @@ def test_the_oldest_turns_go_until_the_last_one_stands_alone() -> None:
         assert after[1:] == messages[-(len(after) - 1) :], "what stays is the end of the conversation"
         assert len(after) < len(longer)
     assert [dropped.messages for _, dropped in versions] == [len(messages) - len(each) for each in kept]
+    assert len(list(shorter("drop-oldest", "chat", {"messages": turns(2000)}, calls_tools=False))) <= 40
 
 
-def test_a_conversation_many_times_too_long_takes_few_tries() -> None:
-    versions = list(shorter("drop-oldest", "chat", {"messages": turns(2000)}, calls_tools=False))
-    assert len(versions) <= 40
-
-
-def test_a_tools_result_never_stands_without_its_call() -> None:
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "sunny"}]}
-    messages = [say("user"), say("assistant", "calls"), result, say("assistant"), say("user", "last")]
-    ((version, dropped),) = shorter("drop-oldest", "messages", {"messages": messages}, calls_tools=False)
-    assert version["messages"] == [messages[-1]]
-    assert dropped == Dropped(messages=4)
-
-
-def test_responses_lose_the_oldest_items_of_their_input() -> None:
-    items = [
-        say("user"),
-        {"type": "function_call", "name": "f"},
-        {"type": "function_call_output"},
-        say("user", "last"),
-    ]
-    ((version, dropped),) = shorter("drop-oldest", "responses", {"input": items}, calls_tools=False)
-    assert version == {"input": [items[-1]]}
-    assert dropped == Dropped(messages=3)
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "sunny"}]}
 
 
 @pytest.mark.parametrize(
-    ("api", "body"),
+    ("api", "field", "older"),
     [
-        ("responses", {"input": "one question"}),
-        ("chat", {"messages": [say("user")]}),
-        ("chat", {"messages": "none"}),
-        ("chat", {"messages": ["not a message"]}),
-        ("chat", ["not a body"]),
-        ("completions", {"prompt": "text"}),
+        ("messages", "messages", [say("user"), say("assistant", "calls"), RESULT, say("assistant")]),
+        ("responses", "input", [say("user"), {"type": "function_call"}, {"type": "function_call_output"}]),
     ],
 )
-def test_what_has_no_older_turns_cannot_be_shortened(api: Any, body: Any) -> None:
-    assert not list(shorter("drop-oldest", api, body, calls_tools=False))
+def test_a_tools_result_never_stands_without_its_call(
+    api: Any, field: str, older: list[dict[str, Any]]
+) -> None:
+    last = say("user", "last")
+    found = list(shorter("drop-oldest", api, {field: [*older, last]}, calls_tools=False))
+    assert found == [({field: [last]}, Dropped(messages=len(older)))]
+
+
+@pytest.mark.parametrize(
+    ("setting", "api", "body"),
+    [
+        ("error", "chat", {"messages": turns(5), "tools": TOOLS}),
+        ("drop-oldest", "responses", {"input": "one question"}),
+        ("drop-oldest", "chat", {"messages": [say("user")]}),
+        ("drop-oldest", "chat", {"messages": "none"}),
+        ("drop-oldest", "chat", {"messages": ["not a message"]}),
+        ("drop-oldest", "chat", ["not a body"]),
+        ("drop-oldest", "completions", {"prompt": "text"}),
+    ],
+)
+def test_what_has_no_older_turns_or_may_lose_none_cannot_be_shortened(
+    setting: Any, api: Any, body: Any
+) -> None:
+    assert not list(shorter(setting, api, body, calls_tools=False))
 
 
 @given(st.integers(0, 99), st.integers(0, 99))
@@ -123,8 +111,5 @@ def test_a_comment_says_what_was_left_out_and_is_read_back(tools: int, messages:
     dropped = Dropped(tools, messages)
     assert dropped_of(dropped_event(dropped).encode()) == dropped
     assert bool(dropped) == bool(tools or messages)
-
-
-@pytest.mark.parametrize("event", [b"data: {}\n\n", b": keep-alive\n\n", b"", b"data: \xff\n\n"])
-def test_other_events_say_nothing_of_it(event: bytes) -> None:
-    assert not dropped_of(event)
+    for other in (b"data: {}\n\n", b": keep-alive\n\n", b"", b"data: \xff\n\n"):
+        assert not dropped_of(other)

@@ -65,50 +65,43 @@ def check(history: Sequence[int], text: str) -> tuple[str, int, list[int]]:
     return made.origin, made.num_kept, made.token_ids
 
 
-def test_an_answer_in_other_tokens_is_kept() -> None:
-    history = DEMO.encode(FIRST) + spelt_out(ANSWER) + DEMO.encode("<|end|>")
-    origin, num_kept, ids = check(history, SECOND)
-    assert (origin, num_kept) == ("kept", len(history))
-    assert ids[num_kept:] == DEMO.encode("<|user|>And now?<|end|><|assistant|>")
-    assert ids != DEMO.encode(SECOND), "the point of it"
+BEFORE, END = DEMO.encode(FIRST), DEMO.encode("<|end|>")
+SAID = BEFORE + spelt_out(ANSWER)
+THOUGHT = spelt_out("<think>Hm. " + "Well, let me see. " * 100 + "</think>")
+CASES = {
+    "an answer in other tokens": (SAID + END, "kept", len(SAID) + 1),
+    "a stopped answer, which gets its end from the template": (SAID, "kept", len(SAID)),
+    **{
+        f"{num} bytes of a character, of which the text has no part": (
+            SAID + spelt_out("🙂")[:num],
+            "cut",
+            len(SAID),
+        )
+        for num in (1, 2, 3)
+    },
+    "a stop string, which is in the ids and not in the text": (SAID + spelt_out(" STOP"), "cut", len(SAID)),
+    "reasoning that the template drops": (BEFORE + THOUGHT + spelt_out(ANSWER) + END, "cut", len(BEFORE)),
+    "another conversation": (DEMO.encode("<|system|>Be brief.<|end|>"), "rendered", 0),
+    "none": ([], "rendered", 0),
+}
 
 
-def test_a_stopped_answer_gets_its_end_from_the_template() -> None:
-    history = DEMO.encode(FIRST) + spelt_out(ANSWER)
-    origin, num_kept, ids = check(history, SECOND)
-    assert (origin, num_kept) == ("kept", len(history)) and ids[num_kept] == DEMO.encode("<|end|>")[0]
+@pytest.mark.parametrize("what", CASES)
+def test_a_history_is_kept_as_far_as_it_spells_the_text(what: str) -> None:
+    history, origin, num_kept = CASES[what]
+    found = check(history, SECOND)
+    assert found[:2] == (origin, num_kept)
+    if origin == "kept":
+        rest = found[2][num_kept:]
+        assert rest[-len(NEXT) :] == NEXT and found[2] != DEMO.encode(SECOND), "the point of it"
 
 
-def test_half_a_character_is_cut_off() -> None:
-    """The text of an answer that was cut inside a character has no part of it."""
-    for num_bytes in (1, 2, 3):
-        half = [token for byte in "🙂".encode()[:num_bytes] for token in BYTES[byte]]
-        history = DEMO.encode(FIRST) + spelt_out(ANSWER) + half
-        assert check(history, SECOND)[:2] == ("cut", len(history) - num_bytes)
-
-
-def test_a_stop_string_is_cut_off() -> None:
-    """It is in the ids and not in the text."""
-    before = DEMO.encode(FIRST) + spelt_out(ANSWER)
-    assert check(before + spelt_out(" STOP"), SECOND)[:2] == ("cut", len(before))
-
-
-def test_a_rewritten_history_is_kept_up_to_the_change() -> None:
-    """As templates do that drop the reasoning of earlier answers."""
-    thought = spelt_out("<think>Hm. " + "Well, let me see. " * 100 + "</think>")
-    before = DEMO.encode(FIRST)
-    history = before + thought + spelt_out(ANSWER) + DEMO.encode("<|end|>")
-    assert check(history, SECOND)[:2] == ("cut", len(before))
-
-
-def test_another_conversation_is_rendered() -> None:
-    assert check(DEMO.encode("<|system|>Be brief.<|end|>"), SECOND)[:2] == ("rendered", 0)
-    assert check([], SECOND)[:2] == ("rendered", 0)
+NEXT = DEMO.encode("<|user|>And now?<|end|><|assistant|>")
 
 
 def test_text_that_reads_like_a_special_token_stays_what_it_was() -> None:
     """Ids of ordinary tokens that spell `<|end|>` are kept as such; encoded again they would end the answer."""
-    history = DEMO.encode(FIRST) + spelt_out("<|end|> is a token") + DEMO.encode("<|end|>")
+    history = BEFORE + spelt_out("<|end|> is a token") + END
     text = f"{FIRST}<|end|> is a token<|end|><|user|>Oh<|end|><|assistant|>"
     assert check(history, text)[:2] == ("kept", len(history))
 
@@ -159,7 +152,6 @@ def test_packing(ids: tuple[int, ...]) -> None:
 
 
 KNOWN = frozenset(DEMO.encode("<|pad|><|end|><|system|><|user|><|assistant|>"))
-END = DEMO.encode("<|end|>")
 
 
 def check_between(history: Sequence[int], text: str, rendered: list[int]) -> tuple[str, int]:
@@ -171,9 +163,20 @@ def check_between(history: Sequence[int], text: str, rendered: list[int]) -> tup
     return made.origin, made.num_kept
 
 
-def test_between_tokens_an_answer_in_other_tokens_is_kept() -> None:
-    history = DEMO.encode(FIRST) + spelt_out(ANSWER) + END
-    assert check_between(history, SECOND, DEMO.encode(SECOND)) == ("kept", len(history))
+@pytest.mark.parametrize(
+    ("history", "text", "found"),
+    [
+        (SAID + END, SECOND, ("kept", len(SAID) + 1)),
+        (SAID, SECOND, ("kept", len(SAID))),
+        (SAID, SECOND.replace("well", "ill"), ("cut", len(BEFORE))),
+        (DEMO.encode("<|assistant|>Good day!<|end|>"), SECOND, ("rendered", 0)),
+        ([], SECOND, ("rendered", 0)),
+    ],
+)
+def test_between_tokens_a_history_is_kept_as_far_as_it_spells_the_text(
+    history: list[int], text: str, found: tuple[str, int]
+) -> None:
+    assert check_between(history, text, DEMO.encode(text)) == found
 
 
 def test_text_that_spells_a_token_is_none_in_what_goes_on_and_none_in_what_is_kept() -> None:
@@ -193,19 +196,6 @@ def test_a_history_in_which_a_token_stands_where_now_a_text_spells_it_is_kept_up
     text = f"<|user|>{said}<|end|><|assistant|>"
     rendered = DEMO.encode("<|user|>") + spelt_out(said) + DEMO.encode("<|end|><|assistant|>")
     assert check_between(history, text, rendered) == ("cut", 1)
-
-
-def test_between_tokens_an_answer_that_was_cut_short_is_kept_to_its_end() -> None:
-    history = DEMO.encode(FIRST) + spelt_out(ANSWER)
-    assert check_between(history, SECOND, DEMO.encode(SECOND)) == ("kept", len(history))
-    other = SECOND.replace("well", "ill")
-    assert check_between(history, other, DEMO.encode(other)) == ("cut", len(DEMO.encode(FIRST)))
-
-
-def test_between_tokens_nothing_is_kept_of_another_conversation() -> None:
-    history = DEMO.encode("<|assistant|>Good day!<|end|>")
-    assert check_between(history, SECOND, DEMO.encode(SECOND)) == ("rendered", 0)
-    assert check_between([], SECOND, DEMO.encode(SECOND)) == ("rendered", 0)
 
 
 TURNS = st.lists(

@@ -31,9 +31,6 @@ def test_figures_of_several_nodes_are_told_apart_by_a_label() -> None:
         assert found["vllm:prompt_tokens_total", frozenset({("engine", "0"), ("node", node)})] == num
         assert found["vllm:time_to_first_token_seconds_sum", frozenset({("node", node)})] == num
     assert text.count("# TYPE vllm:time_to_first_token_seconds histogram") == 1
-
-
-def test_no_node_that_answers_leaves_no_figure() -> None:
     assert joined({}) == ""
 
 

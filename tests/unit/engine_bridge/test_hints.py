@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from engine_bridge.predict.hints import (
     HINTS,
     MAX_READ,
-    SETTING_HINTS,
     read_body,
     read_conversation,
     setting_hints,
@@ -46,15 +44,12 @@ def named(hints: tuple[float, ...]) -> dict[str, float]:
         ("Summarize, then translate", "same", 2.0),
         ("```python\n```", "code", 3.0),
         ("only " * 50, "brief", 8.0),
+        ("a whistle, a listing and justice", "parts", 0.0),
+        ("a whistle, a listing and justice", "brief", 0.0),
     ],
 )
 def test_a_question_gives_the_hint(question: str, name: str, value: float) -> None:
     assert named(text_hints(question))[name] == pytest.approx(value)
-
-
-def test_words_are_whole_words() -> None:
-    assert named(text_hints("a whistle, a listing and justice"))["parts"] == 0.0
-    assert named(text_hints("a whistle, a listing and justice"))["brief"] == 0.0
 
 
 CONVERSATION = [("system", "x" * 10), ("user", "Hello?"), ("assistant", "No? No?"), ("user", "List two tips")]
@@ -84,26 +79,15 @@ def test_the_doors_read_the_same_from_the_same_conversation() -> None:
     assert read_body({"instructions": "x" * 10, "input": messages[1:]}) == read  # Responses
     assert read_body({"input": "Hi"}) == read_conversation([("user", "Hi")])
     assert read_body({"prompt": "Hi?"}).hints[: len(TEXT_HINTS)] == text_hints("Hi?")
-
-
-def test_tools_that_may_be_called_are_seen() -> None:
-    tools = [{"type": "function"}]
-    assert named(read_body({"tools": tools}).hints)["tools"] == 1.0
-    assert named(read_body({"tools": tools, "tool_choice": "none"}).hints)["tools"] == 0.0
-    assert named(read_body({"tools": []}).hints)["tools"] == 0.0
+    for tools, choice, has_tools in (([{}], "auto", 1.0), ([{}], "none", 0.0), ([], None, 0.0)):
+        assert named(read_body({"tools": tools, "tool_choice": choice}).hints)["tools"] == has_tools
 
 
 def test_settings_are_numbers_in_their_order() -> None:
     given = setting_hints(
         is_structured=True, temperature=0.5, is_bounded=False, has_stop=True, ignores_eos=False
     )
-    assert dict(zip(SETTING_HINTS, given, strict=True)) == {
-        "structured": 1.0,
-        "temperature": 0.5,
-        "is_bounded": 0.0,
-        "has_stop": 1.0,
-        "ignores_eos": 0.0,
-    }
+    assert given == (1.0, 0.5, 0.0, 1.0, 0.0)
     assert len(HINTS) == len(NOTHING_ASKED.hints) + len(given)
 
 
@@ -114,17 +98,6 @@ def test_a_long_question_is_read_at_both_ends_and_its_length_is_known() -> None:
     hints = named(read.hints)
     assert hints["same"] == 1.0 and hints["brief"] == 1.0
     assert hints["question_words"] == pytest.approx(math.log1p(100_004), rel=0.01)
-
-
-def test_reading_costs_no_more_for_a_long_question() -> None:
-    """A bound with much room, for loaded machines: 0.2 ms are measured for the longest, and a second without the bound."""
-    body = {"messages": [{"role": "user", "content": "the list of 5 words? " * 500_000}]}
-    took_s = []
-    for _ in range(5):
-        start = time.perf_counter()
-        read_body(body)
-        took_s.append(time.perf_counter() - start)
-    assert min(took_s) < 0.25
 
 
 JSON = st.recursive(
@@ -145,13 +118,8 @@ JSON = st.recursive(
 def test_any_body_is_read_into_numbers(body: Any) -> None:
     read = read_body(body)
     assert len(read.hints) == len(NOTHING_ASKED.hints)
-    assert all(math.isfinite(hint) for hint in read.hints)
+    assert all(math.isfinite(hint) and hint >= 0 for hint in read.hints)
     assert json.loads(json.dumps(read.hints)) == list(read.hints)
-
-
-@given(st.text())
-def test_any_text_is_read_into_numbers(text: str) -> None:
-    assert all(math.isfinite(hint) and hint >= 0 for hint in text_hints(text))
 
 
 # -- hashes ------------------------------------------------------------------------------------------------------------
@@ -168,15 +136,8 @@ def test_what_a_template_is_filled_with_leaves_its_key_as_it_is() -> None:
     assert one.template == other.template != ""
     assert one.template != asked("Be kind.", "Translate the following text, please: A b.").template
     assert one.template != asked("Be rude.", "Summarize the following text, please: A b.").template
-
-
-def test_a_system_prompt_has_one_key_in_every_api() -> None:
-    key = asked("Be kind.", "Hello").system
-    assert key == read_body({"instructions": "Be kind.", "input": "Hi"}).system
-    assert key == read_body({"system": "Be kind.", "messages": [{"role": "user", "content": "Hi"}]}).system
-    assert key == read_body({"messages": [{"role": "system", "content": "Be kind."}]}).system
-    assert key != asked("Be kind!", "Hello").system
-    assert asked("", "Hello").system == ""
+    assert one.system == read_body({"instructions": "Be kind.", "input": "Hi"}).system != ""
+    assert one.system != asked("Be kind!", "Hello").system and asked("", "Hello").system == ""
     assert NOTHING_ASKED.system == NOTHING_ASKED.template == ""
 
 

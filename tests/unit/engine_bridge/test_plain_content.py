@@ -138,14 +138,6 @@ def test_only_the_templates_own_tokens_are_tokens(tokenizer: Tokenizer, attack: 
     assert chat.whole == [start, *chat.ids]
 
 
-def test_the_text_is_the_same_letter_for_letter() -> None:
-    made = byte_level()
-    made.add_special_tokens(SPECIAL)
-    for content in ATTACKS.values():
-        chat = Chat(made, user(content))
-        assert chat.decoded == chat.text
-
-
 @pytest.mark.parametrize(
     "content", ["hello world", "", "  x < y | z > 0 [INST] ", "<|im_ start|>", "日本語 <b>é</b>", ["no part"]]
 )
@@ -206,15 +198,11 @@ def test_media_and_kinds_are_left_alone() -> None:
     assert "<s>" not in json.dumps(marked, ensure_ascii=False)
 
 
-def test_marks_that_a_template_has_written_as_json_go_as_well() -> None:
-    marks = Marks([KnownToken("<s>", True)])
+def test_marks_that_a_template_has_written_as_json_go_as_well_and_one_character_is_marked_before_it() -> None:
+    marks = Marks([KnownToken("¤", True), KnownToken("<s>", True)])
     (message,), _ = marks.messages(user("a <s> b"))
     for ascii_only in (True, False):
         assert marks.without(json.dumps(message, ensure_ascii=ascii_only)) == json.dumps(user("a <s> b")[0])
-
-
-def test_a_token_of_one_character_is_marked_before_it() -> None:
-    marks = Marks([KnownToken("¤", True), KnownToken("<s>", True)])
     (message,), _ = marks.messages(user("a ¤ b"))
     aliased = marks.with_aliases(message["content"] + "¤<s>")
     assert marks.without(aliased) == f"a ¤ b{marks.aliases['¤']}{marks.aliases['<s>']}"

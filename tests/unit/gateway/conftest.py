@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.sessions import SessionStore
@@ -15,7 +17,7 @@ from gateway.settings.config import Config
 from tests.blocking import nothing_blocks  # noqa: F401 - an autouse fixture
 
 from .front import Gateway, Gateways
-from .parts import Parts, SkippingLoop
+from .parts import IN_MEMORY, Parts, SkippingLoop
 
 
 def pytest_asyncio_loop_factories(
@@ -25,8 +27,21 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SessionStore]:
-    store = await SessionStore.open(tmp_path / "sessions.sqlite3")
+def tmp_path() -> Iterator[Path]:
+    """A folder in memory where the machine has one: syncing a disk takes most of the time of these tests, and no test is about that."""
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the session file lies."""
+    return tmp_path / "sessions.db"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[SessionStore]:
+    store = await SessionStore.open(path)
     yield store
     await store.close()
 
@@ -55,3 +70,10 @@ async def gateways(store: SessionStore, tmp_path: Path) -> AsyncIterator[Gateway
 @pytest.fixture
 async def gateway(gateways: Gateways) -> Gateway:
     return await gateways()
+
+
+@pytest.fixture
+async def http(gateway: Gateway) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of the gateway's HTTP."""
+    async with aiohttp.ClientSession(gateway.server.url) as session:
+        yield session

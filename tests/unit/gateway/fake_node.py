@@ -6,36 +6,28 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
+from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress, SchedulingStats
 from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
     AdapterInfo,
     AdapterPlace,
-    AdapterStats,
     Advisory,
     AdvisoryReport,
     AdvisoryState,
     Api,
     ApiSchemas,
     Delta,
-    EngineState,
-    GenerateRequest,
-    GrammarStats,
     JsonReply,
     KvSources,
-    NodeState,
-    Progress,
     Prompt,
-    RequestId,
-    SchedulingStats,
     SseReply,
     Timings,
-    TokenizerStats,
     Usage,
     pack_token_ids,
 )
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
-from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
 PATIENCE_S = 10.0
@@ -51,7 +43,7 @@ class Answer:
         is_cancelled: `Node.cancel` ended it. is_closed: its reader let go of it before the end.
     """
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.is_cancelled = False
         self.is_closed = False
@@ -91,6 +83,11 @@ class Answer:
             timings=Timings(0.1, 1.0, None, 2.0, KvSources(0, 0, 0, 3)),
             prompt=Prompt(pack_token_ids([7, 8, 9]), "first"),
         )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its reader has taken all that was said."""
+        return self._steps.empty()
 
     async def deltas(self) -> AsyncIterator[Delta]:
         try:
@@ -150,7 +147,7 @@ class FakeNode:
         self.answers: list[Answer] = []
         self.advisories: list[Told] = []
         self.retracted: list[tuple[str, bool]] = []
-        self.prefills: list[GenerateRequest] = []
+        self.prefills: list[EngineRequest] = []
         self.cancelled_prefills = 0
         self.ended_sessions: list[tuple[str, str]] = []
         self.max_model_len = 4096
@@ -170,7 +167,7 @@ class FakeNode:
         await self.until(lambda: len(self.advisories) > number)
         return self.advisories[number]
 
-    async def prefilled(self, number: int = 0) -> GenerateRequest:
+    async def prefilled(self, number: int = 0) -> EngineRequest:
         await self.until(lambda: len(self.prefills) > number)
         return self.prefills[number]
 
@@ -195,7 +192,7 @@ class FakeNode:
     async def start(self) -> None:
         self.state = "ready"
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
         answer = Answer(request)
         self.answers.append(answer)
         self._changed.set()
@@ -230,7 +227,7 @@ class FakeNode:
             if told.advisory.advisory_id == advisory_id and not told.is_over:
                 told.report("expired" if is_expired else "cancelled")
 
-    async def prefill(self, request: GenerateRequest) -> int:
+    async def prefill(self, request: EngineRequest) -> int:
         self.prefills.append(request)
         self._changed.set()
         try:
@@ -249,18 +246,9 @@ class FakeNode:
     def adapters(self) -> list[AdapterInfo]:
         return [AdapterInfo(name, 8, place=self.adapter_place) for name in self.adapter_names]
 
-    def kv_tiers(self) -> TierStats | None:
-        return self.tiers
-
-    def adapter_stats(self) -> AdapterStats | None:
-        return None
-
-    def scheduling_stats(self) -> SchedulingStats | None:
-        return self.scheduling
-
-    def facts(self) -> NodeFacts | None:
+    def figures(self) -> NodeFigures:
         running = sum(not (answer.is_over or answer.is_closed) for answer in self.answers)
-        return NodeFacts(
+        facts = NodeFacts(
             node_id="",
             running=Ranks(running),
             queued=Ranks(),
@@ -268,12 +256,13 @@ class FakeNode:
             queued_tokens=0,
             free_tokens=10**6,
         )
-
-    def grammar_stats(self) -> GrammarStats | None:
-        return None
-
-    def tokenizer_stats(self) -> TokenizerStats | None:
-        return None
+        return NodeFigures(
+            num_steps=self.num_steps,
+            num_rebuilds=self.num_rebuilds,
+            kv_tiers=self.tiers,
+            scheduling_stats=self.scheduling,
+            facts=facts,
+        )
 
     async def engine_metrics(self) -> str:
         return ""
@@ -286,7 +275,7 @@ class FakeNode:
         api: Api,
         body: object,
         headers: Mapping[str, str],
-        context: RequestContext = NOBODY,
+        request: EngineRequest = ANONYMOUS,
     ) -> JsonReply | SseReply:
         raise NOT_SERVED
 

@@ -13,12 +13,11 @@ from websockets.exceptions import ConnectionClosed
 
 from gateway.access.auth import KeyRing
 from gateway.access.budgets import Gatekeeper, RequestBudgets
-from gateway.access.open_calls import OpenCalls
 from gateway.advisories.learned import Learned
 from gateway.app import Server
 from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.known_nodes import OneNode
-from gateway.nodes.maintenance import Steward
+from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import Nodes
 from gateway.services import Services
 from gateway.sessions import SessionStore
@@ -39,12 +38,12 @@ class Gateway(Parts):
         keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
-        bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics), OpenCalls())
+        bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics))
         self.nodes: Nodes = OneNode(node)
-        steward = Steward(self.nodes, config.drain_timeout_s)
+        maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
         self.metrics.registry.register(node_metrics)
-        self.server = Server(Services(config, node, store, *parts, *bounds, steward, node_metrics))
+        self.server = Server(Services(config, node, store, *parts, *bounds, maintenance, node_metrics))
 
     @contextlib.asynccontextmanager
     async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:

@@ -11,8 +11,8 @@ from typing import Any
 from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
+from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest
 from engine_bridge.protocol.node import Api, JsonReply, SseReply
-from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.router import Router
 from tests.unit.cluster.catalog_node import CatalogNode
@@ -22,8 +22,8 @@ from tests.unit.gateway.fake_node import PATIENCE_S
 class Call:
     """A streamed call, of which a test sends the events."""
 
-    def __init__(self, context: RequestContext) -> None:
-        self.context = context
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
         self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.is_closed = False
 
@@ -41,7 +41,7 @@ class PlacedNode(CatalogNode):
     """Serves API calls, too: streamed ones as `streams`, others with its own name once the gate is open.
 
     Attributes:
-        contexts: of all calls, in order.
+        requests: of all calls, in order.
     """
 
     def __init__(self, name: str, *, max_rank: int = 64) -> None:
@@ -49,15 +49,15 @@ class PlacedNode(CatalogNode):
         self.script = None
         self.name = name
         self.streams: list[Call] = []
-        self.contexts: list[RequestContext] = []
+        self.requests: list[EngineRequest] = []
 
     async def serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], context: RequestContext = NOBODY
+        self, api: Api, body: Any, headers: Mapping[str, str], request: EngineRequest = ANONYMOUS
     ) -> JsonReply | SseReply:
-        self.contexts.append(context)
+        self.requests.append(request)
         self._changed.set()
         if body.get("stream"):
-            self.streams.append(Call(context))
+            self.streams.append(Call(request))
             self._changed.set()
             return SseReply(self.streams[-1].sent())
         await self.gate.wait()
@@ -72,7 +72,7 @@ class PlacedNode(CatalogNode):
 
 
 class TestPlacement:
-    """As `engine_bridge.cluster.placement.Placement`. A restart makes a new node under the old name."""
+    """As `engine_bridge.cluster.ray_placement.RayPlacement`. A restart makes a new node under the old name."""
 
     __test__ = False
 

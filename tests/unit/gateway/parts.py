@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +22,7 @@ from gateway.turns.turns import LiveTurn, Turns
 from .fake_node import PATIENCE_S, FakeNode
 
 NOW = 1_700_000_000.0
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
@@ -46,6 +50,16 @@ async def passes(seconds: float) -> None:
     """Let that much time pass, and everything that was due in it happen."""
     skip(seconds)
     await settled()
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 async def settled(rounds: int = 20) -> None:
@@ -95,14 +109,16 @@ class Listener:
 class Parts:
     """Turns, advisories and drafts over one fake node and one real store."""
 
-    def __init__(self, store: SessionStore, *, accepts_drafts: bool = True) -> None:
+    def __init__(
+        self, store: SessionStore, *, accepts_drafts: bool = True, now: Callable[[], float] = lambda: NOW
+    ) -> None:
         self.node = FakeNode()
         self.store = store
         self.metrics = Metrics(CollectorRegistry())
         self.drafts = Drafts(self.node, store, self.metrics, accepts_drafts=accepts_drafts)
         loop = asyncio.get_running_loop()
         self.advisories = Advisories(self.node, store, self.metrics, self.drafts, clock=loop.time)
-        self.turns = Turns(self.node, store, self.metrics, self.drafts, self.advisories, now=lambda: NOW)
+        self.turns = Turns(self.node, store, self.metrics, self.drafts, self.advisories, now=now)
 
     async def close(self) -> None:
         await self.drafts.close()
@@ -125,6 +141,12 @@ class Parts:
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def checkpoint(path: Path, how: str) -> None:
+    """Write what the log holds into the file."""
+    with closing(sqlite3.connect(path)) as conn:
+        conn.execute(f"PRAGMA wal_checkpoint({how})").fetchall()
 
 
 async def refused(asking: Any) -> GatewayError:

@@ -1,9 +1,6 @@
 """Conversations as files: what is written is read again, and what cannot be one is refused with its place."""
 
-import sqlite3
-from contextlib import closing
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.sessions.archive import MAX_TURNS, Archive, as_markdown, file_name, read_archive, shown
+from gateway.sessions.archive import MAX_TURNS, Archive, as_markdown, read_archive
 from tests.unit.gateway.conftest import Gateway, Gateways
 
 KV = {"device": 1, "host": 0, "disk": 0, "recomputed": 4}
@@ -49,7 +46,6 @@ def without_names(archive: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> None:
-    """All versions, settings and figures; under new ids, so that the same file can be imported twice."""
     gateway: Gateway = await gateways()
     async with aiohttp.ClientSession(gateway.server.url) as http:
         ids, exports = [], []
@@ -75,46 +71,6 @@ async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> No
         )
         async with http.get("/api/sessions?q=ask a") as reply:
             assert {each["id"] for each in (await reply.json())["sessions"]} == set(ids)
-
-
-@pytest.mark.parametrize("name", ["x" * 3000, "line\nbreak"])
-async def test_names_that_no_adapter_may_have_now_hold_up_no_export(
-    gateways: Gateways, tmp_path: Path, name: str
-) -> None:
-    """They could once be loaded, and stand in old conversations; what is exported can be imported."""
-    gateway: Gateway = await gateways()
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.post("/api/sessions/import", json=WHOLE) as reply:
-            session_id = (await reply.json())["id"]
-        with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as database, database:
-            database.execute("UPDATE sessions SET adapter = ?", (name,))
-            database.execute("UPDATE turns SET adapter = ?", (name,))
-        async with http.get("/api/sessions") as reply:
-            assert reply.status == 200
-        async with http.get(f"/api/sessions/{session_id}/export?format=markdown") as reply:
-            assert reply.status == 200
-        async with http.get(f"/api/sessions/{session_id}/export") as reply:
-            assert reply.status == 200
-            exported = await reply.json()
-        async with http.post("/api/sessions/import", json=exported) as reply:
-            assert reply.status == 201
-
-
-async def test_the_longest_conversation_can_be_brought_back(gateways: Gateways) -> None:
-    """With all figures that a turn has it is longer than any prompt."""
-    (turn,) = [each for each in WHOLE["turns"] if each.get("timings")][:1]
-    turns = [
-        turn | {"id": f"t{number}", "parent": f"t{number - 1}" if number else None, "is_chosen": True}
-        for number in range(MAX_TURNS)
-    ]
-    gateway: Gateway = await gateways()
-    async with (
-        aiohttp.ClientSession(gateway.server.url) as http,
-        http.post("/api/sessions/import", json=WHOLE | {"turns": turns}) as reply,
-    ):
-        session = await reply.json()
-        assert reply.status == 201, session
-        assert len(session["turns"]) == MAX_TURNS
 
 
 async def test_a_conversation_goes_on_where_an_import_ends(gateways: Gateways) -> None:
@@ -178,20 +134,6 @@ def test_a_file_that_is_no_conversation_is_refused_with_the_place(body: object, 
     assert refused.value.code == "bad_request" and why in refused.value.message
 
 
-async def test_a_refused_import_leaves_nothing_behind(gateways: Gateways) -> None:
-    gateway: Gateway = await gateways()
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        for body in (with_turn(4, parent="nowhere"), changed(title="x" * 300)):
-            async with http.post("/api/sessions/import", json=body) as reply:
-                assert (reply.status, (await reply.json())["error"]["code"]) == (400, "bad_request")
-        async with http.get("/api/sessions") as reply:
-            assert (await reply.json())["sessions"] == []
-        async with http.get("/api/sessions/none/export") as reply:
-            assert reply.status == 404
-        async with http.get("/api/sessions/none/export?format=pdf") as reply:
-            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "format")
-
-
 def test_markdown_holds_what_is_shown() -> None:
     text = as_markdown(read_archive(WHOLE), "some-model")
     assert text.startswith(
@@ -205,22 +147,3 @@ def test_markdown_holds_what_is_shown() -> None:
     thought = msgspec.structs.replace(hostile.turns[0], reasoning="</Details><script>")
     text = as_markdown(msgspec.structs.replace(hostile, turns=[thought]), "m")
     assert text.startswith("# a # b\n") and "&lt;/Details>" in text and "*(no answer)*" in text
-
-
-def test_what_is_shown_follows_the_chosen_versions() -> None:
-    assert [each.id for each in shown(read_archive(WHOLE).turns)] == ["c", "e"]
-
-
-@pytest.mark.parametrize(
-    ("title", "name"),
-    [
-        (None, "conversation.md"),
-        ("../../etc/passwd", "etc-passwd.md"),
-        ('a "b"\r\nX: y', "a-b-X-y.md"),
-        ("Über Häfen", "Über-Häfen.md"),
-        ("-" * 99, "conversation.md"),
-        ("x" * 99, "x" * 60 + ".md"),
-    ],
-)  # fmt: skip
-def test_file_names_are_plain(title: str | None, name: str) -> None:
-    assert file_name(title, "md") == name

@@ -9,7 +9,7 @@ import pytest
 
 from overture_client import terminal
 from overture_client.chat import ChatClient
-from overture_client.chat_frames import ChatError, Turn
+from overture_client.chat_frames import ChatError
 
 from .front import Gateway, Gateways
 
@@ -29,16 +29,6 @@ async def edited(gateway: Gateway, client: ChatClient, owner: str = "local") -> 
     await ask(client, "b", "And Fezin?", session_id=session.id)
     await ask(client, "c", "Where is Quorin?", session_id=session.id, after=None)
     return session.id
-
-
-async def test_a_version_comes_back_with_what_followed_it(gateway: Gateway) -> None:
-    async with ChatClient(gateway.server.url) as client:
-        session_id = await edited(gateway, client)
-        (turn,) = (await client.open_session(session_id)).turns
-        assert (turn.id, turn.versions) == ("c", ("a", "c"))
-        chosen = await client.choose_version(session_id, turn.versions[0])
-        assert [turn.id for turn in chosen.turns] == ["a", "b"]
-        assert (await client.open_session(session_id)).turns == chosen.turns
 
 
 async def test_what_cannot_be_chosen_is_said(gateways: Gateways) -> None:
@@ -84,19 +74,3 @@ async def test_the_terminal_lists_versions_and_shows_another(
     output = capsys.readouterr().out
     assert "2 of 2" in output and "Where is Quorin?" in output, "the message that has versions"
     assert output.count("no such version") == 1, "the second message of what is shown then has one version"
-
-
-async def test_the_terminal_without_a_conversation_has_no_versions(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = iter(["/version", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    await asyncio.to_thread(terminal.Terminal(terminal.Options(gateway.server.url)).run)
-    assert "no conversation yet" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("argument", ["1", "0 1", "1 0", "-1 1", "1 3", "3 1", "one two", "1 1 1", "²  1"])
-def test_what_names_no_version_is_none(argument: str) -> None:
-    turns = [Turn("c", versions=("a", "c")), Turn("d", versions=("d",))]
-    assert terminal.version_of(turns, argument) is None
-    assert terminal.version_of(turns, "1 1") == "a" and terminal.version_of(turns, "2 1") == "d"

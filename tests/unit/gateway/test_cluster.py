@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,12 @@ def placement_of(config: Config, **options: Any) -> RayPlacement:
 
 
 def test_each_node_has_folders_of_its_own_and_half_of_the_memory(tmp_path: Path) -> None:
-    config = config_of(tmp_path, decision_log=tmp_path / "log")
+    config = config_of(tmp_path)
     first, second = cluster.nodes_of(config, node_config(config), ("node-1", "node-2"))
     for node in (first, second):
         made = read_settings(node.settings).node
         assert made.state_dir == tmp_path / "nodes" / node.node_id and made.state_dir.is_dir()
         assert made.engine.kv_dir == tmp_path / "kv" / node.node_id
-        assert made.engine.decision_log == tmp_path / f"log.{node.node_id}"
         assert made.engine.kv_host_gib == 0.25
         assert made.adapters_dir is None, "gateways bring them"
         assert made.engine.profile_dir == tmp_path / "profiles", "one profile is for all of them"
@@ -54,42 +52,11 @@ def test_each_node_has_folders_of_its_own_and_half_of_the_memory(tmp_path: Path)
     assert not set(first.cores) & set(second.cores)
 
 
-@pytest.mark.skipif(NUM_CORES > 3, reason="two nodes get two cores each")
-def test_a_node_with_one_core_keeps_to_none(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    first, _ = cluster.nodes_of(config, node_config(config), ("node-1", "node-2"))
-    assert first.cores == ()
-
-
 def test_nodes_are_named_by_number_and_share_a_token_that_is_made_once(tmp_path: Path) -> None:
     assert list(placement_of(config_of(tmp_path)).nodes) == ["node-1", "node-2"]
     token = (tmp_path / "cluster-token").read_bytes()
     assert list(placement_of(config_of(tmp_path), names=("b",)).nodes) == ["b"]
     assert (tmp_path / "cluster-token").read_bytes() == token
-
-
-def test_in_a_cluster_that_others_are_in_nodes_are_named_after_their_machine(tmp_path: Path) -> None:
-    joining = config_of(tmp_path, ray_address="127.0.0.1:6379", node_name="left")
-    assert list(placement_of(joining).nodes) == ["left-1", "left-2"]
-
-
-def test_more_nodes_than_the_machine_has_cores_for_is_an_error_of_the_operators(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="--nodes"):
-        placement_of(config_of(tmp_path, nodes=NUM_CORES + 1))
-
-
-def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(StartupError, match=r"make ray.*overture-gateway\[cluster\]"):
-        placement_of(config_of(tmp_path))
-
-
-def test_a_machines_name_makes_a_nodes_name() -> None:
-    name = cluster.default_name()
-    assert name and all(mark.isalnum() or mark == "-" for mark in name)
 
 
 def test_a_folder_that_another_process_runs_a_node_in_is_refused(

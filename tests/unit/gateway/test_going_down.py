@@ -1,20 +1,26 @@
-"""The server goes down whatever fails on the way: what is left behind is closed, and what failed is in the log."""
+"""The server goes down whatever fails on the way, and what is over is held by nobody."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine_bridge.protocol.errors import EngineUnavailable
+from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest
 from gateway.app import Server
+from gateway.doors.chat.socket import ChatConnection
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
+from gateway.turns.turns import KEEP_FINISHED_S, LiveTurn
 
 from .fake_node import PATIENCE_S
-from .front import Gateway
+from .front import Gateway, Gateways, Socket
+from .parts import passes, settled
 
 
 class BrokenSocket:
@@ -41,7 +47,7 @@ async def is_closed(store: SessionStore) -> bool:
 
 @pytest.fixture
 async def down(store: SessionStore, tmp_path: Any) -> Gateway:
-    return Gateway(store, Config(port=0, data_dir=tmp_path, drain_timeout_s=1, kv_host_gib=0.25))
+    return Gateway(store, Config(port=0, data_dir=tmp_path, drain_timeout_s=0.1, kv_host_gib=0.25))
 
 
 async def test_all_is_closed_though_each_step_fails(
@@ -63,7 +69,7 @@ async def test_all_is_closed_though_each_step_fails(
             server.services.connections.add(BrokenSocket())  # type: ignore[arg-type]
             down.node.drain, down.node.close = fails, closes_badly  # type: ignore[method-assign]
             down.node.cancel = cannot_cancel  # type: ignore[method-assign]
-            for part in ("steward", "drafts", "titles", "learned"):
+            for part in ("maintenance", "drafts", "titles", "learned"):
                 broken = getattr(server.services, part)
                 setattr(broken, "save" if part == "learned" else "close", fails)
             down.node.answers[0].fail(EngineUnavailable("it ends with its process"))
@@ -85,14 +91,79 @@ async def test_a_node_that_says_nothing_of_its_drain_holds_nobody_up(
     assert down.node.state == "closed" and await is_closed(store)
 
 
-async def test_a_watch_that_fails_begins_again(down: Gateway, store: SessionStore) -> None:
-    begun = asyncio.Queue[int]()
+@pytest.fixture
+async def gateway(gateways: Gateways) -> Gateway:
+    return await gateways(draft_prefill=True)
 
-    async def watch() -> None:
-        begun.put_nowait(begun.qsize())
-        raise OSError("a file of the system's cannot be read")
 
-    store.watch = watch  # type: ignore[method-assign]
-    async with asyncio.timeout(PATIENCE_S), down.server:
-        for _ in range(2):
-            await begun.get()
+@pytest.fixture
+def only_new() -> Iterator[None]:
+    """The collector looks at nothing that was there before: it takes long, and other tests of the process may have left things behind."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def num_alive(*kinds: type) -> int:
+    gc.collect()
+    return sum(type(each) in kinds for each in gc.get_objects())
+
+
+async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
+    """One question with all that can come with it; every third engine fails, every other socket vanishes."""
+    async with gateway.socket(hello={}) as socket:
+        await socket.send(type="typing", session_id=session_id, draft="What is the ")
+        accepted = await first(socket, "accepted", name=f"m{number}", session_id=session_id)
+        answer = await gateway.node.asked(number)
+        answer.say("One ")
+        if number % 3 == 0:
+            answer.fail(EngineUnavailable("The engine is being rebuilt."))
+        else:
+            answer.finish("two.")
+        turn = gateway.turns.find("local", f"m{number}")
+        assert turn is not None
+        await gateway.follow(turn).over()
+        if number % 2:
+            socket.raw.transport.abort()
+    return str(accepted["session_id"])
+
+
+async def first(socket: Socket, kind: str, *, name: str, session_id: str | None) -> dict[str, object]:
+    await socket.send(type="message", id=name, content=f"Question {name}", session_id=session_id)
+    while (frame := await socket.next())["type"] != kind:
+        assert frame["type"] == "advisory", frame
+    return frame
+
+
+async def test_nothing_is_left_of_turns_sockets_and_drafts_that_are_over(
+    gateway: Gateway, only_new: None
+) -> None:
+    session_id = None
+    for number in range(30):
+        session_id = await visit(gateway, number, session_id)
+    async with asyncio.timeout(10):
+        while gateway.server.services.connections:
+            await asyncio.sleep(0)
+    await passes(KEEP_FINISHED_S + 61)
+    gateway.node.answers.clear()
+    gateway.node.prefills.clear()
+    async with asyncio.timeout(10):
+        while num_alive(
+            LiveTurn, ChatConnection
+        ):  # a task that is on its last step holds its own for that long
+            await settled()
+    assert gateway.count("overture_sockets") == 0 and gateway.count("overture_turns_running") == 0
+
+
+async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, only_new: None
+) -> None:
+    monkeypatch.setattr("gateway.advisories.advisories.MAX_ENDED", 10)
+    for number in range(100):
+        gateway.advisories.submit("local", AdvisoryRequest(session_id=f"s{number}", ttl_s=1.0), "rest")
+        (await gateway.node.told(number)).report("wasted", lead_s=1.0)
+    gateway.node.advisories.clear()
+    await passes(2.0)
+    assert num_alive(AdvisoryRecord) <= 10 + 5, "a few more may be on their way out"
+    assert num_alive(asyncio.TimerHandle) <= 20, "those of the server; none of an advisory that is over"

@@ -1,47 +1,45 @@
-"""Several nodes are one: sessions stay where their KV is, advisories lead, and a node that fails costs as little as it can."""
+"""Several nodes are one: sessions stay where their KV is, a node that fails costs as little as it can, and figures add up."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
-from msgspec import structs
-from prometheus_client import CollectorRegistry
+from msgspec import Struct, structs
 
-from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.node import (
-    Advisory,
-    AdvisoryReport,
-    ChatMessage,
-    Delta,
-    GenerateRequest,
-    JsonReply,
-    RequestId,
-    SseReply,
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.figures import (
+    EngineState,
+    GrammarStats,
+    LaneStats,
+    LengthErrors,
+    NodeStats,
+    RequestState,
+    SchedulingStats,
+    TokenizerStats,
 )
-from engine_bridge.protocol.request_context import RequestContext
-from gateway.metrics.router import RouterCollector
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, JsonReply, SseReply
 from gateway.nodes import members
-from gateway.nodes.adapter_sync import AdapterSync
-from gateway.nodes.chosen_node import HOW
+from gateway.nodes import router_figures as figures
 from gateway.nodes.router import Router
+from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES
 from tests.unit.gateway.fake_node import new_name
 from tests.unit.gateway.nodes import PlacedNode, TestPlacement, routed
 
 
-def question(session: str = "s", **fields: Any) -> GenerateRequest:
-    context = RequestContext(tenant="t", session_id=session, **fields)
-    return GenerateRequest(
-        request_id=RequestId(new_name()), context=context, messages=(ChatMessage("user", "hi"),)
+def question(session: str = "s", **fields: Any) -> EngineRequest:
+    messages = (ChatMessage("user", "hi"),)
+    return EngineRequest(
+        request_id=RequestId(new_name()), tenant="t", session_id=session, messages=messages, **fields
     )
 
 
-def asking(router: Router, request: GenerateRequest) -> asyncio.Task[list[Delta]]:
+def asking(router: Router, request: EngineRequest) -> asyncio.Task[list[Delta]]:
     async def collect() -> list[Delta]:
         return [delta async for delta in router.generate(request)]
 
@@ -65,20 +63,6 @@ def text(deltas: list[Delta]) -> str:
 # -- two doors ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_session_stays_where_it_was_and_new_ones_spread() -> None:
-    async with routed("a", "b") as (router, placement):
-        first = asking(router, question("one"))
-        (await placement.inner["a"].asked()).say("x")
-        second = asking(router, question("two"))
-        (await placement.inner["b"].asked()).finish("two")
-        assert text(await second) == "two"
-        again = asking(router, question("two"))
-        (await placement.inner["b"].asked(1)).finish("again")
-        assert text(await again) == "again"
-        assert router.home_of("t", "two") == "b"
-        first.cancel()
-
-
 async def test_a_request_follows_its_advisory_and_says_where_the_kv_is() -> None:
     async with routed("a", "b") as (router, placement):
         await answered(router, placement, "b")
@@ -91,47 +75,12 @@ async def test_a_request_follows_its_advisory_and_says_where_the_kv_is() -> None
         assert told.advisory.kv_from == "b:1"
         asking(router, question())
         answer = await placement.inner["a"].asked()
-        assert answer.request.context.kv_from == "b:1"
+        assert answer.request.kv_from == "b:1"
         answer.finish("x")
         assert router.home_of("t", "s") == "a"
         # What it left behind makes room for others.
         await until(lambda: placement.inner["b"].ended_sessions == [("t", "s")])
         assert placement.inner["a"].ended_sessions == []
-
-
-async def test_kv_that_was_brought_where_no_request_comes_makes_room_for_others() -> None:
-    """A newer advisory goes to another node: the first one's node has a copy that nobody will ask for."""
-    async with routed("a", "b", "c") as (router, placement):
-        await answered(router, placement, "c")
-        for number, name in enumerate("bcccc", start=1):
-            router.remember([("t", f"busy{number}", name)])
-            asking(router, question(f"busy{number}"))
-        await until(lambda: len(placement.inner["c"].answers) == 5)
-        advise = Advisory(advisory_id="one", session_id="s", tenant="t")
-        await router.advise(advise, lambda report: None)
-        await placement.inner["a"].told()
-        for number in range(6, 10):
-            router.remember([("t", f"busy{number}", "a")])
-            asking(router, question(f"busy{number}"))
-        await until(lambda: len(placement.inner["a"].answers) == 4)
-        await router.advise(structs.replace(advise, advisory_id="two"), lambda report: None)
-        await placement.inner["b"].told()
-        await until(lambda: placement.inner["a"].ended_sessions == [("t", "s")])
-        assert placement.inner["b"].ended_sessions == placement.inner["c"].ended_sessions == []
-
-
-async def test_advisories_are_reported_and_retracted_where_they_went() -> None:
-    reports: list[AdvisoryReport] = []
-    async with routed("a", "b") as (router, placement):
-        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), reports.append)
-        told = await placement.inner["a"].told()
-        told.report("host", num_tokens=4)
-        router.retract("adv", is_expired=True)
-        await placement.inner["a"].until(lambda: bool(placement.inner["a"].retracted))
-        await until(lambda: len(reports) == 2)
-        assert [report.state for report in reports] == ["host", "expired"]
-        assert placement.inner["b"].retracted == []
-        assert [facts.queued.num for facts in router.homes.facts()] == [0, 0]
 
 
 async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> None:
@@ -146,21 +95,6 @@ async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> No
         assert [report.state for report in reports] == ["cancelled"]
 
 
-async def test_a_draft_is_computed_where_its_session_is() -> None:
-    async with routed("a", "b") as (router, placement):
-        router.remember([("t", "s", "b")])
-        assert await router.prefill(question()) == 16
-        assert len(placement.inner["b"].prefills) == 1
-
-
-async def test_the_end_of_a_session_is_told_to_all_nodes() -> None:
-    async with routed("a", "b") as (router, placement):
-        router.remember([("t", "s", "b")])
-        router.end_session("t", "s")
-        assert router.home_of("t", "s") == ""
-        await until(lambda: all(node.ended_sessions == [("t", "s")] for node in placement.inner.values()))
-
-
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,60 +107,6 @@ async def test_an_answer_that_had_not_begun_is_served_elsewhere_and_nobody_hears
         assert text(await task) == "here"
         assert router.home_of("t", "s") == "b"
         assert router.counts() == {"new": 1, "tried_again": 1}
-
-
-async def test_an_answer_that_had_begun_ends_once_and_may_be_sent_again() -> None:
-    async with routed("a", "b") as (router, placement):
-        request = question()
-        async with aclosing(router.generate(request)) as deltas:  # type: ignore[type-var]
-            first = asyncio.ensure_future(anext(deltas))
-            (await placement.inner["a"].asked()).say("one")
-            assert (await first).text == "one"
-            placement.kill("a")
-            with pytest.raises(EngineUnavailable, match="Send the request again"):
-                await anext(deltas)
-        task = asking(router, question())
-        (await placement.inner["b"].asked()).finish("again")
-        assert text(await task) == "again"
-        assert router.counts()["cut"] == 1
-
-
-async def test_a_second_failure_is_not_hidden() -> None:
-    async with routed("a", "b", "c") as (router, placement):
-        task = asking(router, question())
-        for name in ("a", "b"):
-            await placement.inner[name].asked()
-            placement.kill(name)
-        with pytest.raises(EngineUnavailable):
-            await task
-        assert placement.inner["c"].answers == []
-
-
-async def test_where_nobody_else_is_the_failure_itself_is_told() -> None:
-    async with routed("a") as (router, placement):
-        task = asking(router, question())
-        await placement.inner["a"].asked()
-        placement.kill("a")
-        with pytest.raises(EngineUnavailable, match="failed"):
-            await task
-        with pytest.raises(EngineUnavailable, match="1 is starting"):
-            await asking(router, question())
-
-
-async def test_a_node_that_refuses_since_it_drains_costs_nothing() -> None:
-    async with routed("a", "b") as (router, placement):
-        placement.inner["a"].refusal = EngineUnavailable("going down", code="draining")
-        task = asking(router, question())
-        (await placement.inner["b"].asked()).finish("here")
-        assert text(await task) == "here"
-
-
-async def test_errors_of_the_request_are_not_tried_elsewhere() -> None:
-    async with routed("a", "b") as (router, placement):
-        placement.inner["a"].refusal = InvalidRequest("too long")
-        with pytest.raises(InvalidRequest):
-            await asking(router, question())
-        assert placement.inner["b"].answers == []
 
 
 async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
@@ -248,32 +128,14 @@ async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
         assert len(placement.inner["a"].answers) == 1
 
 
-async def test_a_session_whose_node_was_lost_comes_home_when_that_is_back() -> None:
-    async with routed("a", "b") as (router, placement):
-        await answered(router, placement, "a")
-        placement.kill("a")
-        await placement.connect("a")
-        asking(router, question())
-        (await placement.inner["a"].asked()).finish("x")
-
-
 # -- calls of the APIs -------------------------------------------------------------------------------------------------
 
-CONTEXT = RequestContext(tenant="t", session_id="s")
-
-
-async def test_a_whole_reply_comes_from_another_node_if_the_first_dies() -> None:
-    async with routed("a", "b") as (router, placement):
-        placement.inner["a"].gate.clear()
-        task = asyncio.create_task(router.serve("chat", {}, {}, CONTEXT))
-        await placement.inner["a"].until(lambda: bool(placement.inner["a"].contexts))
-        placement.kill("a")
-        assert await task == JsonReply(200, b"b")
+ASKER = EngineRequest(tenant="t", session_id="s")
 
 
 async def test_a_streamed_call_of_which_nothing_was_passed_on_is_streamed_by_another_node() -> None:
     async with routed("a", "b") as (router, placement):
-        reply = await router.serve("chat", {"stream": True}, {}, CONTEXT)
+        reply = await router.serve("chat", {"stream": True}, {}, ASKER)
         assert isinstance(reply, SseReply)
         await placement.inner["a"].called()
         reading = asyncio.ensure_future(anext(reply.events))
@@ -288,7 +150,7 @@ async def test_a_streamed_call_of_which_nothing_was_passed_on_is_streamed_by_ano
 
 async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
     async with routed("a", "b") as (router, placement):
-        reply = await router.serve("chat", {"stream": True}, {}, CONTEXT)
+        reply = await router.serve("chat", {"stream": True}, {}, ASKER)
         assert isinstance(reply, SseReply)
         (await placement.inner["a"].called()).events.put_nowait(b"one")
         assert await anext(reply.events) == b"one"
@@ -297,40 +159,6 @@ async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
             await anext(reply.events)
         await reply.events.aclose()  # type: ignore[attr-defined]
         assert placement.inner["b"].streams == []
-
-
-async def test_how_long_sessions_of_calls_are_is_estimated_for_whoever_announces_them() -> None:
-    async with routed("a", "b") as (router, placement):
-        body = {
-            "stream": True,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 400}]}],
-        }
-        reply = await router.serve("chat", body, {}, CONTEXT)
-        assert isinstance(reply, SseReply)
-        call = await placement.inner["a"].called()
-        for event in (b"one", b"two", None):
-            call.events.put_nowait(event)
-        assert [event async for event in reply.events] == [b"one", b"two"]
-        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
-        assert router.homes.facts()[0].num_tokens == 102
-
-
-async def test_closing_a_call_that_nobody_has_read_stops_it() -> None:
-    async with routed("a", "b") as (router, placement):
-        reply = await router.serve("chat", {"stream": True}, {}, CONTEXT)
-        assert isinstance(reply, SseReply)
-        call = await placement.inner["a"].called()
-        await reply.events.aclose()  # type: ignore[attr-defined]
-        await until(lambda: call.is_closed)
-        assert router.homes.num_requests("a") == 0
-
-
-async def test_counting_tokens_moves_no_session() -> None:
-    async with routed("a", "b") as (router, placement):
-        router.remember([("t", "s", "b")])
-        await router.serve("count_tokens", {}, {}, CONTEXT)
-        assert len(placement.inner["a"].contexts) == 1
-        assert router.home_of("t", "s") == "b"
 
 
 # -- nodes that come and go --------------------------------------------------------------------------------------------
@@ -344,44 +172,14 @@ async def test_a_draining_node_gets_nothing_new_ends_what_it_has_and_gives_its_k
         await until(lambda: router.nodes_state()[0].state == "draining")
         moved = asking(router, question())
         other = await placement.inner["b"].asked()
-        assert other.request.context.kv_from == "a:1"
+        assert other.request.kv_from == "a:1"
         assert not draining.done()
         answer.finish("end")
         assert await draining
         assert text(await running) == "end"
         other.finish("x")
         await moved
-        assert [standing.num_sessions for standing in router.nodes_state()] == [0, 1]
-
-
-async def test_draining_says_when_it_takes_longer_than_it_may() -> None:
-    async with routed("a", "b") as (router, placement):
-        task = asking(router, question())
-        await placement.inner["a"].asked()
-        assert not await router.drain_node("a", 0.01)
-        task.cancel()
-
-
-async def test_a_rolling_restart_loses_no_request() -> None:
-    async with routed("a", "b") as (router, placement):
-        for name in ("a", "b"):
-            placement.inner[name].script = ["fine"]
-            await router.restart_node(name, 10.0)
-            placement.inner[name].script = ["fine"]
-            assert text(await asking(router, question())) == "fine"
-        assert placement.restarted == ["a", "b"]
-        assert [standing.state for standing in router.nodes_state()] == ["ready", "ready"]
-
-
-async def test_the_last_node_that_takes_requests_is_not_drained() -> None:
-    async with routed("a", "b") as (router, _):
-        await router.drain_node("a", 0.0)
-        with pytest.raises(InvalidRequest, match="the only node"):
-            await router.drain_node("b", 0.0)
-        router.reopen_node("a")
-        assert await router.drain_node("b", 0.0)
-        with pytest.raises(InvalidRequest, match="no node named 'c'"):
-            await router.drain_node("c", 0.0)
+        assert [node.num_sessions for node in router.nodes_state()] == [0, 1]
 
 
 async def test_a_node_that_says_nothing_gets_nothing_and_then_its_answers_end(
@@ -397,41 +195,16 @@ async def test_a_node_that_says_nothing_gets_nothing_and_then_its_answers_end(
         link = placement.links["a"]
         link.data_received = lambda data: None  # type: ignore[method-assign]
         link.reported_s -= members.QUIET_S
-        assert [standing.state for standing in router.nodes_state()] == ["quiet", "ready"]
+        assert [node.state for node in router.nodes_state()] == ["quiet", "ready"]
         asking(router, question())
         answer = await placement.inner["b"].asked()
-        assert answer.request.context.kv_from == "", "nor does it give any KV"
+        assert answer.request.kv_from == "", "nor does it give any KV"
         answer.finish("x")
         link.reported_s -= members.SILENT_S
         with pytest.raises(EngineUnavailable):
             await anext(begun)
         (await placement.inner["b"].asked(1)).finish("elsewhere")
         assert text(await waiting) == "elsewhere"
-
-
-async def test_nodes_may_join_and_leave() -> None:
-    async with routed("a") as (router, placement):
-        router.remember([("t", "s", "a")])
-        placement.nodes["b"] = type(placement.nodes["a"])("fake-model")
-        assert [standing.state for standing in router.nodes_state()] == ["ready", "starting"]
-        await placement.connect("b")
-        await router.drain_node("a", 1.0)
-        await placement.remove("a")
-        asking(router, question())
-        answer = await placement.inner["b"].asked()
-        assert answer.request.context.kv_from == ""
-        answer.finish("x")
-        assert [standing.node_id for standing in router.nodes_state()] == ["b"]
-
-
-async def test_of_another_node_under_an_old_name_nothing_is_expected() -> None:
-    async with routed("a", "b") as (router, placement):
-        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
-        assert [facts.queued.num for facts in router.homes.facts()] == [1, 0]
-        placement.nodes["a"] = type(placement.nodes["a"])("fake-model")
-        await placement.connect("a")
-        router.nodes_state()
-        assert [facts.queued.num for facts in router.homes.facts()] == [0, 0]
 
 
 async def test_after_its_drain_the_router_takes_nothing_and_its_nodes_still_serve_others() -> None:
@@ -462,38 +235,6 @@ async def test_it_is_ready_as_soon_as_one_node_is_and_failed_when_all_are() -> N
             assert router.progress.state == expected
         placement.inner["a"].state = "rebuilding"
         await until(lambda: router.progress.state == "rebuilding")
-
-
-async def test_before_any_node_it_is_starting() -> None:
-    router = Router(TestPlacement(), AdapterSync(dict))
-    assert router.progress.state == "starting"
-    with pytest.raises(EngineUnavailable, match="there are none yet") as refused:
-        await asking(router, question())
-    assert refused.value.code == "starting"
-    assert router.max_model_len == 0
-
-
-async def test_adapters_are_loaded_by_all_nodes_and_requests_go_where_theirs_is(tmp_path: Path) -> None:
-    async with routed("a", "b") as (router, placement):
-        path = make_adapter(tmp_path / "large", modules=MODULES, rank=16)
-        reply = await router.load_adapter({"lora_name": "large", "lora_path": str(path)})
-        assert reply.status == 200
-        (info,) = router.adapters()
-        assert (info.name, info.nodes) == ("large", {"a": "disk", "b": "disk"})
-        placement.kill("a")
-        placement.inner["a"] = PlacedNode("a", max_rank=8)
-        again = await placement.connect("a")
-        await until(lambda: ("load", "large") in again.calls)
-        assert router.progress.state == "ready"
-        for at in range(3):
-            asking(router, question(f"{at}", adapter="large"))
-            await placement.inner["b"].asked(at)
-        assert again.answers == []
-        placement.kill("b")
-        with pytest.raises(EngineUnavailable):
-            await asking(router, question("nowhere", adapter="large"))
-        asking(router, question("unknown", adapter="nobody"))
-        await again.asked()
 
 
 class SlowToLoad(PlacedNode):
@@ -528,32 +269,66 @@ async def test_a_node_is_drained_once_those_that_stay_serve_its_adapters(tmp_pat
         assert text(await late) == "at b"
 
 
-async def test_models_come_from_any_node_that_is_there() -> None:
-    async with routed("a", "b") as (router, placement):
-        assert await router.models() == JsonReply(200, b"a")
-        placement.kill("a")
-        assert await router.models() == JsonReply(200, b"b")
-
-
-async def test_it_is_told_how_requests_came_to_their_nodes() -> None:
-    async with routed("a", "b") as (router, placement):
-        for node in placement.inner.values():
-            node.script = ["fine"]
-        await asking(router, question())
-        await asking(router, question())
-        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
-        await asking(router, question())
-        await router.drain_node(router.home_of("t", "s"), 1.0)
-        await asking(router, question())
-        assert router.counts() == {"new": 1, "home": 1, "announced": 1, "moved": 1}
-        registry = CollectorRegistry()
-        registry.register(RouterCollector(router.counts))
-        for how in HOW:
-            assert registry.get_sample_value("overture_router_requests_total", {"how": how}) == 1
-        assert registry.get_sample_value("overture_router_cut_total") == 0
-
-
 async def until(is_so: Any) -> None:
     async with asyncio.timeout(10):
         while not is_so():
             await asyncio.sleep(0.005)
+
+
+def full(kind: type[Struct], value: int, **fields: Any) -> Any:
+    """With every field set: numbers to `value`."""
+    made: dict[str, Any] = {}
+    for field in structs.fields(kind):
+        if field.type is bool:
+            made[field.name] = True
+        elif field.type in (int, float):
+            made[field.name] = value
+        elif get_origin(field.type) is dict:
+            made[field.name] = {"both": value, f"only {value}": value}
+    return kind(**(made | fields))
+
+
+def scheduling(value: int, lanes: LaneStats | None) -> SchedulingStats:
+    errors = LengthErrors(num_answers=value, sum_tokens=value, num_within_p90=value, num_within={16: value})
+    fields = {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes, "length_errors": errors}
+    stats: SchedulingStats = full(SchedulingStats, value, **fields)
+    return stats
+
+
+def lanes(*tokens: int) -> LaneStats:
+    edges = (0.5,) * (len(tokens) - 1)
+    return LaneStats(boundaries=edges, num_waiting=tokens, quota_tokens=tokens, used_tokens=tokens)
+
+
+def tiers(value: int, problem: str | None = None) -> TierStats:
+    parts = [full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats)]
+    return TierStats(host=parts[0], disk=parts[1], peers=parts[2], problem=problem)
+
+
+def test_engines_are_one_with_the_first_requests_of_all() -> None:
+    def state(name: str, value: int, problem: str | None = None) -> EngineState:
+        one = RequestState(request_id=name, priority=0, size_tokens=1, num_output_tokens=0)
+        requests = [structs.replace(one, request_id=f"{name}{at}") for at in range(2)]
+        kv_tiers = tiers(value, problem)
+        engine = full(NodeStats, value, state="ready", model="m", kv_tiers=kv_tiers)
+        stats = scheduling(value, lanes(value, 2 * value))
+        both = {"waiting": requests, "running": requests, "num_waiting": 2, "num_running": 2}
+        return EngineState(engine=engine, scheduling=stats, **both)  # type: ignore[arg-type]
+
+    for kind, put_together in ((TokenizerStats, figures.tokenizers_of), (GrammarStats, figures.grammars_of)):
+        assert put_together([full(kind, 1), full(kind, 2)]) == full(kind, 3)  # type: ignore[operator]
+    both = figures.engine_state_of([state("a", 1), state("b", 3, "no room")], "rebuilding", 3)
+    assert [request.request_id for request in both.waiting] == ["a0", "a1", "b0"]
+    assert (both.num_waiting, both.num_running) == (4, 4)
+    engine = both.engine
+    assert (engine.state, engine.num_kv_blocks, engine.max_model_len) == ("rebuilding", 4, 1)
+    kv = engine.kv_tiers
+    assert kv is not None and kv.problem == "no room"
+    assert (kv.host.num_blocks, kv.disk.num_hits, kv.peers.bytes_fetched) == (4, 4, 4)
+    # Speeds and delays do not add up.
+    assert (kv.disk.bytes_per_s, kv.disk.write_lag_s, kv.disk.is_on) == (2.0, 3, True)
+    assert kv.peers.misses == {"both": 4, "only 1": 1, "only 3": 3}
+    queue = both.scheduling
+    assert queue is not None and queue.lanes == lanes(4, 8) and queue.block_size == 1
+    assert (queue.num_running, queue.num_by_reason, queue.counts["both"]) == (4, {"queued": 4}, 4)
+    assert queue.length_errors is not None and queue.length_errors.num_within == {16: 4}

@@ -1,61 +1,54 @@
-"""A session file that goes bad under a running store: said as such, remembered, and forgotten once it can be read again."""
+"""A session file or a log of it that goes bad: said as such, remembered, and forgotten once it can be read again."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import shutil
 import sqlite3
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.sessions.connection import has_failed
-from gateway.sessions.health import Health, is_whole
+from gateway.sessions.health import is_whole
+
+from .parts import checkpoint, passes
 
 NOW = 1_700_000_000.0
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "sessions.db"
-
-
-@pytest_asyncio.fixture
 async def store(path: Path) -> AsyncIterator[SessionStore]:
     """A store whose file holds 50 turns and whose log is empty."""
     store = await SessionStore.open(path)
     await store.create_session("ann", session_id="s", now=NOW)
     for number in range(50):
         await store.record_turn("ann", "s", f"t{number}", "x" * 3000, answer="y" * 3000, now=NOW)
-    await store._writer._execute(
-        lambda: store._writer._conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    )
+    checkpoint(path, "TRUNCATE")
     yield store
     await store.close()
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+async def mended(store: SessionStore) -> None:
+    """Let the time pass after which the file is looked at again, until it is well."""
+    async with asyncio.timeout(10_000):
+        while store.has_failed:
+            await passes(30.0)
+            await asyncio.sleep(0.001)  # it is read in a thread
 
 
-def rubbish_at_the_start(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.write(b"\xa5" * 8192)
-
-
-def rubbish_behind_the_start(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(b"\xa5" * (size - 4096))
-
-
-DAMAGES = (empty, rubbish_at_the_start, rubbish_behind_the_start)
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda good: b"",
+    "rubbish at the start": lambda good: b"\xa5" * 8192 + good[8192:],
+    "rubbish behind the start": lambda good: good[:4096] + b"\xa5" * (len(good) - 4096),
+}
 
 
 async def fails(store: SessionStore) -> None:
@@ -73,74 +66,40 @@ async def drop_cache(store: SessionStore) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_damaged_file_is_said_remembered_and_mended_by_a_sound_one(
-    store: SessionStore, path: Path, damage: Callable[[Path], None]
+    store: SessionStore, path: Path, damage: str
 ) -> None:
     """Reads fail as `storage_failed`, the store says that it has failed, and with the old bytes back all is well."""
     good = await asyncio.to_thread(path.read_bytes)
     assert not store.has_failed
-    damage(path)
+    await asyncio.to_thread(path.write_bytes, DAMAGES[damage](good))
     await drop_cache(store)
     await fails(store)
     assert store.has_failed
-    watching = asyncio.create_task(store._health.watch((0.01,)))
+    watching = asyncio.create_task(store.watch())
     await fails(store)
     assert store.has_failed, "nothing has mended it"
     await asyncio.to_thread(path.write_bytes, good)
-    async with asyncio.timeout(30):
-        while store.has_failed:
-            await asyncio.sleep(0.01)
+    await mended(store)
     watching.cancel()
     assert len((await store.get_session("ann", "s")).turns) == 50
 
 
-async def test_requests_that_fail_for_themselves_do_not_fail_the_file(store: SessionStore) -> None:
-    """A missing session, a full quota and a closed store say nothing of the file."""
-    for call in (
-        store.get_session("ann", "none"),
-        store.find_turn("bob", "t"),
-        store.restore("ann", "x", NOW),
-    ):
-        try:
-            await call
-        except GatewayError as error:
-            assert error.code == "not_found"
-    assert not store.has_failed
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        (sqlite3.SQLITE_CORRUPT, True),
-        (sqlite3.SQLITE_CORRUPT_VTAB, False),
-        (sqlite3.SQLITE_NOTADB, True),
-        (sqlite3.SQLITE_IOERR_READ, True),
-        (sqlite3.SQLITE_IOERR_SHMSIZE, False),
-        (sqlite3.SQLITE_FULL, False),
-        (sqlite3.SQLITE_BUSY, False),
-        (sqlite3.SQLITE_CONSTRAINT_UNIQUE, False),
-        (None, False),
-    ],
-)
-def test_which_errors_are_the_files(code: int | None, expected: bool) -> None:
-    """Not a damaged index, a full disk, a lock or a broken rule of the schema; nor what is no error of SQLite's."""
-    error = sqlite3.OperationalError("x")
-    if code is not None:
+def test_which_errors_are_the_files() -> None:
+    def of(code: int) -> sqlite3.Error:
+        error = sqlite3.OperationalError("x")
         error.sqlite_errorcode = code
-    assert has_failed(error) is expected
+        return error
 
-
-def test_looking_at_a_file_that_is_gone_makes_none(tmp_path: Path) -> None:
-    """An empty file in its place would look like a lost database that is well."""
-    assert not is_whole(tmp_path / "gone.db")
-    assert not list(tmp_path.iterdir())
-
-
-async def test_a_failure_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However many requests meet it."""
-    health = Health(path)
-    for _ in range(3):
-        health.note(sqlite3.DatabaseError("disk image is malformed"))
-    assert health.has_failed and caplog.text.count("has failed") == 1
+    for code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_IOERR_READ):
+        assert has_failed(of(code))
+    for code in (
+        sqlite3.SQLITE_CORRUPT_VTAB,
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_BUSY,
+    ):
+        assert not has_failed(of(code))
+    assert not has_failed(sqlite3.OperationalError("x"))
 
 
 async def damaged_index(path: Path) -> SessionStore:
@@ -149,7 +108,8 @@ async def damaged_index(path: Path) -> SessionStore:
     for session in ("s", "gone"):
         await store.record_turn("ann", session, "t", "a question", answer="hi", makes_session=True, now=NOW)
     await store.delete("ann", "gone", NOW)
-    await store._writer.transact(lambda conn: conn.execute("DELETE FROM search_1_data WHERE id > 10"))
+    with closing(sqlite3.connect(path)) as conn, conn:
+        conn.execute("DELETE FROM search_1_data WHERE id > 10")
     return store
 
 
@@ -178,15 +138,11 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     await store.close()
 
 
-def log_bytes(path: Path) -> int:
-    return Path(f"{path}-wal").stat().st_size
-
-
 @contextmanager
 def a_disk_that_takes_nothing_more(path: Path) -> Iterator[None]:
     """The kernel refuses whatever would make the log longer than it is, which SQLite calls an I/O error; all else can be written and read."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log_bytes(path), hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
     try:
         yield
     finally:
@@ -194,42 +150,181 @@ def a_disk_that_takes_nothing_more(path: Path) -> Iterator[None]:
 
 
 async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_works(
-    store: SessionStore, path: Path, caplog: pytest.LogCaptureFixture
+    store: SessionStore, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.record_turn("ann", "s", "last", "x" * 3000, answer="y" * 3000, now=NOW)
     looks = 0
-    whole = store._health._is_whole
 
-    async def looked_at() -> bool:
+    def looked_at(file: Path) -> bool:
         nonlocal looks
         looks += 1
-        return await whole()
+        return is_whole(file)
 
-    store._health._is_whole = looked_at  # type: ignore[method-assign]
-    watching = asyncio.create_task(store._health.watch((0.01,)))
+    monkeypatch.setattr("gateway.sessions.health.is_whole", looked_at)
+    watching = asyncio.create_task(store.watch())
     with a_disk_that_takes_nothing_more(path):
         with pytest.raises(GatewayError) as failure:
             await store.record_turn("ann", "s", "lost", "x", answer="y", now=NOW)
         assert failure.value.code == "storage_failed"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(10_000):
             while looks < 5:
                 assert store.has_failed
-                await asyncio.sleep(0.01)
+                await passes(30.0)
+                await asyncio.sleep(0.001)
         assert len((await store.get_session("ann", "s")).turns) == 51, "reading goes on"
-    async with asyncio.timeout(60):
-        while store.has_failed:
-            await asyncio.sleep(0.01)
+    await mended(store)
     watching.cancel()
     await store.record_turn("ann", "s", "next", "x", answer="y", now=NOW)
     assert caplog.text.count("written again") == 1
 
 
-async def test_a_probe_writes_to_the_disk_and_changes_nothing(store: SessionStore, path: Path) -> None:
-    before = log_bytes(path)
-    assert store._health.write is not None
-    await store._health.write()
-    assert log_bytes(path) > before
+NUM_SESSIONS = 10
+FRAME = 24 + 4096
+
+
+class Killed:
+    """A session file with its log and shared memory, as `kill -9` leaves them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.wal_path = path, Path(f"{path}-wal")
+        self.wal = self.wal_path.read_bytes()
+
+    @property
+    def ends(self) -> list[int]:
+        """The numbers, from 1, of the frames that end a transaction."""
+        numbers = range(1, (len(self.wal) - 32) // FRAME + 1)
+        return [n for n in numbers if struct.unpack_from(">I", self.wal, 32 + (n - 1) * FRAME + 4)[0]]
+
+    def flip(self, frame: int, at: int = 24 + 1000) -> None:
+        """Turn one bit of a frame of the log over. at: a place in the frame, its header of 24 bytes first."""
+        place = 32 + (frame - 1) * FRAME + at
+        self.wal = self.wal[:place] + bytes([self.wal[place] ^ 0x10]) + self.wal[place + 1 :]
+        self.wal_path.write_bytes(self.wal)
+
+    def cut_power(self) -> None:
+        """The shared memory is gone, too."""
+        Path(f"{self.path}-shm").unlink()
+
+    async def reopened(self) -> tuple[int, int]:
+        """How many sessions are there after a start, and how many frames it said are lost."""
+        store = await SessionStore.open(self.path)
+        page, _ = await store.list_sessions("ann")
+        await store.close()
+        return len(page), store.wal_lost_frames
+
+    def copies(self) -> list[Path]:
+        return sorted(self.path.parent.glob("*damaged*"))
+
+
+async def killed(folder: Path, *, checkpointed: bool = False) -> Killed:
+    """Copied from a store that is open."""
+    store = await SessionStore.open(folder / "live.db")
+    checkpoint(folder / "live.db", "TRUNCATE")
+    for number in range(NUM_SESSIONS):
+        await store.create_session("ann", session_id=f"s{number}", now=NOW)
+    if checkpointed:
+        checkpoint(folder / "live.db", "PASSIVE")
+    path = folder / "copy" / "sessions.db"
+    path.parent.mkdir()
+    for end in ("", "-wal", "-shm"):
+        await asyncio.to_thread(shutil.copy, f"{folder}/live.db{end}", f"{path}{end}")
     await store.close()
-    again = await SessionStore.open(path)
-    assert len((await again.get_session("ann", "s")).turns) == 50
-    await again.close()
+    return Killed(path)
+
+
+POWER = pytest.mark.parametrize("has_power", [True, False], ids=["after kill", "after a power cut"])
+
+
+@POWER
+async def test_a_bit_flipped_in_the_middle_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_power: bool
+) -> None:
+    """The error counts the commits, and a private copy of the log holds what SQLite threw away."""
+    server = await killed(tmp_path)
+    ends = server.ends
+    assert len(ends) == NUM_SESSIONS
+    server.flip(ends[4] + 1)
+    if not has_power:
+        server.cut_power()
+    with caplog.at_level(logging.ERROR, "gateway.sessions"):
+        assert await server.reopened() == (5, ends[-1] - ends[4])
+    assert "up to 5 of the last commits" in caplog.text
+    (copy,) = server.copies()
+    assert str(copy) in caplog.text
+    assert copy.read_bytes() == server.wal and copy.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 16, 24, 24 + 4095])
+async def test_a_bit_flipped_anywhere_in_a_frame_is_said(tmp_path: Path, at: int) -> None:
+    server = await killed(tmp_path)
+    ends = server.ends
+    server.flip(ends[6], at)
+    assert await server.reopened() == (6, ends[-1] - ends[5])
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "empty"])
+@pytest.mark.parametrize("checkpointed", [True, False])
+async def test_a_log_that_is_gone_is_said_unless_the_file_has_it_all(
+    tmp_path: Path, is_gone: bool, checkpointed: bool
+) -> None:
+    """The shared memory knows what was committed, and what of that has reached the file."""
+    server = await killed(tmp_path, checkpointed=checkpointed)
+    server.wal_path.unlink() if is_gone else server.wal_path.write_bytes(b"")
+    expected = (NUM_SESSIONS, 0) if checkpointed else (0, server.ends[-1])
+    assert await server.reopened() == expected
+
+
+def torn_tails(data: bytes) -> dict[str, bytes]:
+    """Logs of a process killed in the middle of the transaction that followed `data`: written in order, the commit's frame last."""
+    last = data[-FRAME:]
+    begun = last[:4] + bytes(4) + last[8:]  # a frame that ends no transaction
+    wrong = begun[:16] + b"\xff" * 8 + begun[24:]  # of one whose page was written over since
+    return {
+        "part of a frame's header": data + begun[:10],
+        "a frame's header alone": data + begun[:24],
+        "half a page": data + begun[: 24 + 2000],
+        "frames without a commit": data + wrong * 3,
+        "the header over an old page, commit's frame": data + last[:16] + b"\xff" * 8 + bytes(4096),
+        "frames of an older log": data + begun[:8] + bytes(8) + begun[16:] + last[:8] + bytes(8) + last[16:],
+        "nothing": data,
+    }
+
+
+@POWER
+async def test_what_a_crash_leaves_is_no_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_power: bool
+) -> None:
+    """Nobody was told that the last transaction is stored, so nothing is said and nothing copied."""
+    server = await killed(tmp_path)
+    files = {file: await asyncio.to_thread(file.read_bytes) for file in server.path.parent.iterdir()}
+    for kind, wal in torn_tails(server.wal).items():
+        for file, data in files.items():
+            file.write_bytes(wal if file == server.wal_path else data)
+        if not has_power:
+            server.cut_power()
+        assert await server.reopened() == (NUM_SESSIONS, 0), kind
+        assert "damaged" not in caplog.text and not server.copies(), kind
+
+
+async def test_damage_to_what_is_in_the_file_already_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite would read old pages out of the sound half of such a log; it is set aside instead."""
+    server = await killed(tmp_path, checkpointed=True)
+    server.flip(server.ends[4])
+    assert await server.reopened() == (NUM_SESSIONS, 0)
+    assert "holds all of it already" in caplog.text
+    assert len(server.copies()) == 1
+
+
+async def test_the_newest_damaged_log_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    """Damaged starts one after another leave one copy, so that they do not fill the disk."""
+    server = await killed(tmp_path)
+    server.flip(server.ends[4])
+    files = {file: file.read_bytes() for file in server.path.parent.iterdir()}
+    for number in range(3):
+        for file, data in files.items():
+            file.write_bytes(data + (b"x" * number if file == server.wal_path else b""))
+        assert (await server.reopened())[1] > 0
+    (copy,) = server.copies()
+    assert copy.stat().st_size - len(server.wal) == 2

@@ -1,29 +1,180 @@
-"""Versions of messages: what an edit or another answer leaves behind is kept, and can be shown again with what followed it."""
+"""Versions of messages, files of older versions of the schema, and searches that depend on their owner's texts alone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sqlite3
-from collections.abc import AsyncIterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
 from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
-from gateway.sessions import SessionStore
-from gateway.sessions.excerpt import Excerpt
-from tests.unit.gateway.test_session_owners import NUM_TURNS, make_version_1
-from tests.unit.gateway.test_sessions import NOW, ask, chat, end, raises_code, turn_ids
+from gateway.app import build_services
+from gateway.metrics.metrics import Metrics
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.router import Router
+from gateway.sessions import SCHEMA_VERSION, SessionStore, listing
+from gateway.settings.config import Config
+from gateway.turns.protocol import Message
+from tests.unit.gateway.nodes import TestPlacement, routed
+from tests.unit.gateway.test_sessions import NOW, ask, chat, end, turn_ids
+
+PHRASE = "the quarterly figures"
 
 
-@pytest_asyncio.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SessionStore]:
-    store = await SessionStore.open(tmp_path / "sessions.db")
-    yield store
+async def write(store: SessionStore, owner: str, session: str, *texts: str) -> None:
+    """A session of `owner` with one finished turn a text."""
+    await store.create_session(owner, session_id=session, exist_ok=True, now=NOW)
+    for number, text in enumerate(texts):
+        turn = f"{session}-{number}"
+        await store.record_turn(
+            owner, session, turn, text, answer=f"re: {text}", response_id=f"r-{turn}", now=NOW
+        )
+
+
+async def found(store: SessionStore, owner: str, q: str) -> set[str]:
+    return {summary.id for summary in (await store.list_sessions(owner, q=q))[0]}
+
+
+# --- the same work whatever others wrote -----------------------------------------------------------------------------------------------
+
+
+def steps_of(path: Path, work: object, *args: object) -> int:
+    """How many steps of SQLite's machine a read takes on a connection that has done it once already (the first one reads the schema)."""
+    num_steps = 0
+
+    def count() -> int:
+        nonlocal num_steps
+        num_steps += 1
+        return 0
+
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        work(conn, *args)
+        conn.set_progress_handler(count, 1)
+        work(conn, *args)
+    return num_steps
+
+
+async def test_a_search_takes_the_same_steps_whether_or_not_another_owner_wrote_the_phrase(
+    store: SessionStore, path: Path
+) -> None:
+    def steps() -> list[int]:
+        """Of a search by the index and of one by reading."""
+        return [steps_of(path, listing.list_sessions, "bob", q, 50, None, None) for q in (PHRASE, "qu")]
+
+    await write(store, "ann", "a", *(f"something else, {n}" for n in range(100)))
+    await write(store, "bob", "b", "nothing of that kind", "nor here")
+    await write(store, "ann", "later", "something else")
+    before = steps()
+    await write(store, "ann", "more", *(f"{PHRASE} of {n}" for n in range(100)))
+    assert steps() == before
+    await write(store, "bob", "c", PHRASE)
+    assert all(now > then for now, then in zip(steps(), before, strict=True))
+
+
+# --- files of version 1 ----------------------------------------------------------------------------------------------------------------
+
+# What version 1 of the schema was, its index and triggers included: a file that an installed server may have.
+VERSION_1 = """
+CREATE TABLE sessions (row INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, title TEXT, adapter TEXT, created_at REAL NOT NULL,
+    updated_at REAL NOT NULL, deleted_at REAL, UNIQUE (owner, id));
+CREATE INDEX sessions_by_time ON sessions (owner, updated_at, id) WHERE deleted_at IS NULL;
+CREATE INDEX sessions_deleted ON sessions (deleted_at) WHERE deleted_at IS NOT NULL;
+CREATE TABLE turns (seq INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions (row) ON DELETE CASCADE, id TEXT NOT NULL,
+    content TEXT NOT NULL, answer TEXT NOT NULL DEFAULT '', status TEXT NOT NULL CHECK (status IN ('running', 'done', 'stopped', 'failed')),
+    adapter TEXT, finish_reason TEXT, usage TEXT, timings TEXT, created_at REAL NOT NULL, response_id TEXT, token_ids BLOB, UNIQUE (session, id));
+CREATE UNIQUE INDEX turns_running ON turns (session) WHERE status = 'running';
+CREATE INDEX turns_by_id ON turns (id);
+CREATE INDEX turns_by_response ON turns (response_id) WHERE response_id IS NOT NULL;
+CREATE VIRTUAL TABLE turn_texts USING fts5(content, answer, content='turns', content_rowid='seq', tokenize='trigram');
+CREATE VIRTUAL TABLE session_titles USING fts5(title, content='sessions', content_rowid='row', tokenize='trigram');
+CREATE TRIGGER turn_texts_insert AFTER INSERT ON turns BEGIN INSERT INTO turn_texts (rowid, content, answer)
+    SELECT new.seq, new.content, new.answer WHERE new.status <> 'running'; END;
+CREATE TRIGGER turn_texts_delete AFTER DELETE ON turns BEGIN INSERT INTO turn_texts (turn_texts, rowid, content, answer)
+    SELECT 'delete', old.seq, old.content, old.answer WHERE old.status <> 'running'; END;
+CREATE TRIGGER session_titles_insert AFTER INSERT ON sessions BEGIN INSERT INTO session_titles (rowid, title) VALUES (new.row, new.title); END;
+PRAGMA user_version = 1;
+"""
+OWNERS = ("ann", "bob", "cleo")
+NUM_TURNS = 12
+
+
+def make_version_1(path: Path) -> None:
+    """A file of version 1 with one session of `NUM_TURNS` turns for each owner, the last one cut off while it ran."""
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("PRAGMA journal_mode = WAL")
+        conn.executescript(VERSION_1)
+        for row, owner in enumerate(OWNERS, 1):
+            conn.execute(
+                "INSERT INTO sessions VALUES (?, ?, 's', ?, NULL, 1, 2, NULL)",
+                (row, owner, f"title of {owner}"),
+            )
+            for number in range(NUM_TURNS):
+                status = "running" if number == NUM_TURNS - 1 else "done"
+                answer = "" if status == "running" else f"ä answer {number} to {owner}"
+                conn.execute(
+                    "INSERT INTO turns (session, id, content, answer, status, created_at, response_id, token_ids) VALUES (?,?,?,?,?,1,?,?)",
+                    (row, f"t{number}", f"{owner} asks {number}", answer, status, f"r{number}", b"\1\0\0\0"),
+                )
+        conn.commit()
+
+
+async def check_migrated(path: Path) -> None:
+    """All that the file of version 1 had is there and found by its owner alone."""
+    store = await SessionStore.open(path)
+    for owner in OWNERS:
+        turns = (await store.get_session(owner, "s")).turns
+        assert [turn.content for turn in turns] == [f"{owner} asks {n}" for n in range(NUM_TURNS)]
+        assert [turn.status for turn in turns] == ["done"] * (NUM_TURNS - 1) + ["failed"]
+        for q in (f"title of {owner}", f"Ä ANSWER 3 to {owner}", f"{owner} asks {NUM_TURNS - 1}"):
+            assert {name for name in OWNERS if await found(store, name, q)} == {owner}
+        assert await store.responses.find(owner, "r3") == ("s", "t3")
+        assert await store.find_turn(owner, "t3") == "s"
     await store.close()
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        tables = {name for (name,) in conn.execute("SELECT name FROM sqlite_master")}
+        assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert conn.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        counted = dict(conn.execute("SELECT name, num_bytes FROM owners"))
+        sizes = conn.execute(
+            """SELECT s.owner, 1024 + sum(512 + length(CAST(content AS BLOB)) + length(CAST(answer AS BLOB)) + length(token_ids))
+               FROM turns t JOIN sessions s ON s.row = t.session GROUP BY s.row"""
+        )
+        assert counted == dict(sizes)
+    assert not any(name.startswith(("turn_texts", "session_titles")) for name in tables)
+
+
+# Opens the file and kills itself before the statement of the given number.
+KILLED_WHILE_OPENING = """
+import asyncio, os, signal, sys
+from gateway.sessions import SessionStore, connection, database
+
+class Killed(connection.Database):
+    left = int(sys.argv[2])
+    def execute(self, *args):
+        Killed.left -= 1
+        if Killed.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(*args)
+
+database.Database = Killed
+asyncio.run(SessionStore.open(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("num_statements", [6, 30, 55, 75])
+async def test_a_migration_that_is_killed_goes_on_at_the_next_start(path: Path, num_statements: int) -> None:
+    await asyncio.to_thread(make_version_1, path)
+    command = [sys.executable, "-c", KILLED_WHILE_OPENING, str(path), str(num_statements)]
+    killed = await asyncio.to_thread(subprocess.run, command, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    await check_migrated(path)
 
 
 async def say(store: SessionStore, turn: str, **options: Any) -> list[str]:
@@ -41,63 +192,7 @@ async def choose(store: SessionStore, turn: str) -> list[str]:
     return [turn.id for turn in (await store.choose_version("ann", "s", turn)).turns]
 
 
-async def test_an_edit_hides_what_came_later_and_keeps_it(store: SessionStore) -> None:
-    """`after` names the turn that the new one follows, None the start; its history is what it follows."""
-    await chat(store, "s", "a", "b", "c")
-    assert await say(store, "d", after="a") == ["a"]
-    assert (await turn_ids(store, "s"), await versions(store)) == (["a", "d"], [["a"], ["b", "d"]])
-    assert await say(store, "e", after=None) == []
-    assert (await turn_ids(store, "s"), await versions(store)) == (["e"], [["a", "e"]])
-    assert await say(store, "f", after="c") == ["a", "b", "c"], "also after a turn that is not shown"
-    assert await turn_ids(store, "s") == ["a", "b", "c", "f"]
-
-
-async def test_a_version_comes_back_with_what_followed_it_last(store: SessionStore) -> None:
-    """That is what was shown last, which need not be the newest; nothing of it counts as activity."""
-    await chat(store, "s", "a", "b", "c")
-    await say(store, "d", after="a")
-    assert await choose(store, "b") == ["a", "b", "c"]
-    await say(store, "e", after=None)
-    assert await choose(store, "a") == ["a", "b", "c"]
-    assert await choose(store, "d") == ["a", "d"], "whatever leads to it is chosen, too"
-    await choose(store, "e")
-    assert await choose(store, "d") == ["a", "d"]
-    assert await say(store, "f") == ["a", "d"]
-    assert (await store.get_session("ann", "s")).updated_at == NOW
-
-
-async def test_only_a_turn_of_the_session_can_be_chosen_and_not_while_one_runs(store: SessionStore) -> None:
-    """A page that shows an answer as it is written would lose it from sight."""
-    await chat(store, "s", "a")
-    await chat(store, "other", "z")
-    for turn in ("z", "never", "a b"):
-        with raises_code("not_found"):
-            await store.choose_version("ann", "s", turn)
-    with raises_code("not_found"):
-        await store.choose_version("bob", "s", "a")
-    await ask(store, "s", "b", after=None)
-    with raises_code("busy"):
-        await store.choose_version("ann", "s", "a")
-    await end(store, "s", "b", status="failed")
-    assert await choose(store, "a") == ["a"]
-
-
-async def test_a_failed_turn_that_is_asked_again_is_shown(store: SessionStore) -> None:
-    """In its old place, with what followed it."""
-    await chat(store, "s", "a")
-    await ask(store, "s", "x")
-    await end(store, "s", "x", status="failed")
-    await say(store, "b")
-    await say(store, "c", after="a")
-    assert (await ask(store, "s", "x")).outcome == "retried"
-    assert (await turn_ids(store, "s"), await versions(store)) == (
-        ["a", "x", "b"],
-        [["a"], ["x", "c"], ["b"]],
-    )
-
-
 async def test_each_version_goes_on_from_the_token_ids_before_it(store: SessionStore) -> None:
-    """Of its own branch, whatever was computed on others meanwhile."""
     await store.create_session("ann", session_id="s", now=NOW)
 
     async def talk(turn: str, *token_ids: int, **options: Any) -> list[int]:
@@ -158,18 +253,8 @@ async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore
     assert await turn_ids(store, "s") == ["b"]
 
 
-async def test_a_list_counts_the_turns_that_are_shown(store: SessionStore) -> None:
-    """Other versions make a conversation no longer."""
-    await chat(store, "s", "a", "b", "c")
-    await say(store, "d", after="a")
-    assert [summary.num_turns for summary in (await store.list_sessions("ann"))[0]] == [2]
-    await store.delete("ann", "s", NOW)
-    assert (await store.purge(NOW + 31), await store.list_sessions("ann")) == (1, ([], None))
-
-
 @pytest.mark.parametrize("full_text", [True, False])
 async def test_a_search_names_the_turn_that_holds_the_text(tmp_path: Path, full_text: bool) -> None:
-    """The newest that is shown, else the newest of those that are not; none where the title alone holds it, or nothing was searched for."""
     store = await SessionStore.open(tmp_path / "search.db", full_text=full_text)
     await chat(store, "s", "alpha", "beta", "gamma")
     await say(store, "delta", after="alpha")
@@ -190,33 +275,11 @@ async def test_a_search_names_the_turn_that_holds_the_text(tmp_path: Path, full_
     await store.close()
 
 
-@pytest.mark.parametrize("full_text", [True, False])
-async def test_a_search_shows_the_words_around_what_it_found(tmp_path: Path, full_text: bool) -> None:
-    """Of the turn that it names; none for a title."""
-    store = await SessionStore.open(tmp_path / "search.db", full_text=full_text)
-    await chat(store, "s", "a")
-    await ask(store, "s", "b", "How far is the harbour of Lisbon from here?")
-    await end(store, "s", "b", "Not far.")
-    await store.create_session("ann", session_id="titled", title="Harbours", now=NOW)
-    await chat(store, "far", "c")
-    await ask(store, "far", "d", "Über " * 5000 + "harbour" + " Über" * 5000)
-    await end(store, "far", "d", "Far.")
-    found = {summary.id: summary.excerpt for summary in (await store.list_sessions("ann", q="HARBOUR"))[0]}
-    far = found.pop("far")
-    assert far is not None and (far.before[-9:], far.match, far.after[:6]) == (
-        "Über Über "[-9:],
-        "harbour",
-        " Über ",
-    )
-    assert far.before.startswith("…") and far.after.endswith("…")
-    assert found == {"s": Excerpt("How far is the ", "harbour", " of Lisbon from here?"), "titled": None}
-    await store.close()
-
-
 async def test_the_turns_of_an_older_file_follow_each_other(tmp_path: Path) -> None:
     """Each session of it is one line without versions, and can have some from then on."""
     path = tmp_path / "old.db"
     await asyncio.to_thread(make_version_1, path)
+    await check_migrated(path)
     store = await SessionStore.open(path)
     assert await versions(store) == [[f"t{number}"] for number in range(NUM_TURNS)]
     assert await say(store, "new", after="t3") == ["t0", "t1", "t2", "t3"]
@@ -226,3 +289,40 @@ async def test_the_turns_of_an_older_file_follow_each_other(tmp_path: Path) -> N
         (problems,) = conn.execute("SELECT count(*) FROM pragma_foreign_key_check").fetchone()
         rows = conn.execute("SELECT (SELECT count(*) FROM turns), (SELECT count(*) FROM tree)").fetchone()
     assert problems == 0 and rows[0] == rows[1]
+
+
+async def turn(store: SessionStore, session: str, name: str, home: str, now: float = NOW) -> None:
+    await store.create_session("ann", session_id=session, exist_ok=True, now=now)
+    await store.begin_turn("ann", session, name, "hello", now=now)
+    await store.finish_turn("ann", session, name, answer="hi", status="done", home=home, now=now)
+
+
+async def test_homes_are_those_of_the_last_turns_and_the_latest_session_comes_last(path: Path) -> None:
+    store = await SessionStore.open(path)
+    await turn(store, "old", "a", "n1")
+    await turn(store, "lost", "b", "n1", NOW + 1)
+    await turn(store, "none", "c", "", NOW + 2)
+    await turn(store, "moved", "d", "n1", NOW + 3)
+    await turn(store, "moved", "e", "n2", NOW + 4)
+    await turn(store, "moved", "f", "", NOW + 5)
+    await store.delete("ann", "lost", NOW + 6)
+    await store.close()
+    store = await SessionStore.open(path)
+    assert await store.homes(10) == [("ann", "old", "n1"), ("ann", "moved", "n2")]
+    assert await store.homes(1) == [("ann", "moved", "n2")]
+    await store.close()
+
+
+async def test_a_gateway_over_several_nodes_stores_homes_and_knows_them_again(tmp_path: Path) -> None:
+    config = Config(data_dir=tmp_path, port=0)
+    async with routed("a", "b") as (router, placement):
+        services = await build_services(config, node=router, metrics=Metrics(CollectorRegistry()))
+        asked = await services.turns.ask("ann", Message(id="m1", content="hello"))
+        (await placement.inner["a"].asked()).finish("hi")
+        await services.turns.drain(10.0)
+        await services.store.close()
+    placement = TestPlacement("a", "b")
+    again = Router(placement, AdapterSync(lambda: placement.nodes))
+    services = await build_services(config, node=again, metrics=Metrics(CollectorRegistry()))
+    assert again.home_of("ann", asked.session_id) == "a"
+    await services.store.close()

@@ -9,8 +9,7 @@ import pytest
 
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
-from gateway.sessions import SessionStore
-from gateway.turns.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, AnswerPiece
+from gateway.turns.turns import KEEP_UNFOLLOWED_S, AnswerPiece
 
 from .fake_node import PATIENCE_S
 from .parts import Listener, Parts, passes, refused
@@ -70,116 +69,31 @@ async def test_the_node_is_asked_with_the_history_its_ids_and_the_owners_share(p
         ("assistant", "Hi Ann."),
         ("user", "Who am I?"),
     ]
-    assert one.context.adapter == two.context.adapter == "shout", (
-        "a session keeps its adapter until another is chosen"
-    )
+    assert one.adapter == two.adapter == "shout", "a session keeps its adapter until another is chosen"
     assert len(two.history_token_ids) == 4 * (3 + 2), "the prompt's three ids and the answer's two"
-    assert one.context.session_id == two.context.session_id == first.session_id
-    assert one.context.tenant == "ann" and one.request_id != two.request_id
-
-
-async def test_a_repeated_message_is_answered_once(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    assert await parts.ask("a") is turn
-    assert await parts.ask("a", session_id=turn.session_id) is turn
-    (await parts.node.asked()).finish("Yes.")
-    await parts.follow(turn).over()
-    assert await parts.ask("a") is turn, "also when it is over"
-    assert len(parts.node.answers) == 1
-
-
-async def test_the_same_message_twice_at_once_is_one_turn(parts: Parts) -> None:
-    turns = await asyncio.gather(*(parts.ask("a") for _ in range(5)))
-    assert len(set(map(id, turns))) == 1
-    sessions, _ = await parts.store.list_sessions("ann")
-    assert len(sessions) == 1 and len(parts.node.answers) <= 1
-
-
-async def test_a_message_that_was_answered_long_ago_is_read_from_disk(parts: Parts) -> None:
-    first = await parts.answered("a", "Yes", ".")
-    await passes(KEEP_FINISHED_S + 1)
-    assert parts.turns.find("ann", "a") is None
-    again = await parts.ask("a")
-    assert again is not first and again.session_id == first.session_id
-    assert again.whole.text == "Yes." and again.is_over
-    assert again.done is not None and again.done["finish_reason"] == "stop"
-    assert len(parts.node.answers) == 1
-
-
-async def test_a_message_read_from_disk_is_not_confused_with_the_pieces_it_once_had(parts: Parts) -> None:
-    await parts.answered("a", "One ", "two ", "three.")
-    await passes(KEEP_FINISHED_S + 1)
-    again = await parts.ask("a")
-    assert again.can_resume(0)
-    assert not any(again.can_resume(seq) for seq in (1, 2, 3, 4)), (
-        "whoever saw 1 of 3 would lose or repeat text"
-    )
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-async def test_the_same_id_with_other_words_is_a_conflict(parts: Parts, is_over: bool) -> None:
-    turn = await parts.ask("a")
-    if is_over:
-        (await parts.node.asked()).finish("Yes.")
-        await parts.follow(turn).over()
-    assert (await refused(parts.ask("a", "Something else."))).code == "conflict"
-    assert turn.content == "Hello!"
-
-
-async def test_an_id_that_runs_in_another_session_is_a_conflict(parts: Parts) -> None:
-    await parts.ask("a")
-    elsewhere = await parts.store.create_session("ann", now=1.0)
-    assert (await refused(parts.ask("a", session_id=elsewhere.id))).code == "conflict"
-
-
-async def test_a_second_message_while_one_runs_is_told_that_the_session_is_busy(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    assert (await refused(parts.ask("b", session_id=turn.session_id))).code == "busy"
-    (await parts.node.asked()).finish("Yes.")
-    await parts.follow(turn).over()
-    assert (await parts.ask("b", session_id=turn.session_id)).id == "b"
-
-
-async def test_owners_do_not_see_each_others_turns_and_sessions(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    assert parts.turns.find("bob", "a") is None
-    assert not await parts.turns.stop("bob", "a")
-    assert (await refused(parts.ask("b", owner="bob", session_id=turn.session_id))).code == "not_found"
-    other = await parts.ask("a", "A question of Bob's.", owner="bob")
-    assert other.session_id != turn.session_id
+    assert one.session_id == two.session_id == first.session_id
+    assert one.tenant == "ann" and one.request_id != two.request_id
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "is_retryable"),
+    ("state", "fields", "code", "is_retryable"),
     [
-        ("starting", "starting", True),
-        ("rebuilding", "engine_failed", True),
-        ("draining", "draining", True),
-        ("closed", "draining", True),
-        ("failed", "engine_failed", False),
-    ],
-)
-async def test_a_node_that_is_not_ready_takes_no_message_and_nothing_is_stored(
-    parts: Parts, state: Any, code: str, is_retryable: bool
-) -> None:
-    parts.node.state = state
-    error = await refused(parts.ask("a"))
-    assert (error.code, error.retryable) == (code, is_retryable)
-    assert (await parts.store.list_sessions("ann"))[0] == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"adapter": "nobody"}, "unknown_model"),
-        ({"session_id": "nowhere"}, "not_found"),
-        ({"after": "no such turn"}, "not_found"),
+        ("starting", {}, "starting", True),
+        ("rebuilding", {}, "engine_failed", True),
+        ("draining", {}, "draining", True),
+        ("closed", {}, "draining", True),
+        ("failed", {}, "engine_failed", False),
+        ("ready", {"adapter": "nobody"}, "unknown_model", False),
+        ("ready", {"session_id": "nowhere"}, "not_found", False),
+        ("ready", {"after": "no such turn"}, "not_found", False),
     ],
 )
 async def test_a_message_that_is_refused_leaves_no_session_behind(
-    parts: Parts, fields: dict[str, Any], code: str
+    parts: Parts, state: Any, fields: dict[str, Any], code: str, is_retryable: bool
 ) -> None:
-    assert (await refused(parts.ask("a", **fields))).code == code
+    parts.node.state = state
+    error = await refused(parts.ask("a", **fields))
+    assert (error.code, error.retryable) == (code, is_retryable)
     assert (await parts.store.list_sessions("ann"))[0] == []
     assert not parts.node.answers and parts.turns.find("ann", "a") is None
 
@@ -198,41 +112,7 @@ async def test_asking_goes_on_when_the_one_who_asked_is_gone(parts: Parts) -> No
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
 
 
-async def test_an_edit_is_answered_without_what_came_later(parts: Parts) -> None:
-    first = await parts.answered("a", "One.")
-    await parts.answered("b", "Two.", content="And?", session_id=first.session_id)
-    edited = await parts.answered("c", "Three.", content="Or?", session_id=first.session_id, after="a")
-    assert edited.is_over
-    assert await stored(parts, first.session_id) == [("a", "done", "One."), ("c", "done", "Three.")]
-    messages = parts.node.answers[-1].request.messages
-    assert [m.content for m in messages] == ["Hello!", "One.", "Or?"]
-
-
 # -- following -------------------------------------------------------------------------------------------------------
-
-
-async def test_a_resumed_turn_goes_on_from_every_piece_without_loss_or_repetition(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    answer = await parts.node.asked()
-    answer.say("a", "b", "c")
-    early = parts.follow(turn)
-    await early.has("abc")
-    resumed = [parts.follow(turn, seen) for seen in range(4)]
-    assert [turn.can_resume(seq) for seq in range(5)] == [True, True, True, True, False]
-    answer.finish("d", "e")
-    for seen, listener in enumerate(resumed):
-        await listener.over()
-        assert "abc"[:seen] + listener.text == "abcde"
-    assert all(turn.can_resume(seq) for seq in range(6)), "a finished turn is kept for a while"
-
-
-async def test_a_turn_that_is_just_being_stored_ends_when_its_key_is_withdrawn(parts: Parts) -> None:
-    asking = asyncio.create_task(parts.ask("a"))
-    await asyncio.sleep(0)
-    assert not asking.done()
-    await parts.turns.stop_owner("ann")
-    turn = await parts.follow(await asking).over()
-    assert turn.done is not None and turn.done["finish_reason"] == "stopped"
 
 
 async def test_a_turn_that_nobody_follows_for_half_a_minute_is_stopped_and_kept(parts: Parts) -> None:
@@ -255,62 +135,7 @@ async def listener_over(parts: Parts, listener: Listener) -> None:
     await listener.over()
 
 
-async def test_a_turn_that_nobody_ever_followed_is_stopped_as_well(parts: Parts) -> None:
-    await parts.ask("a")
-    answer = await parts.node.asked()
-    await passes(KEEP_UNFOLLOWED_S + 1)
-    assert answer.is_cancelled
-
-
-async def test_who_comes_back_within_half_a_minute_keeps_the_turn_going(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    answer = await parts.node.asked()
-    for _ in range(3):
-        listener = parts.follow(turn)
-        parts.turns.unfollow(turn, listener)
-        await passes(KEEP_UNFOLLOWED_S - 1)
-    listener = parts.follow(turn)
-    await passes(KEEP_UNFOLLOWED_S * 3)
-    assert not answer.is_cancelled
-    answer.finish("Yes.")
-    assert (await listener.over()).done is not None
-
-
-async def test_one_follower_of_two_that_leaves_stops_nothing(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    answer = await parts.node.asked()
-    first, second = parts.follow(turn), parts.follow(turn)
-    parts.turns.unfollow(turn, first)
-    await passes(KEEP_UNFOLLOWED_S + 1)
-    assert not answer.is_cancelled
-    answer.finish("Yes.")
-    await second.over()
-    assert second.text == "Yes."
-
-
-async def test_a_finished_turn_is_forgotten_after_two_minutes_and_not_before(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes.")
-    await passes(KEEP_FINISHED_S - 1)
-    assert parts.turns.find("ann", "a") is turn
-    await passes(2)
-    assert parts.turns.find("ann", "a") is None
-
-
 # -- stopping --------------------------------------------------------------------------------------------------------
-
-
-async def test_stop_keeps_what_was_written(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    answer = await parts.node.asked()
-    listener = parts.follow(turn)
-    answer.say("Once", " upon")
-    await listener.has("Once upon")
-    assert await parts.turns.stop("ann", "a")
-    await listener.over()
-    assert turn.done is not None and turn.done["finish_reason"] == "stopped"
-    assert await stored(parts, turn.session_id) == [("a", "stopped", "Once upon")]
-    assert not await parts.turns.stop("ann", "a"), "it does not run any more"
-    assert not await parts.turns.stop("ann", "unheard of")
 
 
 async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(parts: Parts) -> None:
@@ -344,13 +169,6 @@ async def test_a_session_that_is_deleted_while_it_answers_keeps_the_answer_for_i
     assert turn.error is not None and turn.error.code == "not_found"
     await parts.store.restore("ann", turn.session_id, 2.0)
     assert await stored(parts, turn.session_id) == [("a", "stopped", "Once")]
-
-
-async def test_deleting_one_session_stops_no_other(parts: Parts) -> None:
-    one, two = await parts.ask("a"), await parts.ask("b")
-    await parts.turns.stop_session("ann", one.session_id)
-    assert [(await parts.node.asked(n)).is_cancelled for n in range(2)] == [True, False]
-    assert not two.is_over
 
 
 async def test_a_drain_waits_for_answers_and_stops_what_does_not_end(parts: Parts) -> None:
@@ -398,23 +216,6 @@ async def test_an_engine_that_fails_in_the_middle_ends_the_turn_and_keeps_its_wo
     assert parts.count("overture_turns_running") == 0
 
 
-async def test_a_failed_turn_is_asked_again_and_resumed_only_by_who_saw_the_new_try(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    first = await parts.node.asked()
-    first.say("Once", " upon")
-    first.fail(EngineUnavailable("The engine is being rebuilt."))
-    await parts.follow(turn).over()
-    again = await parts.ask("a")
-    assert again is not turn and again.session_id == turn.session_id
-    assert [again.can_resume(seq) for seq in (0, 1, 2)] == [True, False, False]
-    listener = parts.follow(again)
-    (await parts.node.asked(1)).finish("Twice", " upon", ".")
-    await listener.over()
-    assert listener.text == "Twice upon."
-    assert [again.can_resume(seq) for seq in (2, 3, 5)] == [False, True, True]
-    assert await stored(parts, turn.session_id) == [("a", "done", "Twice upon.")]
-
-
 async def test_an_end_that_cannot_be_stored_is_an_error_and_mended_later(parts: Parts) -> None:
     turn = await parts.ask("a")
     disk = BrokenEnds(parts, num_failures=3)
@@ -448,76 +249,7 @@ async def test_a_drain_does_not_wait_for_a_disk_that_stays_full(parts: Parts) ->
         await parts.turns.drain(1.0)
 
 
-async def test_a_message_that_cannot_be_stored_is_refused_and_may_be_asked_again(
-    parts: Parts, store: SessionStore
-) -> None:
-    begin = store.begin_turn
-
-    async def full(*args: Any, **kwargs: Any) -> Any:
-        raise GatewayError("overloaded", "The server's disk is full; nothing was stored.")
-
-    store.begin_turn = full  # type: ignore[method-assign]
-    assert (await refused(parts.ask("a"))).code == "overloaded"
-    assert parts.turns.find("ann", "a") is None and not parts.node.answers
-    store.begin_turn = begin  # type: ignore[method-assign]
-    turn = await parts.answered("a", "Yes.")
-    assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
-
-
-async def test_who_renames_while_an_answer_is_written_keeps_the_name(parts: Parts) -> None:
-    turn = await parts.ask("a")
-    listener = parts.follow(turn)
-    await parts.store.patch("ann", turn.session_id, title="My own name")
-    (await parts.node.asked()).finish("Good day.")
-    await listener.over()
-    assert turn.done is not None and turn.done["title"] == "My own name"
-
-
-async def test_an_answer_without_text_is_an_answer(parts: Parts) -> None:
-    turn = await parts.answered("a")
-    assert turn.pieces == [] and turn.done is not None
-    assert await stored(parts, turn.session_id) == [("a", "done", "")]
-
-
-async def test_pieces_of_a_try_that_the_server_has_forgotten_are_never_taken_for_those_of_the_next(
-    parts: Parts,
-) -> None:
-    """A second window asks a failed turn again; the first one comes back with what it saw before the server was started anew."""
-    turn = await parts.ask("a")
-    first = await parts.node.asked()
-    first.say("Once", " upon")
-    first.fail(EngineUnavailable("The server went down."))
-    await parts.follow(turn).over()
-    anew = Parts(parts.store)
-    again = await anew.ask("a")
-    listener = anew.follow(again)
-    (await anew.node.asked()).finish("Twice", " upon", " a time")
-    await listener.over()
-    assert listener.text == "Twice upon a time"
-    assert not any(again.can_resume(seq) for seq in (1, 2, 3)), "they counted the pieces of the first try"
-    assert again.can_resume(again.seq)
-    await anew.close()
-
-
 # -- what must not happen, and ends the turn all the same ------------------------------------------------------------
-
-
-async def test_an_end_that_cannot_be_stored_for_whatever_reason_is_told_and_repaired(parts: Parts) -> None:
-    ends = BrokenEnds(parts, 0)
-    finish, failures = ends._finish, [MemoryError("a bug"), ValueError("another one")]
-
-    async def fails_at_first(*args: Any, **kwargs: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return await finish(*args, **kwargs)
-
-    ends._finish = fails_at_first  # type: ignore[assignment]
-    turn = await parts.ask("a")
-    (await parts.node.asked()).finish("Yes.")
-    await parts.follow(turn).over()
-    assert turn.error is not None and turn.error.code == "internal"
-    await mended(ends)
-    assert await stored(parts, turn.session_id) == [("a", "failed", "Yes.")]
 
 
 async def test_a_question_that_cannot_be_put_ends_its_turn(

@@ -18,7 +18,7 @@ from gateway.sessions import SessionStore
 from gateway.turns.turns import LiveTurn
 
 from .fake_node import Answer
-from .parts import Parts, SkippingLoop, passes, settled
+from .parts import IN_MEMORY, NOW, Parts, SkippingLoop, passes, settled
 
 READERS = st.integers(0, 1)
 
@@ -50,9 +50,10 @@ class TurnsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner(loop_factory=SkippingLoop)
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.written: dict[str, list[str]] = {}  # by request id: what the node has said in that try
         self.all_readers = [Reader("a"), Reader("a")]
+        self.names = ["a"]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
@@ -62,8 +63,9 @@ class TurnsMachine(RuleBasedStateMachine):
         self.run(self._start())
 
     async def _start(self) -> None:
-        self.parts = Parts(await SessionStore.open(Path(self.folder.name) / "sessions.sqlite3"))
-        self.parts.turns._now = lambda: 1_700_000_000.0 + asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        store = await SessionStore.open(Path(self.folder.name) / "sessions.sqlite3")
+        self.parts = Parts(store, now=lambda: NOW + loop.time())
 
     @property
     def running(self) -> list[Answer]:
@@ -147,7 +149,7 @@ class TurnsMachine(RuleBasedStateMachine):
         await self.parts.turns.stop("ann", self.all_readers[0].name)
         await self._caught_up()
 
-    @precondition(lambda self: self.parts.turns._live)
+    @precondition(lambda self: self.parts.node.answers)
     @rule(seconds=st.sampled_from([5.0, 31.0, 121.0]))
     def time_passes(self, seconds: float) -> None:
         self.run(self._pass(seconds))
@@ -164,7 +166,8 @@ class TurnsMachine(RuleBasedStateMachine):
     async def _another_message(self) -> None:
         for reader in self.all_readers:
             await self._drop(reader)
-        self.all_readers = [Reader(f"{reader.name}a") for reader in self.all_readers]
+        self.names.append(self.names[-1] + "a")
+        self.all_readers = [Reader(self.names[-1]), Reader(self.names[-1])]
 
     @precondition(lambda self: self.running)
     @rule()
@@ -187,8 +190,7 @@ class TurnsMachine(RuleBasedStateMachine):
         """Wait until the node's words have arrived and what ended is stored."""
         async with asyncio.timeout(10_000):
             while any(
-                (a.is_over or a.is_cancelled or not a._steps.empty())
-                and not self._is_told(a.request.request_id)
+                (a.is_over or a.is_cancelled or not a.is_read) and not self._is_told(a.request.request_id)
                 for a in self.parts.node.answers
             ):
                 await asyncio.sleep(0.0005)  # the store answers from a thread
@@ -196,10 +198,11 @@ class TurnsMachine(RuleBasedStateMachine):
             reader.read()
 
     def _is_told(self, request_id: str) -> bool:
-        for live in self.parts.turns._live.values():
-            if live.request_id == request_id:
+        for name in self.names:
+            live = self.parts.turns.find("ann", name)
+            if live is not None and live.request_id == request_id:
                 answer = next(a for a in self.parts.node.answers if a.request.request_id == request_id)
-                return live.is_over or (answer._steps.empty() and not answer.is_over)
+                return live.is_over or (answer.is_read and not answer.is_over)
         return True
 
     # -- what must hold ----------------------------------------------------------------------------------------------

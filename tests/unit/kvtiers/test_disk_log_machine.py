@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtiers.io.disk_log import DiskLog
-from kvtiers.io.files import Files
+from kvtiers.io.files import AppendFile, Files
 from kvtiers.io.records import ALIGNMENT_BYTES
 from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
 from kvtiers.keys import BlockKey, BlockShape
@@ -25,6 +26,31 @@ CAPACITY_BYTES = 28 * ALIGNMENT_BYTES
 SEGMENT_BYTES = 7 * ALIGNMENT_BYTES
 KEYS = [BlockKey(hashlib.sha256(bytes([i])).digest()) for i in range(24)]
 keys_of_records = st.lists(st.sampled_from(range(24)), min_size=1, max_size=6)
+
+
+class KillsAndShortReads(Files):
+    """Calls `killed` once the next `num_bytes` have been written: what lies in the folder then is what `kill -9` leaves.
+
+    No read gives more than 700 bytes.
+    """
+
+    def __init__(self, killed: Callable[[], None]) -> None:
+        self.killed, self.num_bytes = killed, 0
+
+    async def write(self, file: AppendFile, data: memoryview) -> int:
+        if not self.num_bytes:
+            return await super().write(file, data)
+        written = await super().write(file, data[: self.num_bytes])
+        self.num_bytes -= written
+        if not self.num_bytes:
+            self.killed()
+        return written
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        return super().pread(fd, min(num_bytes, 700), offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().preadv(fd, [buffers[0][:700]], offset)
 
 
 class DiskLogMachine(RuleBasedStateMachine):
@@ -38,6 +64,8 @@ class DiskLogMachine(RuleBasedStateMachine):
         self.written: dict[int, set[bytes]] = {i: set() for i in range(24)}
         self.last: dict[int, bytes] = {}
         self.is_damaged = False
+        self.left_behind: tuple[Path, list[BlockKey]] | None = None
+        self.files = KillsAndShortReads(self.leave_behind)
         self.open()
 
     def open(self) -> None:
@@ -47,6 +75,7 @@ class DiskLogMachine(RuleBasedStateMachine):
             SHAPE,
             CAPACITY_BYTES,
             segment_bytes=SEGMENT_BYTES,
+            files=self.files,
             on_dropped=self.drop,
         )
         self.log = self.runner.run(opening)
@@ -101,7 +130,7 @@ class DiskLogMachine(RuleBasedStateMachine):
             else:
                 assert there[i]
                 assert bytes(buffers[i]) in self.written[block]
-                assert self.is_damaged or bytes(buffers[i]) == self.last[block]
+                assert self.is_damaged or bytes(buffers[i]) == self.last.get(block, bytes(buffers[i]))
 
     @rule(blocks=keys_of_records)
     def forget_and_write_anew(self, blocks: list[int]) -> None:
@@ -111,6 +140,27 @@ class DiskLogMachine(RuleBasedStateMachine):
     @rule(blocks=keys_of_records)
     def forget(self, blocks: list[int]) -> None:
         self.log.forget(KEYS[block] for block in blocks)
+
+    def leave_behind(self) -> None:
+        copy = Path(tempfile.mkdtemp())
+        shutil.copytree(self.directory, copy, dirs_exist_ok=True)
+        self.left_behind = copy, [key for key in KEYS if key in self.log]
+
+    @rule(blocks=keys_of_records, num_bytes=st.integers(1, 4 * ALIGNMENT_BYTES))
+    def is_killed_while_it_writes(self, blocks: list[int], num_bytes: int) -> None:
+        self.files.num_bytes = num_bytes
+        self.append(blocks)
+        self.files.num_bytes = 0
+        if self.left_behind is None:
+            return
+        (copy, acknowledged), self.left_behind = self.left_behind, None
+        self.runner.run(self.log.close())
+        shutil.rmtree(self.directory)
+        self.directory = copy
+        self.open()
+        assert self.is_damaged or all(key in self.log for key in acknowledged)
+        for block in blocks:  # its last version may not be whole, and then the one before counts
+            self.last.pop(block, None)
 
     @rule()
     def reopen(self) -> None:

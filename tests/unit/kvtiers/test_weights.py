@@ -79,17 +79,6 @@ def test_a_change_of_one_byte_is_seen(
     assert folder_revision(model, memory) != before
 
 
-@pytest.mark.parametrize(
-    "name", ["model.gguf", "pytorch_model.bin", "consolidated.00.pth", "modeling_own.py", "new"]
-)
-def test_whatever_an_engine_might_read_counts(model: Path, name: str) -> None:
-    before = folder_revision(model)
-    (model / name).write_bytes(b"\0")
-    with_it = folder_revision(model)
-    (model / name).write_bytes(b"\1")
-    assert len({before, with_it, folder_revision(model)}) == 3
-
-
 def test_what_people_lay_beside_a_model_does_not_count(model: Path) -> None:
     before = folder_revision(model)
     for name in ("README.md", "LICENSE", ".gitattributes", "curve.png", "chat_template.jinja"):
@@ -97,52 +86,6 @@ def test_what_people_lay_beside_a_model_does_not_count(model: Path) -> None:
     os.mkfifo(model / "pipe.safetensors")
     (model / "checkpoint-500").mkdir()
     assert folder_revision(model) == before
-
-
-def test_the_same_weights_have_one_name_wherever_they_lie(model: Path, tmp_path: Path) -> None:
-    """In another folder, and in a hub's cache, where links lead to files with other names."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    snapshot.mkdir()
-    for number, path in enumerate(sorted(model.iterdir())):
-        (blobs / str(number)).write_bytes(path.read_bytes())
-        (snapshot / path.name).symlink_to(blobs / str(number))
-    assert folder_revision(snapshot) == folder_revision(model)
-    edit_keeping_size_and_time(blobs / "2")
-    assert folder_revision(snapshot) != folder_revision(model)
-
-
-def test_a_model_may_be_one_file(tmp_path: Path) -> None:
-    one, same = tmp_path / "one.gguf", tmp_path / "same.gguf"
-    one.write_bytes(bytes(3 * MIB))
-    same.write_bytes(bytes(3 * MIB))
-    assert folder_revision(one) == folder_revision(same)
-    edit_keeping_size_and_time(same)
-    assert folder_revision(one) != folder_revision(same)
-
-
-def test_a_file_is_read_once(model: Path, tmp_path: Path, read: list[str]) -> None:
-    memory = tmp_path / "data" / "weights.json"
-    revision = folder_revision(model, memory)
-    assert sorted(read) == ["config.json", "model-1.safetensors", "model-2.safetensors"]
-    assert folder_revision(model) == folder_revision(model, memory) == revision
-    weights._in_process.clear()  # another process
-    assert folder_revision(model, memory) == revision
-    assert len(read) == 3
-    edit_keeping_size_and_time(model / "model-1.safetensors")
-    folder_revision(model, memory)
-    assert read[3:] == ["model-1.safetensors"]
-    assert memory.stat().st_mode & 0o077 == 0
-
-
-def test_what_was_changed_a_moment_ago_is_read_again(
-    model: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next change might leave all of its times as they are."""
-    monkeypatch.setattr(weights.time, "time_ns", lambda: os.stat(model / "config.json").st_ctime_ns)
-    folder_revision(model)
-    folder_revision(model)
-    assert len(read) == 6
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"/a": 1}', b"\xff", b'{"a": "' + bytes(5 * MIB) + b'"}'])
@@ -155,11 +98,6 @@ def test_a_memory_that_is_damaged_is_made_anew(
     weights._in_process.clear()
     assert folder_revision(model, memory) == revision
     assert len(read) == 3
-
-
-def test_a_memory_that_cannot_be_written_costs_a_reading_only(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert folder_revision(model, tmp_path / "file" / "weights.json") == folder_revision(model)
 
 
 def test_a_file_that_changes_while_it_is_read_is_like_no_other(

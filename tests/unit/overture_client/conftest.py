@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-REFUSED = {
-    "error": {
-        "message": "Too many advisories.",
-        "type": "rate_limit_error",
-        "code": "rate_limited",
-        "param": None,
-    }
-}
+REFUSED = {"error": {"message": "Too many advisories.", "code": "rate_limited"}}
 UNKNOWN = {"error": {"message": "No such advisory.", "code": "not_found"}}
 
 
@@ -105,12 +98,8 @@ class ContractServer:
         self.requests.append((session_id, request.headers.get("X-Agent-Name"), body))
         self.log.append(("request", session_id))
         if body["model"] == "nobody":
-            message = {
-                "message": "The model `nobody` does not exist.",
-                "code": "model_not_found",
-                "param": "model",
-            }
-            return web.json_response({"error": message}, status=404)
+            error = {"message": "The model `nobody` does not exist.", "code": "model_not_found"}
+            return web.json_response({"error": error}, status=404)
         if session_id in self._under_way:
             self._records[self._under_way.pop(session_id)]["state"] = "hit"
         # "Final Answer" is how CrewAI's text protocol ends.

@@ -14,14 +14,14 @@ from engine_bridge.policy.adapters.adapter_places import (
     Served,
     Step,
     Unload,
-    load_s,
     loads,
     merged,
     merged_stats,
     rates_of,
     steps,
 )
-from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
+from engine_bridge.protocol.figures import AdapterStats
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace
 
 RATES = LoadRates(disk_bytes_s=100.0, copy_bytes_s=1000.0)
 
@@ -45,11 +45,6 @@ def stats(**fields: object) -> AdapterStats:
 
 
 # -- how soon ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_nearer_an_adapter_is_the_sooner_it_serves() -> None:
-    seconds = {place: load_s(info(place=place), RATES) for place in ("slot", "cached", "host", "disk")}
-    assert seconds == {"slot": 0.0, "cached": 1.0, "host": 1.0, "disk": 11.0}
 
 
 def test_rates_are_what_a_node_measured_and_guesses_before() -> None:
@@ -122,28 +117,11 @@ def test_pinned_adapters_come_first_and_what_goes_goes_before() -> None:
 # -- the one list ------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_tells_the_nearest_place_and_each_nodes_own() -> None:
-    nodes = {
-        "n1": {"a": info(num_uses=2, last_used_at=10.0)},
-        "n2": {"a": info(place="host", num_uses=3, last_used_at=20.0)},
-        "n3": {},
-    }
-    (shown,) = merged([info(is_pinned=True)], nodes)
-    assert (shown.place, shown.nodes) == ("host", {"n1": "disk", "n2": "host"})
-    assert (shown.num_uses, shown.last_used_at, shown.is_pinned) == (5, 20.0, True)
-    assert shown.other_versions == {}
-
-
 def test_a_node_with_another_version_is_told_of_and_does_not_count_as_a_place() -> None:
     nodes = {"n1": {"a": info(version="v0", place="slot")}, "n2": {"a": info()}}
     (shown,) = merged([info()], nodes)
     assert (shown.version, shown.place) == ("v1", "disk")
     assert (shown.nodes, shown.other_versions) == ({"n2": "disk"}, {"n1": "v0"})
-
-
-def test_what_is_listed_is_shown_by_name_also_while_no_node_is_there() -> None:
-    shown = merged([info("b"), info("a")], {"n1": {"stray": info("stray")}})
-    assert [(each.name, each.place, each.nodes) for each in shown] == [("a", "disk", {}), ("b", "disk", {})]
 
 
 def test_figures_add_up_and_an_adapter_counts_once() -> None:

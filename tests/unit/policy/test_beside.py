@@ -40,18 +40,6 @@ def test_a_turn_takes_half_of_a_step_within_bounds(step_s: float, turn_s: float)
     assert share.allowed_s(now + step_s) == pytest.approx(turn_s, rel=0.01)
 
 
-def test_steady_work_in_vain_gets_the_whole_share() -> None:
-    share, now, taken_s = WorkShare(), 0.0, 0.0
-    share.took(CREDIT_S, 0, now)
-    while now < 100:
-        now += 0.01
-        if allowed_s := share.allowed_s(now):
-            now += allowed_s
-            share.took(allowed_s, 10, now)
-            taken_s += allowed_s
-    assert taken_s == pytest.approx(SHARE * now, rel=0.05)
-
-
 def test_work_that_comes_to_use_costs_nothing() -> None:
     share, now, taken_s = WorkShare(), 0.0, 0.0
     while now < 100:

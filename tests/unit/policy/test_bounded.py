@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from engine_bridge.policy.scheduling.bounded import NUM_PEAKS, Bounded, BoundedSettings
+from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.scheduling.queue_policy import NUM_PASSED_OVER, StepRoom, Waiting
 from engine_bridge.policy.scheduling.wait_tree import BLOCK, GONE, Waits
 from tests.unit.facts import waiting_facts
@@ -64,16 +63,6 @@ def crowd(queue: Queue) -> Queue:
     return queue
 
 
-def test_without_overtaking_it_is_the_order_of_arrival() -> None:
-    assert crowd(after_a_long_queue(0.0)).start_all() == "a b x y"
-
-
-def test_who_waits_for_less_than_the_longest_wait_of_late_is_overtaken_up_to_it() -> None:
-    """The first waits for nothing, the second for 1,000 tokens; each short one adds 100 to both."""
-    assert crowd(after_a_long_queue(0.9)).start_all() == "x y a b"
-    assert crowd(after_a_long_queue(0.28)).start_all() == "x a b y", "1,120 are too few for both short ones"
-
-
 def behind_a_long_one(queue: Queue) -> Queue:
     """The second waits for 2,000 tokens, the third for 2,100."""
     for request_id, num_tokens in (("long", 2000), ("short", 100), ("shortest", 50)):
@@ -84,91 +73,6 @@ def behind_a_long_one(queue: Queue) -> Queue:
 def test_who_is_near_the_longest_wait_is_not_overtaken() -> None:
     assert behind_a_long_one(Queue(0.9)).start_all() == "short shortest long"
     assert behind_a_long_one(after_a_long_queue(0.9)).start_all() == "shortest short long"
-
-
-def test_the_longest_queue_is_forgotten_with_time() -> None:
-    queue = after_a_long_queue(0.9, fades_over=2.0)
-    for number in range(30):
-        queue.ask(f"one by one {number}", 300)
-        queue.start_all()
-    queue.started.clear()
-    assert behind_a_long_one(queue).start_all() == "short shortest long"
-
-
-def test_who_leaves_without_a_start_is_waited_for_no_longer() -> None:
-    queue = after_a_long_queue(0.3)
-    for request_id, num_tokens in (("gone 1", 700), ("gone 2", 700), ("long", 500), ("short", 50)):
-        queue.ask(request_id, num_tokens)
-    queue.leave("gone 1")
-    queue.leave("gone 2")
-    assert queue.start_all() == "short long", "behind 1,400 tokens the long one could not have been overtaken"
-
-
-def test_who_was_preempted_goes_on_before_all_others() -> None:
-    queue = after_a_long_queue(0.9)
-    crowd(queue).ask("again", 3000, is_swapped=True)
-    assert queue.start_all() == "again x y a b"
-
-
-def test_lower_priority_numbers_and_tenants_who_were_given_less_go_first() -> None:
-    queue = Queue(0.9)
-    queue.ask("ada 1", tenant="ada")
-    queue.ask("ada 2", tenant="ada")
-    queue.ask("bob", 400, tenant="bob")
-    queue.ask("urgent", tenant="ada", priority=-1)
-    assert queue.start_all() == "urgent bob ada 1 ada 2"
-
-
-def test_who_finds_no_memory_for_its_adapter_is_passed_over_and_who_finds_none_for_its_kv_is_not() -> None:
-    queue = Queue(0.0)
-    queue.ask("adapter", adapter_id=1, adapter_bytes=10)
-    queue.ask("large", num_blocks=50)
-    queue.ask("small", num_blocks=1)
-    scarce = StepRoom(free_blocks=20, num_slots=9, num_tokens=10_000, adapter_bytes=0)
-    queue.start(scarce)
-    assert queue.started == []
-    decision = queue.policy.decide(queue.waiting, {}, scarce, 0.0)
-    assert decision.deferred == {"adapter": "adapter_memory", "large": "no_blocks"}
-    queue.start(StepRoom(free_blocks=60, num_slots=9, num_tokens=10_000, adapter_bytes=0))
-    assert queue.started == ["large", "small"]
-
-
-def test_longest_queues_of_few_tenants_are_kept() -> None:
-    queue = Queue(0.9)
-    for number in range(2 * NUM_PEAKS):
-        queue.ask(f"{number}", tenant=f"{number}")
-        queue.start()
-    assert len(queue.policy._peaks) == NUM_PEAKS
-
-
-@given(
-    st.lists(st.one_of(st.integers(1, 1000), st.none(), st.just("leaves")), max_size=200),
-    st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-)
-def test_whoever_is_overtaken_waits_for_less_than_its_share_of_the_longest_wait(
-    events: list[int | str | None], share: float
-) -> None:
-    """Events: a request of so many tokens comes, one starts, or the newest leaves. By plain sums, and by the policy."""
-    queue, sizes, waits, most = Queue(share), dict[str, int](), dict[str, int](), 0
-    for event in [*events, *[None] * len(events)]:
-        if event == "leaves":
-            if queue.waiting:
-                queue.leave(max(queue.waiting))
-            continue
-        if event is not None:
-            name = f"{len(sizes):04d}"
-            sizes[name] = int(event)
-            waits[name] = sum(sizes[each] for each in queue.waiting)
-            most = max(most, waits[name])
-            queue.ask(name, int(event))
-            continue
-        before = set(queue.waiting)
-        queue.start()
-        for name in before.difference(queue.waiting):
-            for other in (each for each in queue.waiting if each < name):
-                waits[other] += sizes[name]
-                assert waits[other] <= share * most * (1 + 1e-9)
-    assert not queue.waiting
 
 
 @given(
@@ -202,18 +106,6 @@ def test_waits_are_those_of_a_plain_list(num: int, events: list[tuple[str, int]]
             assert waits.are_within(limit, before=place) == (most <= limit)
 
 
-def test_what_a_copy_is_told_its_original_does_not_learn() -> None:
-    waits = Waits()
-    for _ in range(BLOCK + 2):
-        waits.append(0.0)
-    other = waits.copy()
-    other.raise_before(BLOCK + 1, 5.0)
-    other.remove(0)
-    waits.raise_before(BLOCK + 1, 1.0)
-    assert waits.are_within(1.0, before=BLOCK + 1) and not waits.are_within(0.9, before=BLOCK + 1)
-    assert other.are_within(5.0, before=BLOCK + 1) and not other.are_within(4.9, before=BLOCK + 1)
-
-
 def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
     queue = after_a_long_queue(0.9)
     crowd(queue).ask("adapter", adapter_id=1, adapter_bytes=10)
@@ -225,26 +117,6 @@ def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
     queue.leave("adapter")
     queue.leave("the same")
     assert queue.start_all() == "x y a b"
-
-
-def test_once_a_start_has_taken_the_adapter_memory_that_another_needs_nothing_more_overtakes() -> None:
-    queue = after_a_long_queue(0.9)
-    queue.ask("needs it", 1000, adapter_id=1, adapter_bytes=10)
-    queue.ask("takes it", 10, adapter_id=2, adapter_bytes=10)
-    queue.ask("early", 1000)
-    queue.ask("late", 990)
-    room = StepRoom(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=10)
-    # Shortest first until the one is refused, which comes last by its length.
-    assert queue.policy.decide(queue.waiting, {}, room, 0.0).request_ids == ("takes it", "late", "early")
-    short = replace(queue.waiting["needs it"], duration_s=0.01)
-    queue.leave("needs it")
-    queue.waiting["needs it"] = short
-    queue.policy.arrived(short, 0.0)
-    decision = queue.policy.decide(queue.waiting, {}, room, 0.0)
-    assert decision.request_ids == ("takes it", "early", "late"), (
-        "it is refused before those two are looked at"
-    )
-    assert decision.deferred == {"needs it": "adapter_memory"}
 
 
 class Counted(dict[str, Waiting]):

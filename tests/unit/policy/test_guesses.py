@@ -67,39 +67,10 @@ def test_what_saves_more_for_its_size_goes_first() -> None:
     assert names([guess("new", issued_s=2.0), guess("old", issued_s=1.0)]) == ["old", "new"]
 
 
-def test_an_urgent_one_goes_first_and_at_once() -> None:
-    far, urgent = guess("far", arrival_s=100.0), guess("urgent", arrival_s=100.0, priority=-1, saved_s=0.0)
-    first, second = plan([far, urgent], 100, 100, now=0.0)
-    assert (first.name, first.num_device_blocks) == ("urgent", 10)
-    assert (second.name, second.num_device_blocks) == ("far", 0)
-
-
-def test_an_urgent_one_goes_before_the_better_guesses_of_other_tenants() -> None:
-    urgent = guess("urgent", tenant="a", priority=-1, probability=0.01, saved_s=0.0)
-    assert names([guess("likely", tenant="b", probability=1.0, saved_s=9.0), urgent]) == ["urgent", "likely"]
-
-
-def test_of_urgent_ones_no_tenant_s_flood_goes_before_the_first_of_another() -> None:
-    flood = [guess(f"flood{n}", tenant="loud", priority=-5, saved_s=9.0) for n in range(50)]
-    order = names([*flood, guess("modest", tenant="quiet", priority=-1)])
-    assert order.index("modest") <= 1
-
-
-def test_one_that_can_wait_stays_in_host_memory_behind_its_tenant_s_others() -> None:
-    targets = plan([guess("later", priority=1, saved_s=9.0), guess("usual")], 100, 100, now=0.0)
-    assert [(each.name, each.num_device_blocks) for each in targets] == [("usual", 10), ("later", 0)]
-
-
 def test_a_flood_of_one_tenant_goes_behind_the_first_of_another() -> None:
     flood = [guess(f"flood{n}", tenant="loud", saved_s=9.0) for n in range(50)]
     order = names([*flood, guess("modest", tenant="quiet")])
     assert order.index("modest") <= 1
-
-
-def test_a_tenant_whose_guesses_seldom_come_true_stands_behind_many_good_ones() -> None:
-    wrong = [guess(f"wrong{n}", tenant="broken", probability=0.05, saved_s=9.0) for n in range(20)]
-    good = [guess(f"good{n}", tenant="", probability=0.9) for n in range(15)]
-    assert names([*wrong, *good])[:15] == [f"good{n}" for n in range(15)]
 
 
 def test_a_known_arrival_takes_the_device_shortly_before() -> None:
@@ -108,10 +79,6 @@ def test_a_known_arrival_takes_the_device_shortly_before() -> None:
     assert due == 10.0 - MIN_LEAD_S
     assert plan([late], 100, 100, due - 0.01)[0].num_device_blocks == 0
     assert plan([late], 100, 100, due)[0].num_device_blocks == 10
-
-
-def test_a_prefix_that_fits_in_part_goes_up_in_part() -> None:
-    assert plan([guess("only", num_blocks=90)], 50, 100, 0.0)[0].num_device_blocks == 45
 
 
 def test_ordered_guesses_share_their_places_in_the_order_in_which_they_were_issued() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,34 +23,17 @@ from engine_bridge.policy.scheduling.pacing import (
 LINEAR = table_from([(32, 0.052), (512, 0.532)], 0.02)
 
 
-def test_a_first_table_gives_back_what_was_measured() -> None:
-    assert LINEAR.step_s(32, 0, 0) == pytest.approx(0.052)
-    assert LINEAR.step_s(512, 0, 0) == pytest.approx(0.532)
-    assert LINEAR.step_s(0, 1, 0) == pytest.approx(0.02)
-    assert LINEAR.step_s(1000, 8, 500) == pytest.approx(1.02)
-
-
-def test_as_many_tokens_as_the_time_allows() -> None:
-    assert most_prefill_tokens(LINEAR, 0.32, 4, 0, 2048) == 300
-    assert most_prefill_tokens(LINEAR, 60.0, 4, 0, 2048) == 2048
-    assert most_prefill_tokens(LINEAR, 0.001, 4, 0, 2048) == MIN_PREFILL_TOKENS
-    assert most_prefill_tokens(LINEAR, 0.001, 4, 0, 16) == 16
-
-
-def test_prompts_get_their_time_where_decodes_take_long() -> None:
+def test_prompts_get_their_time_where_decodes_take_long_but_no_more_than_an_slo_leaves() -> None:
     slow = StepTable.of(
         lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
     )
-    step = pace(slow, 0.2, 10, 0, [], 4096)
-    assert step.prefill_tokens == pytest.approx(MIN_PREFILL_TIMES * 500, abs=1)
-
-
-def test_where_somebody_may_not_wait_prompts_get_no_more_than_what_decodes_leave() -> None:
-    slow = StepTable.of(
-        lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
-    )
-    assert pace(slow, 2.0, 10, 0, [], 4096, bound_s=0.8).prefill_tokens == pytest.approx(300, abs=1)
-    assert pace(slow, 2.0, 10, 0, [], 4096, bound_s=0.1).prefill_tokens == MIN_PREFILL_TOKENS
+    for bound_s, num_tokens in (
+        (math.inf, MIN_PREFILL_TIMES * 500),
+        (0.8, 300),
+        (0.1, MIN_PREFILL_TOKENS),
+    ):
+        step = pace(slow, 0.2, 10, 0, [], 4096, bound_s=bound_s)
+        assert step.prefill_tokens == pytest.approx(num_tokens, abs=1)
 
 
 @given(st.floats(0.1, 2.5), st.integers(MIN_PREFILL_TOKENS, 4096))
@@ -61,11 +46,6 @@ def test_no_more_tokens_would_have_fitted(target_s: float, most_tokens: int) -> 
 @pytest.mark.parametrize(("starting", "chunk"), [(0, 75), (50, 62), (100, 50), (500, 50)])
 def test_prompts_under_way_share_what_others_leave(starting: int, chunk: int) -> None:
     assert StepPace(prefill_tokens=300, starting_tokens=100, num_prefilling=4).chunk_tokens(starting) == chunk
-
-
-def test_a_prompt_alone_takes_the_step_and_nobody_stands_still() -> None:
-    assert StepPace(prefill_tokens=300, starting_tokens=300, num_prefilling=0).chunk_tokens(200) == 300
-    assert StepPace(prefill_tokens=2, starting_tokens=2, num_prefilling=4).chunk_tokens(2) == 1
 
 
 @given(

@@ -1,9 +1,10 @@
-"""Who is paused for urgent requests, who goes on, and for how long anybody may stand."""
+"""Which requests pause for urgent ones, which resume, and how long a pause may last."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,13 +27,7 @@ def decode_s(num_requests: int, num_tokens: int) -> float:
 
 
 def other(name: str, **fields: Any) -> Other:
-    defaults: dict[str, Any] = {
-        "priority": 0,
-        "arrived_s": 0.0,
-        "num_tokens": 1000,
-        "ran_s": 10.0,
-        "paused_s": 0.0,
-    }
+    defaults = {"priority": 0, "arrived_s": 0.0, "num_tokens": 1000, "ran_s": 10.0, "paused_s": 0.0}
     return Other(request_id=name, **(defaults | fields))
 
 
@@ -44,62 +39,53 @@ def of(num_urgent: int, running: list[Other], paused: list[Other] | None = None)
     return decide(decode_s, SLO_S, Batch(num_urgent, 1000 * num_urgent), running, paused or [])
 
 
-def test_nobody_is_paused_while_urgent_requests_decode_in_time() -> None:
-    assert of(1, others(4)) == PauseDecision()
-    assert of(0, others(50)) == PauseDecision()
+DONE = other("done", ran_s=3.0, paused_s=3.0 + GRACE_S)
+TIRED = other("tired", ran_s=3.0, paused_s=3.0 + GRACE_S - MIN_PAUSE_S / 2, arrived_s=99.0)
 
 
-def test_as_few_as_it_takes_are_paused_and_the_youngest_of_them() -> None:
-    assert set(of(1, others(7)).pause) == {"4", "5", "6"}
+@pytest.mark.parametrize(
+    ("num_urgent", "running", "paused", "pause", "resume"),
+    [
+        pytest.param(1, others(4), [], (), (), id="urgent ones decode in time"),
+        pytest.param(0, others(50), [], (), (), id="none is urgent"),
+        pytest.param(1, others(7), [], ("4", "5", "6"), (), id="as few as it takes, the youngest"),
+        pytest.param(
+            1, [*others(4), other("late", priority=5, arrived_s=-9.0)], [], ("late",), (), id="priority"
+        ),
+        pytest.param(0, [], others(30)[::-1], (), tuple(map(str, range(30))), id="all resume, oldest first"),
+        pytest.param(1, [other("runs")], others(9)[::-1], (), ("0", "1"), id="some of the time is left"),
+        pytest.param(1, others(3), others(9), (), (), id="none could resume"),
+        pytest.param(9, others(9), [], tuple(map(str, range(9))), (), id="SLO missed, but much is gained"),
+        pytest.param(
+            9,
+            [],
+            [DONE, other("not yet", ran_s=3.0, paused_s=4.5)],
+            (),
+            ("done",),
+            id="paused for long enough",
+        ),
+        pytest.param(9, [*others(3), TIRED], [], ("0", "1", "2"), (), id="a moment is no pause"),
+    ],
+)
+def test_which_pause_and_which_resume(
+    num_urgent: int, running: list[Other], paused: list[Other], pause: Any, resume: Any
+) -> None:
+    assert of(num_urgent, running, paused) == PauseDecision(pause, resume)
 
 
-def test_who_can_wait_longest_is_paused_first() -> None:
-    running = [*others(4), other("can wait", priority=5, arrived_s=-9.0)]
-    assert of(1, running).pause == ("can wait",)
-
-
-def test_all_go_on_the_oldest_first_once_nobody_is_urgent() -> None:
-    assert of(0, [], others(30)[::-1]).resume == tuple(str(at) for at in range(30))
-
-
-def test_who_goes_on_leaves_some_of_the_time_and_came_first() -> None:
-    assert of(1, [other("runs")], others(9)[::-1]).resume == ("0", "1")
-    assert of(1, others(3), others(9)).resume == ()
-    assert of(1, others(4), others(9)) == PauseDecision()
-
-
-def test_nobody_is_paused_where_that_would_hardly_help() -> None:
-    slow = lambda num, num_tokens: 1.0 + 0.001 * num  # noqa: E731
-    assert decide(slow, SLO_S, Batch(1, 1000), others(20), []) == PauseDecision()
-    assert not kept_from_starting(slow, SLO_S, Batch(1, 1000), Batch(20, 20_000), others(3))
-
-
-def test_where_the_slo_cannot_be_kept_but_much_is_gained_all_are_paused() -> None:
-    assert len(of(9, others(9)).pause) == 9
-
-
-def test_who_was_paused_as_long_as_it_ran_goes_on_whatever_comes() -> None:
-    done = other("done", ran_s=3.0, paused_s=3.0 + GRACE_S)
-    decision = of(9, [], [done, other("not yet", ran_s=3.0, paused_s=3.0)])
-    assert decision.resume == ("done",)
-
-
-def test_who_could_be_paused_for_a_moment_only_runs_on() -> None:
-    tired = other("tired", ran_s=3.0, paused_s=3.0 + GRACE_S - MIN_PAUSE_S / 2, arrived_s=99.0)
-    assert of(9, [*others(3), tired]).pause == ("0", "1", "2")
-
-
-def test_of_those_that_could_start_only_those_do_with_which_urgent_ones_decode_in_time() -> None:
-    urgent = Batch(1, 1000)
-    running = Batch(3, 3000)
-    assert kept_from_starting(decode_s, SLO_S, urgent, running, others(4, ran_s=0.0)) == {"2", "3"}
-    small = [other("large", num_tokens=20_000), other("small", num_tokens=10)]
-    assert kept_from_starting(decode_s, SLO_S, urgent, running, small) == {"large"}
-
-
-def test_who_was_kept_from_starting_for_long_enough_starts() -> None:
-    due = other("due", ran_s=0.0, paused_s=GRACE_S)
-    assert not kept_from_starting(decode_s, SLO_S, Batch(9, 9000), Batch(9, 9000), [due])
+@pytest.mark.parametrize(
+    ("num_urgent", "num_running", "starting", "kept"),
+    [
+        (1, 3, others(4, ran_s=0.0), {"2", "3"}),
+        (1, 3, [other("large", num_tokens=20_000), other("small", num_tokens=10)], {"large"}),
+        (9, 9, [other("due", ran_s=0.0, paused_s=GRACE_S)], set()),
+    ],
+)
+def test_requests_start_with_which_urgent_ones_decode_in_time(
+    num_urgent: int, num_running: int, starting: list[Other], kept: set[str]
+) -> None:
+    urgent, running = (Batch(num, 1000 * num) for num in (num_urgent, num_running))
+    assert kept_from_starting(decode_s, SLO_S, urgent, running, starting) == kept
 
 
 some = st.builds(
@@ -114,20 +100,16 @@ some = st.builds(
 
 
 @given(st.integers(0, 6), st.lists(some, max_size=12), st.lists(some, max_size=12))
-def test_whatever_runs_pauses_help_as_far_as_they_may_and_nobody_stands_beyond_its_share(
+def test_pauses_help_as_far_as_they_may_and_none_exceeds_its_share(
     num_urgent: int, running: list[Other], paused: list[Other]
 ) -> None:
     decision = of(num_urgent, running, paused)
     by_id = {each.request_id: each for each in (*running, *paused)}
     assert set(decision.pause) <= {each.request_id for each in running}
-    assert set(decision.resume) <= {each.request_id for each in paused}
     assert all(by_id[each].left_s >= MIN_PAUSE_S for each in decision.pause)
-    stand = {each.request_id for each in paused} - set(decision.resume)
-    assert all(by_id[each].left_s > 0 for each in stand)
+    assert all(each.left_s > 0 for each in paused if each.request_id not in decision.resume)
     if decision.pause:
         left = [each for each in running if each.request_id not in decision.pause]
         left += [by_id[each] for each in decision.resume]
-        before = len(running) + num_urgent, sum(each.num_tokens for each in running) + 1000 * num_urgent
         after_s = decode_s(num_urgent + len(left), 1000 * num_urgent + sum(each.num_tokens for each in left))
         assert after_s <= SLO_S or not any(each.left_s >= MIN_PAUSE_S for each in left)
-        assert num_urgent and (decode_s(*before) > SLO_S or decision.resume)

@@ -1,1 +1,0 @@
-"""Clients that others wrote, each in an environment of its own, against a real server: `python -m bench.clients`, or `make clients`."""

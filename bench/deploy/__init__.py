@@ -1,1 +1,0 @@
-"""Checks of what a deployment is made of, where the tools for it are missing."""

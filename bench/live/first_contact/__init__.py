@@ -1,1 +1,0 @@
-"""How long a newcomer waits: from a fresh clone to the first token and to the first tool call."""

@@ -1,0 +1,1 @@
+"""Servers under attack, and servers that are broken while they work."""

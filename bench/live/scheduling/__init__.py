@@ -1,0 +1,1 @@
+"""The live bench of who starts next: `python -m bench.live.scheduling`."""

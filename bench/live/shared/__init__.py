@@ -1,0 +1,1 @@
+"""What all live benches share: a server to start, the model, load, and the report."""

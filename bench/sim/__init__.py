@@ -1,1 +1,0 @@
-"""Benches in virtual time: our own policies against recorded traffic, without an engine."""

@@ -1,0 +1,85 @@
+"""The part of the store of KV blocks (`kvtiers.store.KvStore`) that restores and promotions call, and whether it is to ask another node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtiers.blocks import Save, Stage, StageProgress
+from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.restore import is_worth_fetching
+
+
+class TierStore(Protocol):
+    """Blocks in host memory and on disk, and those of other nodes; `KvStore` says what each method does."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """The size of a block and the number of layers in which it is copied."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """The number of blocks that host memory has room for."""
+
+    @property
+    def is_stopping_reads(self) -> bool:
+        """Whether reads that no request wants any more are still under way."""
+
+    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
+        """Note that a request of this group is in the engine."""
+
+    def leave(self, group: str, *, tenant: str = "") -> None:
+        """Note that a request of this group has ended."""
+
+    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
+        """Note when a group's next request is expected; None: no longer."""
+
+    def stage(
+        self,
+        group: str,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        peer: str = "",
+        gives_way: bool = False,
+    ) -> Stage:
+        """Have the leading blocks that the tiers hold brought to host memory."""
+
+    def progress(self, stage: Stage) -> StageProgress:
+        """Return how far a stage has come."""
+
+    def release(self, stage: Stage) -> None:
+        """Give up a stage."""
+
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks the tiers hold."""
+
+    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
+        """Return the size of the blocks that are not in host memory."""
+
+    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
+        """Reserve slots for the blocks that no tier holds yet."""
+
+    def disk_bytes_per_s(self) -> float:
+        """Return the measured speed of the disk."""
+
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        """Return the speed of reads from a peer; None if it cannot be asked."""
+
+
+def peer_to_ask(
+    address: str, store: TierStore, block_size_tokens: int, prefill_s_per_token: float | None
+) -> str:
+    """Return the address of a peer that is worth asking, or "": only where fetching is expected to be faster than computing.
+
+    Args:
+        address: where KV may be; "" for no peer.
+        store: knows the size of a block and the speed of each peer.
+        block_size_tokens: tokens in one of the store's blocks.
+        prefill_s_per_token: None where that was not measured.
+    """
+    rate = store.peer_bytes_per_s(address) if address else None
+    if rate is None:
+        return ""
+    is_worth_it = is_worth_fetching(store.shape.block_bytes, block_size_tokens, rate, prefill_s_per_token)
+    return address if is_worth_it else ""

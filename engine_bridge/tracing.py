@@ -1,0 +1,119 @@
+"""Traces of requests for an OpenTelemetry collector: one trace goes from the client's socket to the engine's steps.
+
+The gateway opens a span for each request, and its W3C `traceparent` goes with the request. The node that serves the request adds one span for each
+stage when the request has ended. Without an endpoint the tracer is OpenTelemetry's own that records nothing.
+
+Source: W3C Trace Context; OpenTelemetry's semantic conventions for generative AI, whose names (`gen_ai.…`) are used where they have one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+SERVICE_NAME = "overture"
+# Chosen: a server that goes down waits so long, once for itself and once for its node, for a collector that does not answer.
+SEND_WITHIN_S = 2
+_PROPAGATOR = TraceContextTextMapPropagator()
+_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+
+
+class Traces:
+    """A tracer of this process, and its way to the collector.
+
+    Attributes:
+        tracer: makes spans; records nothing without an endpoint.
+        is_on: whether spans are recorded.
+    """
+
+    def __init__(self, endpoint: str | None) -> None:
+        """Prepare to send spans to `endpoint`, by HTTP, or by gRPC where OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so; None sends none.
+
+        Raises:
+            ValueError: for an endpoint that is no http(s) address.
+        """
+        self._provider = None if endpoint is None else _provider(endpoint)
+        self.tracer: Tracer = (
+            NoOpTracer() if self._provider is None else self._provider.get_tracer(SERVICE_NAME)
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether spans are recorded."""
+        return self._provider is not None
+
+    @contextmanager
+    def request(
+        self, name: str, traceparent: str, attributes: Mapping[str, str], begun_s: float | None = None
+    ) -> Iterator[Span]:
+        """Keep a span while a request is served; its status is an error where the block raises.
+
+        Args:
+            name: what is served, without anything that clients put in.
+            traceparent: the client's own; "" or a malformed one begins a trace.
+            attributes: what is known of the request, without texts of users.
+            begun_s: Unix time; now without it.
+        """
+        start_ns = None if begun_s is None else int(begun_s * 1e9)
+        span = self.tracer.start_span(
+            name, parent_of(traceparent), SpanKind.SERVER, attributes, start_time=start_ns
+        )
+        try:
+            yield span
+        except BaseException as error:
+            span.set_status(StatusCode.ERROR, type(error).__name__)
+            raise
+        finally:
+            span.end()
+
+    def close(self) -> None:
+        """Send what has not been sent yet. Takes as long as the collector takes, at most some seconds: not for the event loop's thread."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+NO_TRACES = Traces(None)
+
+
+def _provider(endpoint: str) -> Any:
+    """Return an SDK tracer provider. Its parts are imported here, so that servers without traces do not load them."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{endpoint!r} is no address of a collector, such as http://localhost:4318")
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+    exporter: SpanExporter
+    if os.environ.get(_PROTOCOL) == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        exporter = Grpc(endpoint=endpoint, insecure=parts.scheme == "http", timeout=SEND_WITHIN_S)
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+        url = endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+        exporter = Http(endpoint=url, timeout=SEND_WITHIN_S)
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def parent_of(traceparent: str) -> Context:
+    """Return the context that a W3C `traceparent` names; an empty one, which begins a trace, where it is "" or malformed."""
+    return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
+
+
+def traceparent_of(span: Span) -> str:
+    """Return the W3C `traceparent` of a span, for what is done on its behalf; "" for a span that belongs to no trace."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get("traceparent", "")

@@ -1,0 +1,100 @@
+"""Engines of the demo model with settings of their own, and requests to nodes without a gateway before them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_bridge.driver.kv.kv_tiers import KvTiers
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.node import KvSources, Prompt
+from engine_bridge.settings.engine_config import EngineConfig
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+
+_ids = itertools.count()
+
+
+@asynccontextmanager
+async def engine(
+    tiers: KvTiers | None = None,
+    *,
+    adapters_dir: Path | None = DEMO_ADAPTERS_DIR,
+    state_dir: Path | None = None,
+    **settings: Any,
+) -> AsyncIterator[LocalNode]:
+    """A node with an engine of its own; `settings` are those of EngineConfig that differ from here."""
+    usual = {"model": str(DEMO_MODEL_DIR), "max_model_len": 1024, "max_num_seqs": 8}
+    config = EngineConfig(served_model_name="demo", dtype="float32", cpu_threads=1, **usual | settings)
+    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=adapters_dir, state_dir=state_dir), tiers)
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+class Said(NamedTuple):
+    """A whole answer. kv: where its prompt's KV came from; prompt: how the node made it."""
+
+    token_ids: list[int]
+    text: str
+    kv: KvSources
+    prompt: Prompt | None
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return self.kv.device + self.kv.host + self.kv.disk + self.kv.peer
+
+
+Asked = str | Sequence[int] | Sequence[ChatMessage]
+
+
+def request(prompt: Asked, num_tokens: int = 8, **fields: Any) -> EngineRequest:
+    """A greedy request for so many tokens; `prompt` is what a user says, token ids, or messages."""
+    asked: Any = (ChatMessage("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
+    return EngineRequest(
+        request_id=RequestId(f"request-{next(_ids)}"),
+        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
+        **{"messages" if isinstance(asked[0], ChatMessage) else "prompt_token_ids": asked} | fields,
+    )
+
+
+async def generate(node: Any, prompt: Asked, num_tokens: int = 8, **fields: Any) -> Said:
+    """Ask a node, and read the whole answer."""
+    deltas = [delta async for delta in node.generate(request(prompt, num_tokens, **fields))]
+    assert all(delta.prompt is None for delta in deltas[:-1])
+    token_ids = [token for delta in deltas for token in delta.token_ids]
+    kv = next(delta.timings.kv for delta in reversed(deltas) if delta.timings)
+    return Said(token_ids, "".join(delta.text for delta in deltas), kv, deltas[-1].prompt)
+
+
+def text(seed: object, length: int) -> list[int]:
+    """Token ids that say nothing."""
+    chance = random.Random(repr(seed))
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+async def load(node: LocalNode, name: str, path: Path, **options: Any) -> None:
+    """Have the node serve an adapter."""
+    reply = await node.load_adapter({"lora_name": name, "lora_path": str(path)} | options)
+    assert reply.status == 200, reply.body
+
+
+async def unload(node: LocalNode, name: str) -> None:
+    """Have the node serve an adapter no more."""
+    assert (await node.unload_adapter({"lora_name": name})).status == 200
+
+
+class WaitsForTheDisk:
+    """Restores whatever a tier holds, however slow this machine's copies and disk are at the moment."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        is_there = facts.num_ready_blocks == facts.num_blocks
+        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)

@@ -1,0 +1,113 @@
+"""One trace goes from a client's own span to the engine's steps, and reaches a collector.
+
+Runs before the shared engine starts (conftest), on an engine of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from prometheus_client import CollectorRegistry
+
+from engine_bridge.local_node import LocalNode
+from gateway.app import Server, build_services, node_config
+from gateway.metrics.metrics import Metrics
+
+from .conftest import MODEL, connected, demo_config, engine_is_empty
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CHAT = "/v1/chat/completions"
+STAGES = ("render", "queue", "prefill", "decode")
+
+
+class Collector:
+    """An OpenTelemetry collector, as far as its door for traces goes."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    async def take(self, request: web.Request) -> web.Response:
+        sent = ExportTraceServiceRequest.FromString(await request.read())
+        self.spans += [
+            span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans
+        ]
+        return web.Response(content_type="application/x-protobuf")
+
+    def of(self, trace: str) -> dict[str, Span]:
+        return {span.name: span for span in self.spans if span.trace_id.hex() == trace}
+
+
+def named(span: Span) -> dict[str, object]:
+    """The attributes of a span."""
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+
+
+def check_stages(spans: dict[str, Span], root: Span) -> None:
+    assert all(spans[stage].parent_span_id == root.span_id for stage in STAGES)
+    times = [root.start_time_unix_nano]
+    for stage in STAGES:
+        times += [spans[stage].start_time_unix_nano, spans[stage].end_time_unix_nano]
+    assert times == sorted(times)
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A collector, and its address."""
+    collector, app = Collector(), web.Application()
+    app.router.add_post("/v1/traces", collector.take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield collector, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_calls_and_turns_are_one_trace_from_the_clients_span_to_the_last_token(tmp_path: Path) -> None:
+    """What a server has sent by the time that it is closed, after two API calls, a chat turn and a call whose client went away."""
+    traceparents, left = {}, "a" * 32
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me of the sea. " * 20}]}
+    async with collecting() as (collector, endpoint):
+        config = demo_config(tmp_path, otlp_endpoint=endpoint)
+        node = LocalNode(node_config(config))
+        services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
+        async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
+            await node.start()
+            for trace in (f"{number}{TRACE[1:]}" for number in (1, 2)):
+                headers = {"traceparent": f"00-{trace}-{CLIENT}-01"}
+                async with http.post(CHAT, json=body | {"max_tokens": 5}, headers=headers) as reply:
+                    assert reply.status == 200
+                    traceparents[trace] = reply.headers["traceparent"]
+            async with connected(server) as socket:
+                await socket.ask("m", traceparent=f"00-{TRACE}-{CLIENT}-01", sampling={"max_tokens": 5})
+                await socket.receive("done")
+            endless = body | {"stream": True, "max_tokens": 2000, "ignore_eos": True}
+            headers = {"traceparent": f"00-{left}-{CLIENT}-01"}
+            async with http.post(CHAT, json=endless, headers=headers) as reply:
+                await reply.content.readany()
+                reply.close()
+            await engine_is_empty(node)
+    for trace, traceparent in traceparents.items():
+        spans = collector.of(trace)
+        root = spans[f"POST {CHAT}"]
+        assert traceparent == f"00-{trace}-{root.span_id.hex()}-01"
+        assert root.parent_span_id.hex() == CLIENT
+        assert named(root)["http.response.status_code"] == 200
+        check_stages(spans, root)
+        assert named(spans["decode"])["gen_ai.usage.output_tokens"] == 5
+    first, second = (named(collector.of(trace)["prefill"]) for trace in traceparents)
+    assert first["overture.kv_tokens.device"] == 0 < second["overture.kv_tokens.device"]
+    spans = collector.of(TRACE)
+    assert spans["chat turn"].parent_span_id.hex() == CLIENT
+    check_stages(spans, spans["chat turn"])
+    spans = collector.of(left)
+    assert spans[f"POST {CHAT}"].status.code == Status.STATUS_CODE_ERROR
+    [reason] = [each for each in spans["decode"].attributes if each.key == "gen_ai.response.finish_reasons"]
+    assert reason.value.array_value.values[0].string_value == "abort"

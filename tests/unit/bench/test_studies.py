@@ -1,0 +1,214 @@
+"""The studies of single policies: traffic, accounts and sums against those made by hand, and that ours loses to the plain rule nowhere."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.emulated import __main__ as emulated
+from bench.emulated import length
+from bench.emulated.adapter_cache import TEMPERS
+from bench.emulated.adapter_cache import generated as generated_uses
+from bench.emulated.followers import (
+    MADE,
+    Call,
+    Point,
+    Promises,
+    Tally,
+    calibration_error,
+    events,
+    read,
+    serve,
+)
+from bench.emulated.followers import replay as replay_calls
+from bench.emulated.host_tier import (
+    BLOCK_TOKENS,
+    NUM_BANDS,
+    NUM_DEVICE_BLOCKS,
+    Cost,
+    Prompt,
+    Request,
+    Restore,
+    replay,
+    requests_of,
+)
+from kvtiers.keys import BlockKey
+from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
+
+
+def last_line(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """Run a command and return its JSON."""
+    emulated.main([*words, "--jobs", "1"])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+# -- adapter_cache -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temper", TEMPERS)
+def test_a_temper_is_the_same_for_the_same_seed_and_has_as_many_requests_as_asked(temper: str) -> None:
+    first, again, other = (generated_uses(temper, seed, 0.1, 900) for seed in (1, 1, 2))
+    assert first == again and first != other and len(first.uses) == 900
+    assert all(first.sizes[use.adapter_id] > 0 for use in first.uses)
+    assert [use.at_s for use in first.uses] == sorted(use.at_s for use in first.uses)
+
+
+# -- followers ---------------------------------------------------------------------------------------------------------
+
+SESSION = ("run", "agent")
+
+
+@pytest.mark.parametrize(
+    ("made", "calls", "outcomes"),
+    [
+        ([(0.8, 10, 0)], [(10, True)], [(0.8, True)]),
+        ([(0.6, 20, 10)], [(21, False), (22, False)], [(0.6, False)]),
+        ([(0.8, 10, 0), (0.9, 15, 5)], [(14, True)], [(0.8, True)]),
+        ([(0.8, 10, 0), (0.9, 25, 20)], [], [(0.8, False), (0.9, False)]),
+    ],
+    ids=["kept while it lives", "not after", "renewed while it lives", "made again after it lapsed"],
+)
+def test_a_promise_comes_true_while_it_lives(made: Any, calls: Any, outcomes: Any) -> None:
+    promises = Promises()
+    for probability, until_s, now in made:
+        promises.make(SESSION, probability, until_s=until_s, now=now)
+    assert [(now, promises.keep(SESSION, now)) for now, _ in calls] == calls
+    promises.end()
+    assert promises.outcomes == outcomes
+
+
+def test_calibration_is_off_by_what_was_said_too_much_or_too_little_in_each_bin() -> None:
+    sure = [(0.95, True)] * 9 + [(0.95, False)]  # said 0.95, came 0.9
+    doubtful = [(0.25, True)] * 5 + [(0.25, False)] * 5  # said 0.25, came 0.5
+    assert calibration_error(sure) == pytest.approx(0.05)
+    assert calibration_error(sure + doubtful) == pytest.approx(0.15) and calibration_error([]) == 0.0
+
+
+def test_the_rule_foresees_the_agents_that_were_there_before() -> None:
+    """A B A: of two later calls the second A is foreseen; of three promises one comes true."""
+    run = [Call(2.0 * place, 2.0 * place + 1, agent) for place, agent in enumerate("ABA")]
+    tally = replay_calls(events([run], random.Random(1), 1.0))
+    result = tally.result()
+    assert tally.num_calls == 2
+    assert (result["trivial_precision"], result["trivial_recall"]) == (pytest.approx(1 / 3, abs=1e-4), 0.5)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_ours_is_no_worse_than_the_rule_and_means_what_it_says(name: str) -> None:
+    """On seeds that nothing was chosen by; the bench itself takes more of them."""
+    whole = Tally()
+    for seed in (901, 902, 903):
+        whole.add(serve(Point(name, seed=seed)))
+    result = whole.result()
+    assert min(result["precision_vs_trivial"], result["recall_vs_trivial"]) >= 0.99
+    assert result["calibration_error"] <= 0.12
+
+
+def test_runs_of_a_file_are_read_and_the_json_has_the_worst_of_all_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.emulated.followers.MADE", ("roles",))
+    monkeypatch.setattr("bench.emulated.followers.AGENT_RUNS", tmp_path / "none")
+    path = tmp_path / "mine.csv"
+    path.write_text("run,at_s,agent,end_s\nx,3,b,4\nx,0,a,\ny,0,a,9\n")
+    assert read(path) == [[Call(0.0, pytest.approx(2.7), "a"), Call(3.0, 4.0, "b")], [Call(0.0, 9.0, "a")]]
+    path.write_text("run,at_s,agent\n" + "".join(f"{run},{at},a\n" for run in range(9) for at in range(4)))
+    result = last_line(capsys, "followers", "--csv", str(path), "--seeds", "1")
+    assert [data["data"] for data in result["data"]] == ["mine", "roles"]
+    for key, worst in (("precision_vs_trivial", min), ("recall_vs_trivial", min), ("calibration_error", max)):
+        assert result[key] == worst(data[key] for data in result["data"])
+    path.write_text("run,time\n1,2\n")
+    with pytest.raises(ValueError, match="columns"):
+        read(path)
+
+
+# -- host_tier ---------------------------------------------------------------------------------------------------------
+
+NUM_BLOCKS = NUM_DEVICE_BLOCKS // 3  # of a session: four of them overflow the device's cache
+
+
+def turns_in_rotation(num_sessions: int, num_rounds: int) -> list[Request]:
+    """Sessions that take turns; each prompt is NUM_BLOCKS of history and one new token."""
+    return [
+        Request(
+            at_s=float(turn * num_sessions + session),
+            session=f"s{session}",
+            num_tokens=(1 + NUM_BLOCKS) * BLOCK_TOKENS + 1,
+            keys=[BlockKey(b"%d-%d" % (session, block)) for block in range(NUM_BLOCKS)],
+        )
+        for turn in range(num_rounds)
+        for session in range(num_sessions)
+    ]
+
+
+def test_a_prompt_that_extends_a_whole_earlier_one_continues_its_session() -> None:
+    chains = ((0, 1, 2, 9), (0, 5, 6, 7), (0, 1, 2, 3, 4), (0, 1, 2, 8))
+    prompts = [
+        Prompt(0.0, len(chain) * BLOCK_TOKENS - 1, chain) for chain in chains
+    ]  # the last block is partial
+    sessions = [request.session for request in requests_of(prompts, random.Random(0))]
+    assert sessions == ["s0", "s1", "s0", "s3"], (
+        "the last one shares blocks with s0, which has gone on without it"
+    )
+
+
+@pytest.mark.parametrize("policy", [Lru(), ByValue(), ByValue(band_weight=0.0)])
+def test_what_does_not_fit_is_read_and_counted(policy: EvictionPolicy) -> None:
+    restores = replay(turns_in_rotation(4, 3), policy, 2 * NUM_BLOCKS)
+    assert len(restores) == 8 and any(sum(restore.num_read) for restore in restores)
+    assert all(restore.num_read[0] <= restore.num_read[-1] <= restore.num_blocks for restore in restores)
+    whole = replay(turns_in_rotation(4, 3), policy, 4 * NUM_BLOCKS)
+    assert not any(sum(restore.num_read) for restore in whole), "where all fits"
+
+
+@pytest.mark.parametrize(
+    ("disk_bytes_per_s", "restore", "stall_s"),
+    [
+        (3e9, Restore(8, 0, (8,) * NUM_BANDS, num_new_tokens=1), 8 * 64 * 2**20 / 3e9),
+        (3e9, Restore(8, 0, (0, 0, 0, 8), num_new_tokens=4096), 8 * 2 * 2**20 / 25e9),
+        (1e8, Restore(8, 0, (8,) * NUM_BANDS, num_new_tokens=1), 8 * BLOCK_TOKENS / 10_000),
+    ],
+    ids=[
+        "all read from disk",
+        "only the first layer's copy is waited for",
+        "a slow disk's KV is computed again",
+    ],
+)
+def test_a_stall_is_what_a_restore_adds_to_computing(
+    disk_bytes_per_s: float, restore: Restore, stall_s: float
+) -> None:
+    cost = Cost("test", prefill_tokens_per_s=10_000, disk_bytes_per_s=disk_bytes_per_s)
+    assert cost.stall_s(restore) == pytest.approx(stall_s, rel=0.05)
+
+
+# -- length ------------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_told_apart_better_by_what_is_asked_and_not_by_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(length, "MT_BENCH", Path("there is none"))
+    recent, bare, hinted = (length.serve(length.Point("plain", arm, 1e9, seed=1)) for arm in length.ARMS)
+    assert (
+        recent["accuracy"] < 0.35 < bare["accuracy"] - 0.15 and bare["accuracy"] < hinted["accuracy"] - 0.05
+    )
+    assert hinted["p90_coverage"] == pytest.approx(0.9, abs=0.05)
+
+
+def test_a_file_of_requests_is_read_in_either_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    messages = [{"role": "user", "content": "Tell me a story"}]
+    records: list[Any] = [
+        {"prompt": "Name it", "num_tokens": 5},
+        {"messages": messages, "answer": "word " * 300},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records * 200))
+    runs = last_line(capsys, "length", "--part", "files", "--jsonl", str(path))["runs"]
+    assert [(run["data"], run["arm"]) for run in runs] == [("mine", arm) for arm in length.ARMS]
+    assert runs[-1]["num_requests"] == 400 and runs[-1]["accuracy"] > 0.8 > 0.4 > runs[0]["accuracy"]

@@ -1,0 +1,32 @@
+"""Traces: what a client's `traceparent` means, and what there is without an endpoint."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry import trace
+
+from engine_bridge.tracing import NO_TRACES, Traces, parent_of, traceparent_of
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://localhost", "http://", "/v1/traces"])
+def test_an_endpoint_must_be_an_address(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="such as http://localhost:4318"):
+        Traces(endpoint)
+
+
+@pytest.mark.parametrize("traceparent", ["", "x", TRACEPARENT[:-4], f"00-{'0' * 32}-{'0' * 16}-01"])
+def test_what_is_no_traceparent_begins_a_trace(traceparent: str) -> None:
+    assert not trace.get_current_span(parent_of(traceparent)).get_span_context().is_valid
+
+
+def test_a_clients_traceparent_is_its_spans_parent() -> None:
+    assert traceparent_of(trace.get_current_span(parent_of(TRACEPARENT))) == TRACEPARENT
+
+
+def test_without_an_endpoint_nothing_is_recorded_and_no_new_name_is_handed_on() -> None:
+    with NO_TRACES.request("chat turn", "", {}) as span:
+        assert not span.is_recording()
+        assert traceparent_of(span) == ""
+    NO_TRACES.close()

@@ -1,0 +1,368 @@
+"""Who gets in, and how much of the server one may take: keys, operators, budgets, shares and calls that end with their key."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+from prometheus_client import CollectorRegistry
+
+from gateway.access import auth
+from gateway.access.auth import LOCAL, KeyRing, Principal, extract_key, generate_key, key_file_line, owner_of
+from gateway.access.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, retry_after
+from gateway.access.open_calls import OpenCalls
+from gateway.access.rates import Concurrency, Rates
+from gateway.access.shares import Shares
+from gateway.doors.http.web_policy import error_reply
+from gateway.errors import KINDS, GatewayError, StartupError, to_frame
+from gateway.metrics.metrics import Metrics
+
+from .parts import Clock
+
+KEY = "ov-" + "k" * 43
+OTHER = "ov-" + "o" * 43
+
+
+def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(mode)
+    return path
+
+
+def is_refused(ring: KeyRing, presented: str | None) -> bool:
+    with pytest.raises(GatewayError) as caught:
+        ring.authenticate(presented)
+    return caught.value.code == "unauthorized"
+
+
+@pytest.mark.parametrize(
+    "presented",
+    [None, "", "wrong", KEY[:-1], KEY + "k", KEY.upper(), " " + KEY, KEY + "\0", "\ud800", "x" * 100_000],
+)
+def test_any_other_key_is_refused(presented: str | None) -> None:
+    """A missing, near, malformed or huge key is `unauthorized`, never a crash."""
+    assert is_refused(KeyRing([KEY, OTHER]), presented)
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing([KEY, OTHER, generate_key()])
+    calls = []
+    monkeypatch.setattr("gateway.access.auth.hmac.compare_digest", lambda a, b: calls.append(a) or a == b)
+    assert ring.authenticate(KEY).owner != ring.authenticate(OTHER).owner
+    assert is_refused(ring, "wrong") and len(calls) == 9
+
+
+@pytest.fixture
+def num_hashes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many hashes were compared since the last call."""
+    made = []
+    sha256 = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data: made.append(data) or sha256(data))
+
+    def count() -> int:
+        num = len(made)
+        made.clear()
+        return num
+
+    return count
+
+
+def old_line(name: str, key: str) -> str:
+    """As earlier versions made them, and as the documentation lets anybody make them: with a salt of chance alone."""
+    salt = secrets.token_bytes(16)
+    return f"{name}:sha256${salt.hex()}${hashlib.sha256(salt + key.encode()).hexdigest()}"
+
+
+def test_a_key_is_found_in_a_file_of_any_length_with_one_hash(
+    tmp_path: Path, num_hashes: Callable[[], int]
+) -> None:
+    keys = [generate_key() for _ in range(500)]
+    lines = [key_file_line(f"n{number}", key) for number, key in enumerate(keys)]
+    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    num_hashes()
+    for number in (0, 499):
+        assert ring.authenticate(keys[number]).name == f"n{number}"
+    assert num_hashes() <= 10
+    assert is_refused(ring, generate_key()) and num_hashes() <= 5
+    key_file(tmp_path, *lines[1:])
+    assert ring.take_over(ring.read()) == {owner_of(keys[0])}
+    assert is_refused(ring, keys[0]) and ring.authenticate(keys[499]).name == "n499"
+    assert num_hashes() <= 10
+
+
+def test_a_key_on_an_older_line_is_looked_for_once(
+    tmp_path: Path, num_hashes: Callable[[], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [generate_key() for _ in range(100)]
+    lines = [old_line(f"n{number}", key) for number, key in enumerate(keys)]
+    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    assert "100 lines of the key file are of an earlier version" in caplog.text
+    num_hashes()
+    for _ in range(3):
+        assert ring.authenticate(keys[50]).name == "n50"
+    assert 100 <= num_hashes() <= 110
+    key_file(tmp_path, *lines, key_file_line("chief", keys[50], is_operator=True))
+    assert ring.take_over(ring.read()) == frozenset()
+    assert ring.authenticate(keys[50]).is_operator and not ring.authenticate(keys[51]).is_operator
+
+
+def test_wrong_keys_cannot_make_the_server_look_for_them_without_end(
+    tmp_path: Path, num_hashes: Callable[[], int]
+) -> None:
+    old, new, known = generate_key(), generate_key(), generate_key()
+    lines = [old_line(f"n{number}", generate_key()) for number in range(2 * auth.MAX_COMPARED)]
+    lines += [old_line("old", old), old_line("known", known), key_file_line("new", new)]
+    gatekeeper = Gatekeeper(KeyRing(key_file=key_file(tmp_path, *lines)), Counted(), lambda: 0.0)
+    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
+    for _ in range(WRONG_KEYS):
+        with pytest.raises(GatewayError, match="does not know"):
+            gatekeeper.authenticate(generate_key(), "192.0.2.1")
+    num_hashes()
+    for presented in (generate_key(), generate_key(), old):
+        with pytest.raises(GatewayError, match="Too many wrong"):
+            gatekeeper.authenticate(presented, "192.0.2.1")
+    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
+    assert gatekeeper.authenticate(new, "192.0.2.1").name == "new"
+    assert num_hashes() <= 20
+    assert gatekeeper.authenticate(old, "192.0.2.2").name == "old"
+
+
+def test_no_key_and_no_hash_shows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    line = key_file_line("me", KEY)
+    ring = KeyRing([OTHER, "short-key"], key_file=key_file(tmp_path, "# team keys", "", line, mode=0o644))
+    assert ring.authenticate(KEY) == Principal(owner=owner_of(KEY), name="me")
+    with pytest.raises(GatewayError) as caught:
+        ring.authenticate("nearly-right-secret")
+    shown = f"{ring!r} {ring.authenticate(KEY)!r} {caught.value!r} {caught.value} {caplog.text}"
+    for secret in (KEY, OTHER, "short-key", "nearly-right-secret", *line.split("$")[1:]):
+        assert secret not in shown
+    assert "KeyRing(num_keys=3)" in shown
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        KEY,
+        f"me:{KEY}",
+        "me:sha256$aa",
+        "me:sha256$aa$bb",
+        f"me:md5$aa${'b' * 64}",
+        f"me:sha256$aaa${'b' * 64}",
+        f"me:sha256$zz${'b' * 64}",
+        f"a b:sha256$aa${'b' * 64}",
+        f":sha256$aa${'b' * 64}",
+        *(key_file_line("me", KEY) + end for end in (":admin", ":", ":operator:operator", " operator")),
+    ],
+)
+def test_a_malformed_line_stops_the_start_and_stays_secret(tmp_path: Path, line: str) -> None:
+    """The error has the line's number, not its text: it may be a key in plain text."""
+    path = key_file(tmp_path, key_file_line("me", OTHER), line)
+    with pytest.raises(StartupError, match=f"{path}, line 2, ") as caught:
+        KeyRing(key_file=path)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({}, None),
+        ({"Authorization": "Bearer k1"}, "k1"),
+        ({"authorization": "bearer   k1 "}, "k1"),
+        ({"x-api-key": " k2 "}, "k2"),
+        ({"Authorization": "Bearer k1", "X-API-Key": "k2"}, "k1"),
+        ({"Authorization": "Basic dTpw", "x-api-key": "k2"}, "k2"),
+        ({"Authorization": "Bearer", "x-api-key": "k2"}, "k2"),
+        ({"Authorization": "Bearer "}, None),
+        ({"Authorization": "k1"}, None),
+        ({"Authorization": "Basic dTpw"}, None),
+        ({"x-api-key": ""}, None),
+    ],
+)
+def test_keys_come_from_either_header(headers: dict[str, str], key: str | None) -> None:
+    assert extract_key(CIMultiDict(headers)) == key
+
+
+def test_a_mistake_does_not_open_the_server(tmp_path: Path) -> None:
+    """An empty key, and a key file that is missing, binary or has no key, are refused rather than taken for "no keys"."""
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    files = [tmp_path / "missing", tmp_path, binary, key_file(tmp_path, "# nobody yet", "")]
+    for path in files:
+        with pytest.raises(StartupError, match="key file"):
+            KeyRing(key_file=path)
+    for key in ("", "  ", "x" * 513):
+        with pytest.raises(StartupError, match="API key"):
+            KeyRing([KEY, key])
+
+
+def test_the_table_of_errors_is_that_of_the_protocol() -> None:
+    """No code of docs/protocol.md is missing, none is made up, and those may be sent again of which it says so."""
+    text = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    documented = re.search(r"## Error codes\n(.*?)\n\n", text, re.DOTALL)
+    assert documented is not None
+    assert set(re.findall(r"`(\w+)`", documented[1])) | {"starting"} == set(KINDS)
+    retryable = {code for code in KINDS if GatewayError(code, "x").retryable}
+    assert retryable == {*re.findall(r"`(\w+)` \(retryable", text), "starting"}
+    assert GatewayError("internal", "x", retryable=True).retryable
+
+
+# --- keys that come and go, and operators ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_read_again_lets_new_keys_in_and_names_who_is_shut_out(tmp_path: Path) -> None:
+    """Only owners who were let in are named: nobody else has anything to lose."""
+    mine, theirs, third = key_file_line("me", KEY), key_file_line("them", OTHER), generate_key()
+    ring = KeyRing(key_file=key_file(tmp_path, mine, theirs, key_file_line("unused", generate_key())))
+    me, them = ring.authenticate(KEY), ring.authenticate(OTHER)
+    key_file(tmp_path, mine, key_file_line("new", third))
+    entries = ring.read()
+    assert ring.authenticate(OTHER) == them, "reading alone changes nothing"
+    assert ring.take_over(entries) == {them.owner}
+    assert is_refused(ring, OTHER) and ring.authenticate(third).name == "new"
+    assert ring.current(me) == me
+    with pytest.raises(GatewayError, match="withdrawn") as caught:
+        ring.current(them)
+    assert caught.value.code == "unauthorized"
+    assert ring.take_over(ring.read()) == frozenset()
+
+
+def test_weights_and_roles_follow_the_file(tmp_path: Path) -> None:
+    """A key that changes its name or becomes an operator's is the same owner, with nothing cut off."""
+    line = key_file_line("slow", KEY)
+    ring = KeyRing(key_file=key_file(tmp_path, line), weights={"fast": 4.0})
+    before = ring.authenticate(KEY)
+    key_file(tmp_path, line.replace("slow:", "fast:") + ":operator")
+    assert ring.take_over(ring.read()) == frozenset()
+    after = ring.current(before)
+    assert (after.owner, after.name, after.weight, after.is_operator) == (before.owner, "fast", 4.0, True)
+    assert (before.weight, before.is_operator) == (1.0, False)
+
+
+def test_operators(tmp_path: Path) -> None:
+    operators = key_file(tmp_path, key_file_line("op", KEY, is_operator=True), key_file_line("me", OTHER))
+    for ring in (KeyRing(key_file=operators), KeyRing([OTHER], operator_keys=[KEY])):
+        assert ring.has_operator and ring.is_operator(ring.authenticate(KEY))
+        assert not ring.is_operator(ring.authenticate(OTHER))
+    both = KeyRing([KEY], operator_keys=[KEY])
+    assert both.is_operator(both.authenticate(KEY)), "who has it twice has the larger role"
+    assert not KeyRing([KEY]).has_operator and KeyRing().is_operator(LOCAL)
+
+
+class Counted(Metrics):
+    def __init__(self) -> None:
+        super().__init__(CollectorRegistry())
+
+    def num_refused(self, budget: str) -> float:
+        return self.registry.get_sample_value("overture_requests_refused_total", {"budget": budget}) or 0.0
+
+
+# -- rates -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_holds_a_burst_and_then_fills_at_its_rate() -> None:
+    rates = Rates(per_s=2, burst=3)
+    assert [rates.take("a", 0.0) for _ in range(4)] == [0, 0, 0, 0.5]
+    assert rates.take("a", 0.4) == pytest.approx(0.1)
+    assert rates.take("a", 0.5) == 0 and rates.take("a", 0.5) == 0.5
+    assert [rates.take("a", 100.0) for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+def test_names_are_forgotten_before_they_take_memory_and_the_busiest_last() -> None:
+    rates = Rates(per_s=1, burst=5, max_names=10)
+    for _ in range(5):
+        rates.take("busy", 0.0)
+    for number in range(1000):
+        rates.take(f"n{number}", 0.0)
+        assert len(rates) <= 10
+    assert rates.take("busy", 0.0) == 1
+
+
+def test_places_are_counted_by_name_and_come_back() -> None:
+    places = Concurrency(2)
+    assert places.enter("a") == places.enter("a") == places.enter("b") == 0 < places.enter("a")
+    places.leave("a", 1.0)
+    assert places.enter("a") == 0 < places.enter("a")
+
+
+def test_a_place_is_given_back_once() -> None:
+    found = Counted()
+    budgets = RequestBudgets(found, max_concurrent=1, clock=Clock())
+    with budgets.enter("a") as place:
+        with pytest.raises(GatewayError, match="--max-concurrent-requests") as caught:
+            budgets.enter("a")
+        assert caught.value.code == "rate_limited" and caught.value.retry_after_s == 2.0
+        place.leave()
+    place.leave()
+    with budgets.enter("a"):
+        assert found.num_refused("concurrency") == 1
+        with pytest.raises(GatewayError):
+            budgets.enter("a")
+
+
+@pytest.mark.parametrize(("wait_s", "told_s"), [(0.01, 1), (1.0, 1), (1.2, 2), (29.9, 30)])
+def test_retry_after_is_in_whole_seconds_and_never_too_early(wait_s: float, told_s: int) -> None:
+    error = GatewayError("rate_limited", "x", retry_after_s=wait_s)
+    request = make_mocked_request("GET", "/v1/models")
+    response = error_reply(request, error)
+    assert (response.status, response.headers["Retry-After"]) == (429, str(told_s))
+    assert retry_after(wait_s) == told_s and to_frame(error)["retry_after_s"] == wait_s
+
+
+ACTIONS = st.tuples(st.sampled_from(["put", "touch", "drop"]), st.integers(0, 30), st.sampled_from("abcd"))
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.lists(ACTIONS, max_size=60))
+def test_nothing_is_lost_but_for_room_and_nobody_with_less_loses_to_one_with_more(
+    of_one: int, of_all: int, actions: list[tuple[str, int, str]]
+) -> None:
+    shares: Shares[int] = Shares(of_one, of_all)
+    kept: dict[int, str] = {}
+    for what, name, client in actions:
+        if what == "touch":
+            shares.touch(name)
+        elif what == "drop" or name in kept:
+            shares.drop(name)
+            kept.pop(name, None)
+        else:
+            before = Counter(kept.values())
+            loser = shares.put(name, client)
+            if loser is not None:
+                assert before[client] == of_one or len(kept) == of_all
+                assert before[kept[loser]] >= max(before[client], 1)
+                del kept[loser]
+            kept[name] = client
+        num_of = Counter(kept.values())
+        assert len(shares) == len(kept) <= of_all
+        assert all(shares.num_of(each) == num_of[each] <= of_one for each in "abcd")
+
+
+async def test_a_call_that_swallows_its_cancellation_ends_all_the_same() -> None:
+    calls, is_under_way = OpenCalls(), asyncio.Event()
+
+    async def answers_anyway() -> str:
+        async with calls.of("a"):
+            is_under_way.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return "an answer"
+        return "never"
+
+    task = asyncio.create_task(answers_anyway())
+    await is_under_way.wait()
+    calls.cut_off("a")
+    with pytest.raises(GatewayError, match="withdrawn"):
+        await task

@@ -1,0 +1,316 @@
+"""The command line: what it says, the exit codes that scripts rely on, and vLLM's flags as ours understands them (docs/from-vllm.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from engine_bridge.settings.engine_arguments import RULED_OUT
+from gateway import cli
+from gateway.settings.config import SETTINGS
+from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, translate
+from overture_client.completion_command import COMPLETE_VARIABLE
+
+ROOT = Path(cli.__file__).parents[1]
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(cli.cli, argv)
+
+
+def run_process(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OVERTURE_")}
+    command = [sys.executable, "-m", "gateway.cli", *argv]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60
+    )
+
+
+def test_the_help_loads_none_of_the_slow_libraries() -> None:
+    code = (
+        "import sys\nfrom gateway.cli import cli\n"
+        "cli.main(['serve', '--help'], standalone_mode=False)\n"
+        "slow = {'torch', 'vllm', 'aiohttp', 'transformers', 'numpy', 'asyncio', 'rich', 'websockets'}\n"
+        "sys.exit(', '.join(slow & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_shows_the_settings_in_effect_and_warns() -> None:
+    result = run("config", "--port", "9000", "--host", "0.0.0.0")
+    assert result.exit_code == 0
+    assert "flag --port" in result.stdout
+    assert "no API key" in result.stderr
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2() -> None:
+    done = run_process("serve", "--port", "many")
+    assert done.returncode == 2
+    assert done.stderr == "overture: --port: expected an integer from 0 to 65535, got 'many'\n"
+
+
+def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
+    from gateway.access.auth import KeyRing
+
+    result = run("keys", "new", "--name", "alice")
+    key, line = result.stdout.splitlines()
+    assert key not in line
+    path = tmp_path / "keys.txt"
+    path.write_text(line + "\n", encoding="utf-8")
+    path.chmod(0o600)
+    assert KeyRing(key_file=path).authenticate(key).name == "alice"
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "expected"),
+    [
+        (("chat", "--url", "nonsense://x", "hello"), "", "not the address of a server"),
+        (("chat",), "  \n", "nothing to ask"),
+    ],
+)
+def test_chat_says_what_is_wrong_with_its_use(argv: tuple[str, ...], stdin: str, expected: str) -> None:
+    done = run_process(*argv, stdin=stdin)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_answers_what_the_script_asks_with_flags_of_serve() -> None:
+    asked = {COMPLETE_VARIABLE: "bash_complete", "COMP_WORDS": "overture serve --kv-h", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(cli.cli, [], prog_name="overture", env=asked)
+    assert result.output.splitlines() == ["plain,--kv-host-gib"]
+
+
+OWN = {setting.flag for setting in SETTINGS}
+PAGE = Path(cli.__file__).parents[1] / "docs" / "from-vllm.md"
+# A value of the right form for each flag that is not a switch.
+VALUES = {
+    "--tool-call-parser": "hermes",
+    "--lora-modules": "pirate=demo/adapters/pirate",
+    "--allowed-origins": '["https://a.example", "https://b.example"]',
+    "--uvicorn-log-level": "warning",
+    "-q": "awq",
+    "--model": "demo/model",
+    "--root-path": "/llm",
+    "--dtype": "float32",
+    "--scheduling-policy": "fcfs",
+    "--speculative-config": '{"method": "ngram"}',
+    "--gpu-memory-utilization": "0.5",
+    "--chat-template": "demo/model/chat_template.jinja",
+}
+WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
+WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
+SWITCHES = ("--enforce-eager", "--trust-remote-code")
+FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
+
+
+def rows(heading: str) -> list[tuple[list[str], list[str]]]:
+    """vLLM's flags and ours, of each row of the table under a heading."""
+    text = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    found = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) > 3 and "`" in cells[1]:
+            found.append((re.findall(r"`([^`]+)`", cells[1]), re.findall(r"`([^`]+)`", cells[2])))
+    assert found
+    return found
+
+
+def shown(*argv: str) -> str:
+    """What `overture config` says of a command line."""
+    result = CliRunner().invoke(cli.cli, ["config", *argv], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> None:
+    for heading in ("Flags with another name", "The same name"):
+        for (theirs,), (ours,) in rows(heading):
+            assert ours in OWN, ours
+            value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
+            argv = [theirs] if theirs in SWITCHES else [theirs, value]
+            if theirs in FILES:  # whose files would have to be there
+                assert translate(argv, OWN) == argv
+            else:
+                assert f"flag {ours}\n" in shown(*argv), theirs
+
+
+def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
+    renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
+    assert renamed == {**RENAMED, **SEVERAL}
+    assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
+    refused = {flag for flags, _ in rows("Refused") for flag in flags}
+    arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
+    assert refused == REFUSED.keys() | (arguments - ALWAYS.keys())
+
+
+def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
+    known = {*ALWAYS, *REFUSED, *RENAMED, *SEVERAL}
+    assert not known & OWN
+    assert not {setting.name for setting in SETTINGS} & RULED_OUT.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["m", "--max_model_len=9"], ["m", "--max-model-len=9"]),
+        (
+            ["--lora-modules", "a=x", "b=y", "--port", "1"],
+            ["--lora-module", "a=x", "--lora-module", "b=y", "--port", "1"],
+        ),
+        (["--lora-modules=a=x"], ["--lora-module", "a=x"]),
+        (["--allowed-origins", "https://a.example"], ["--cors-origin", "https://a.example"]),
+        (["-tp", "1", "m"], ["m"]),
+        (["--tensor-parallel-size=1"], []),
+        (["--", "--enable-lora"], ["--", "--enable-lora"]),
+        (["--something", "else"], ["--something", "else"]),
+        (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
+        (["--max-model-len=1.5K"], ["--max-model-len=1536"]),
+        (["--max-model-len", "many"], ["--max-model-len=many"]),
+        (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
+    ],
+)
+def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
+    assert translate(argv, OWN) == expected
+
+
+class Nodes(ThreadingHTTPServer):
+    """states: what each question finds a node to be, the last one from then on. asked: calls that change something, with their bodies."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.states: dict[str, list[dict[str, Any]]] = {"node-1": [{}], "node-2": [{}]}
+        self.asked: list[tuple[str, Any, str | None]] = []
+        self.refusal: tuple[int, str] | None = None
+
+    def found(self) -> dict[str, Any]:
+        nodes = [node(name, **self._next(states)) for name, states in self.states.items()]
+        totals = {"num_open": 2, "num_nodes": 2, "num_running": 3, "num_waiting": 1}
+        return {"nodes": nodes, "totals": totals}
+
+    @staticmethod
+    def _next(states: list[dict[str, Any]]) -> dict[str, Any]:
+        return states.pop(0) if len(states) > 1 else states[0]
+
+
+def node(name: str, **changes: Any) -> dict[str, Any]:
+    load = {"num_running": 3, "num_waiting": 1, "num_kv_blocks": 101, "num_free_kv_blocks": 25}
+    kv = {"host": {"bytes": 1, "capacity_bytes": 2}, "disk": None}
+    found = {
+        "id": name,
+        "state": "ready",
+        "stage": "ready",
+        "elapsed_s": 300,
+        "incarnation": "a",
+        "error": None,
+    }
+    found |= {
+        "is_draining": False,
+        "load": load,
+        "kv": kv,
+        "adapters": {"num_by_place": {"slot": 1, "disk": 4}},
+    }
+    return found | changes
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Nodes
+
+    def do_GET(self) -> None:
+        self._reply(200, self.server.found())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body, self.headers["Authorization"]))
+        if self.server.refusal is not None:
+            status, message = self.server.refusal
+            self._reply(status, {"error": {"message": message}})
+        else:
+            self._reply(202, {})
+
+    def _reply(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Nodes]:
+    with Nodes() as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overture_client.nodes.LOOK_EVERY_S", 0.0)
+
+
+def overture(server: Nodes, *arguments: str) -> Result:
+    options = ("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "the-key")
+    return CliRunner().invoke(cli.cli, ["nodes", *options, *arguments], env={"COLUMNS": "140"})
+
+
+def test_the_table_says_what_each_node_does(server: Nodes) -> None:
+    server.states["node-2"] = [{"state": "starting", "stage": "loading the model", "load": None, "kv": None}]
+    result = overture(server)
+    first, second = (line for line in result.output.splitlines() if line.startswith("node-"))
+    assert first.split()[1:7] == ["ready", "3", "1", "75%", "50%", "-"]
+    assert "1 of 5 in memory" in first and "5 min" in first
+    assert "starting (loading the model)" in second
+    assert "2 of 2 take requests; 3 running, 1 waiting." in result.output
+
+
+def test_a_drain_ends_when_nothing_runs_there_any_more(server: Nodes) -> None:
+    draining = {"state": "draining", "is_draining": True}
+    idle = node("x")["load"] | {"num_running": 0, "num_waiting": 0}
+    server.states["node-2"] = [draining, draining | {"load": idle}]
+    result = overture(server, "drain", "node-2", "--drain-timeout-s", "7")
+    assert server.asked == [("/v1/nodes/node-2/drain", {"force": False, "timeout_s": 7.0}, "Bearer the-key")]
+    assert result.output.splitlines() == ["node-2: draining, 3 running, 1 waiting", "node-2: drained"]
+    assert result.exit_code == 0
+
+
+def test_all_nodes_restart_one_after_the_other(server: Nodes) -> None:
+    away, back = {"state": "away", "incarnation": ""}, {"incarnation": "b"}
+    # Each name is asked for once for all of them, once before its own restart, and then until it is back.
+    server.states = {"node-1": [{}, {}, away, back], "node-2": [{}] * 6 + [away, back]}
+    result = overture(server, "restart", "--all")
+    assert [path for path, _, _ in server.asked] == ["/v1/nodes/node-1/restart", "/v1/nodes/node-2/restart"]
+    ready = [line.split(" after")[0] for line in result.output.splitlines() if "again" in line]
+    assert ready == ["node-1: ready again", "node-2: ready again"]
+    assert result.exit_code == 0
+
+
+def test_a_node_that_does_not_come_back_stops_the_rest(server: Nodes) -> None:
+    server.states["node-1"] = [{}, {}, {"state": "failed", "error": "no such model"}]
+    result = overture(server, "restart", "--all")
+    assert result.exit_code == 1 and "node-1: no such model" in result.output
+    assert [path for path, _, _ in server.asked] == ["/v1/nodes/node-1/restart"]
+
+
+def test_what_the_server_refuses_is_said_in_its_words(server: Nodes) -> None:
+    server.refusal = (409, "node-1 is the only one that takes requests")
+    result = overture(server, "drain", "node-1")
+    assert result.exit_code == 1
+    assert result.output == "overture nodes: node-1 is the only one that takes requests\n"

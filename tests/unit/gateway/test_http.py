@@ -1,0 +1,395 @@
+"""The HTTP door: who may connect, heads, names of the server, bodies that ask for too much, the page's files, lists and description."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from yarl import URL
+
+from engine_bridge.policy.limits.request_limits import check_prompt
+from engine_bridge.protocol.api_errors import error_body
+from engine_bridge.protocol.errors import ADAPTER_CHANGING, AdapterChanging, InvalidRequest
+from engine_bridge.protocol.node import Api, JsonReply
+from gateway.access.addresses import address_of
+from gateway.app import build_app, build_services
+from gateway.doors.api.call_size import check_call, check_shape
+from gateway.doors.description.operations import OPERATIONS
+from gateway.doors.http import json_shape
+from gateway.doors.http.admission import (
+    Admission,
+    BodyFacts,
+    NewConnection,
+    Watermark,
+    admit,
+    body_overdue,
+    is_shared,
+    limits_for,
+)
+from gateway.doors.http.hosts import is_own_host
+from gateway.doors.http.json_shape import shape_of
+from gateway.errors import to_openai_body
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import Config
+from gateway.turns.turns import from_bridge
+from tests.blocking import watched
+
+from .front import Gateway, Gateways
+
+
+@pytest.mark.parametrize(
+    ("route", "headers", "says"),
+    [
+        ("/healthz", {"Cookie": "a=" + "a" * 9000}, "8,190 bytes"),
+        ("/healthz?" + "a" * 9000, {}, "8,190 bytes"),
+        ("/healthz", {f"X-{number}": "a" for number in range(200)}, "128 headers"),
+    ],
+)
+async def test_a_head_that_is_too_large_is_told_its_bound(
+    http: aiohttp.ClientSession, route: str, headers: dict[str, str], says: str
+) -> None:
+    async with http.get(route, headers=headers) as reply:
+        assert reply.status == 431 and reply.headers["Server"] == "Overture"
+        error = (await reply.json())["error"]
+    assert says in error["message"] and error["code"] == "frame_too_large"
+    assert "aaaa" not in error["message"]
+
+
+FOREIGN = (
+    "evil.example evil.example:8000 127.0.0.1.evil.example localhost.evil.example a.localhost.co [".split()
+)
+OWN = "127.0.0.1 127.0.0.1:8000 192.168.1.7:8000 [::1]:8000 localhost LOCALHOST:8000 app.localhost.".split()
+OF_A_NETWORK = ["overture:8000", "box.local", "Box.Local.", "gpu.internal", "nas.home.arpa", "chat.of.mine"]
+
+
+@pytest.mark.parametrize("is_loopback", [True, False])
+@pytest.mark.parametrize("host", [*FOREIGN, *OWN, *OF_A_NETWORK, ""])
+def test_only_names_that_the_public_dns_cannot_have_are_the_servers(host: str, is_loopback: bool) -> None:
+    is_own = is_own_host(host, origins=(), own_names=("Chat.of.mine",), is_loopback=is_loopback)
+    assert is_own == (host in OWN or (host in OF_A_NETWORK and not is_loopback))
+
+
+def test_the_operator_names_others_with_their_origins() -> None:
+    origins = ("https://chat.example", "http://other.example:8080", "null", "http://[")
+    for host, is_own in (("chat.example", True), ("other.example", False), ("other.example:8080", True)):
+        assert is_own_host(host, origins=origins, own_names=(), is_loopback=False) == is_own
+
+
+async def test_a_request_without_a_host_asks_no_name_server(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("the event loop waits for a name server")
+
+    monkeypatch.setattr(socket, "getfqdn", ask)
+    monkeypatch.setattr(socket, "gethostbyaddr", ask)
+    gateway = await gateways()
+    for head in (
+        b"GET /api/sessions HTTP/1.0\r\n\r\n",
+        b"GET /healthz HTTP/1.0\r\nOrigin: http://a.example\r\n\r\n",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+        writer.write(head)
+        status = (await reader.readline()).split()[1]
+        assert status == (b"403" if b"Origin" in head else b"200")
+        writer.close()
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/load_lora_adapter"])
+async def test_a_reply_that_says_not_now_says_when(gateways: Gateways, route: str) -> None:
+    gateway = await gateways(allow_adapter_loading=True)
+
+    async def not_now(*args: Any) -> JsonReply:
+        return JsonReply(503, msgspec.json.encode(error_body(503, ADAPTER_CHANGING)))
+
+    gateway.node.serve = gateway.node.load_adapter = not_now  # type: ignore[method-assign,assignment]
+    body = {"model": "fake-model", "messages": [{"role": "user", "content": "Hello!"}]}
+    async with (
+        aiohttp.ClientSession(gateway.server.url) as http,
+        http.post(route, json=body) as reply,
+    ):
+        assert reply.status == 503 and int(reply.headers["Retry-After"]) >= 1
+        error = (await reply.json())["error"]
+    assert error["code"] == "adapter_changing"
+    told = from_bridge(AdapterChanging())
+    assert told.retryable and to_openai_body(told)["error"] == error
+
+
+TEXT = st.text(alphabet='ab",\\[]{}:é\n', max_size=8)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXT, inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def counted(value: Any) -> tuple[int, int]:
+    """(values, depth) of a decoded value."""
+    if not isinstance(value, dict | list):
+        return 1, 0
+    inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(num for num, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+
+
+@given(VALUES, st.sampled_from([1, 2, 3, 7, 1 << 18]))
+def test_depth_is_exact_and_values_are_never_fewer_than_there_are(value: Any, chunk_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_shape, "CHUNK_BYTES", chunk_bytes)
+        shape = shape_of(json.dumps(value, ensure_ascii=False).encode())
+    num_values, depth = counted(value)
+    assert shape.depth == depth
+    assert num_values <= shape.num_values <= 2 * num_values + 1
+
+
+MESSAGE = {"role": "user", "content": "x" * 10}
+
+
+def check(api: Api, body: Any) -> None:
+    check_call(api, body, max_messages=8, max_sequences=4)
+    check_prompt(api, body, 300)
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("chat", {"messages": [MESSAGE] * 8}),
+        ("chat", {"messages": "malformed", "n": "two"}),
+        ("chat", ["no object"]),
+        ("chat", {"messages": [MESSAGE], "user": "u" * 1000}),
+        ("completions", {"prompt": "x" * 300, "n": 4}),
+        ("completions", {"prompt": ["x" * 300] * 4}),
+        ("completions", {"prompt": list(range(50)), "n": 4}),
+        ("responses", {"input": "x" * 300}),
+        ("messages", {"messages": [MESSAGE], "system": "x" * 250}),
+    ],
+)
+def test_calls_within_their_limits_pass(api: Api, body: Any) -> None:
+    check(api, body)
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "setting"),
+    [
+        ("chat", {"messages": [MESSAGE] * 9}, "max_messages"),
+        ("responses", {"input": [MESSAGE] * 9}, "max_messages"),
+        ("chat", {"messages": [MESSAGE], "n": 5}, "max_sequences"),
+        ("completions", {"prompt": ["x"] * 3, "n": 2}, "max_sequences"),
+        ("completions", {"prompt": ["x"] * 3, "n": "2"}, "max_sequences"),
+        ("chat", {"messages": [MESSAGE], "n": 16384.0}, "max_sequences"),
+        ("completions", {"prompt": [[1], [2], [3]], "n": 2}, "max_sequences"),
+        ("completions", {"prompt": "x" * 301}, "max_prompt_chars"),
+        ("completions", {"prompt": ["x", "x" * 301]}, "max_prompt_chars"),
+        ("chat", {"messages": [{"content": [{"type": "text", "text": "x" * 301}]}]}, "max_prompt_chars"),
+        ("chat", {"messages": [MESSAGE], "tools": [{"description": "x" * 301}]}, "max_prompt_chars"),
+        ("messages", {"messages": [], "system": "x" * 301}, "max_prompt_chars"),
+    ],
+)
+def test_calls_over_a_limit_are_refused_with_its_name(api: Api, body: Any, setting: str) -> None:
+    with pytest.raises(InvalidRequest, match=setting):
+        check(api, body)
+
+
+def test_bodies_with_too_many_values_or_levels_are_refused() -> None:
+    check_shape(10, 4, max_values=10, max_depth=4)
+    for num_values, depth, setting in ((11, 4, "max_json_values"), (10, 5, "max_json_depth")):
+        with pytest.raises(InvalidRequest, match=setting):
+            check_shape(num_values, depth, max_values=10, max_depth=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"]
+)
+async def test_what_is_no_file_of_the_page_does_not_exist(gateway: Gateway, name: str) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(URL(f"{gateway.server.url}/static/{name}", encoded=True)) as reply,
+    ):
+        assert reply.status == 404, await reply.text()
+
+
+async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner(gateways: Gateways) -> None:
+    gateway = await gateways(api_keys=("ov-one", "ov-two"))
+    async with (
+        gateway.socket(key="ov-one", hello={}) as watching,
+        gateway.socket(key="ov-one", hello={}) as asking,
+        gateway.socket(key="ov-two", hello={}) as other,
+        aiohttp.ClientSession(gateway.server.url, headers={"Authorization": "Bearer ov-one"}) as http,
+    ):
+        for each in (watching, other):
+            await each.send(type="watch_list")
+            await each.send(type="ping")
+            assert (await each.next())["type"] == "pong"
+
+        async def heard(session_id: str, **fields: object) -> None:
+            frame = await watching.next()
+            assert (frame["type"], frame["session_id"]) == ("listed", session_id)
+            assert {name: frame["session"][name] for name in fields} == fields
+
+        async with http.post("/api/sessions", json={}) as reply:
+            session_id = (await reply.json())["id"]
+        await heard(session_id, title=None, num_turns=0)
+        assert (await asking.ask("a", "Hello!", session_id=session_id))["type"] == "accepted"
+        await heard(session_id, title="Hello!", num_turns=1)
+        (await gateway.node.asked()).finish("Hi.")
+        assert (await asking.rest())[1]["type"] == "done"
+        path = f"/api/sessions/{session_id}"
+        for change in ({"title": "Greetings"}, {"is_pinned": True}):
+            async with http.patch(path, json=change) as reply:
+                assert reply.status == 200
+            await heard(session_id, **change)
+        async with http.delete(path) as reply:
+            assert reply.status == 204
+        assert await watching.next() == {"type": "listed", "session_id": session_id, "session": None}
+        async with http.post(f"{path}/restore") as reply:
+            assert reply.status == 200
+        await heard(session_id, is_pinned=True)
+        async with http.get(f"{path}/export") as reply:
+            archive = await reply.json()
+        async with http.post("/api/sessions/import", json=archive) as reply:
+            copy = (await reply.json())["id"]
+        await heard(copy, title="Greetings", num_turns=1)
+        for each in (asking, other):
+            await each.send(type="ping")
+            assert (await each.next())["type"] == "pong", "it does not watch, or is another's"
+
+
+async def test_code_of_ours_that_blocks_the_loop_is_noted_though_its_error_is_swallowed(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await gateways()
+
+    async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    monkeypatch.setattr("gateway.doors.rest.pages.asyncio.to_thread", on_the_loop)
+    with watched() as blocked:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{gateway.server.url}/static/index.html") as reply,
+        ):
+            assert reply.status == 500
+    assert "_static_path" in blocked.found[0]
+
+
+LIMITS = limits_for(4096, 10_000, None, None)
+QUIET = NewConnection(
+    num_all=10, num_of_address=2, has_unfinished_of_address=True, has_unfinished=True, has_idle=True
+)
+FULL = replace(QUIET, num_all=LIMITS.num_general)
+
+
+@pytest.mark.parametrize(
+    ("max_files", "total"),
+    [(256, 128), (1024, 512), (4096, 3584), (20_000, 19_488), (1 << 20, 20_000)],
+)
+def test_files_are_kept_back_for_everything_else(max_files: int, total: int) -> None:
+    limits = limits_for(max_files, 10_000, None, None)
+    assert limits.num_total == total
+    assert limits.num_per_address <= total // 2
+    assert 0 < limits.num_general < total
+
+
+def test_who_goes_when_connections_are_scarce() -> None:
+    assert admit(FULL, LIMITS) == Admission(True, "oldest_unfinished")
+    assert admit(replace(FULL, has_unfinished=False), LIMITS) == Admission(True, "oldest_idle")
+    busy = replace(FULL, has_unfinished=False, has_idle=False)
+    assert admit(busy, LIMITS) == Admission(True, is_reserved=True)
+    assert admit(replace(busy, num_all=LIMITS.num_total), LIMITS) == Admission(False, reason="limit")
+
+
+def test_an_address_makes_room_among_its_own() -> None:
+    greedy = replace(QUIET, num_of_address=LIMITS.num_per_address)
+    assert admit(greedy, LIMITS) == Admission(True, "oldest_of_address")
+    greedy = replace(greedy, has_unfinished_of_address=False)
+    assert admit(greedy, LIMITS) == Admission(False, reason="address_limit")
+    assert admit(replace(greedy, num_of_address=None), LIMITS) == Admission(True), "many share this address"
+
+
+@pytest.mark.parametrize(
+    ("body", "now_s", "reason"),
+    [
+        (BodyFacts(0, 0, 0), 19.9, None),
+        (BodyFacts(0, 0, 0), 20, "body_timeout"),
+        (BodyFacts(0, 100, 1 << 20), 119, None),
+        (BodyFacts(0, 100, 1 << 20), 120, "body_timeout"),
+        (BodyFacts(0, 59, 100), 61, "body_too_slow"),
+        (BodyFacts(0, 187, 1 << 19), 188, "body_too_slow"),
+        (BodyFacts(0, 187, 1 << 19), 187, None),
+        (BodyFacts(0, 299, 16 << 20), 299, None),
+        (BodyFacts(0, 299, 16 << 20), 300, "body_too_slow"),
+        (BodyFacts(0, 319, 20 << 20), 319, None),
+        (BodyFacts(0, 319, 20 << 20), 320, "body_too_slow"),
+    ],
+)
+def test_when_a_body_is_no_longer_waited_for(body: BodyFacts, now_s: float, reason: str | None) -> None:
+    assert body_overdue(body, now_s, 20) == reason
+
+
+def test_a_warning_comes_once_until_it_has_been_over_for_good() -> None:
+    mark = Watermark()
+    said = [(used, mark.is_high) for used in (79, 80, 90, 75, 85, 70, 69, 75, 80) if mark.crossed(used, 100)]
+    assert said == [(80, True), (69, False), (80, True)]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("fe80::1%eth0", "fe80::"),
+        ("::1", "::1"),
+        ("unix:", ""),
+    ],
+)
+def test_addresses_of_one_customer_are_one(host: str, address: str) -> None:
+    assert address_of(host) == address
+
+
+def test_which_addresses_many_share() -> None:
+    proxies = [ip_network("10.0.0.0/8"), ip_network("2001:db8:1:2::5")]
+    for shared in ("", "127.0.0.1", "127.8.8.8", "::1", "10.1.2.3", "2001:db8:1:2::"):
+        assert is_shared(shared, proxies)
+    for own in ("192.0.2.7", "2001:db8:1:3::"):
+        assert not is_shared(own, proxies)
+
+
+@pytest.fixture
+async def app(tmp_path: Path):
+    services = await build_services(
+        Config(data_dir=tmp_path, kv_host_gib=0, port=0), metrics=Metrics(CollectorRegistry())
+    )
+    yield build_app(services)
+    await services.node.close()
+    await services.store.close()
+
+
+async def test_every_route_is_described_and_everything_described_is_a_route(app: web.Application) -> None:
+    routes = {
+        (route.method.lower(), route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"  # which aiohttp adds to every GET
+    }
+    assert {(operation.method, operation.path) for operation in OPERATIONS} == routes
+
+
+async def test_while_the_engine_starts_there_is_no_half_document(app: web.Application) -> None:
+    async with TestClient(TestServer(app)) as client:
+        response = await client.get("/openapi.json")
+        assert response.status == 503
+        assert response.headers["Retry-After"]
+        assert (await response.json())["error"]["code"] == "starting"

@@ -1,0 +1,277 @@
+"""What is read from API calls and their replies, so that they can be kept, followed in the background and gone on from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event, unpack_token_ids
+from gateway.doors.api.recording import recording_of
+from gateway.errors import GatewayError
+from gateway.sessions import SessionStore, StoredResponse, Turn
+from gateway.settings.config import Config
+from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
+from gateway.turns.replies import AnswerReader, items_of, question_of, session_named
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "question"),
+    [
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": text} for text in "ab"] + [{"role": "assistant"}]},
+            "b",
+        ),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {}]}]}, "x"),
+        ("completions", {"prompt": "p"}, "p"),
+        ("responses", {"input": "i"}, "i"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "i"}]}]}, "i"),
+    ],
+)
+def test_the_question_is_the_last_user_message(api: Any, body: dict[str, Any], question: str) -> None:
+    assert question_of(api, body) == question
+
+
+def test_the_header_goes_before_the_body() -> None:
+    named = [session_named(header, body) for header in ("h", None) for body in ({"session_id": "b"}, {})]
+    assert named == ["h", "h", "b", None]
+    with pytest.raises(GatewayError):
+        session_named(None, {"session_id": 7})
+
+
+@pytest.mark.parametrize(
+    ("api", "events", "read"),
+    [
+        (
+            "messages",
+            [{"type": "content_block_delta", "delta": {"text": "hi"}}, {"type": "message_stop"}],
+            ("hi", True),
+        ),
+        (
+            "responses",
+            [
+                {"type": "response.output_text.delta", "delta": "yo"},
+                {"type": "response.completed", "response": {"id": "r", "usage": {"input_tokens": 5}}},
+            ],
+            ("yo", True),
+        ),
+    ],
+)
+def test_a_stream_is_read_to_its_end(api: Any, events: list[Any], read: tuple[str, bool]) -> None:
+    reader = AnswerReader(api)
+    for event in events:
+        reader.feed(b"event: x\ndata: " + orjson.dumps(event) + b"\n\n")
+    assert (reader.answer, reader.is_complete) == read
+    assert api == "messages" or (reader.usage is not None and reader.usage["prompt_tokens"] == 5)
+
+
+def test_an_answer_that_is_only_the_call_of_a_tool_is_one_to_keep() -> None:
+    reader = AnswerReader("chat")
+    call = {"index": 0, "function": {"name": "weather", "arguments": "{}"}}
+    for delta, reason in (
+        ({"role": "assistant", "content": ""}, None),
+        ({"tool_calls": [call]}, "tool_calls"),
+    ):
+        assert not reader.has_begun
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        reader.feed(b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n")
+    assert (reader.has_begun, reader.answer, reader.finish_reason) == (True, "", "tool_calls")
+
+
+NOW = 1_700_000_000.0
+
+
+def response(text: str, answer: str, previous: str | None = None) -> StoredResponse:
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}]
+    items = [{"role": "user", "content": text}]
+    return StoredResponse(
+        reply=orjson.dumps({"output": output}), items=orjson.dumps(items), previous=previous
+    )
+
+
+async def record(store: SessionStore, name: str, ids: list[int], session: str = "s", **options: Any) -> None:
+    await store.record_turn(
+        "ann",
+        session,
+        name,
+        f"question {name}",
+        answer=f"answer {name}",
+        token_ids=pack_token_ids(ids),
+        response_id=f"resp_{name}",
+        response=response(f"question {name}", f"answer {name}", **options),
+        makes_session=True,
+        now=NOW,
+    )
+
+
+async def ids_of(store: SessionStore) -> list[int]:
+    return list(unpack_token_ids(await store.token_ids("ann", "s")))
+
+
+async def test_a_session_has_the_ids_of_its_last_call_and_a_response_those_up_to_its_own(
+    store: SessionStore,
+) -> None:
+    await record(store, "a", [1, 2, 3])
+    await record(store, "b", [1, 2, 3, 4, 5], previous="resp_a")
+    assert await ids_of(store) == [1, 2, 3, 4, 5]
+    found = await store.responses.history("ann", "resp_a")
+    assert found is not None and list(unpack_token_ids(found.token_ids)) == [1, 2, 3]
+    assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
+    assert await store.responses.history("bob", "resp_a") is None
+
+
+def turn(name: str) -> Turn:
+    return Turn(
+        id=name,  # type: ignore[arg-type]
+        content=f"question {name}",
+        answer=f"answer {name}",
+        status="done",
+        adapter=None,
+        finish_reason="stop",
+        usage=None,
+        timings=None,
+        created_at=NOW,
+    )
+
+
+def said(name: str) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"question {name}"},
+        {"role": "assistant", "content": f"answer {name}"},
+    ]
+
+
+def test_a_follow_up_reads_the_chain_and_nothing_that_stood_before_its_beginning() -> None:
+    chat, first, second = turn("chat"), turn("a"), turn("b")
+    beginning = response("question a", "answer a")
+    following = response("question b", "answer b", "resp_a")
+    assert items_of([(chat, None), (first, beginning), (second, following)]) == said("a") + said("b")
+    assert items_of([(first, beginning), (chat, None), (second, following)]) == said("a") + said(
+        "chat"
+    ) + said("b")
+
+
+def test_a_stream_that_was_cut_off_is_an_incomplete_response_with_its_beginning() -> None:
+    reader = AnswerReader("responses")
+    reader.feed(
+        b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1","status":"in_progress"}}\n\n'
+    )
+    reader.feed(b'data: {"type":"response.output_text.delta","delta":"Onc"}\n\n')
+    reader.feed(token_ids_event(b"1234"))
+    assert reader.reply is not None and reader.token_ids == b"1234"
+    assert (reader.reply["id"], reader.reply["status"]) == ("resp_1", "incomplete")
+    assert reader.reply["output"][0]["content"][0]["text"] == "Onc"
+
+
+def event(number: int, kind: str) -> bytes:
+    value = {"type": kind, "sequence_number": number, "response": {"id": "resp_1"}}
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
+CREATED = event(0, "response.created")
+
+
+class Call:
+    """A response whose events and whose storing the test lets come."""
+
+    def __init__(self) -> None:
+        self.all = BackgroundResponses()
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.may_store = asyncio.Event()
+        self.is_storing = asyncio.Event()
+        self.stored: list[str] = []
+
+    async def begin(self) -> BackgroundResponse:
+        self.events.put_nowait(CREATED)
+        return await self.all.start(
+            "ann",
+            SseReply(self._events()),
+            is_streamed=True,
+            scope=self._scope,
+            record=self._record,
+            ended=lambda: None,
+        )
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        while (event := await self.events.get()) is not None:
+            yield event
+
+    async def _scope(self, reading: Awaitable[None]) -> None:
+        await reading
+
+    async def _record(self, job: BackgroundResponse) -> None:
+        self.is_storing.set()
+        await self.may_store.wait()
+        self.stored.append(job.status)
+
+
+async def test_who_cancels_a_second_time_waits_for_what_is_stored() -> None:
+    call = Call()
+    job = await call.begin()
+    first = asyncio.create_task(call.all.cancel(job))
+    await call.is_storing.wait()
+    second = asyncio.create_task(call.all.cancel(job))
+    await asyncio.sleep(0)
+    call.may_store.set()
+    await asyncio.gather(first, second)
+    assert call.stored == ["cancelled"] and job.is_over
+
+
+async def test_one_that_is_being_stored_is_not_cancelled_any_more() -> None:
+    call = Call()
+    job = await call.begin()
+    call.events.put_nowait(event(1, "response.completed"))
+    call.events.put_nowait(None)
+    await call.is_storing.wait()
+    ends = [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(end.done() for end in ends) and not job.is_over
+    call.may_store.set()
+    await asyncio.gather(*ends)
+    assert call.stored == ["in_progress"] and job.reply()["id"] == "resp_1"
+
+
+async def test_a_follower_goes_on_by_number_whatever_comments_stand_between() -> None:
+    job = BackgroundResponse(is_streamed=True)
+    waiting, later = b": keep-alive\n\n", b": left out\n\n"
+    events = [waiting, CREATED, waiting, event(1, "x"), event(2, "y"), later, event(3, "z")]
+    for each in events:
+        job.add(each)
+    job.end()
+    assert [each async for each in job.follow()] == events
+    assert [each async for each in job.follow(1)] == events[4:]
+    assert [each async for each in job.follow(2)] == events[5:]
+    assert [each async for each in job.follow(3)] == []
+
+
+async def test_items_that_are_named_often_are_no_way_around_the_bounds_of_a_body(
+    store: SessionStore, tmp_path: Path
+) -> None:
+    config = Config(data_dir=tmp_path, max_body_bytes=10_000, max_messages=100)
+    services: Any = SimpleNamespace(store=store, config=config)
+    text = {"type": "output_text", "text": "x" * 500}
+    long = {"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}
+    reply = json.dumps({"id": "resp_a", "output": [long]}).encode()
+    response = StoredResponse(reply=reply, items=b"[]", previous=None)
+    call = {"answer": "hi", "response_id": "resp_a", "response": response, "makes_session": True}
+    await store.record_turn("ann", "s", "t", "hello", now=NOW, **call)
+
+    def naming(num: int) -> dict[str, Any]:
+        return {"input": [{"type": "item_reference", "id": "msg_1"}] * num}
+
+    body = naming(3)
+    assert await recording_of(services, "ann", "responses", body, None) is not None
+    assert [item["content"] for item in body["input"]] == ["x" * 500] * 3
+    with pytest.raises(GatewayError, match="longer"):
+        await recording_of(services, "ann", "responses", naming(50), None)
+    body = naming(101)
+    await recording_of(services, "ann", "responses", body, None)
+    assert body == naming(101), "too many items are refused by their number"

@@ -1,0 +1,312 @@
+"""Settings: which source wins, what a mistake is answered with, and a data folder that others could read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config, ConfigError
+from gateway.settings.data_folder import tighten
+from gateway.settings.priorities import MAX_PRIORITY, checked_priority, parse_weights
+from gateway.settings.sources import load_config
+
+
+def load(
+    flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None, **options: Any
+) -> Config:
+    """Settings from nothing but what is given."""
+    options.setdefault("cwd", Path("/nonexistent"))
+    return load_config(flags or {}, environ or {}, **options)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "overture.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_defaults_serve_the_demo_model_on_this_machine_only() -> None:
+    config = load()
+    assert (config.host, config.port, config.is_loopback) == ("127.0.0.1", 8000, True)
+    assert (config.model, config.adapters_dir) == (str(DEMO_MODEL_DIR), DEMO_ADAPTERS_DIR)
+    assert config.served_model_name == "overture-demo"
+    assert not config.has_api_keys and not config.cors_origins and not config.allow_adapter_loading
+    assert config.warnings() == []
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "port = 1\nmax_num_seqs = 2\nmax_loras = 3\n")
+    environ = {"OVERTURE_PORT": "10", "OVERTURE_MAX_NUM_SEQS": "20"}
+    config = load({"port": "100"}, environ, cwd=tmp_path)
+    assert (config.port, config.max_num_seqs, config.max_loras, config.max_lora_rank) == (100, 20, 3, 128)
+    assert config.sources["port"] == "flag --port"
+    assert config.sources["max_num_seqs"] == "env OVERTURE_MAX_NUM_SEQS"
+    assert config.sources["max_loras"] == str(tmp_path / "overture.toml")
+    assert "max_lora_rank" not in config.sources
+    assert load({"port": None, "api_keys": (), "allow_adapter_loading": None}).sources == {}
+
+
+def test_lists_come_as_toml_lists_repeated_flags_or_commas(tmp_path: Path) -> None:
+    write(tmp_path, 'cors_origins = ["https://a.example"]\n')
+    assert load(cwd=tmp_path).cors_origins == ("https://a.example",)
+    assert (
+        load({"cors_origins": ("https://a.example", "https://b.example")}).cors_origins[1]
+        == "https://b.example"
+    )
+    environ = {"OVERTURE_API_KEYS": "one-key, another-key"}
+    assert load(environ=environ).api_keys == ("one-key", "another-key")
+
+
+def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3-8B").mkdir()
+    config = load({"model": "Qwen3-8B"}, cwd=tmp_path)
+    assert config.model == str(tmp_path / "Qwen3-8B")
+    assert (config.served_model_name, config.adapters_dir) == ("Qwen3-8B", None)
+    assert load({"model": "org/from-a-hub"}).model == "org/from-a-hub"
+    assert load({"model": "org/from-a-hub"}).served_model_name == "from-a-hub"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"port": "many"}, "--port: expected an integer from 0 to 65535, got 'many'"),
+        ({"port": "65536"}, "--port: expected an integer from 0 to 65535, got '65536'"),
+        ({"device": "tpu"}, "--device: expected one of auto, cpu, cuda, got 'tpu'"),
+        ({"kv_cache_gib": "0"}, "--kv-cache-gib: expected a number, more than 0, got '0'"),
+        ({"kv_cache_gib": "nan"}, "--kv-cache-gib: expected a number, more than 0, got 'nan'"),
+        ({"gpu_memory_utilization": "1.5"}, "expected a number, more than 0 and at most 1"),
+        ({"max_model_len": "-1"}, "--max-model-len: expected an integer, at least 1, got '-1'"),
+        ({"host": ""}, "--host: expected a non-empty string"),
+        ({"data_dir": ""}, "--data-dir: expected a path"),
+        ({"adapter_host_gib": "0"}, "--adapter-host-gib"),
+        ({"chat_template": "gone.jinja"}, "chat_template: there is no file /nonexistent/gone.jinja"),
+        ({"api_key_file": "gone"}, "api_key_file: there is no file"),
+        ({"adapters_dir": "gone"}, "adapters_dir: there is no folder"),
+        ({"model": "./gone"}, "model: there is no folder"),
+        ({"prot": "1"}, "did you mean port"),
+        ({"nodes": "0"}, "nodes: 0 is for a cluster that others join"),
+        ({"ray_address": "somewhere"}, "ray_address: expected HOST:PORT, got 'somewhere'"),
+        ({"cluster_host": "0.0.0.0"}, "cluster_host: name one address of this machine"),
+        ({"cluster_host": "gateway.example"}, "cluster_host: 'gateway.example' does not appear to be"),
+        ({"cluster_host": "10.0.0.1"}, "nodes on 10.0.0.1 need TLS: give --cluster-cert and --cluster-key"),
+        ({"cluster_cert": __file__}, "cluster_cert and cluster_key go together"),
+        ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
+        ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_is_expected(flags: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prot = 1", "unknown setting 'prot' (did you mean port?)"),
+        ('port = "8000"', "port: expected an integer from 0 to 65535, got '8000'"),
+        ("port = true", "port: expected an integer"),
+        ('api_keys = "one"', "api_keys: expected a list of non-empty strings"),
+        ("[server]\nport = 1", "unknown setting 'server'"),
+        ("sources = {}", "unknown setting 'sources'"),
+        ("port = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_line_in_the_file_is_named_with_what_is_expected(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(cwd=tmp_path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert expected in str(caught.value)
+
+
+def test_a_wrong_variable_is_named_and_an_unknown_one_is_only_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigError, match="environment: OVERTURE_PORT: expected an integer"):
+        load(environ={"OVERTURE_PORT": "x"})
+    load(environ={"OVERTURE_PROT": "1", "OVERTURE_URL": "for the chat client"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "OVERTURE_PROT is no setting of this server, ignored (did you mean OVERTURE_PORT?)"
+    ]
+
+
+def test_keys_are_never_shown(tmp_path: Path) -> None:
+    config = load({"api_keys": ("sesame-open-now",)})
+    assert "sesame" not in config.describe() + repr(config) + str(config)
+    assert "1 set, hidden" in config.describe()
+    write(tmp_path, 'api_keys = ["sesame-open-now", 3]')
+    with pytest.raises(ConfigError) as caught:
+        load(cwd=tmp_path)
+    assert "sesame" not in str(caught.value)
+
+
+def test_every_setting_of_the_engine_reaches_it_as_it_was_set(tmp_path: Path) -> None:
+    from engine_bridge.settings.engine_config import EngineSettings
+    from gateway.app import engine_config
+
+    changed = {"device": "cpu", "dtype": "float16", "max_num_seqs": 7, "kv_dir": tmp_path}
+    changed |= {"scheduling_policy": "fair", "adapter_policy": "lru", "kv_host_gib": 0.5}
+    config = Config(**changed)  # type: ignore[arg-type]
+    made = engine_config(config)
+    assert {name: getattr(made, name) for name in changed} == changed
+    assert all(getattr(made, name) == getattr(config, name) for name in EngineSettings.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("host", "engine", "place"),
+    [
+        ("127.0.0.1", "auto", "in-process"),
+        ("localhost", "auto", "in-process"),
+        ("::1", "auto", "in-process"),
+        ("0.0.0.0", "auto", "process"),
+        ("0.0.0.0", "in-process", "in-process"),
+        ("127.0.0.1", "process", "process"),
+    ],
+)
+def test_an_engine_that_serves_others_has_a_process_of_its_own_unless_told(
+    host: str, engine: str, place: str
+) -> None:
+    assert load({"host": host, "engine": engine}).engine == place
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_come_from_flags_environment_and_both_forms_of_a_file(tmp_path: Path) -> None:
+    wanted = {"ada": 2.0, "bob": 0.5}
+    file = tmp_path / "overture.toml"
+    file.write_text('tenant_weights = ["ada=2", "bob=0.5"]\n')
+    as_list = load(cwd=tmp_path)
+    file.write_text("[tenant_weights]\nada = 2\nbob = 0.5\n")
+    as_table = load(cwd=tmp_path)
+    flags = load({"tenant_weights": ("ada=2", "bob=0.5")})
+    environ = load(environ={"OVERTURE_TENANT_WEIGHTS": "ada=2, bob=0.5"})
+    for config in (as_list, as_table, flags, environ):
+        assert parse_weights(config.tenant_weights) == wanted
+
+
+WRONG = "ada|ada=|=2|ada=0|ada=-1|ada=nan|ada=inf|ada=1e999|ada=two|a da=2|a:b=2|ada=1=2|ada=.".split("|")
+
+
+@pytest.mark.parametrize("entry", [*WRONG, "x" * 65 + "=1"])
+def test_a_weight_of_another_form_is_refused_at_the_start(entry: str) -> None:
+    with pytest.raises(ConfigError, match=r"tenant_weights: expected NAME=WEIGHT .*flag --tenant-weight"):
+        load({"tenant_weights": (entry,)})
+
+
+def test_one_name_has_one_weight() -> None:
+    assert parse_weights(["ada=2", "ada=2.0"]) == {"ada": 2.0}
+    with pytest.raises(ValueError, match="ada has two weights"):
+        parse_weights(["ada=2", "ada=3"])
+
+
+# -- priority ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(), st.booleans())
+def test_a_client_can_wait_and_hurry_only_where_it_may(value: int, may_hurry: bool) -> None:
+    low = -MAX_PRIORITY if may_hurry else 0
+    if low <= value <= MAX_PRIORITY:
+        assert checked_priority(value, may_hurry=may_hurry) == value
+        return
+    with pytest.raises(GatewayError) as raised:
+        checked_priority(value, may_hurry=may_hurry)
+    assert (raised.value.code, raised.value.param) == ("bad_request", "priority")
+    assert f"from {low} to {MAX_PRIORITY}" in raised.value.message
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder as an older release may have left it, open to everybody."""
+    folder = tmp_path / "data"
+    store = folder / "kv" / "0123abcd"
+    store.mkdir(parents=True)
+    (folder / "profiles").mkdir()
+    for name in ("", "-wal", "-shm"):
+        (folder / f"sessions.sqlite3{name}").write_bytes(b"x")
+    for name in ("adapters.db", "lengths-1.msgpack"):
+        (folder / name).write_bytes(b"x")
+    for name in ("namespace.json", "0.seg"):
+        (store / name).write_bytes(b"{}")
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o775 if path.is_dir() else 0o664)
+    return folder
+
+
+def test_all_that_holds_conversations_becomes_private(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(data_dir=folder)
+    with caplog.at_level(logging.WARNING):
+        config.prepare_data_dir()
+    for path in (folder, *folder.rglob("*")):
+        assert mode_of(path) == (0o700 if path.is_dir() else 0o600), path
+    assert len(caplog.records) == 1 and str(folder) in caplog.text and "6 more" in caplog.text
+    caplog.clear()
+    config.prepare_data_dir()
+    assert not caplog.records
+
+
+def test_what_belongs_to_another_user_is_not_touched(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    theirs = folder / "sessions.sqlite3"
+    os.chown(theirs, 12345, 12345)
+    tighten(folder, folder / "kv")
+    assert mode_of(theirs) == 0o664 and mode_of(folder) == 0o700
+    folder.chmod(0o755)
+    os.chown(folder, 12345, 12345)
+    tighten(folder, folder / "kv")
+    assert mode_of(folder) == 0o755
+
+
+def test_a_linked_data_folder_is_followed_and_links_in_it_are_not(folder: Path, tmp_path: Path) -> None:
+    """Somebody may have put a link there that points to a file of ours which others are to read."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"x")
+    outside.chmod(0o644)
+    (folder / "sessions.sqlite3").unlink()
+    (folder / "sessions.sqlite3").symlink_to(outside)
+    (tmp_path / "link").symlink_to(folder)
+    Config(data_dir=tmp_path / "link").prepare_data_dir()
+    assert mode_of(folder) == 0o700 and mode_of(folder / "adapters.db") == 0o600
+    assert mode_of(outside) == 0o644
+
+
+def test_a_folder_that_others_use_too_keeps_its_rights(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "somebody").mkdir()
+    tighten(folder, folder / "kv")
+    assert mode_of(folder) == 0o775 and mode_of(folder / "sessions.sqlite3") == 0o600
+    assert "use a folder of its own" in caplog.text
+    (folder / "somebody").rmdir()
+    folder.chmod(0o1777)
+    tighten(folder, folder / "kv")
+    assert mode_of(folder) == 0o1777
+    folder.chmod(0o755)
+    assert tighten(folder, folder / "kv") == [folder]
+
+
+def test_kv_elsewhere_is_made_private_store_by_store(folder: Path, tmp_path: Path) -> None:
+    """A --kv-dir of its own may hold other things: only what is marked as a store of ours is changed."""
+    elsewhere = tmp_path / "fast"
+    (folder / "kv").rename(elsewhere)
+    (elsewhere / "other").mkdir(mode=0o755)
+    (elsewhere / "other").chmod(0o755)
+    tighten(folder, elsewhere)
+    assert mode_of(elsewhere) == 0o775 and mode_of(elsewhere / "other") == 0o755
+    assert mode_of(elsewhere / "0123abcd") == 0o700 and mode_of(elsewhere / "0123abcd" / "0.seg") == 0o600
