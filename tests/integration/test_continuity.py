@@ -176,8 +176,16 @@ class ApiConversation:
 
     def _body(self, content: str) -> dict[str, Any]:
         self._messages.append({"role": "user", "content": content})
-        # Without the unlikely tokens: messages know no seed, and a special token within an answer is not in its text, so that its ids go no further.
-        sampling = {"model": MODEL, "temperature": 1.0, "top_p": 0.9, "seed": 11, "stream": self._stream}
+        # Without the unlikely tokens, because a special token within an answer is not in its text, so that its ids go no further. Messages know no
+        # seed: what other tests sampled before would choose their words, which may be none at all.
+        temperature = 0.0 if self._api == "messages" else 1.0
+        sampling = {
+            "model": MODEL,
+            "temperature": temperature,
+            "top_p": 0.9,
+            "seed": 11,
+            "stream": self._stream,
+        }
         if self._api == "responses":
             return sampling | {
                 "input": content,
