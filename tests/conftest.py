@@ -22,6 +22,8 @@ for _name, _value in {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_COMPILE_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A thread that waits for the next part of a step sleeps: looking for it all the time took half of the processor time of each engine.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Of the shared engine; the first engine of the process would set it otherwise, and some have room for one.
     "VLLM_MAX_N_SEQUENCES": "32",
 }.items():
