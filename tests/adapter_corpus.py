@@ -18,9 +18,8 @@ Shapes = Mapping[str, tuple[int, int]]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-SPREAD = (
-    0.05  # Standard deviation of the weights: answers differ from the base model's, and nothing overflows.
-)
+# Standard deviation of the weights: answers differ from the base model's, and nothing overflows.
+SPREAD = 0.05
 BASE_MODEL = "demo/base"
 RANK = 8
 
@@ -53,13 +52,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         end = position + len(tensor.data)
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [position, end]}
         position = end
-    write_raw(path, header, b"".join(tensor.data for tensor in tensors.values()))
-
-
-def write_raw(path: Path, header: Mapping[str, Any] | bytes, data: bytes) -> None:
-    """A file with this header, whether or not it fits the data."""
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
+    data = b"".join(tensor.data for tensor in tensors.values())
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
@@ -119,70 +114,73 @@ def make_adapter(
 def write_config(
     folder: Path, modules: Shapes, rank: int = RANK, overrides: Mapping[str, Any] | None = None
 ) -> None:
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": BASE_MODEL,
+    overrides = overrides or {}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": BASE_MODEL}
+    config |= {
         "r": rank,
         "lora_alpha": 2 * rank,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "use_rslora": False,
-        "use_dora": False,
-        **(overrides or {}),
     }
-    kept = {
-        name: value for name, value in config.items() if not (name in (overrides or {}) and value is None)
-    }
+    config |= {"inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}}
+    config |= {"use_rslora": False, "use_dora": False, **overrides}
+    config.setdefault("target_modules", sorted({name.rpartition(".")[2] for name in modules}))
+    kept = {name: value for name, value in config.items() if value is not None or name not in overrides}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(kept, indent=1))
 
-
-# --- the bad ones ----------------------------------------------------------------------------------------------------------------------
 
 # Writes a bad adapter into a folder that does not exist yet, for a model of these modules and this largest rank. Returns the code of the
 # refusal that must follow.
 Builder = Callable[[Path, Shapes, int], str]
 
-BAD: dict[str, Builder] = {}
 
-
-def bad(name: str) -> Callable[[Builder], Builder]:
-    def note(builder: Builder) -> Builder:
-        BAD[name] = builder
-        return builder
-
-    return note
-
-
-def edited(name: str, code: str, edit: Callable[[Tensors, Shapes], object]) -> None:
-    """A bad adapter that is a good one but for `edit`."""
+def made(code: str, **options: Any) -> Builder:
+    """A bad adapter that is a good one but for these arguments of `make_adapter`."""
 
     def build(folder: Path, modules: Shapes, max_rank: int) -> str:
-        make_adapter(folder, modules=modules, edit=lambda tensors: edit(tensors, modules))
+        make_adapter(folder, modules=modules, **options)
         return code
 
-    BAD[name] = build
+    return build
 
 
-def configured(name: str, code: str, **overrides: Any) -> None:
+def configured(code: str, **overrides: Any) -> Builder:
     """A bad adapter that is a good one but for fields of its configuration."""
+    return made(code, config_overrides=overrides)
+
+
+def edited(code: str, edit: Callable[..., object], **overrides: Any) -> Builder:
+    """One that is good but for `edit`: it gets the tensors, the names of the first module's two, and its sizes in and out."""
 
     def build(folder: Path, modules: Shapes, max_rank: int) -> str:
-        make_adapter(folder, modules=modules, config_overrides=overrides)
+        module, sizes = next(iter(modules.items()))
+        options = {"modules": modules, "config_overrides": overrides}
+        make_adapter(folder, **options, edit=lambda tensors: edit(tensors, *names_of(module), *sizes))
         return code
 
-    BAD[name] = build
+    return build
 
 
-def first_names(modules: Shapes) -> tuple[str, str]:
-    return names_of(next(iter(modules)))
+def spoiled(code: str, name: str, spoil: Callable[[Path], object]) -> Builder:
+    """A bad adapter that was good until one of its files was spoiled."""
+
+    def build(folder: Path, modules: Shapes, max_rank: int) -> str:
+        spoil(make_adapter(folder, modules=modules) / name)
+        return code
+
+    return build
+
+
+def left(code: str, leave: Callable[[Path, Shapes], object]) -> Builder:
+    """What was left at the adapter's place instead of one."""
+
+    def build(folder: Path, modules: Shapes, max_rank: int) -> str:
+        leave(folder, modules)
+        return code
+
+    return build
 
 
 def reshape(tensors: Tensors, name: str, shape: tuple[int, int]) -> None:
@@ -197,197 +195,112 @@ def rename(tensors: Tensors, change: Callable[[str], str]) -> None:
     tensors.update(renamed)
 
 
-def poison(tensors: Tensors, name: str, value: float) -> None:
-    """Make the last number of a BF16 tensor NaN or infinite: nothing but a look at every number finds it."""
-    old = tensors[name]
-    tensors[name] = old._replace(data=old.data[:-2] + encode(np.float32([value]), "BF16").data)
+def poisoned(which: int, value: float) -> Callable[..., None]:
+    """Make the last number of the first module's lora_A (0) or lora_B (1) NaN or infinite: nothing but a look at every number finds it."""
+
+    def edit(tensors: Tensors, *names_and_sizes: Any) -> None:
+        old = tensors[names_and_sizes[which]]
+        tensors[names_and_sizes[which]] = old._replace(
+            data=old.data[:-2] + encode(np.float32([value]), "BF16").data
+        )
+
+    return edit
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    return tensor._replace(data=bytes(len(tensor.data)))
+def added(name: str, shape: tuple[int, int]) -> Callable[..., None]:
+    """A tensor more; `{}` in its name stands for the first module's."""
+    return lambda tensors, a, *_: reshape(
+        tensors, f"base_model.model.{name}".format(a.split(".", 2)[2].removesuffix(".lora_A.weight")), shape
+    )
 
 
-@bad("missing_path")
-def _missing_path(folder: Path, modules: Shapes, max_rank: int) -> str:
-    return "adapter_not_found"
+def renamed(pattern: str, new: str, count: int = 0) -> Callable[..., None]:
+    return lambda tensors, *_: rename(tensors, lambda name: re.sub(pattern, new, name, count=count))
 
 
-@bad("file_not_folder")
-def _file_not_folder(folder: Path, modules: Shapes, max_rank: int) -> str:
-    folder.write_text("an adapter")
-    return "adapter_not_found"
+def resized(a: int = 0, b: int = 0, rank_a: int = RANK, rank_b: int = RANK) -> Callable[..., None]:
+    """The first module's lora_A with `a` more inputs and another rank, its lora_B with `b` more outputs and another."""
+
+    def edit(tensors: Tensors, name_a: str, name_b: str, num_in: int, num_out: int) -> None:
+        reshape(tensors, name_a, (rank_a, num_in + a))
+        reshape(tensors, name_b, (num_out + b, rank_b))
+
+    return edit
 
 
-@bad("empty_folder")
-def _empty_folder(folder: Path, modules: Shapes, max_rank: int) -> str:
-    folder.mkdir()
-    return "adapter_not_found"
+def _split_by_expert(tensors: Tensors, *_: Any) -> None:
+    for name, tensor in tensors.items():
+        num_rows, num_columns = tensor.shape
+        tensors[name] = tensor._replace(shape=(2, num_rows // 2, num_columns))
 
 
-@bad("no_config")
-def _no_config(folder: Path, modules: Shapes, max_rank: int) -> str:
-    (make_adapter(folder, modules=modules) / CONFIG_FILE).unlink()
-    return "adapter_not_found"
+def _zero(tensors: Tensors, *_: Any) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor._replace(data=bytes(len(tensor.data)))
 
 
-@bad("bad_json")
-def _bad_json(folder: Path, modules: Shapes, max_rank: int) -> str:
-    (make_adapter(folder, modules=modules) / CONFIG_FILE).write_text('{"r": 8,')
-    return "bad_config"
-
-
-@bad("no_weights")
-def _no_weights(folder: Path, modules: Shapes, max_rank: int) -> str:
-    write_config(folder, modules)
-    return "no_weights"
-
-
-@bad("pickle_only")
-def _pickle_only(folder: Path, modules: Shapes, max_rank: int) -> str:
+def _pickle(folder: Path, modules: Shapes) -> None:
     write_config(folder, modules)
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04N.")
-    return "unsupported_format"
 
 
-@bad("rank_above_limit")
-def _rank_above_limit(folder: Path, modules: Shapes, max_rank: int) -> str:
-    make_adapter(folder, modules=modules, rank=max_rank + 1)
-    return "rank_too_large"
-
-
-@bad("truncated")
-def _truncated(folder: Path, modules: Shapes, max_rank: int) -> str:
-    weights = make_adapter(folder, modules=modules) / WEIGHTS_FILE
-    weights.write_bytes(weights.read_bytes()[:-100])
-    return "corrupt_file"
-
-
-@bad("corrupt_header")
-def _corrupt_header(folder: Path, modules: Shapes, max_rank: int) -> str:
-    weights = make_adapter(folder, modules=modules) / WEIGHTS_FILE
-    raw = bytearray(weights.read_bytes())
+def _flip_first_of_header(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
     raw[8] ^= 0xFF
-    weights.write_bytes(raw)
-    return "corrupt_file"
+    path.write_bytes(raw)
 
 
-def _wider(tensors: Tensors, modules: Shapes, *, a: int = 0, b: int = 0) -> None:
-    """The first module's lora_A with `a` more inputs, its lora_B with `b` more outputs."""
-    name_a, name_b = first_names(modules)
-    num_in, num_out = next(iter(modules.values()))
-    reshape(tensors, name_a, (RANK, num_in + a))
-    reshape(tensors, name_b, (num_out + b, RANK))
+def _rank_above_limit(folder: Path, modules: Shapes, max_rank: int) -> str:
+    return made("rank_too_large", rank=max_rank + 1)(folder, modules, max_rank)
 
 
-def _re_rank(tensors: Tensors, modules: Shapes, *, a: int, b: int) -> None:
-    """The first module's lora_A with rank `a`, its lora_B with rank `b`."""
-    name_a, name_b = first_names(modules)
-    num_in, num_out = next(iter(modules.values()))
-    reshape(tensors, name_a, (a, num_in))
-    reshape(tensors, name_b, (num_out, b))
-
-
-configured("no_r", "bad_config", r=None)
-configured("rank_0", "bad_config", r=0)
-configured("no_lora_alpha", "bad_config", lora_alpha=None)
-configured("alpha_nan", "bad_config", lora_alpha=float("nan"))
-configured("rank_pattern_of_0", "bad_config", rank_pattern={"q_proj": 0})
-configured("alpha_pattern_of_nan", "bad_config", alpha_pattern={"q_proj": float("nan")})
-configured("no_target_modules", "bad_config", target_modules=None)
-configured("dora", "unsupported_option", use_dora=True)
-configured("bias", "unsupported_option", bias="all")
-configured("lora_bias", "unsupported_option", lora_bias=True)
-configured("modules_to_save", "unsupported_option", modules_to_save=["lm_head"])
-configured("not_lora", "unsupported_option", peft_type="IA3")
-configured("r_lies", "wrong_shape", r=RANK // 2)
-configured("rank_pattern_lies", "wrong_shape", rank_pattern={r".*": RANK // 2})
-edited("no_tensors", "no_weights", lambda tensors, modules: tensors.clear())
-edited(
-    "unknown_module",
-    "unknown_module",
-    lambda tensors, modules: rename(
-        tensors, lambda name: re.sub(r"\.\w+(?=\.lora)", ".wrong_proj", name, count=1)
-    ),
-)
-edited(
-    "layer_99",
-    "unknown_module",
-    lambda tensors, modules: rename(tensors, lambda name: re.sub(r"\blayers\.0\.", "layers.99.", name)),
-)
-edited(
-    "not_a_lora_tensor",
-    "unexpected_tensor",
-    lambda tensors, modules: reshape(tensors, f"base_model.model.{next(iter(modules))}.weight", (4, 4)),
-)
-edited("no_lora_b", "missing_tensor", lambda tensors, modules: tensors.pop(first_names(modules)[1]))
-edited("no_lora_a", "missing_tensor", lambda tensors, modules: tensors.pop(first_names(modules)[0]))
-edited("no_numbers", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=0, b=0))
-edited(
-    "one_for_each_expert",
-    "wrong_shape",
-    lambda tensors, modules: tensors.update(
-        {
-            name: tensor._replace(shape=(2, tensor.shape[0] // 2, tensor.shape[1]))
-            for name, tensor in tensors.items()
-        }
-    ),
-)
-edited(
-    "magnitudes",
-    "unexpected_tensor",
-    lambda tensors, modules: reshape(
-        tensors, f"base_model.model.{next(iter(modules))}.lora_magnitude_vector", (1, 4)
-    ),
-)
-edited(
-    "trained_tokens",
-    "unexpected_tensor",
-    lambda tensors, modules: reshape(
-        tensors, "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", (2, 4)
-    ),
-)
-edited("rank_256_as_8", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=256, b=256))
-edited("a_8_b_16", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=8, b=16))
-edited("a_too_wide", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, a=8))
-edited("a_too_narrow", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, a=-8))
-edited("b_too_tall", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, b=8))
-edited("b_too_short", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, b=-8))
-edited("nan", "not_finite", lambda tensors, modules: poison(tensors, first_names(modules)[1], float("nan")))
-edited("inf", "not_finite", lambda tensors, modules: poison(tensors, first_names(modules)[0], float("-inf")))
-
-
-@bad("overflows_when_scaled")
-def _overflows_when_scaled(folder: Path, modules: Shapes, max_rank: int) -> str:
-    """Every number of it is finite, in any type that an engine computes in but F16; no number of its products is."""
-    name_b = first_names(modules)[1]
-    make_adapter(
-        folder,
-        modules=modules,
-        config_overrides={"lora_alpha": 1e12},
-        edit=lambda tensors: poison(tensors, name_b, 1e30),
-    )
-    return "not_finite"
-
-
-@bad("scale_beyond_single_precision")
-def _scale_beyond_single_precision(folder: Path, modules: Shapes, max_rank: int) -> str:
-    """Infinity times zero is no number."""
-    make_adapter(
-        folder,
-        modules=modules,
-        config_overrides={"lora_alpha": 1e300},
-        edit=lambda tensors: tensors.update({name: _zeros(tensor) for name, tensor in tensors.items()}),
-    )
-    return "not_finite"
-
-
-@bad("int8")
-def _int8(folder: Path, modules: Shapes, max_rank: int) -> str:
-    make_adapter(folder, modules=modules, dtype="I8")
-    return "wrong_dtype"
-
-
-@bad("float64")
-def _float64(folder: Path, modules: Shapes, max_rank: int) -> str:
-    make_adapter(folder, modules=modules, dtype="F64")
-    return "wrong_dtype"
+BAD: dict[str, Builder] = {
+    "missing_path": left("adapter_not_found", lambda folder, modules: None),
+    "file_not_folder": left("adapter_not_found", lambda folder, modules: folder.write_text("an adapter")),
+    "empty_folder": left("adapter_not_found", lambda folder, modules: folder.mkdir()),
+    "no_weights": left("no_weights", write_config),
+    "pickle_only": left("unsupported_format", _pickle),
+    "no_config": spoiled("adapter_not_found", CONFIG_FILE, Path.unlink),
+    "bad_json": spoiled("bad_config", CONFIG_FILE, lambda path: path.write_text('{"r": 8,')),
+    "truncated": spoiled("corrupt_file", WEIGHTS_FILE, lambda path: path.write_bytes(path.read_bytes()[:-100])),
+    "corrupt_header": spoiled("corrupt_file", WEIGHTS_FILE, _flip_first_of_header),
+    "rank_above_limit": _rank_above_limit,
+    "int8": made("wrong_dtype", dtype="I8"),
+    "float64": made("wrong_dtype", dtype="F64"),
+    "no_r": configured("bad_config", r=None),
+    "rank_0": configured("bad_config", r=0),
+    "no_lora_alpha": configured("bad_config", lora_alpha=None),
+    "alpha_nan": configured("bad_config", lora_alpha=float("nan")),
+    "rank_pattern_of_0": configured("bad_config", rank_pattern={"q_proj": 0}),
+    "alpha_pattern_of_nan": configured("bad_config", alpha_pattern={"q_proj": float("nan")}),
+    "no_target_modules": configured("bad_config", target_modules=None),
+    "dora": configured("unsupported_option", use_dora=True),
+    "bias": configured("unsupported_option", bias="all"),
+    "lora_bias": configured("unsupported_option", lora_bias=True),
+    "modules_to_save": configured("unsupported_option", modules_to_save=["lm_head"]),
+    "not_lora": configured("unsupported_option", peft_type="IA3"),
+    "r_lies": configured("wrong_shape", r=RANK // 2),
+    "rank_pattern_lies": configured("wrong_shape", rank_pattern={r".*": RANK // 2}),
+    "no_tensors": edited("no_weights", lambda tensors, *_: tensors.clear()),
+    "unknown_module": edited("unknown_module", renamed(r"\.\w+(?=\.lora)", ".wrong_proj", count=1)),
+    "layer_99": edited("unknown_module", renamed(r"\blayers\.0\.", "layers.99.")),
+    "not_a_lora_tensor": edited("unexpected_tensor", added("{}.weight", (4, 4))),
+    "magnitudes": edited("unexpected_tensor", added("{}.lora_magnitude_vector", (1, 4))),
+    "trained_tokens": edited("unexpected_tensor", added("model.embed_tokens.token_adapter.trainable_tokens_delta", (2, 4))),
+    "no_lora_b": edited("missing_tensor", lambda tensors, a, b, *_: tensors.pop(b)),
+    "no_lora_a": edited("missing_tensor", lambda tensors, a, *_: tensors.pop(a)),
+    "no_numbers": edited("wrong_shape", resized(rank_a=0, rank_b=0)),
+    "one_for_each_expert": edited("wrong_shape", _split_by_expert),
+    "rank_256_as_8": edited("wrong_shape", resized(rank_a=256, rank_b=256)),
+    "a_8_b_16": edited("wrong_shape", resized(rank_b=16)),
+    "a_too_wide": edited("wrong_shape", resized(a=8)),
+    "a_too_narrow": edited("wrong_shape", resized(a=-8)),
+    "b_too_tall": edited("wrong_shape", resized(b=8)),
+    "b_too_short": edited("wrong_shape", resized(b=-8)),
+    "nan": edited("not_finite", poisoned(1, float("nan"))),
+    "inf": edited("not_finite", poisoned(0, float("-inf"))),
+    # Every number of it is finite, in any type that an engine computes in but F16; no number of its products is.
+    "overflows_when_scaled": edited("not_finite", poisoned(1, 1e30), lora_alpha=1e12),
+    # Infinity times zero is no number.
+    "scale_beyond_single_precision": edited("not_finite", _zero, lora_alpha=1e300),
+}  # fmt: skip

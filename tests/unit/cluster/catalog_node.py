@@ -1,7 +1,5 @@
 """Nodes without an engine that keep adapters as a real one does, and sockets between them and a gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import re

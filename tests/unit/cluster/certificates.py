@@ -1,7 +1,5 @@
 """Certificates that a cluster signed itself, for tests."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 from pathlib import Path

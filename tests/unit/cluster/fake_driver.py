@@ -1,7 +1,5 @@
 """Stands in for the process that drives Ray: places nodes without a model, on threads of its own. A node's settings say how it fares."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The process that drives Ray, with a stand-in for Ray itself: what one node's actor does wrong is that node's affair."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -238,8 +236,6 @@ async def test_an_order_that_cannot_be_carried_out_ends_no_node(
         assert places(news, "a") == [None, "a-0"]
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
-
-# -- the environment of Ray's processes -----------------------------------------------------------------------------------
 
 TLS = Trust(token=b"of this cluster", cert="c.crt", key="c.key")
 

@@ -1,7 +1,5 @@
 """Whatever runs under a guard ends with it, also what has left its parent, its group and its session."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

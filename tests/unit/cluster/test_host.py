@@ -1,7 +1,5 @@
 """A node on a thread of its own answers over TCP, waits for its turn to start, and closes when it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import threading

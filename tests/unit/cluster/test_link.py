@@ -1,7 +1,5 @@
 """A node behind a socket does what the node itself does; when the socket ends, everything under way ends once."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -247,9 +245,6 @@ async def test_a_notice_that_fails_and_a_reply_that_no_frame_holds_end_nothing()
             await remote.models()
         node.gate.set()
         assert await prefill == 16 and link.is_up
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 async def collect(remote: RemoteNode) -> list[Any]:

@@ -126,9 +126,6 @@ def other(tmp_path: Path, opened: ExitStack) -> Node:
     return node
 
 
-# -- what comes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["memory", "disk", "both"])
 def test_what_a_peer_has_comes_from_its_memory_and_its_disk(home: Node, other: Node, where: str) -> None:
     if where != "memory":
@@ -192,9 +189,6 @@ def test_a_long_conversation_is_looked_up_and_comes_in_pieces_of_any_size(
     assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
 
 
-# -- lending -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_loan_neither_touches_nor_evicts(tmp_path: Path, opened: ExitStack, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
     node = Node(tmp_path / "full", host_blocks=8)
@@ -220,9 +214,6 @@ def test_a_block_that_the_disk_cannot_give_ends_a_loan_before_it(
     data[at] ^= 1
     segment.write_bytes(data)
     assert other.fetch(KEYS[:10], home.address) == ["peer"] * 6
-
-
-# -- who gives nothing -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "host:", ":7", "127.0.0.1:99999", "127.0.0.1:-1"])
@@ -319,9 +310,6 @@ def test_an_address_that_is_taken_is_told_with_what_to_do(home: Node) -> None:
     _, _, port = home.address.rpartition(":")
     with pytest.raises(OSError, match=f"127.0.0.1:{port}; name another"):
         Peering(PeerConfig(trust=Trust(token=TOKEN), port=int(port))).open()
-
-
-# -- who asks ----------------------------------------------------------------------------------------------------------
 
 
 class Asker:
@@ -423,9 +411,6 @@ def test_there_are_only_so_many_connections_and_a_node_that_closes_cuts_them_off
     home.peering.close()
 
 
-# -- TLS ---------------------------------------------------------------------------------------------------------------
-
-
 def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
     other: Node,
     tmp_path: Path,
@@ -442,9 +427,6 @@ def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
     assert other.fetch(KEYS[:10], first.address) == []
 
 
-# -- how fast it is ----------------------------------------------------------------------------------------------------
-
-
 def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
     home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,9 +438,6 @@ def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
     other.fetch(KEYS[5:10], home.address)
     measured = other.store.peer_bytes_per_s(home.address)
     assert assumed is not None and measured is not None and measured < assumed
-
-
-# -- turns -------------------------------------------------------------------------------------------------------------
 
 
 class HeldTurns:

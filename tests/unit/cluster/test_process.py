@@ -1,7 +1,5 @@
 """A node in a child process, without a model: started again when somebody asks for it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The gateway's side of placed nodes, with a stand-in for the process that drives Ray: nodes come, die, are told apart, and none stays."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Collection

@@ -1,7 +1,5 @@
 """Adapters' files on their way to a node: what arrives is what was meant, or nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nodes of one machine share its cores and memory, and what does not fit is said before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

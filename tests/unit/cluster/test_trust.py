@@ -1,7 +1,5 @@
 """Nodes and gateways of a cluster know each other, and nobody else gets in."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import stat

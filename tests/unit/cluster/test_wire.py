@@ -1,7 +1,5 @@
 """Frames between a gateway and a node: whole again wherever they were cut, and nothing else than what was said."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters in vLLM's own block pool: what is read is what was put, blocks count as free, and nobody is handed weights for KV."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which modules take an adapter, for vLLM's own tables of fused modules."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace

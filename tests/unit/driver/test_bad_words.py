@@ -1,7 +1,5 @@
 """Words that an answer may not hold: which tokens end them, and that many of them cost a step little."""
 
-from __future__ import annotations
-
 import copy
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """JSON schemas as the grammars of a request are made of them."""
 
-from __future__ import annotations
-
 import json
 
 from vllm import SamplingParams

@@ -1,7 +1,5 @@
 """What others do to the engine thread's number of threads is taken back."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Texts of answers whose prompts end inside a character, by the detokenizers that vLLM uses for fast and for slow tokenizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What settings come to as vLLM's, and engine arguments of vLLM's that a user gives by name."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

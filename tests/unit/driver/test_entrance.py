@@ -1,7 +1,5 @@
 """A few calls of each tenant are made ready for the engine at a time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step that loads and saves leaves in host memory, whatever becomes of it; over a real store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys of KV are made of what is computed, not of where its parts lie: another folder or machine makes the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

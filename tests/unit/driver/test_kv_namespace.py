@@ -1,7 +1,5 @@
 """Stored KV is for engines that compute the same: any setting makes it another's, unless it is known to change nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The link between host memory and device is measured while nobody wants it, and leaves everything as it was."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Each call for logits is computed with the adapters of its own rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Whose fault it is when a body cannot be used, told by the error alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jinja2

@@ -1,7 +1,5 @@
 """Answers of Anthropic's Messages API that end early."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

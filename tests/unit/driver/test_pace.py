@@ -1,7 +1,5 @@
 """Each real step corrects the table by its own work, read off vLLM's own SchedulerOutput, and by its own time."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What promotions find of a prefix in vLLM's own block pool is what is there now, whatever became of it since they last looked."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is measured for a profile, in which order, and what lines are drawn through it. Without an engine."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

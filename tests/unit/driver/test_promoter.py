@@ -1,7 +1,5 @@
 """What promotions carry out, in vLLM's own block pool, from a real host tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path

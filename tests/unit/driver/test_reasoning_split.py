@@ -1,7 +1,5 @@
 """Reasoning told from the answer by vLLM's own parsers, with the demo model's tokenizer and the tokens that such models have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The residency's rules under arbitrary traffic: a bounded host tier, one slot per adapter, nothing lost, and everybody's adapter comes."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars of running answers: bounded in memory, never used up for the next answer, and never shared between tenants."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,7 +1,5 @@
 """Why each request waits, as vLLM's scheduler and ours leave it after a step."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any

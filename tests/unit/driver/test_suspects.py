@@ -1,7 +1,5 @@
 """Which part of a body code may have tripped over, and that looking for it takes little of the event loop."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The executor under vLLM's renderer: fair between tenants, and nothing is left behind by what fails or is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

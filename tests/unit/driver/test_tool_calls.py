@@ -1,7 +1,5 @@
 """Every parser of tool calls that vLLM ships serves calls that are demanded as JSON, and is known by the table of families."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The inventory of vLLM's names, and what is said of one that has moved, on a package made for it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

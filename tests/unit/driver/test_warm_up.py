@@ -1,7 +1,5 @@
 """What a new engine's first requests tell of the speed of its steps."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A node's adapters without an engine: the real catalog, registry and folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

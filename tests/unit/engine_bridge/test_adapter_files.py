@@ -1,7 +1,5 @@
 """Adapters on disk: the good are read to the byte, and the bad, damaged and hostile are refused with a reason before the engine sees them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -95,9 +93,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-# --- good adapters ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_a_good_adapter_is_read_to_the_byte_over_many_chunks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -159,9 +154,6 @@ def test_an_adapter_of_an_embedding_has_the_vocabulary_in_lora_a(folder: Path) -
     assert "101 vocabulary entries" in str(refusal(folder)), "the message speaks of the vocabulary"
 
 
-# --- ranks ---------------------------------------------------------------------------------------------------------------------------
-
-
 def test_oddities_that_are_no_errors_are_notes(folder: Path) -> None:
     left_out = next(iter(LINEARS))
     cases: list[tuple[dict[str, Any], ModelContract, str | None, str]] = [
@@ -209,9 +201,6 @@ def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) 
         (rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), 99
     )  # PEFT, get_pattern_key
     assert ranks_of(99, pattern)(module) == expected
-
-
-# --- bad adapters --------------------------------------------------------------------------------------------------------------------
 
 
 WORDS = {
@@ -326,9 +315,6 @@ def test_what_the_engine_does_not_support_is_told_in_its_words(folder: Path) -> 
     assert refusal(folder, contract(check_config=choke)).code == "bad_config"
 
 
-# --- damaged and hostile files -------------------------------------------------------------------------------------------------------
-
-
 HEADER_DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "shape does not fit the length": lambda header: header[Q_A].update(shape=[8, 33]),
     "negative size": lambda header: header[Q_A].update(shape=[-8, -32]),
@@ -424,9 +410,6 @@ def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> No
     attack()
 
 
-# --- paths ---------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "a\0b", "/" + "x" * 300, "\ud800", "/dev/null/x"])
 def test_a_path_that_leads_nowhere_is_not_found(path: str) -> None:
     assert refusal(path).code == "adapter_not_found"
@@ -451,9 +434,6 @@ def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_unreadable(
     (folder / name).unlink()
     make(folder / name)
     assert refusal(folder).code == "unreadable"
-
-
-# --- reading -------------------------------------------------------------------------------------------------------------------------
 
 
 def replaced(folder: Path, name: str) -> None:
@@ -512,9 +492,6 @@ def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> 
     assert caught.value.code == "no_weights"
 
 
-# --- finite values -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, CHUNK_ITEMS - 1, CHUNK_ITEMS, -1])
@@ -561,9 +538,6 @@ def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
     else:
         error = refusal(folder, model)
         assert error.code == "not_finite" and Q_B in str(error)
-
-
-# --- the content's hash --------------------------------------------------------------------------------------------------------------
 
 
 def hash_of(folder: Path) -> str:

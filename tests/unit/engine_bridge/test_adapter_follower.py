@@ -1,7 +1,5 @@
 """What lies in the folder of adapters is served, whatever fails meanwhile, and nothing that came from elsewhere is touched by it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

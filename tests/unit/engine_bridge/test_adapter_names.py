@@ -1,7 +1,5 @@
 """One check of adapters' names at every door."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

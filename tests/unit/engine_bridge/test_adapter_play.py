@@ -4,8 +4,6 @@ Whatever happens: what is served was whole, is checked and can be read; what was
 have ended, what lies in the folder is what is served.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The registry of adapters on real SQLite files: what each method promises, damaged files, a full disk, then all of it against a model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -88,9 +86,6 @@ def register(
     )
 
 
-# --- hostile names, threads, ends ----------------------------------------------------------------------------------------------------
-
-
 def test_a_name_that_is_no_text_and_a_closed_registry_are_told_from_unknown_names(
     path: Path, registry: Registry
 ) -> None:
@@ -111,9 +106,6 @@ def test_threads_that_register_at_once_get_a_version_each(path: Path, registry: 
         made = threads.map(lambda at: register(registry, f"name{at % 3}", content=str(at)), range(80))
         assert sorted(record.version_id for record in made) == list(range(1, 81))
     assert [record.name for record in current_in(path)] == ["name0", "name1", "name2"]
-
-
-# --- the file ------------------------------------------------------------------------------------------------------------------------
 
 
 def set_aside(path: Path) -> list[str]:
@@ -233,8 +225,6 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(path: Path, caplog: pytes
     assert register(again, content="h2").version_id == old.version_id + 1
     again.close()
 
-
-# --- everything against a model ------------------------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from(["a", "b", "c"])
 PATHS = st.sampled_from(["/1", "/2"])

@@ -1,7 +1,5 @@
 """A node's own adapters, sent by a gateway or copied: whole or not there, within their bounds, and what their names say."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -38,9 +36,6 @@ def keep(store: AdapterStore, contents: AdapterContents) -> Path:
     return Path(store.finish(contents.content_hash))
 
 
-# -- contents ----------------------------------------------------------------------------------------------------------
-
-
 def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source: Path) -> None:
     files = inspect(source, contract())
     buffer = memoryview(bytearray(files.num_bytes))
@@ -50,9 +45,6 @@ def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source:
     assert files.path == source and files.rank == 8 and files.target_modules == ("q_proj",)
     for field in ("signature", "rank", "num_bytes", "base_model", "target_modules"):
         assert getattr(contents, field) == getattr(files, field)
-
-
-# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_lies_at_the_gateways_path_is_taken_from_there_by_its_content_alone(
@@ -138,9 +130,6 @@ def test_pieces_follow_each_other_up_to_what_was_announced(tmp_path: Path) -> No
     store.put(name, CONFIG_FILE, 2, b"cd")
 
 
-# -- its bounds --------------------------------------------------------------------------------------------------------
-
-
 def test_room_is_made_of_what_nobody_wants_the_longest_unused_first_or_after_a_while(tmp_path: Path) -> None:
     old, wanted, newer, last = (
         contents_of(make_adapter(tmp_path / f"source-{seed}", modules=MODULES, seed=seed))
@@ -191,9 +180,6 @@ def test_what_came_of_one_that_finds_the_disk_full_goes_at_once(
     assert refused.value.code == "no_room"
     assert list((tmp_path / "store").iterdir()) == []
     assert keep(store, contents).is_dir(), "there is room again"
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def hash_of(path: Path) -> str:

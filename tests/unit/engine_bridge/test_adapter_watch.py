@@ -1,7 +1,5 @@
 """A watched folder of adapters: each change is told once, and only when the files have come to rest."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Collection
@@ -153,9 +151,6 @@ def test_one_that_is_replaced_by_another_folder_is_not_called_gone(
     watched.tells(changed="law")
 
 
-# --- half-copied adapters --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, ".adapter_model.safetensors.part", ""])
 def test_any_file_that_is_being_written_holds_back_its_adapter_alone(watched: Watched, name: str) -> None:
     adapter = watched.put("law")
@@ -189,9 +184,6 @@ def test_a_new_one_is_never_told_before_it_rests_but_a_wrong_clock_does_not_hold
         watched.tells(second + 0.9)
     watched.put("law", when=NOW + 1e6)
     watched.tells(30, added="law")
-
-
-# --- names and trouble -----------------------------------------------------------------------------------------------------------------
 
 
 def test_odd_names_are_skipped_and_logged_once(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:

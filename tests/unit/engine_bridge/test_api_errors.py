@@ -1,7 +1,5 @@
 """The one form of errors over HTTP."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body, unknown_model

@@ -1,7 +1,5 @@
 """Bodies in all the forms that the APIs' descriptions allow, in the one that vLLM's classes take."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

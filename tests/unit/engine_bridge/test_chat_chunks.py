@@ -1,7 +1,5 @@
 """The chunks of a chat completion's stream: one thing in each."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is left out of calls that are too long, setting by setting and API by API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

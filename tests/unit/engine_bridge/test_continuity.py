@@ -1,7 +1,5 @@
 """Prompts that go on with a conversation's ids, over the demo model's tokenizer and over random ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The helper processes for grammars: real ones, with a tokenizer of bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

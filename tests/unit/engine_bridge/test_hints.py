@@ -1,7 +1,5 @@
 """What is read from a question and its settings: bounded, and never a crash."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -120,9 +118,6 @@ def test_any_body_is_read_into_numbers(body: Any) -> None:
     assert len(read.hints) == len(NOTHING_ASKED.hints)
     assert all(math.isfinite(hint) and hint >= 0 for hint in read.hints)
     assert json.loads(json.dumps(read.hints)) == list(read.hints)
-
-
-# -- hashes ------------------------------------------------------------------------------------------------------------
 
 
 def asked(system: str, question: str) -> Asked:

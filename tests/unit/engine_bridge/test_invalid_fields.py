@@ -1,7 +1,5 @@
 """What a client is told of a body that does not fit: the field, and what it should be, by the form that was meant."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """What the predictor of answer lengths learns, how wide its quantiles are, and what it keeps on disk."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading
@@ -57,9 +55,6 @@ def trained() -> OnlineLengths:
     return predictor
 
 
-# -- before the model --------------------------------------------------------------------------------------------------
-
-
 def test_nothing_known_gives_the_prior_within_the_client_s_bound() -> None:
     predictor = OnlineLengths()
     assert predictor.predict(features()) == LengthGuess(PRIOR_P50, PRIOR_P90, "prior")
@@ -96,9 +91,6 @@ def test_too_few_answers_and_impossible_lengths_change_nothing() -> None:
         600,
         2000,
     ]
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_model_tells_long_answers_from_short_ones(trained: OnlineLengths) -> None:
@@ -242,9 +234,6 @@ def test_any_request_gets_a_guess(
         assert 1 <= guess.p50 <= guess.p90 <= (max_tokens or math.inf)
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------
-
-
 def test_memory_is_bounded_whatever_comes(tmp_path: Path) -> None:
     predictor = OnlineLengths(window=100, max_keys=10)
     for at in range(1000):
@@ -282,9 +271,6 @@ def test_each_keys_latest_lengths_are_kept_and_the_key_in_use_stays(
         for share in (0.5, 0.9):
             place = min(math.ceil((len(recent) + 1) * share), len(recent)) - 1
             assert recent.quantile(share) == sorted(model[key])[place]
-
-
-# -- on disk -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_learned_survives(tmp_path: Path) -> None:

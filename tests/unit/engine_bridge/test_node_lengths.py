@@ -1,7 +1,5 @@
 """What a node keeps of answer lengths, and what a user's own predictor can and cannot do to it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -47,9 +45,6 @@ def guesses(lengths: NodeLengths) -> list[LengthGuess]:
         lengths.predict(features(rng.randint(1, 4000), hints=tuple(rng.random() for _ in HINTS)))
         for _ in range(30)
     ]
-
-
-# -- on disk -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=6)
@@ -141,9 +136,6 @@ def test_a_refit_on_a_thread_and_the_end_do_not_write_at_the_same_time(tmp_path:
     for thread in threads:
         thread.join()
     assert NodeLengths.open(tmp_path, "model").num_observed == 300
-
-
-# -- a user's own ------------------------------------------------------------------------------------------------------
 
 
 class Own:

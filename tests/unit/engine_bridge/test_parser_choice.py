@@ -1,7 +1,5 @@
 """The parser of a model's tool calls and reasoning follows from its family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a client writes like a special token stays text, whatever the tokenizer and wherever it stands; what the template writes is a token."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

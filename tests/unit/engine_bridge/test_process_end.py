@@ -1,7 +1,5 @@
 """The end of a process: nothing is collected, what is registered for the end is run, and nothing that hangs is waited for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

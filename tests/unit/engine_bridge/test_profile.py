@@ -1,7 +1,5 @@
 """A profile is kept in one file for one model and device, and what cannot be trusted is no profile."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Schemas of demanded tool calls are tightened without refusing what a tool's author has allowed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces: what a client's `traceparent` means, and what there is without an endpoint."""
 
-from __future__ import annotations
-
 import pytest
 from opentelemetry import trace
 

@@ -1,7 +1,5 @@
 """Words' weights: what is learned of a word carries over to other questions with it, and the estimate stays within reason."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
