@@ -1,5 +1,3 @@
-"""Adapters on disk: the good are read to the byte, and the bad, damaged and hostile are refused with a reason before the engine sees them."""
-
 import dataclasses
 import hashlib
 import json
@@ -54,11 +52,11 @@ EMBEDDING = "model.embed_tokens"
 LINEARS = {
     f"model.layers.{layer}.{name}": shape
     for layer in range(2)
-    for name, shape in {
-        "self_attn.q_proj": (32, 48),
-        "self_attn.o_proj": (48, 32),
-        "mlp.down_proj": (64, 32),
-    }.items()
+    for name, shape in (
+        ("self_attn.q_proj", (32, 48)),
+        ("self_attn.o_proj", (48, 32)),
+        ("mlp.down_proj", (64, 32)),
+    )
 }
 Q = "model.layers.0.self_attn.q_proj"
 Q_A, Q_B = names_of(Q)
@@ -73,11 +71,17 @@ def contract(**changes: Any) -> ModelContract:
 
 def load(path: Path, model: ModelContract | None = None) -> tuple[AdapterFiles, bytearray]:
     """All the steps; raises AdapterRejected."""
-    files = inspect(path, model or contract())
-    buffer = bytearray(files.num_bytes)
-    read(files, memoryview(buffer))
-    check_finite(files, memoryview(buffer), model or contract())
+    files, buffer, _ = loaded(path, model or contract())
     return files, buffer
+
+
+def loaded(path: Path, model: ModelContract) -> tuple[AdapterFiles, bytearray, int]:
+    """With the checksum that was found."""
+    files = inspect(path, model)
+    buffer = bytearray(files.num_bytes)
+    checksum = read(files, memoryview(buffer))
+    check_finite(files, memoryview(buffer), model)
+    return files, buffer, checksum
 
 
 def refusal(path: Path | str, model: ModelContract | None = None) -> AdapterRejected:
@@ -98,18 +102,13 @@ def test_a_good_adapter_is_read_to_the_byte_over_many_chunks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
-    make_adapter(folder, modules=LINEARS, dtype=dtype, seed=3)
-    files = inspect(folder, contract())
-    buffer = bytearray(files.num_bytes)
-    checksum = read(files, memoryview(buffer))
-    check_finite(files, memoryview(buffer), contract())
+    files, buffer, checksum = loaded(make_adapter(folder, modules=LINEARS, dtype=dtype, seed=3), contract())
     data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
     assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
+    starts = [tensor.offset - files.data_offset for tensor in files.tensors]
     found = {
-        tensor.name: Tensor(
-            tensor.dtype, tensor.shape, data[tensor.offset - files.data_offset :][: tensor.num_bytes]
-        )
-        for tensor in files.tensors
+        tensor.name: Tensor(tensor.dtype, tensor.shape, data[start : start + tensor.num_bytes])
+        for tensor, start in zip(files.tensors, starts, strict=True)
     }
     assert found == make_tensors(LINEARS, dtype=dtype, seed=3)
 
@@ -133,8 +132,9 @@ def test_a_file_that_is_changed_in_place_is_another_though_its_time_and_size_are
 def test_the_reference_library_writes_what_is_accepted_and_reads_the_corpus(tmp_path: Path) -> None:
     ours = make_adapter(tmp_path / "blobs", modules=LINEARS, dtype="F32", seed=5)
     arrays = load_file(ours / WEIGHTS_FILE)
+    made = make_tensors(LINEARS, dtype="F32", seed=5)
     assert {name: array.tobytes() for name, array in arrays.items()} == {
-        name: tensor.data for name, tensor in make_tensors(LINEARS, dtype="F32", seed=5).items()
+        name: made[name].data for name in made
     }
     save_file(arrays, ours / "theirs", metadata={"format": "pt"})
     linked = tmp_path / "linked"
@@ -197,27 +197,17 @@ KEYS = st.one_of(
 @given(pattern=st.dictionaries(KEYS, st.integers(1, 64), max_size=6), parts=NAME_PARTS)
 def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) -> None:
     module = ".".join(parts)
-    expected = next(
-        (rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), 99
+    fitting = (
+        rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)
     )  # PEFT, get_pattern_key
-    assert ranks_of(99, pattern)(module) == expected
+    assert ranks_of(99, pattern)(module) == next(fitting, 99)
 
 
 WORDS = {
-    "dora": "DoRA",
-    "bias": "bias 'all'",
-    "lora_bias": "lora_bias",
-    "modules_to_save": "modules_to_save",
-    "not_lora": "'IA3'",
-    "pickle_only": "save_pretrained",
-    "rank_above_limit": "64",
-    "a_8_b_16": "rank 8 and lora_B rank 16",
-    "rank_256_as_8": "rank 256",
-    "layer_99": "model.layers.99.self_attn.q_proj",
-    "no_lora_b": "no lora_B",
-    "no_r": "'r'",
-    "int8": "BF16",
-}
+    "dora": "DoRA", "bias": "bias 'all'", "lora_bias": "lora_bias", "modules_to_save": "modules_to_save", "not_lora": "'IA3'",
+    "pickle_only": "save_pretrained", "rank_above_limit": "64", "a_8_b_16": "rank 8 and lora_B rank 16", "rank_256_as_8": "rank 256",
+    "layer_99": "model.layers.99.self_attn.q_proj", "no_lora_b": "no lora_B", "no_r": "'r'", "int8": "BF16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -238,45 +228,26 @@ def overridden(code: str, *overrides: dict[str, Any]) -> list[tuple[dict[str, An
 
 
 TIED = {"modules": {EMBEDDING: (100, 32)}, "embeddings": frozenset({EMBEDDING})}
+BASE_LAYER = "base_model.model.model.embed_tokens.base_layer.weight"
+ENDLESS = ("(a+)+b", ".*.*.*x", "((a|b)|c)", "(a|b)" + "x" * 200, "[", "", "(?P<n>a)")
 MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
     ({"ranks": {Q: 16}, "config_overrides": {"rank_pattern": {"o_proj": 16}}}, "wrong_shape", ""),
-    (
-        {"ranks": {Q: 65}, "config_overrides": {"rank_pattern": {"0.self_attn.q_proj": 65}}},
-        "rank_too_large",
-        "",
-    ),
+    ({"ranks": {Q: 65}, "config_overrides": {"rank_pattern": {"0.self_attn.q_proj": 65}}}, "rank_too_large", ""),
     ({"ranks": {Q: 0}}, "wrong_shape", ""),
     (tensors_with(Q_A.removeprefix("base_model.model."), (8, 32)), "unexpected_tensor", ""),
-    (
-        tensors_with("base_model.model.model.embed_tokens.base_layer.weight", (100, 32)),
-        "unexpected_tensor",
-        "save_embedding_layers",
-    ),
-    (
-        {"edit": lambda tensors: tensors.update({Q_A: tensors[Q_A]._replace(shape=(8, 4, 8))})},
-        "wrong_shape",
-        "3 dimensions",
-    ),
+    (tensors_with(BASE_LAYER, (100, 32)), "unexpected_tensor", "save_embedding_layers"),
+    ({"edit": lambda tensors: tensors.update({Q_A: tensors[Q_A]._replace(shape=(8, 4, 8))})}, "wrong_shape", "3 dimensions"),
     (tensors_with("\x1b[2J\n" + "x" * 100_000, (8, 32)), "unexpected_tensor", ""),
     ({**TIED, "config_overrides": {"ensure_weight_tying": True}}, "unsupported_option", ""),
-    *overridden(
-        "bad_config",
-        *({"r": value} for value in (-8, True, 8.0)),
-        *({"lora_alpha": value} for value in ("16", True, math.inf, 10**400)),
-        *({"target_modules": value} for value in (5, ["q_proj", 5])),
-        *({"rank_pattern": value} for value in (["q_proj"], {"q_proj": True})),
-    ),
+    *overridden("bad_config", *({"r": value} for value in (-8, True, 8.0))),
+    *overridden("bad_config", *({"lora_alpha": value} for value in ("16", True, math.inf, 10**400))),
+    *overridden("bad_config", *({"target_modules": value} for value in (5, ["q_proj", 5]))),
+    *overridden("bad_config", *({"rank_pattern": value} for value in (["q_proj"], {"q_proj": True}))),
     # Patterns that could take for ever, or that no regular expression is, and too many of them.
-    *overridden(
-        "unsupported_option",
-        *(
-            {field: {pattern: 8}}
-            for field in ("rank_pattern", "alpha_pattern")
-            for pattern in ("(a+)+b", ".*.*.*x", "((a|b)|c)", "(a|b)" + "x" * 200, "[", "", "(?P<n>a)")
-        ),
-        {"rank_pattern": {rf"layers\.{number}": 8 for number in range(40)}},
-    ),
-]
+    *overridden("unsupported_option", *({"rank_pattern": {pattern: 8}} for pattern in ENDLESS)),
+    *overridden("unsupported_option", *({"alpha_pattern": {pattern: 8}} for pattern in ENDLESS)),
+    *overridden("unsupported_option", {"rank_pattern": {rf"layers\.{number}": 8 for number in range(40)}}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("made", "code", "words"), MADE_BADLY)
@@ -287,19 +258,13 @@ def test_an_adapter_that_fits_neither_model_nor_configuration_is_refused(
     assert error.code == code and words in str(error)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"[]",
-        b"\xff\xfe",
-        b'{"r": 8, "r": 16}',
-        b"[" * 100_000,
-        b'{"r": ' + b"9" * 5000 + b"}",
-        b"{" + b" " * (1 << 20) + b"}",
-    ],
-    ids=["empty", "list", "utf16", "twice", "deep", "long number", "large"],
-)
+NO_OBJECTS = {
+    "empty": b"", "list": b"[]", "utf16": b"\xff\xfe", "twice": b'{"r": 8, "r": 16}', "deep": b"[" * 100_000,
+    "long number": b'{"r": ' + b"9" * 5000 + b"}", "large": b"{" + b" " * (1 << 20) + b"}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", NO_OBJECTS.values(), ids=NO_OBJECTS)
 def test_a_configuration_that_is_no_object_is_refused(folder: Path, raw: bytes) -> None:
     (make_adapter(folder, modules=LINEARS) / CONFIG_FILE).write_bytes(raw)
     assert refusal(folder).code == "bad_config"
@@ -410,15 +375,11 @@ def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> No
     attack()
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "a\0b", "/" + "x" * 300, "\ud800", "/dev/null/x"])
-def test_a_path_that_leads_nowhere_is_not_found(path: str) -> None:
-    assert refusal(path).code == "adapter_not_found"
-
-
-def test_links_that_lead_nowhere_are_told_as_what_they_lack(folder: Path, tmp_path: Path) -> None:
+def test_paths_and_links_that_lead_nowhere_are_told_as_what_they_lack(folder: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path / "other")
-    (tmp_path / "other").symlink_to(folder)
-    assert refusal(folder).code == "adapter_not_found", "links in a circle"
+    (tmp_path / "other").symlink_to(folder)  # links in a circle
+    for nowhere in (folder, "/nowhere/at/all", "a\0b", "/" + "x" * 300, "\ud800", "/dev/null/x"):
+        assert refusal(nowhere).code == "adapter_not_found"
     folder.unlink()
     write_config(folder, LINEARS)
     (folder / WEIGHTS_FILE).symlink_to("gone")
@@ -482,14 +443,12 @@ def test_files_changed_after_inspection_or_while_they_are_read_are_noticed(
 
 def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
-    longer = dataclasses.replace(files, num_bytes=files.num_bytes + 10)
-    with pytest.raises(AdapterRejected) as caught:
-        read(longer, memoryview(bytearray(longer.num_bytes)))
-    assert caught.value.code == "corrupt_file"
-    (folder / WEIGHTS_FILE).unlink()
-    with pytest.raises(AdapterRejected) as caught:
-        read(files, memoryview(bytearray(files.num_bytes)))
-    assert caught.value.code == "no_weights"
+    for num_more, code in ((10, "corrupt_file"), (0, "no_weights")):
+        wanted = dataclasses.replace(files, num_bytes=files.num_bytes + num_more)
+        with pytest.raises(AdapterRejected) as caught:
+            read(wanted, memoryview(bytearray(wanted.num_bytes)))
+        assert caught.value.code == code
+        (folder / WEIGHTS_FILE).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
@@ -545,21 +504,14 @@ def hash_of(folder: Path) -> str:
     return content_hash(files, memoryview(buffer))
 
 
-def test_the_hash_is_that_of_the_content_and_of_nothing_else(tmp_path: Path) -> None:
+def swap_layers(tensors: Tensors) -> None:
     """A weight under another module's name changes the header alone."""
-    q_projs = {"0.self_attn": "1.self_attn", "1.self_attn": "0.self_attn"}
+    rename(tensors, lambda name: re.sub(r"[01](?=\.self_attn)", lambda match: str(1 - int(match[0])), name))
 
-    def swap(tensors: Tensors) -> None:
-        rename(tensors, lambda name: re.sub(r"[01]\.self_attn", lambda match: q_projs[match[0]], name))
 
-    changes: list[dict[str, Any]] = [
-        {},
-        {"seed": 2},
-        {"dtype": "F16"},
-        {"config_overrides": {"lora_alpha": 17}},
-        {"config_overrides": {"some_new_option": 1}},
-        {"edit": swap},
-    ]
+def test_the_hash_is_that_of_the_content_and_of_nothing_else(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"seed": 2}, {"dtype": "F16"}, {"edit": swap_layers}]
+    changes += [{"config_overrides": each} for each in ({"lora_alpha": 17}, {"some_new_option": 1})]
     made = [
         make_adapter(tmp_path / str(number), **{"modules": LINEARS, "seed": 1, **change})
         for number, change in enumerate(changes)
@@ -574,12 +526,10 @@ def test_the_hash_is_that_of_the_content_and_of_nothing_else(tmp_path: Path) -> 
 
 
 def test_the_hash_of_known_content_does_not_change_from_release_to_release(folder: Path) -> None:
-    write_safetensors_of_zeros = {
-        name: Tensor("F32", shape, bytes(4 * math.prod(shape)))
-        for name, shape in {Q_A: (8, 32), Q_B: (48, 8)}.items()
-    }
+    shapes = {Q_A: (8, 32), Q_B: (48, 8)}
     folder.mkdir()
-    write_safetensors(folder / WEIGHTS_FILE, write_safetensors_of_zeros)
+    zeros = {name: Tensor("F32", shape, bytes(4 * math.prod(shape))) for name, shape in shapes.items()}
+    write_safetensors(folder / WEIGHTS_FILE, zeros)
     (folder / CONFIG_FILE).write_text('{"target_modules": ["q_proj"], "r": 8, "lora_alpha": 16}')
     raw = (folder / WEIGHTS_FILE).read_bytes()
     length = int.from_bytes(raw[:8], "little")

@@ -22,13 +22,8 @@ from engine_bridge.adapters.registry import AdapterFacts, AdapterRecord, Registr
 from tests.unit.engine_bridge.catalog_server import fill_disk
 
 NOW = 1_700_000_000.0
-FACTS: dict[str, Any] = {
-    "checksum": 2**63 - 1,
-    "rank": 8,
-    "num_bytes": 2**40,
-    "target_modules": ("k_proj", "q_proj"),
-    "base_model": "demo/base",
-}
+FACTS: dict[str, Any] = {"checksum": 2**63 - 1, "rank": 8, "num_bytes": 2**40, "base_model": "demo/base"}
+FACTS["target_modules"] = ("k_proj", "q_proj")
 
 
 @pytest.fixture
@@ -73,17 +68,9 @@ def current_in(path: Path) -> list[AdapterRecord]:
     return sorted(current, key=lambda record: record.name)
 
 
-def register(
-    registry: Registry,
-    name: str = "law",
-    path: str = "/a/law",
-    content: str = "h1",
-    signature: str = "s1",
-    now: float = NOW,
-) -> AdapterRecord:
-    return registry.register(
-        name, path, AdapterFacts(content_hash=content, signature=signature, **FACTS), now
-    )
+def register(registry, name="law", path="/a/law", content="h1", signature="s1", now=NOW) -> AdapterRecord:
+    facts = AdapterFacts(content_hash=content, signature=signature, **FACTS)
+    return registry.register(name, path, facts, now)
 
 
 def test_a_name_that_is_no_text_and_a_closed_registry_are_told_from_unknown_names(
@@ -302,21 +289,16 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS, signature=SIGNATURES)
     def known(self, path: str, signature: str) -> None:
-        fitting = [
-            record
-            for record in self.model.values()
-            if (record.path, record.signature, record.state) == (path, signature, "ready")
-        ]
+        wanted = (path, signature, "ready")
+        fitting = [each for each in self.model.values() if (each.path, each.signature, each.state) == wanted]
         newest = max(fitting, key=lambda record: record.version_id, default=None)
         assert self.registry.known(path, signature) == newest
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         assert versions_in(self.path) == self.model
-        current = {
-            each.name: each.version_id for each in self.model.values() if each.state in ("ready", "missing")
-        }
-        assert current == self.current
+        current = [each for each in self.model.values() if each.state in ("ready", "missing")]
+        assert {each.name: each.version_id for each in current} == self.current
         ready = [record.name for record in self.model.values() if record.state == "ready"]
         assert len(ready) == len(set(ready)), "at most one version of a name is ready"
 
