@@ -41,13 +41,7 @@ def _module_of(name: str) -> tuple[str, bool]:
 
 
 def contract(**changes: Any) -> ModelContract:
-    plain = ModelContract(
-        modules=MODULES,
-        max_rank=64,
-        base_models=(BASE_MODEL,),
-        module_of=_module_of,
-        check_config=lambda config: (),
-    )
+    plain = ModelContract(MODULES, 64, (BASE_MODEL,), _module_of, lambda config: ())
     return dataclasses.replace(plain, **changes)
 
 
@@ -98,11 +92,8 @@ class CatalogNode(FakeNode):
 
     def served(self) -> dict[str, str]:
         """Name -> path."""
-        return (
-            {record.name: record.path for record in self.catalog.served()}
-            if "catalog" in self.__dict__
-            else {}
-        )
+        is_there = "catalog" in self.__dict__
+        return {record.name: record.path for record in self.catalog.served()} if is_there else {}
 
 
 def _error(status: int, message: str) -> JsonReply:

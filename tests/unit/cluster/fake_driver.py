@@ -29,13 +29,8 @@ def main() -> None:
     for node in nodes.values():
         place(node, settings, tell)
     if settings.follows_all:
-        place(
-            NodeToStart(
-                node_id="of-others", settings=b"", folder=settings.folder, turns=f"{settings.folder}/t"
-            ),
-            settings,
-            tell,
-        )
+        places = {"folder": settings.folder, "turns": f"{settings.folder}/t"}
+        place(NodeToStart(node_id="of-others", settings=b"", **places), settings, tell)
     for line in lines:
         match orders.order_of(line):
             case orders.Restart(node_id=node_id) | orders.Kill(node_id=node_id):
@@ -71,14 +66,8 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
         nowhere = NodeAddress(host=settings.host, port=70_000, incarnation="odd", pid=os.getpid())
         tell(orders.Placed(node.node_id, nowhere))
         time.sleep(2 * RETRY_S)
-    hosts[node.node_id] = NodeHost(
-        lambda: (fake, ""),
-        node.node_id,
-        settings.host,
-        settings.trust,
-        folder=Path(node.folder),
-        turns=Path(node.turns),
-    )
+    places = {"folder": Path(node.folder), "turns": Path(node.turns)}
+    hosts[node.node_id] = NodeHost(lambda: (fake, ""), node.node_id, settings.host, settings.trust, **places)
     tell(orders.Placed(node.node_id, hosts[node.node_id].start()))
 
 

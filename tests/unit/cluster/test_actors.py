@@ -1,5 +1,3 @@
-"""The process that drives Ray, with a stand-in for Ray itself: what one node's actor does wrong is that node's affair."""
-
 import asyncio
 import os
 import socket
@@ -36,32 +34,16 @@ class ActorUnavailableError(RayError):
     pass
 
 
-class Method:
-    """`handle.method.remote()` gives what a coroutine gives."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run
-
-    def remote(self) -> Any:
-        async def call() -> Any:
-            return self._run()
-
-        return call()
-
-
 class Actor:
     """An actor's handle. errors: what its `where` raises before it answers, the next one first."""
 
     def __init__(self, name: str, number: int, *errors: Exception | bytes) -> None:
         self.name, self.number, self.is_dead = name, number, False
         self._answers = list(errors)
-        self.where, self.close, self.leave = (
-            Method(self._where),
-            Method(lambda: None),
-            Method(lambda: None),
-        )
+        self.where = SimpleNamespace(remote=self._where)
+        self.close = self.leave = SimpleNamespace(remote=lambda: asyncio.sleep(0))
 
-    def _where(self) -> bytes:
+    async def _where(self) -> bytes:
         if self.is_dead:
             raise ActorDiedError("it was killed")
         answer = self._answers.pop(0) if self._answers else self._place()
@@ -70,14 +52,8 @@ class Actor:
         return answer
 
     def _place(self) -> bytes:
-        return msgspec.json.encode(
-            NodeAddress(
-                host="127.0.0.1",
-                port=4000 + self.number,
-                incarnation=f"{self.name}-{self.number}",
-                pid=1 << 30,
-            )
-        )
+        place = {"host": "127.0.0.1", "port": 4000 + self.number, "incarnation": f"{self.name}-{self.number}"}
+        return msgspec.json.encode(NodeAddress(**place, pid=1 << 30))
 
 
 class Ray(ModuleType):
@@ -136,31 +112,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def settings_of(folder: Path, **others: Any) -> ClusterSettings:
+    made: dict[str, Any] = {"address": "", "host": "127.0.0.1", "folder": str(folder), "trust": TRUST}
+    return ClusterSettings(**made | {"nodes": (), "make_node": ""} | others)
+
+
 @asynccontextmanager
 async def driven(
     ray: Ray, folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, follows_all: bool = False
 ) -> AsyncIterator[tuple[list[orders.News], Callable[[orders.Order], None]]]:
     """The news of a driver with these nodes, and what gives it orders."""
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *args, **kwargs: None)
-    for name, module in {
-        "ray": ray,
-        "ray.exceptions": ray.exceptions,
-        "ray.util": ray.util,
-        "ray.util.scheduling_strategies": strategies,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-    settings = ClusterSettings(
-        address="",
-        host="127.0.0.1",
-        folder=str(folder),
-        trust=TRUST,
-        nodes=tuple(
-            NodeToStart(node_id=name, settings=b"", folder=str(folder), turns=str(folder / "turns"))
-            for name in names
-        ),
-        make_node="",
-        follows_all=follows_all,
-    )
+    modules = {"ray": ray, "ray.exceptions": ray.exceptions, "ray.util": ray.util}
+    for name, module in (modules | {"ray.util.scheduling_strategies": strategies}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    place = {"settings": b"", "folder": str(folder), "turns": str(folder / "turns")}
+    nodes = tuple(NodeToStart(node_id=name, **place) for name in names)
+    settings = settings_of(folder, nodes=nodes, follows_all=follows_all)
     news: list[orders.News] = []
     driver = actors._Driver(settings, news.append)
     ours, theirs = socket.socketpair()
@@ -182,19 +150,19 @@ def places(news: list[orders.News], name: str) -> list[str | None]:
     return [each.place.incarnation if each.place is not None else None for each in placed]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(RayError("its code raised"), id="its code raises"),
-        pytest.param(RuntimeError("unpickled"), id="an error of no kind of Ray's"),
-        pytest.param(b'{"host": "127.0.0.1"}', id="a place of another version"),
-        pytest.param(RuntimeError("x" * 100_000), id="an endless text"),
-    ],
-)
+FAULTS = {
+    "its code raises": RayError("its code raised"),
+    "an error of no kind of Ray's": RuntimeError("unpickled"),
+    "a place of another version": b'{"host": "127.0.0.1"}',
+    "an endless text": RuntimeError("x" * 100_000),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_node_that_errs_is_started_again_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    ray = Ray(bad=[fault])
+    ray = Ray(bad=[FAULTS[fault]])
     async with driven(ray, tmp_path, monkeypatch, "good", "bad") as (news, _):
         await until(lambda: "bad-1" in places(news, "bad") and "good-0" in places(news, "good"))
         problems = [each.problem for each in news if isinstance(each, orders.Placed) and each.problem]
@@ -241,9 +209,7 @@ TLS = Trust(token=b"of this cluster", cert="c.crt", key="c.key")
 
 
 def environment(folder: Path, given: dict[str, str] | None = None, **settings: Any) -> dict[str, str]:
-    made: dict[str, Any] = {"address": "", "host": "127.0.0.1", "folder": str(folder), "trust": TRUST}
-    made |= {"nodes": (), "make_node": ""}
-    return actors.environment_of(ClusterSettings(**made | settings), given or {})
+    return actors.environment_of(settings_of(folder, **settings), given or {})
 
 
 def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls_with_the_clusters_certificate(

@@ -1,5 +1,3 @@
-"""Whatever runs under a guard ends with it, also what has left its parent, its group and its session."""
-
 import os
 import select
 import signal
@@ -44,16 +42,9 @@ sys.stdin.read()
 def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, int]]:
     """A guard, the stray under it, and the pipe whose end is the gateway's."""
     life, held = os.pipe()
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "engine_bridge.cluster.guard", str(life), str(folder)),
-            *(sys.executable, "-c", STRAYS),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=(life,),
-        cwd=ROOT,
-    ) as process:
+    guarding = (sys.executable, "-m", "engine_bridge.cluster.guard", str(life), str(folder))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": (life,)}
+    with subprocess.Popen([*guarding, sys.executable, "-c", STRAYS], **pipes, cwd=ROOT) as process:
         os.close(life)
         assert process.stdout is not None
         stray = Watched(int(process.stdout.readline()))

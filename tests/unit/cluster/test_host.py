@@ -1,9 +1,7 @@
-"""A node on a thread of its own answers over TCP, waits for its turn to start, and closes when it is told to."""
-
 import asyncio
 import fcntl
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,16 +32,9 @@ class StartedNode(FakeNode):
         self.was_closed.set()
 
 
-def hosted(node: FakeNode, folder: Path, load: Callable[[FakeNode], None] = lambda node: None) -> NodeHost:
-    return NodeHost(
-        lambda: (node, "127.0.0.1:7"),
-        "n1",
-        "127.0.0.1",
-        TRUST,
-        folder=folder,
-        turns=folder / "turns",
-        load=load,
-    )
+def hosted(node: FakeNode, folder: Path, load=lambda node: None, host="127.0.0.1") -> NodeHost:
+    places = {"folder": folder, "turns": folder / "turns"}
+    return NodeHost(lambda: (node, "127.0.0.1:7"), "n1", host, TRUST, **places, load=load)
 
 
 @asynccontextmanager
@@ -95,11 +86,8 @@ async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path)
 
 
 def test_what_keeps_it_from_listening_is_raised(tmp_path: Path) -> None:
-    host = NodeHost(
-        lambda: (StartedNode(), ""), "n1", "192.0.2.1", TRUST, folder=tmp_path, turns=tmp_path / "turns"
-    )
     with pytest.raises(OSError):
-        host.start()
+        hosted(StartedNode(), tmp_path, host="192.0.2.1").start()
 
 
 async def test_it_waits_until_its_last_process_has_let_go_of_its_folder(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""A node behind a socket does what the node itself does; when the socket ends, everything under way ends once."""
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -71,36 +69,21 @@ async def test_an_answer_is_stopped_by_closing_it_or_by_its_name(is_by_name: boo
         assert not await remote.cancel(RequestId("r1"))
 
 
-async def test_when_the_node_goes_all_that_is_under_way_ends_once_and_can_be_tried_again() -> None:
-    node = FakeNode()
+async def test_when_the_line_is_cut_all_that_is_under_way_ends_at_both_ends_and_can_be_tried_again() -> None:
+    node, over = FakeNode(), asyncio.Event()
     node.gate.clear()
-    async with connected(node) as (remote, link):
-        answer = asyncio.create_task(collect(remote))
-        prefill = asyncio.create_task(remote.prefill(question("draft")))
-        await node.asked()
-        await node.prefilled()
-        link.abort()
-        for task in (answer, prefill):
-            with pytest.raises(EngineUnavailable):
-                await task
-        with pytest.raises(EngineUnavailable):
-            await collect(remote)
-        assert remote.progress.state == "starting"
-        assert [info.name for info in remote.adapters()] == ["shout", "pirate"]
-
-
-async def test_when_the_gateway_goes_its_answers_stop() -> None:
-    node = FakeNode()
-    node.gate.clear()
-    over = asyncio.Event()
     async with connected(node, on_close=over.set) as (remote, link):
         tasks = [asyncio.create_task(collect(remote)), asyncio.create_task(remote.prefill(question("draft")))]
         answer = await node.asked()
         await node.prefilled()
         link.abort()
+        for end in (*tasks, collect(remote)):
+            with pytest.raises(EngineUnavailable):
+                await end
+        assert remote.progress.state == "starting"
+        assert [info.name for info in remote.adapters()] == ["shout", "pirate"]
         await until(lambda: answer.is_closed and node.cancelled_prefills == 1)
         await over.wait()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_advisories_tell_how_they_stand_until_they_end() -> None:

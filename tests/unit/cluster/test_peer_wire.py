@@ -1,5 +1,3 @@
-"""The asker's side of the protocol between peers, without a socket: nothing that a peer sends is believed, and none of it gets far."""
-
 from __future__ import annotations
 
 import hashlib
@@ -43,18 +41,8 @@ class Asking:
         self.bytes: list[int] = []
         self.bad: list[int] = []
         self.frames = PeerFrames(peer_wire.ToAsker)
-        self.question = BorrowerSide(
-            TOKEN,
-            NONCE,
-            "same",
-            SHAPE,
-            KEYS,
-            self._part,
-            0,
-            self.layers.append,
-            self.bad.append,
-            self.bytes.append,
-        )
+        hears = (self.layers.append, self.bad.append, self.bytes.append)
+        self.question = BorrowerSide(TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, *hears)
 
     def _part(self, block: int, layer: int) -> memoryview:
         return memoryview(self.memory[block, layer])
@@ -64,9 +52,8 @@ class Asking:
 
     def welcome(self, **other: Any) -> PeerWelcome:
         proof = peer_wire.proof_of(TOKEN, peer_wire.LENDER, NONCE)
-        return PeerWelcome(
-            **{"proof": proof, "fingerprint": "same", "num_layers": 2, "layer_bytes": 16} | other
-        )
+        usual = {"proof": proof, "fingerprint": "same", "num_layers": 2, "layer_bytes": 16}
+        return PeerWelcome(**usual | other)
 
     def offered(self, num_blocks: int = 4) -> Asking:
         self.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
@@ -206,13 +193,11 @@ def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, siz
 
 
 small = st.integers(-1, 5)
+PARTS = st.builds(Parts, layer=small, first=small, sums=st.binary(max_size=40))
+OFFERS = st.builds(Offer, keys=st.integers(0, 5).map(lambda num: b"".join(KEYS[:num])))
 MESSAGES: st.SearchStrategy[tuple[Message, bytes]] = st.one_of(
-    st.tuples(
-        st.builds(Parts, layer=small, first=small, sums=st.binary(max_size=40)), st.binary(max_size=70)
-    ),
-    st.tuples(st.builds(Cut, num_blocks=small), st.just(b"")),
-    st.tuples(st.builds(Offer, keys=st.integers(0, 5).map(lambda num: b"".join(KEYS[:num]))), st.just(b"")),
-    st.tuples(st.just(Done()), st.just(b"")),
+    st.tuples(PARTS, st.binary(max_size=70)),
+    st.tuples(st.builds(Cut, num_blocks=small) | OFFERS | st.just(Done()), st.just(b"")),
 )
 
 

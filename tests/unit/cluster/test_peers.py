@@ -1,15 +1,14 @@
-"""KV from node to node over real sockets: what comes is what was computed, or nothing; and nobody is hurt by who asks, or by who answers."""
-
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -104,26 +103,32 @@ class Node:
         self.io.close()
 
 
+MakeNode = Callable[..., Node]
+
+
 @pytest.fixture
-def opened() -> Iterator[ExitStack]:
+def make(tmp_path: Path) -> Iterator[MakeNode]:
     with ExitStack() as stack:
-        yield stack
+
+        def made(name: str, **options: Any) -> Node:
+            node = Node(tmp_path / name, **options)
+            stack.callback(node.close)
+            return node
+
+        yield made
 
 
 @pytest.fixture
-def home(tmp_path: Path, opened: ExitStack) -> Node:
+def home(make: MakeNode) -> Node:
     """A node that has the first ten blocks."""
-    node = Node(tmp_path / "home")
-    opened.callback(node.close)
+    node = make("home")
     node.save(KEYS[:10])
     return node
 
 
 @pytest.fixture
-def other(tmp_path: Path, opened: ExitStack) -> Node:
-    node = Node(tmp_path / "other")
-    opened.callback(node.close)
-    return node
+def other(make: MakeNode) -> Node:
+    return make("other")
 
 
 @pytest.mark.parametrize("where", ["memory", "disk", "both"])
@@ -189,10 +194,9 @@ def test_a_long_conversation_is_looked_up_and_comes_in_pieces_of_any_size(
     assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
 
 
-def test_a_loan_neither_touches_nor_evicts(tmp_path: Path, opened: ExitStack, other: Node) -> None:
+def test_a_loan_neither_touches_nor_evicts(make: MakeNode, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
-    node = Node(tmp_path / "full", host_blocks=8)
-    opened.callback(node.close)
+    node = make("full", host_blocks=8)
     for first in (0, 4):  # as much as may wait for the disk
         node.save(KEYS[first : first + 4], group="old")
         node.to_disk()
@@ -246,10 +250,9 @@ def test_a_peer_that_is_dead_is_a_miss_and_left_alone_for_a_while(other: Node) -
     ("reason", "options"), [("token", {"token": b"a guess"}), ("foreign", {"fingerprint": "another model"})]
 )
 def test_without_the_token_or_of_another_kind_nothing_is_lent(
-    home: Node, tmp_path: Path, opened: ExitStack, reason: str, options: dict[str, str]
+    home: Node, make: MakeNode, reason: str, options: dict[str, Any]
 ) -> None:
-    stranger = Node(tmp_path / "stranger", **options)  # type: ignore[arg-type]
-    opened.callback(stranger.close)
+    stranger = make("stranger", **options)
     assert stranger.fetch(KEYS[:3], home.address) == []
     assert stranger.figures.misses == {reason: 1} and home.figures.bytes_lent == 0
     assert home.figures.refusals == ({"token": 1} if reason == "token" else {})
@@ -348,12 +351,9 @@ class Asker:
             return True
 
 
-def test_who_reads_nothing_lets_go_of_what_was_lent(
-    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reads_nothing_lets_go_of_what_was_lent(make: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "STALL_S", 0.05)
-    node = Node(tmp_path, shape=BlockShape(num_layers=4, layer_bytes=4 << 20), host_blocks=3, has_disk=False)
-    opened.callback(node.close)
+    node = make("wide", shape=BlockShape(num_layers=4, layer_bytes=4 << 20), host_blocks=3, has_disk=False)
     node.store.commit(node.store.begin_save("a", KEYS[:3]))
     asker = Asker(node).greet().ask(KEYS[:3])
     assert until(lambda: node.figures.refusals == {"late": 1})
@@ -362,16 +362,12 @@ def test_who_reads_nothing_lets_go_of_what_was_lent(
     asker.socket.close()
 
 
-def until(holds: object) -> bool:
+def until(holds: Callable[[], bool]) -> bool:
     """Whether it comes to hold."""
-
-    async def watch() -> bool:
-        async with asyncio.timeout(SETTLE_S):
-            while not holds():  # type: ignore[operator]
-                await asyncio.sleep(0.01)
-        return True
-
-    return asyncio.run(watch())
+    ends_at = time.monotonic() + SETTLE_S
+    while not (is_so := holds()) and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    return is_so
 
 
 @pytest.mark.parametrize(("key", "first_layer"), [(KEYS[0], 4), (KEYS[0], -1), (b"half a key", 0)])
@@ -412,15 +408,10 @@ def test_there_are_only_so_many_connections_and_a_node_that_closes_cuts_them_off
 
 
 def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
-    other: Node,
-    tmp_path: Path,
-    opened: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
+    other: Node, make: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trust = replace(certified(tmp_path, "cluster"), token=TOKEN)
-    first, second = (Node(tmp_path / name, trust=trust) for name in ("first", "second"))
-    opened.callback(first.close)
-    opened.callback(second.close)
+    first, second = (make(name, trust=trust) for name in ("first", "second"))
     first.save(KEYS[:10])
     assert second.fetch(KEYS[:10], first.address) == ["peer"] * 10
     monkeypatch.setattr(peers, "STALL_S", 0.05)

@@ -1,5 +1,3 @@
-"""A node in a child process, without a model: started again when somebody asks for it."""
-
 import asyncio
 import os
 import signal

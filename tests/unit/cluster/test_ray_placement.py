@@ -1,5 +1,3 @@
-"""The gateway's side of placed nodes, with a stand-in for the process that drives Ray: nodes come, die, are told apart, and none stays."""
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Collection
@@ -27,18 +25,12 @@ async def placement_of(
     said: list[tuple[str, str]] = []
     for name in nodes:
         (folder / name).mkdir()
-    settings = ClusterSettings(
-        address="",
-        host="127.0.0.1",
-        folder="",
-        trust=Trust(token=b"of this cluster"),
-        nodes=tuple(
-            NodeToStart(node_id=name, settings=how, folder=str(folder / name), turns=str(folder / "turns"))
-            for name, how in nodes.items()
-        ),
-        make_node="",
-        follows_all=follows_all,
+    to_start = tuple(
+        NodeToStart(node_id=name, settings=how, folder=str(folder / name), turns=str(folder / "turns"))
+        for name, how in nodes.items()
     )
+    given = {"address": "", "host": "127.0.0.1", "folder": "", "make_node": "", "nodes": to_start}
+    settings = ClusterSettings(**given, trust=Trust(token=b"of this cluster"), follows_all=follows_all)
     placement = RayPlacement(DRIVER, settings, "fake-model", lambda *stage: said.append(stage))
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -64,36 +56,31 @@ def process_of(module: str) -> psutil.Process:
 
 
 async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_path: Path) -> None:
+    """One says that it is closed before it ends, one is told later where it is, and one is of others."""
     others = below()
-    async with placement_of(tmp_path, a=b"", b=b"") as (placement, said):
+    nodes = {"a": b"takes its time to close", "b": b"names no place at first"}
+    async with placement_of(tmp_path, **nodes, follows_all=True) as (placement, said):
         await placement.start()
-        await until(lambda: all(node.is_up for node in placement.nodes.values()))
-        assert [await answer_of(node) for node in placement.nodes.values()] == ["I am a", "I am b"]
+        await until(
+            lambda: len(placement.nodes) == 3 and all(node.is_up for node in placement.nodes.values())
+        )
+        answers = {name: await answer_of(node) for name, node in placement.nodes.items()}
+        assert answers == {name: f"I am {name}" for name in ("a", "b", "of-others")}
         assert ("", "starting the stand-in") in said
 
         node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
         await placement.restart("a")
         assert placement.nodes["a"] is node and node.last_incarnation != before
-        assert await answer_of(node) == "I am a"
+        assert await answer_of(node) == "I am a" and node.progress.state == "ready"
 
+        await placement.remove("of-others")
         await placement.remove("a")
-        assert list(placement.nodes) == ["b"]
-        assert node.progress.state == "closed"
+        assert list(placement.nodes) == ["b"] and node.progress.state == "closed"
         with pytest.raises(KeyError):
             await placement.remove("a")
         ours = below(others)
         await placement.close()
         assert await still_there(ours) == []
-
-
-async def test_a_process_that_says_it_is_closed_before_it_ends_has_not_failed_to_come_again(
-    tmp_path: Path,
-) -> None:
-    async with placement_of(tmp_path, a=b"takes its time to close") as (placement, _):
-        await placement.start()
-        node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
-        await placement.restart("a")
-        assert node.last_incarnation != before and node.progress.state == "ready"
 
 
 @pytest.mark.parametrize("victim", ["tests.unit.cluster.fake_driver", "engine_bridge.cluster.guard"])
@@ -143,15 +130,6 @@ async def test_one_node_that_is_ready_is_enough_and_the_other_is_named(
             await answer_of(node)
 
 
-async def test_nodes_of_others_appear_and_vanish(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"", follows_all=True) as (placement, _):
-        await placement.start()
-        await until(lambda: "of-others" in placement.nodes and placement.nodes["of-others"].is_up)
-        assert await answer_of(placement.nodes["of-others"]) == "I am of-others"
-        await placement.remove("of-others")
-        assert list(placement.nodes) == ["a"]
-
-
 async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     others = below()
     async with placement_of(tmp_path, a=b"never comes up", follows_all=False) as (placement, said):
@@ -162,13 +140,6 @@ async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_pat
         assert await still_there(ours) == []
         with pytest.raises(EngineUnavailable, match="closed"):
             await starting
-
-
-async def test_a_node_that_names_no_place_is_looked_after_until_it_does(tmp_path: Path) -> None:
-    async with placement_of(tmp_path, a=b"names no place at first", b=b"") as (placement, _):
-        await placement.start()
-        await until(lambda: all(node.is_up for node in placement.nodes.values()))
-        assert [await answer_of(node) for node in placement.nodes.values()] == ["I am a", "I am b"]
 
 
 async def test_a_node_that_hangs_is_killed_and_started_again(

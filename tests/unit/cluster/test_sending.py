@@ -1,5 +1,3 @@
-"""Adapters' files on their way to a node: what arrives is what was meant, or nothing."""
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

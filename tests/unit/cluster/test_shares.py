@@ -1,5 +1,3 @@
-"""Nodes of one machine share its cores and memory, and what does not fit is said before anything starts."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,19 +23,14 @@ def test_each_core_belongs_to_one_node_and_none_gets_much_more_than_another(
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+WHOLE = {"kv_cache_gib": 4, "kv_host_gib": 2, "kv_disk_gib": 8, "adapter_host_gib": 1}
+PART = {"kv_cache_gib": 2, "kv_host_gib": 1, "kv_disk_gib": 4, "adapter_host_gib": 0.5, "max_num_seqs": 64}
+
+
 @pytest.mark.parametrize(
     ("whole", "part"),
     [
-        (
-            {"kv_cache_gib": 4, "kv_host_gib": 2, "kv_disk_gib": 8, "adapter_host_gib": 1},
-            {
-                "kv_cache_gib": 2,
-                "kv_host_gib": 1,
-                "kv_disk_gib": 4,
-                "adapter_host_gib": 0.5,
-                "max_num_seqs": 64,
-            },
-        ),
+        (WHOLE, PART),
         ({"cpu_threads": 1}, {"kv_cache_gib": 0.5, "cpu_threads": 1}),
         ({"cpu_threads": 16}, {"cpu_threads": 4}),
         ({"device": "cuda"}, {"kv_cache_gib": None, "cpu_threads": None}),
@@ -52,17 +45,14 @@ def test_settings_for_the_machine_are_divided_and_others_are_not(
     assert {name: getattr(divided, name) for name in part} == part
 
 
+ON_GPU = {"device": "cuda", "kv_cache_gib": 50, "kv_host_gib": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "num_nodes", "weights_bytes", "node_bytes", "gib"),
     [
         ({"kv_cache_gib": 2, "kv_host_gib": 1}, 2, GIB // 2, shares.NODE_BYTES + GIB // 2 + 3 * GIB, "9.6"),
-        (
-            {"device": "cuda", "kv_cache_gib": 50, "kv_host_gib": 1},
-            1,
-            100 * GIB,
-            shares.NODE_BYTES + GIB,
-            "2.3",
-        ),
+        (ON_GPU, 1, 100 * GIB, shares.NODE_BYTES + GIB, "2.3"),
     ],
 )
 def test_nodes_that_do_not_fit_into_memory_are_refused(

@@ -1,5 +1,3 @@
-"""Nodes and gateways of a cluster know each other, and nobody else gets in."""
-
 import asyncio
 import ssl
 import stat

@@ -1,5 +1,3 @@
-"""Frames between a gateway and a node: whole again wherever they were cut, and nothing else than what was said."""
-
 from itertools import pairwise
 from typing import Any
 
@@ -49,9 +47,8 @@ def test_frames_are_whole_wherever_they_were_cut(cuts: list[int]) -> None:
     frames = trusting(wire.ToNode)
     edges = [0, *sorted(cuts), len(STREAM)]
     found = [frame for start, end in pairwise(edges) for frame in frames.feed(STREAM[start:end])]
-    list(
-        frames.feed(wire.encode(wire.Call("cancel", wire.raw(("b" * 99,))), 2))
-    )  # arguments outlive the buffer that they came in
+    another = wire.encode(wire.Call("cancel", wire.raw(("b" * 99,))), 2)
+    list(frames.feed(another))  # arguments outlive the buffer that they came in
     assert [frame.number for frame in found] == [1, 2, 1, 0]
     assert wire.arguments_of(found[1].message) == ("a",)
     assert wire.arguments_of(found[3].message) == ("b", True)
@@ -62,19 +59,16 @@ def test_a_stranger_may_send_a_greeting_and_no_more() -> None:
         list(wire.Frames(wire.ToNode).feed(wire.encode(wire.Hello(b"x" * wire.MAX_GREETING_BYTES, b""))[:8]))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
-        pytest.param(bytes(64), id="zeros"),
-        pytest.param(wire.encode(wire.Challenge(b"")), id="what only nodes say"),
-        pytest.param((9).to_bytes(4, "little") + bytes(4) + b"\xc1\xc1\xc1\xc1\xc1", id="no msgpack"),
-        pytest.param(
-            wire.encode(wire.Notice("retract", wire.raw(("b", True)))).replace(b"retract", b"retr\xffct"),
-            id="a text that is not UTF-8",
-        ),
-    ],
-)
+NO_MESSAGES = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(64),
+    "what only nodes say": wire.encode(wire.Challenge(b"")),
+    "no msgpack": (9).to_bytes(4, "little") + bytes(4) + b"\xc1\xc1\xc1\xc1\xc1",
+    "no UTF-8": wire.encode(wire.Notice("retract", wire.raw(("b", True)))).replace(b"retract", b"retr\xffct"),
+}
+
+
+@pytest.mark.parametrize("data", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_what_is_no_message_of_a_gateways_is_refused(data: bytes) -> None:
     with pytest.raises(wire.WireError):
         list(trusting(wire.ToNode).feed(data))
@@ -104,20 +98,18 @@ def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None
         wire.raw(({"temperature": value},))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidRequest("no", param="prompt", code="prompt_too_long"),
-        EngineUnavailable("later", code="draining"),
-        InternalFailure("failure 7"),
-        TooBusy("later", retry_after_s=1.5),
-        NotSupported("never"),
-    ],
-)
+ERRORS = [InvalidRequest("no", param="prompt", code="prompt_too_long"), InternalFailure("failure 7")]
+ERRORS += [
+    EngineUnavailable("later", code="draining"),
+    TooBusy("later", retry_after_s=1.5),
+    NotSupported("never"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_errors_are_the_same_at_the_other_end(error: BridgeError) -> None:
-    there = wire.error_of(
-        msgspec.msgpack.decode(msgspec.msgpack.encode(wire.problem_of(error)), type=wire.Problem)
-    )
+    sent = msgspec.msgpack.encode(wire.problem_of(error))
+    there = wire.error_of(msgspec.msgpack.decode(sent, type=wire.Problem))
     assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
 
 

@@ -1,5 +1,3 @@
-"""What lies in the folder of adapters is served, whatever fails meanwhile, and nothing that came from elsewhere is touched by it."""
-
 import os
 import shutil
 import sqlite3

@@ -1,5 +1,3 @@
-"""One check of adapters' names at every door."""
-
 from pathlib import Path
 
 import pytest

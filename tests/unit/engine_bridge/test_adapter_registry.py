@@ -1,5 +1,3 @@
-"""The registry of adapters on real SQLite files: what each method promises, damaged files, a full disk, then all of it against a model."""
-
 import contextlib
 import json
 import os

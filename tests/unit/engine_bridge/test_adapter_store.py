@@ -1,5 +1,3 @@
-"""A node's own adapters, sent by a gateway or copied: whole or not there, within their bounds, and what their names say."""
-
 import os
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A watched folder of adapters: each change is told once, and only when the files have come to rest."""
-
 import errno
 import os
 from collections.abc import Collection

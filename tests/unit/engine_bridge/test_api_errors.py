@@ -1,5 +1,3 @@
-"""The one form of errors over HTTP."""
-
 import pytest
 
 from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body, unknown_model

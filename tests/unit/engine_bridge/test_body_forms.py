@@ -1,5 +1,3 @@
-"""Bodies in all the forms that the APIs' descriptions allow, in the one that vLLM's classes take."""
-
 import copy
 from typing import Any
 
@@ -26,45 +24,27 @@ def test_null_is_as_good_as_nothing() -> None:
 
 
 def test_an_answer_that_is_sent_back_whole_has_only_what_it_says() -> None:
-    answer = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "audio": None,
-        "tool_calls": [{"id": "c", "x": None}],
-    }
-    (message,) = formed("chat", messages=[answer])["messages"]
+    answer = {"role": "assistant", "content": None, "refusal": None, "audio": None}
+    (message,) = formed("chat", messages=[answer | {"tool_calls": [{"id": "c", "x": None}]}])["messages"]
     assert message == {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
-    arguments = {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}],
-    }
-    assert formed("messages", messages=[arguments])["messages"] == [arguments], "a call's null is a value"
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}
+    messages = [{"role": "assistant", "content": [call]}]
+    assert formed("messages", messages=messages)["messages"] == messages, "a call's null is a value"
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 def test_more_tokens_than_the_model_reads_are_as_many_as_it_reads(name: str) -> None:
-    for given, is_clipped in (
-        (8000, True),
-        ("8000", True),
-        (1e9, True),
-        (4096, False),
-        (7, False),
-        ("x", False),
-    ):
-        assert formed("chat", **{name: given})[name] == (4096 if is_clipped else given)
+    for given, found in ((8000, 4096), ("8000", 4096), (1e9, 4096), (4096, 4096), (7, 7), ("x", "x")):
+        assert formed("chat", **{name: given})[name] == found
 
 
 def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
-    thinking = {"type": "enabled", "budget_tokens": 31_999}
-    found = formed("messages", messages=[], max_tokens=32_000, thinking=thinking)
+    body = {"messages": [], "max_tokens": 32_000, "thinking": {"type": "enabled", "budget_tokens": 31_999}}
+    found = formed("messages", **body)
     assert found["max_tokens"] == 4096 and found["thinking"] == {"type": "enabled", "budget_tokens": 4095}
-    small = usual_form("messages", {"messages": [], "max_tokens": 32_000, "thinking": thinking}, 1024)
-    assert small["thinking"] == {"type": "adaptive"}
-    wrong = {"type": "enabled", "budget_tokens": 7}
-    assert formed("messages", messages=[], max_tokens=5, thinking=wrong)["thinking"] == wrong, (
-        "vLLM says why not"
-    )
+    assert usual_form("messages", body, 1024)["thinking"] == {"type": "adaptive"}
+    wrong = body | {"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 7}}
+    assert formed("messages", **wrong) == wrong, "vLLM says why not"
 
 
 def test_items_with_a_role_are_messages_and_all_their_text_is_kept() -> None:
@@ -81,37 +61,29 @@ def test_items_with_a_role_are_messages_and_all_their_text_is_kept() -> None:
 
 
 def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
-    thought = {
-        "type": "reasoning",
-        "content": [{"type": "reasoning_text", "text": "So "}, {"type": "reasoning_text", "text": "it is."}],
-        "encrypted_content": None,
-    }
+    thoughts = [{"type": "reasoning_text", "text": text} for text in ("So ", "it is.")]
+    thought = {"type": "reasoning", "content": thoughts, "encrypted_content": None}
     picture = {"type": "input_image", "image_url": "data:,", "detail": None}
     output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
     first, second = formed("responses", input=[thought, output])["input"]
     assert first["content"] == [{"type": "reasoning_text", "text": "So it is."}] and first["summary"] == []
     assert "encrypted_content" not in first
-    assert second["output"] == [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]
-
-
-DOCUMENT = {
-    "type": "document",
-    "title": "T",
-    "source": {"type": "text", "media_type": "text/plain", "data": "Hello"},
-}
-FOUND = {"type": "search_result", "source": "a", "title": "t", "content": [{"type": "text", "text": "Rome"}]}
+    assert second["output"] == [picture | {"detail": "auto"}]
 
 
 def test_documents_and_search_results_are_text_wherever_they_stand() -> None:
-    parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "c",
-        "content": [DOCUMENT, FOUND, {"type": "text", "text": "x"}],
+    plain = {"type": "text", "media_type": "text/plain", "data": "Hello"}
+    document = {"type": "document", "title": "T", "source": plain}
+    found = {
+        "type": "search_result",
+        "source": "a",
+        "title": "t",
+        "content": [{"type": "text", "text": "Rome"}],
     }
-    (message,) = formed("messages", messages=[{"role": "user", "content": [DOCUMENT, parts, result]}])[
-        "messages"
-    ]
+    parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}
+    inside = [document, found, {"type": "text", "text": "x"}]
+    content = [document, parts, {"type": "tool_result", "tool_use_id": "c", "content": inside}]
+    (message,) = formed("messages", messages=[{"role": "user", "content": content}])["messages"]
     first, second, third = message["content"]
     assert first == {"type": "text", "text": "T\nHello"} and second == {"type": "text", "text": "b"}
     assert [block["text"] for block in third["content"]] == ["T\nHello", "t\na\nRome", "x"]

@@ -1,5 +1,3 @@
-"""The engine thread: order, idleness and recovery, against drivers that fail on purpose."""
-
 import asyncio
 import threading
 import time

@@ -1,5 +1,3 @@
-"""The chunks of a chat completion's stream: one thing in each."""
-
 import json
 from typing import Any
 

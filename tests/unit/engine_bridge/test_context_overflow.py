@@ -1,5 +1,3 @@
-"""What is left out of calls that are too long, setting by setting and API by API."""
-
 from typing import Any
 
 import pytest
@@ -17,13 +15,16 @@ def say(role: str, text: str = "word " * 20, **more: Any) -> dict[str, Any]:
 
 
 def turns(num: int) -> list[dict[str, Any]]:
-    return [
-        message for i in range(num) for message in (say("user", f"{i} " * 40), say("assistant", f"{i} " * 40))
-    ]
+    return [say(role, f"{i} " * 40) for i in range(num) for role in ("user", "assistant")]
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "auto"}])
-def test_tools_that_the_model_cannot_call_go_first_and_all_at_once(choice: Any) -> None:
+DEMANDS = ("required", {"type": "function", "name": "tool_0"}, {"type": "any"}, {"type": "tool"})
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "auto"}, *DEMANDS])
+def test_tools_that_the_model_cannot_call_go_first_and_all_at_once_unless_they_are_demanded(
+    choice: Any,
+) -> None:
     body = {
         "messages": turns(1),
         "tools": TOOLS,
@@ -31,17 +32,9 @@ def test_tools_that_the_model_cannot_call_go_first_and_all_at_once(choice: Any) 
         "parallel_tool_calls": True,
         "top_p": 1,
     }
-    assert list(shorter("drop-tools", "chat", body, calls_tools=False)) == [
-        ({"messages": turns(1), "top_p": 1}, Dropped(tools=3))
-    ]
-
-
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "name": "tool_0"}, {"type": "any"}, {"type": "tool"}]
-)
-def test_tools_that_are_demanded_stay(choice: Any) -> None:
-    body = {"messages": turns(1), "tools": TOOLS, "tool_choice": choice}
-    assert not list(shorter("drop-tools", "messages", body, calls_tools=False))
+    found = [] if choice in DEMANDS else [({"messages": turns(1), "top_p": 1}, Dropped(tools=3))]
+    for api in ("chat", "messages"):
+        assert list(shorter("drop-tools", api, body, calls_tools=False)) == found
 
 
 def test_tools_that_the_model_can_call_go_where_they_are_longer_than_the_conversation() -> None:

@@ -1,5 +1,3 @@
-"""Prompts that go on with a conversation's ids, over the demo model's tokenizer and over random ones."""
-
 import random
 from collections.abc import Sequence
 
@@ -69,14 +67,9 @@ THOUGHT = spelt_out("<think>Hm. " + "Well, let me see. " * 100 + "</think>")
 CASES = {
     "an answer in other tokens": (SAID + END, "kept", len(SAID) + 1),
     "a stopped answer, which gets its end from the template": (SAID, "kept", len(SAID)),
-    **{
-        f"{num} bytes of a character, of which the text has no part": (
-            SAID + spelt_out("🙂")[:num],
-            "cut",
-            len(SAID),
-        )
-        for num in (1, 2, 3)
-    },
+    "a byte of a character, of which the text has no part": (SAID + spelt_out("🙂")[:1], "cut", len(SAID)),
+    "two bytes of it": (SAID + spelt_out("🙂")[:2], "cut", len(SAID)),
+    "three bytes of it": (SAID + spelt_out("🙂")[:3], "cut", len(SAID)),
     "a stop string, which is in the ids and not in the text": (SAID + spelt_out(" STOP"), "cut", len(SAID)),
     "reasoning that the template drops": (BEFORE + THOUGHT + spelt_out(ANSWER) + END, "cut", len(BEFORE)),
     "another conversation": (DEMO.encode("<|system|>Be brief.<|end|>"), "rendered", 0),

@@ -1,5 +1,3 @@
-"""vLLM's own figures, of one engine and of several."""
-
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,5 +1,3 @@
-"""What a client is told of a body that does not fit: the field, and what it should be, by the form that was meant."""
-
 from typing import Any, Literal
 
 import pytest

@@ -1,5 +1,3 @@
-"""What the system says of its processor and memory, in the forms that it says it."""
-
 from engine_bridge.settings.machine import look, memory_of, processor_of
 
 X86 = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu avx2 amx_tile\n\nprocessor\t: 1\nmodel name\t: Some Xeon\n"

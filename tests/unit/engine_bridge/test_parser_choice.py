@@ -1,5 +1,3 @@
-"""The parser of a model's tool calls and reasoning follows from its family."""
-
 import json
 from pathlib import Path
 

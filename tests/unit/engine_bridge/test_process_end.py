@@ -1,5 +1,3 @@
-"""The end of a process: nothing is collected, what is registered for the end is run, and nothing that hangs is waited for."""
-
 import subprocess
 import sys
 from pathlib import Path

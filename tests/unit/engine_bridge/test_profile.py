@@ -1,5 +1,3 @@
-"""A profile is kept in one file for one model and device, and what cannot be trusted is no profile."""
-
 import json
 import logging
 import os
@@ -30,40 +28,20 @@ from kvtiers.policy.eviction import ByValue
 from kvtiers.store import KvStore
 
 SUBJECT = ProfileSubject(
-    model="some model/7B",
-    revision="abc",
-    dtype="float32",
-    device="a processor",
-    num_threads=2,
-    vllm_version="0.32.0",
-    block_size_tokens=32,
-)
-GRID = StepGrid(
-    num_prefill_tokens=(0, 1, 512),
-    num_decodes=(0, 1, 8),
-    num_context_tokens=(0, 1000),
-    seconds=tuple(0.001 * number for number in range(18)),
-)
+    model="some model/7B", revision="abc", dtype="float32", device="a processor", num_threads=2, vllm_version="0.32.0", block_size_tokens=32
+)  # fmt: skip
+AXES = {"num_prefill_tokens": (0, 1, 512), "num_decodes": (0, 1, 8), "num_context_tokens": (0, 1000)}
+GRID = StepGrid(**AXES, seconds=tuple(0.001 * number for number in range(18)))
+LINK = Link(d2h_bytes_per_s=8e9, h2d_bytes_per_s=7e9, setup_s=1e-4)
+COSTS = {"bgmv": LinearCost(a=1e-6, b=1e-4, r2=0.97), "mbgmv": LinearCost(a=2e-6, b=1e-4, r2=0.99)}
 PROFILE = MachineProfile(
     subject=SUBJECT,
     created_at=1.7e9,
     seconds=120.5,
-    steps=StepProfile(
-        grid=GRID,
-        error=0.04,
-        repeatability=0.02,
-        num_samples=300,
-        num_held_out=60,
-    ),
-    copies=CopyProfile(
-        link=Link(d2h_bytes_per_s=8e9, h2d_bytes_per_s=7e9, setup_s=1e-4), swap_error=0.03, repeatability=0.02
-    ),
+    steps=StepProfile(grid=GRID, error=0.04, repeatability=0.02, num_samples=300, num_held_out=60),
+    copies=CopyProfile(link=LINK, swap_error=0.03, repeatability=0.02),
     disk=DiskProfile(write_bytes_per_s=1e9, read_bytes_per_s=2e9, is_direct=True, num_bytes=1 << 28),
-    adapters=AdapterProfile(
-        load_bytes_per_s=5e8,
-        bgmv=LinearCost(a=1e-6, b=1e-4, r2=0.97),
-        mbgmv=LinearCost(a=2e-6, b=1e-4, r2=0.99),
-    ),
+    adapters=AdapterProfile(load_bytes_per_s=5e8, **COSTS),
     notes=("a note",),
 )
 
@@ -165,10 +143,8 @@ def test_its_speeds_are_what_costs_are_predicted_by_until_copies_and_disks_are_s
         assert tiers.store.disk_bytes_per_s() == 2e9
         worth = Worth("lru", **PROFILE.adapter_speeds)
         assert (worth.disk_rate.at(0.0), worth.copy_rate.at(0.0)) == (5e8, 7e9)
-        assert (
-            Worth("lru", **replace(PROFILE, adapters=None, copies=None).adapter_speeds).copy_rate.value
-            is None
-        )
+        bare = replace(PROFILE, adapters=None, copies=None)
+        assert Worth("lru", **bare.adapter_speeds).copy_rate.value is None
     finally:
         tiers.close()
         io.close()

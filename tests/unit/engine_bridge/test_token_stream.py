@@ -1,5 +1,3 @@
-"""Merging of deltas and the figures of one answer."""
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Traces: what a client's `traceparent` means, and what there is without an endpoint."""
-
 import pytest
 from opentelemetry import trace
 
