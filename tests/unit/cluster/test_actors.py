@@ -159,7 +159,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_node_that_errs_is_started_again_alone(
+async def test_a_node_that_errs_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     ray = Ray(bad=[FAULTS[fault]])
@@ -171,7 +171,7 @@ async def test_a_node_that_errs_is_started_again_alone(
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
-async def test_a_node_of_others_that_errs_ends_none_of_ours_and_is_asked_again(
+async def test_a_node_of_others_that_errs_ends_none_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = Ray()
@@ -185,9 +185,7 @@ async def test_a_node_of_others_that_errs_ends_none_of_ours_and_is_asked_again(
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
-async def test_an_order_that_cannot_be_carried_out_ends_no_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_order_that_fails_ends_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = asyncio.Event()
 
     def refuses(pid: int, number: int) -> None:
@@ -212,7 +210,7 @@ def environment(folder: Path, given: dict[str, str] | None = None, **settings: A
     return actors.environment_of(settings_of(folder, **settings), given or {})
 
 
-def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls_with_the_clusters_certificate(
+def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls(
     tmp_path: Path,
 ) -> None:
     alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=TLS)

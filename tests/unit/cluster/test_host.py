@@ -55,7 +55,7 @@ async def linked(place: NodeAddress, token: bytes = TRUST.token) -> AsyncIterato
 
 async def test_it_answers_over_tcp_those_who_know_the_token_and_closes(tmp_path: Path) -> None:
     node = StartedNode()
-    host = hosted(node, tmp_path)
+    host, second = hosted(node, tmp_path), hosted(StartedNode(), tmp_path)
     place = await asyncio.to_thread(host.start)
     with pytest.raises(ConnectionError):
         async with linked(place, b"of another one"):
@@ -63,8 +63,12 @@ async def test_it_answers_over_tcp_those_who_know_the_token_and_closes(tmp_path:
     async with linked(place) as remote:
         assert await answer_of(remote) == "one two"
         assert remote.peer_address == "127.0.0.1:7"
+    starting = asyncio.create_task(asyncio.to_thread(second.start))
     await asyncio.to_thread(host.close)
     assert node.was_closed.is_set()
+    async with linked(await starting):  # which waited until the first has let go of the folder
+        pass
+    await asyncio.to_thread(second.close)
 
 
 async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path) -> None:
@@ -88,13 +92,3 @@ async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path)
 def test_what_keeps_it_from_listening_is_raised(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         hosted(StartedNode(), tmp_path, host="192.0.2.1").start()
-
-
-async def test_it_waits_until_its_last_process_has_let_go_of_its_folder(tmp_path: Path) -> None:
-    first, second = hosted(StartedNode(), tmp_path), hosted(StartedNode(), tmp_path)
-    await asyncio.to_thread(first.start)
-    starting = asyncio.create_task(asyncio.to_thread(second.start))
-    await asyncio.to_thread(first.close)
-    async with linked(await starting):
-        pass
-    await asyncio.to_thread(second.close)

@@ -108,7 +108,7 @@ async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> 
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-async def test_streamed_calls_give_their_events_and_then_their_error_or_are_stopped_by_closing_them(
+async def test_streamed_calls_give_events_and_their_error_or_are_stopped(
     is_read: bool,
 ) -> None:
     node = ServingNode()
@@ -165,7 +165,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("said", NONSENSE, ids=["HTTP", "no UTF-8", "brackets"])
-async def test_a_gateway_that_breaks_the_protocol_is_cut_off_alone(
+async def test_a_gateway_that_talks_nonsense_is_cut_off(
     caplog: pytest.LogCaptureFixture, said: bytes
 ) -> None:
     node = FakeNode(["still here"])
@@ -182,9 +182,7 @@ async def test_a_gateway_that_breaks_the_protocol_is_cut_off_alone(
         assert (await collect(remote))[0].text == "still here"
 
 
-async def test_a_follower_that_raises_keeps_neither_others_nor_who_looks_after_the_node_from_hearing() -> (
-    None
-):
+async def test_a_follower_that_raises_keeps_nobody_else_from_hearing() -> None:
     """Who looks after the node starts it again when it hears that it is lost."""
 
     def raises(report: AdvisoryReport) -> None:

@@ -208,9 +208,7 @@ def test_a_loan_neither_touches_nor_evicts(make: MakeNode, other: Node) -> None:
     node.store.check_invariants()
 
 
-def test_a_block_that_the_disk_cannot_give_ends_a_loan_before_it(
-    home: Node, other: Node, tmp_path: Path
-) -> None:
+def test_a_block_that_the_disk_cannot_give_ends_a_loan(home: Node, other: Node, tmp_path: Path) -> None:
     home.to_disk()
     (segment,) = (tmp_path / "home").glob("segment-*")
     data = bytearray(segment.read_bytes())
@@ -261,7 +259,7 @@ def test_without_the_token_or_of_another_kind_nothing_is_lent(
 
 
 @pytest.mark.parametrize("says", [b"", b"\x05\0\0\0\0\0\0\0abcde", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_who_says_nothing_or_nonsense_is_given_up(
+def test_who_says_nothing_sensible_is_given_up(
     other: Node, monkeypatch: pytest.MonkeyPatch, says: bytes
 ) -> None:
     monkeypatch.setattr(peers, "STALL_S", 0.05)
@@ -418,9 +416,7 @@ def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
     assert other.fetch(KEYS[:10], first.address) == []
 
 
-def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
-    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_much_tells_of_a_peer_s_speed(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtiers.reader.MIN_SAMPLE_S", 1e9)  # on a busy machine a few blocks may take as long
     assumed = other.store.peer_bytes_per_s(home.address)
     other.fetch(KEYS[:5], home.address)
@@ -468,7 +464,7 @@ def test_who_waits_for_a_turn_is_told_so_again_and_again_and_does_not_take_the_p
     other.store.release(stage)
 
 
-def test_a_turn_that_does_not_come_is_a_miss_and_the_peer_is_asked_again(
+def test_a_turn_that_does_not_come_is_a_miss(
     home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "QUEUE_S", 0.1)

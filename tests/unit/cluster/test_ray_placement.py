@@ -84,9 +84,7 @@ async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_pat
 
 
 @pytest.mark.parametrize("victim", ["tests.unit.cluster.fake_driver", "engine_bridge.cluster.guard"])
-async def test_when_the_driving_process_or_its_guard_dies_all_is_started_again(
-    tmp_path: Path, victim: str
-) -> None:
+async def test_when_the_driver_or_its_guard_dies_all_is_started_again(tmp_path: Path, victim: str) -> None:
     async with placement_of(tmp_path, a=b"") as (placement, _):
         await placement.start()
         node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
@@ -107,7 +105,7 @@ async def test_when_the_driving_process_or_its_guard_dies_all_is_started_again(
         ({"a": b"cannot be made", "b": b"cannot be made"}, "a: it has no model; b: it has no model"),
     ],
 )
-async def test_what_is_wrong_with_the_cluster_or_all_its_nodes_is_raised(
+async def test_what_is_wrong_with_all_nodes_is_raised(
     tmp_path: Path, nodes: dict[str, bytes], reason: str
 ) -> None:
     async with placement_of(tmp_path, **nodes) as (placement, _):
@@ -118,7 +116,7 @@ async def test_what_is_wrong_with_the_cluster_or_all_its_nodes_is_raised(
 @pytest.mark.parametrize(
     ("how", "error"), [(b"cannot be made", "it has no model"), (b"another model", "it serves another-model")]
 )
-async def test_one_node_that_is_ready_is_enough_and_the_other_is_named(
+async def test_one_ready_node_is_enough_and_the_other_is_named(
     tmp_path: Path, how: bytes, error: str
 ) -> None:
     async with placement_of(tmp_path, a=how, b=b"") as (placement, _):
@@ -142,9 +140,7 @@ async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_pat
             await starting
 
 
-async def test_a_node_that_hangs_is_killed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_bridge.cluster.placed_node.SILENT_S", 1.2)
     monkeypatch.setattr("engine_bridge.cluster.placed_node.LOOK_EVERY_S", 0.3)
     async with placement_of(tmp_path, a=b"") as (placement, _):

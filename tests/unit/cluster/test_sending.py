@@ -9,10 +9,9 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import MAX_PIECE_BYTES, AdapterStore
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.sending import bring
-from engine_bridge.protocol.engine_request import EngineRequest, RequestId
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
-from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, connected, store_at
+from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, answer_of, connected, store_at
 
 # Weights of two megabytes and a half: three pieces.
 WIDE = {"model.layers.0.self_attn.q_proj": (40_000, 40_000)}
@@ -57,20 +56,20 @@ def flipped(data: bytes) -> bytes:
 
 
 async def test_a_node_that_lacks_an_adapter_is_sent_it_in_pieces(tmp_path: Path, source: Path) -> None:
-    contents = contents_of(source)
-    frames = Tamper(1 << 60, bytes)
+    contents, frames, num_answers = contents_of(source), Tamper(1 << 60, bytes), 0
     async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0), through=frames) as (node, _):
-        path = await bring(node, contents)
+        bringing = asyncio.create_task(bring(node, contents))
+        while not bringing.done():
+            assert await answer_of(node) == "hello"
+            num_answers += 1
+        path, sent = await bringing, frames.num_bytes
         assert contents_of(Path(path)).content_hash == contents.content_hash
-        sent = frames.num_bytes
-        assert sent > contents.num_bytes
+        assert sent > contents.num_bytes and num_answers > 1, "answers go on between the pieces"
         assert await bring(node, contents) == path
         assert frames.num_bytes - sent < 1000, "it is there: nothing is sent again"
 
 
-async def test_damaged_once_it_is_sent_again_and_damaged_again_and_again_refused(
-    tmp_path: Path, source: Path
-) -> None:
+async def test_damaged_once_it_is_sent_again_and_damaged_always_refused(tmp_path: Path, source: Path) -> None:
     contents = contents_of(source)
     for times in (1, 100):
         damage = Tamper(MAX_PIECE_BYTES, flipped, times)
@@ -89,7 +88,7 @@ async def test_damaged_once_it_is_sent_again_and_damaged_again_and_again_refused
     ("is_gone", "reason"),
     [(False, "changed while they were sent"), (True, "no longer where it was loaded from")],
 )
-async def test_changed_or_gone_before_it_was_sent_it_is_refused(
+async def test_changed_or_gone_before_it_is_sent_it_is_refused(
     tmp_path: Path, is_gone: bool, reason: str
 ) -> None:
     folder = make_adapter(tmp_path / "source", modules=WIDE)
@@ -119,18 +118,6 @@ async def test_cut_off_in_the_middle_nothing_is_taken_for_whole(tmp_path: Path, 
         path = await bring(node, contents)
     assert contents_of(Path(path)).content_hash == contents.content_hash
     assert [path.name for path in (tmp_path / "s").iterdir()] == [contents.content_hash]
-
-
-async def test_answers_go_on_between_the_pieces(tmp_path: Path, source: Path) -> None:
-    async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0)) as (node, _):
-        bringing = asyncio.create_task(bring(node, contents_of(source)))
-        request = EngineRequest(request_id=RequestId("r"))
-        num_answers = 0
-        while not bringing.done():
-            assert "hello" in [delta.text async for delta in node.generate(request)]
-            num_answers += 1
-        await bringing
-    assert num_answers > 1
 
 
 async def test_hostile_words_about_adapters_end_a_connection_or_are_refused(tmp_path: Path) -> None:

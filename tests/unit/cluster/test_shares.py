@@ -14,9 +14,7 @@ def engine(**changes: object) -> EngineConfig:
 
 
 @given(cores=st.sets(st.integers(0, 255), min_size=1), data=st.data())
-def test_each_core_belongs_to_one_node_and_none_gets_much_more_than_another(
-    cores: set[int], data: st.DataObject
-) -> None:
+def test_each_core_belongs_to_one_node_and_parts_are_alike(cores: set[int], data: st.DataObject) -> None:
     num_nodes = data.draw(st.integers(1, len(cores)))
     parts = shares.divide_cores(list(cores), num_nodes)
     assert sorted(core for part in parts for core in part) == sorted(cores)
@@ -37,9 +35,7 @@ PART = {"kv_cache_gib": 2, "kv_host_gib": 1, "kv_disk_gib": 4, "adapter_host_gib
         ({"device": "cuda", "kv_cache_gib": 6}, {"kv_cache_gib": 6}),
     ],
 )
-def test_settings_for_the_machine_are_divided_and_others_are_not(
-    whole: dict[str, object], part: dict[str, object]
-) -> None:
+def test_settings_for_the_machine_are_divided(whole: dict[str, object], part: dict[str, object]) -> None:
     """KV on CPUs is the machine's, on GPUs each one's own; a node computes on its own cores at most."""
     divided = shares.divide_engine(engine(**whole), 2, 4)
     assert {name: getattr(divided, name) for name in part} == part

@@ -45,7 +45,14 @@ async def test_both_ends_show_the_clusters_certificate_and_take_no_other(tmp_pat
     assert said == b"", "a client without a certificate reads nothing"
 
 
-def test_without_a_certificate_there_is_no_tls_and_files_that_are_none_are_named(tmp_path: Path) -> None:
+def test_a_certificate_names_each_machine_and_without_one_there_is_no_tls(tmp_path: Path) -> None:
+    trust = certified(tmp_path, "two", "10.0.0.1", "fd00::2")
+    trust.check_name("10.0.0.1")
+    trust.check_name("fd00::2")
+    with pytest.raises(ClusterError, match=r"does not name 10\.0\.0\.3.*subjectAltName"):
+        trust.check_name("10.0.0.3")
+    with pytest.raises(ClusterError, match="does not name"):
+        certified(tmp_path, "none").check_name("10.0.0.1")
     plain = Trust(token=b"t")
     plain.check_name("127.0.0.1")
     assert plain.server_tls() is plain.client_tls() is None
@@ -54,17 +61,7 @@ def test_without_a_certificate_there_is_no_tls_and_files_that_are_none_are_named
         Trust(token=b"t", cert=str(tmp_path / "c"), key=str(tmp_path / "c")).client_tls()
 
 
-def test_a_certificate_names_the_address_of_each_machine(tmp_path: Path) -> None:
-    trust = certified(tmp_path, "two", "10.0.0.1", "fd00::2")
-    trust.check_name("10.0.0.1")
-    trust.check_name("fd00::2")
-    with pytest.raises(ClusterError, match=r"does not name 10\.0\.0\.3.*subjectAltName"):
-        trust.check_name("10.0.0.3")
-    with pytest.raises(ClusterError, match="does not name"):
-        certified(tmp_path, "none").check_name("10.0.0.1")
-
-
-def test_a_missing_token_is_made_for_its_owner_only_and_one_that_can_be_read_or_guessed_is_refused(
+def test_a_missing_token_is_made_and_one_that_is_not_safe_is_refused(
     tmp_path: Path,
 ) -> None:
     path, short = tmp_path / "token", tmp_path / "short"

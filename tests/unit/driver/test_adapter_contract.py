@@ -1,5 +1,3 @@
-"""Which modules take an adapter, for vLLM's own tables of fused modules."""
-
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""What is wrong with a request shows before its stream begins; what a stream that is closed has asked for ends."""
-
 from __future__ import annotations
 
 import asyncio
@@ -67,12 +65,8 @@ class Outputs:
         self._left = list(token_ids)
 
     def get_nowait(self) -> Any:
-        token_id = self._left.pop(0)
-        return SimpleNamespace(
-            finished=not self._left,
-            prompt_logprobs=None,
-            outputs=[SimpleNamespace(token_ids=[token_id], logprobs=None)],
-        )
+        output = SimpleNamespace(token_ids=[self._left.pop(0)], logprobs=None)
+        return SimpleNamespace(finished=not self._left, prompt_logprobs=None, outputs=[output])
 
 
 def answer(call: Call, client: Client, *token_ids: int) -> Answer:
@@ -102,9 +96,7 @@ async def begun(call: Call, source: Any) -> ApiEvents:
         ([Call.queued, "a", RuntimeError("gone")], ["a", 'event: error\ndata: {"error":']),
     ],
 )
-async def test_a_stream_begins_with_its_request_and_ends_with_what_its_source_raises(
-    steps: list[Any], found: list[str]
-) -> None:
+async def test_a_stream_begins_with_its_request(steps: list[Any], found: list[str]) -> None:
     call = Call()
     source = Source(*(partial(step, call) if step is Call.queued else step for step in steps))
     events = await begun(call, source)
@@ -143,16 +135,6 @@ async def test_a_failure_before_the_start_is_raised_and_closes_the_stream(way: s
         assert call.failure is error and client.log[-1] == ("forgotten a", True)
 
 
-async def test_cancelling_the_wait_for_the_start_closes_the_stream() -> None:
-    source = Source(asyncio.Event())
-    waiting = asyncio.create_task(begun(Call(), source))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert source.is_closed
-
-
 async def test_a_reply_that_was_never_read_ends_its_answers() -> None:
     call, client, source = Call(), Client(), Source("a")
     answer(call, client, 1)
@@ -178,8 +160,8 @@ async def test_the_first_event_says_what_was_left_out_and_the_last_one_has_the_t
     assert packed is not None and unpack_token_ids(packed) == (7, 1, 2)
 
 
-async def test_cancelling_a_call_cancels_what_it_does_and_is_not_answered() -> None:
-    ended = asyncio.Event()
+async def test_cancelling_a_call_ends_what_it_does_and_closes_its_stream() -> None:
+    ended, source = asyncio.Event(), Source(asyncio.Event())
 
     async def call() -> str:
         try:
@@ -188,10 +170,10 @@ async def test_cancelling_a_call_cancels_what_it_does_and_is_not_answered() -> N
             ended.set()
         return "Client disconnected"
 
-    waiting = asyncio.create_task(_cancellable(call()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert ended.is_set()
+    for waiting in (asyncio.create_task(_cancellable(call())), asyncio.create_task(begun(Call(), source))):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert ended.is_set() and source.is_closed

@@ -1,5 +1,3 @@
-"""The assist workers compute the bits that the engine's process would, keep nothing that is not theirs, and end when they should."""
-
 import gc
 import os
 import select
@@ -165,13 +163,8 @@ def test_what_does_not_fit_is_refused_by_name(pool):
     with pytest.raises(KeyError):
         pool.add(1, "other", torch.zeros(4, 512), random_rows(4, 256), 1.0)
     most = MAX_ROWS + 1
-    for y, x in (
-        ((0, 512), (0, 256)),
-        ((most, 512), (most, 256)),
-        ((4, 512), (4, 255)),
-        ((4, 511), (4, 256)),
-        ((5, 512), (4, 256)),
-    ):
+    wrong_sizes = (((4, 512), (4, 255)), ((4, 511), (4, 256)), ((5, 512), (4, 256)))
+    for y, x in (((0, 512), (0, 256)), ((most, 512), (most, 256)), *wrong_sizes):
         with pytest.raises(ValueError):
             pool.add(1, "m", torch.zeros(y), random_rows(*x), 1.0)
     pool.drop(2)  # never there: no harm

@@ -1,5 +1,3 @@
-"""Words that an answer may not hold: which tokens end them, and that many of them cost a step little."""
-
 import copy
 import random
 from types import SimpleNamespace
@@ -24,14 +22,10 @@ def test_the_same_tokens_are_banned_as_by_vllm(seed: int) -> None:
     assert torch.equal(ours, theirs) and torch.isinf(ours).any()
 
 
-def test_a_copy_knows_as_much_as_the_first() -> None:
-    """vLLM copies a request's settings, one for each of its answers."""
-    forms = Forms([[1], [2, 3]])
+def test_words_are_copied_put_aside_and_come_back() -> None:
+    forms = Forms([[1], [2, 3]])  # vLLM copies a request's settings, one for each of its answers
     for other in (copy.copy(forms), copy.deepcopy(forms)):
         assert other == [[1], [2, 3]] and other.banned([2]) == [1, 3]
-
-
-def test_words_are_put_aside_and_come_back() -> None:
     params = SimpleNamespace(bad_words=["a"])
     with pytest.raises(ValueError, match="late"), put_aside(params) as words:
         assert (params.bad_words, words) == ([], ["a"])

@@ -1,5 +1,3 @@
-"""Copies of KV blocks on a CPU, against plain indexing."""
-
 from __future__ import annotations
 
 import math
@@ -211,9 +209,7 @@ def test_on_cuda_memory_is_given_back_by_copies_at_which_the_device_fails(cuda: 
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_memory_of_the_device_that_a_slot_is_filled_from_is_kept_for_the_stream_that_copies(
-    cuda: Cuda, is_cuda: bool
-) -> None:
+def test_memory_that_a_slot_is_filled_from_is_kept_for_the_copying(cuda: Cuda, is_cuda: bool) -> None:
     """Of adapters; tests/gpu has real slots."""
     used_by: list[Any] = []
     memory: Any = SimpleNamespace(is_cuda=is_cuda, record_stream=used_by.append)

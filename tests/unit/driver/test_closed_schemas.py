@@ -1,5 +1,3 @@
-"""JSON schemas as the grammars of a request are made of them."""
-
 import json
 
 from vllm import SamplingParams
@@ -13,14 +11,8 @@ CLOSED, OPEN = OBJECT | {"additionalProperties": False}, OBJECT | {"additionalPr
 
 def test_an_object_has_no_properties_that_its_schema_does_not_name() -> None:
     """What is open on purpose stays open, and what is no schema is left for the check that refuses it."""
-    for schema, after in (
-        (OBJECT, CLOSED),
-        (json.dumps(OBJECT), CLOSED),
-        (OPEN, OPEN),
-        ("{", "{"),
-        ('"text"', "text"),
-        ("[1]", [1]),
-    ):
+    schemas = ((OBJECT, CLOSED), (json.dumps(OBJECT), CLOSED), (OPEN, OPEN))
+    for schema, after in (*schemas, ("{", "{"), ('"text"', "text"), ("[1]", [1])):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
         close_schema(params)
         assert params.structured_outputs is not None and params.structured_outputs.json == after

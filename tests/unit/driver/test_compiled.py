@@ -1,5 +1,3 @@
-"""Compiled code is kept on disk, and does without where that cannot be."""
-
 import os
 import subprocess
 import sys
@@ -18,13 +16,9 @@ print(int(to.sum()))
 
 
 def copied(cache: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "64", done.stderr
     return done
 

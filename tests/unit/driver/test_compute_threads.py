@@ -1,5 +1,3 @@
-"""What others do to the engine thread's number of threads is taken back."""
-
 import os
 import subprocess
 import sys
@@ -39,7 +37,7 @@ def number() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("setting", [1, None])
-def test_a_number_that_a_library_has_changed_is_set_again_and_told_once(
+def test_a_number_that_was_changed_is_set_again(
     caplog: pytest.LogCaptureFixture, setting: int | None
 ) -> None:
     torch._C.set_num_threads(1)
@@ -55,7 +53,6 @@ def test_a_number_that_a_library_has_changed_is_set_again_and_told_once(
 
 def test_numbas_parallel_loops_leave_the_number_alone() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_THREADING_LAYER"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROPOSES], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", PROPOSES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1:] == ["1"], done.stderr

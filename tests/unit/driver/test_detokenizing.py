@@ -1,5 +1,3 @@
-"""Texts of answers whose prompts end inside a character, by the detokenizers that vLLM uses for fast and for slow tokenizers."""
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from engine_bridge.calls.continuity import MAX_TOKENS_PER_CHARACTER
-from engine_bridge.driver.corrections.detokenizing import FastDetokenizer, SlowDetokenizer, _ends, beyond
+from engine_bridge.driver.corrections.detokenizing import FastDetokenizer, SlowDetokenizer, beyond
 from engine_bridge.driver.vllm_api import SamplingParams
 
 SIGNS = bytes_to_unicode()  # of GPT-2's alphabet
@@ -107,15 +104,6 @@ def test_stop_strings_are_not_looked_for_in_the_prompt(tokenizer: Any) -> None:
 def test_nothing_changes_where_the_prompt_ends_with_a_character(tokenizer: Any) -> None:
     for prompt in ("a", "my secret é", "my secret "):
         assert answered(tokenizer, ids_of(tokenizer, prompt), ids_of(tokenizer, "�x é"))[0] == "�x é"
-
-
-def test_what_is_beyond_the_prompt_is_measured_by_the_longest_of_its_ends() -> None:
-    assert beyond(["ab�", "ab"], "ab€c") == "€c"
-    assert beyond(["ab��", "ab�", "ab"], "ab��c") == "c"
-    assert beyond([], "abc") == "abc"
-    assert beyond(["", "b", "ac"], "ab") == "b"
-    assert beyond(["abc"], "ab") == ""
-    assert _ends([1, 2, 3]) == [[1, 2, 3], [1, 2], [1]] and len(_ends(range(9))) == MAX_TOKENS_PER_CHARACTER
 
 
 def test_the_end_of_a_long_prompt_is_found_in_few_looks() -> None:

@@ -1,5 +1,3 @@
-"""What settings come to as vLLM's, and engine arguments of vLLM's that a user gives by name."""
-
 import dataclasses
 
 import pytest

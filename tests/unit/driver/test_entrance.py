@@ -1,5 +1,3 @@
-"""A few calls of each tenant are made ready for the engine at a time."""
-
 import asyncio
 
 import pytest

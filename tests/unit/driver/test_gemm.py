@@ -1,20 +1,9 @@
-"""On one thread a row comes out the same whatever rows are computed beside it; on several it is the same product."""
-
 import pytest
 import torch
 
 from engine_bridge.driver.lora import gemm
 from engine_bridge.driver.lora.few_rows import terms_at_a_time
-from engine_bridge.driver.lora.gemm import (
-    CUTS,
-    MIN_ROWS,
-    OneThread,
-    ProductParts,
-    cut_for,
-    cut_product,
-    filled,
-    shrink,
-)
+from engine_bridge.driver.lora.gemm import CUTS, MIN_ROWS, OneThread, ProductParts, filled, shrink
 
 from .equal_bits import needs_equal_bits
 
@@ -66,7 +55,7 @@ def in_parts(is_cut):
 )
 def test_the_cheapest_cut_that_keeps_bits_is_found(is_cut, cut, monkeypatch):
     monkeypatch.setattr(torch, "mm", in_parts(is_cut))
-    assert cut_for.__wrapped__(900, 3) == cut
+    assert gemm.cut_for.__wrapped__(900, 3) == cut
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -74,7 +63,7 @@ def test_each_cut_gives_the_product(cut):
     for num_rows, num_terms in ((1, 1), (4, 513), (191, 768), (500, 2048)):
         x, a = torch.randn(num_rows, num_terms), torch.randn(num_terms, 16)
         want = (x.double() @ a.double()).float()
-        torch.testing.assert_close(cut_product(x, a, cut), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gemm.cut_product(x, a, cut), want, rtol=1e-4, atol=1e-4)
 
 
 @needs_equal_bits

@@ -1,5 +1,3 @@
-"""What a step that loads and saves leaves in host memory, whatever becomes of it; over a real store."""
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -73,7 +71,7 @@ def stepped(tmp_path: Path) -> Iterator[Stepped]:
         yield stepped
 
 
-def test_what_a_step_saves_is_kept_unless_it_was_spoiled_or_lacks_layers_or_the_device_failed(
+def test_what_a_step_saves_is_kept_only_if_all_went_well(
     stepped: Stepped,
 ) -> None:
     for fault in ("spoiled", "lacks a layer", "the device failed", ""):
@@ -87,9 +85,7 @@ def test_what_a_step_saves_is_kept_unless_it_was_spoiled_or_lacks_layers_or_the_
 
 
 @pytest.mark.parametrize("is_asked_first", [False, True], ids=["without speculative decoding", "with it"])
-def test_what_is_computed_on_top_of_kv_that_did_not_come_is_not_kept(
-    stepped: Stepped, is_asked_first: bool
-) -> None:
+def test_what_is_computed_on_kv_that_did_not_come_is_not_kept(stepped: Stepped, is_asked_first: bool) -> None:
     stepped.damage()
     stepped.begin()
     stepped.run(ends=False)
@@ -121,7 +117,7 @@ def test_which_attention_gives_up_blocks_of_a_request_that_runs() -> None:
         assert _gives_blocks_up(spec) is _gives_blocks_up(several) is gives_up
 
 
-def test_what_a_step_holds_that_never_ends_goes_with_its_engine_when_the_device_is_done(
+def test_what_a_step_that_never_ends_holds_goes_with_its_engine(
     stepped: Stepped,
 ) -> None:
     stage = stepped.begin()

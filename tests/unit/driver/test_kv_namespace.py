@@ -1,5 +1,3 @@
-"""Stored KV is for engines that compute the same: any setting makes it another's, unless it is known to change nothing."""
-
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -11,12 +9,8 @@ import pytest
 
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.in_process import know_weights, revision_of
-from engine_bridge.driver.kv.kv_namespace import (
-    HARMLESS_ARGUMENTS,
-    HARMLESS_VARIABLES,
-    _computation,
-    arguments_that_count,
-)
+from engine_bridge.driver.kv import kv_namespace
+from engine_bridge.driver.kv.kv_namespace import _computation, arguments_that_count
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -32,20 +26,19 @@ def counting(*arguments: str, environ: Mapping[str, str] | None = None, **settin
     return arguments_that_count(engine_args(config_of(*arguments, **settings), None), environ or {})
 
 
+SIZES = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 512,
+    "kv_cache_gib": 0.05,
+    "gpu_memory_utilization": 0.5,
+}
+NAMES = {"served_model_name": "other", "seed": 9, "enable_lora": False}
+
+
 def test_sizes_names_and_logging_change_no_key() -> None:
-    assert counting() == counting(
-        "disable_log_stats=true",
-        "max_logprobs=7",
-        "generation_config=vllm",
-        served_model_name="other",
-        max_num_seqs=3,
-        max_num_batched_tokens=512,
-        kv_cache_gib=0.05,
-        gpu_memory_utilization=0.5,
-        seed=9,
-        enable_lora=False,
-        environ={"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PORT": "9", "VLLM_IMAGE_TAG": "x", "HOME": "/root"},
-    )
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PORT": "9", "VLLM_IMAGE_TAG": "x", "HOME": "/root"}
+    arguments = ("disable_log_stats=true", "max_logprobs=7", "generation_config=vllm")
+    assert counting() == counting(*arguments, **SIZES, **NAMES, environ=environ)
 
 
 ROPE = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'
@@ -57,25 +50,17 @@ HARMLESS = """
 """
 
 
+COUNTING = (
+    ROPE, "disable_sliding_window=true", "attention_backend=CPU_ATTN", "model_impl=transformers", "code_revision=abc",
+    'mm_processor_kwargs={"size": 3}', 'compilation_config={"mode": 0}', 'additional_config={"anything": 1}',
+)  # fmt: skip
+VARIABLES = "VLLM_BATCH_INVARIANT VLLM_NEW_KERNEL ONEDNN_DEFAULT_FPMATH_MODE NVIDIA_TF32_OVERRIDE"
+
+
 def test_any_other_argument_or_variable_makes_other_keys() -> None:
     usual = counting()
-    for argument in (
-        ROPE,
-        "disable_sliding_window=true",
-        "attention_backend=CPU_ATTN",
-        "model_impl=transformers",
-        "code_revision=abc",
-        'mm_processor_kwargs={"size": 3}',
-        'compilation_config={"mode": 0}',
-        'additional_config={"anything": 1}',
-    ):
-        assert counting(argument) != usual
-    for name in (
-        "VLLM_BATCH_INVARIANT",
-        "VLLM_NEW_KERNEL",
-        "ONEDNN_DEFAULT_FPMATH_MODE",
-        "NVIDIA_TF32_OVERRIDE",
-    ):
+    assert usual not in [counting(argument) for argument in COUNTING]
+    for name in VARIABLES.split():
         assert counting(environ={name: "1"}) not in (usual, counting(environ={name: "2"}))
     assert counting(environ=dict.fromkeys(HARMLESS.split(), "tcp://10.0.3.7:8000")) == usual
 
@@ -107,9 +92,9 @@ def test_what_is_called_harmless_is_vllms_own() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.envs import environment_variables
 
-    assert {each.name for each in dataclasses.fields(EngineArgs)} >= HARMLESS_ARGUMENTS
+    assert {each.name for each in dataclasses.fields(EngineArgs)} >= kv_namespace.HARMLESS_ARGUMENTS
     # Set beside vLLM's list: where its own processes meet, and what its images say of their making.
-    assert HARMLESS_VARIABLES - environment_variables.keys() <= {"VLLM_DIST_IDENT"}
+    assert kv_namespace.HARMLESS_VARIABLES - environment_variables.keys() <= {"VLLM_DIST_IDENT"}
 
 
 def test_the_model_counts_as_it_was_resolved() -> None:
@@ -157,7 +142,7 @@ def test_weights_that_change_while_they_are_loaded_are_no_others(tmp_path: Path,
     assert len({before, found, after, revision_of(model)}) == 3
 
 
-def test_a_hubs_model_has_its_commits_name_in_mistrals_form_too(
+def test_a_hubs_model_in_mistrals_form_has_its_commits_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM makes its configuration of params.json, and notes no commit then."""

@@ -1,5 +1,3 @@
-"""The link between host memory and device is measured while nobody wants it, and leaves everything as it was."""
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -91,9 +89,7 @@ def test_it_waits_for_another_time_while_requests_are_there_or_host_memory_is_fu
         assert bench.store.stats().host.num_evicted == 0 and bench.measuring.wait_s() == IDLE_S
 
 
-def test_a_copy_that_fails_ends_the_measuring_and_nothing_else(
-    bench: Measured, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_fails_ends_only_the_measuring(bench: Measured, caplog: pytest.LogCaptureFixture) -> None:
     bench.use(CpuCopier(bench.device[:1], bench.store.pool.region))  # the second layer is not there
     bench.now = IDLE_S
     assert bench.run() == 1

@@ -1,5 +1,3 @@
-"""Each call for logits is computed with the adapters of its own rows."""
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

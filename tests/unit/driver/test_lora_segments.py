@@ -1,5 +1,3 @@
-"""Which rows are computed together, and that the laid-out weights say what the adapters say."""
-
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -101,9 +99,8 @@ def wrapper_for(layer, slots=SLOTS):
     wrapper = SegmentPunicaWrapper(64, 8, "cpu")
     wrapper.watch(layer)
     ids = [slot + 1 for slot in slots]
-    wrapper.update_metadata(
-        SimpleNamespace(index_mapping=ids, prompt_mapping=ids, is_prefill=True), [1, 2, 3], 4, 100
-    )
+    mapping = SimpleNamespace(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
+    wrapper.update_metadata(mapping, [1, 2, 3], 4, 100)
     return wrapper
 
 
@@ -166,12 +163,9 @@ LAYERS = [  # columns in, columns out and rank by slice
 def weight_of(layer):
     num_in, outs, ranks = layer
     torch.manual_seed(2)
-    return pack_slot(
-        [torch.randn(rank, num_in) for rank in ranks],
-        [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)],
-        ranks,
-        make_few=few_rows.few_rows,
-    )
+    a = [torch.randn(rank, num_in) for rank in ranks]
+    b = [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)]
+    return pack_slot(a, b, ranks, make_few=few_rows.few_rows)
 
 
 def few_and_many(layer):
@@ -211,13 +205,8 @@ def few(monkeypatch):
 def test_few_rows_never_touch_what_is_not_theirs(few):
     """Six rows; what lies around them in memory must not change. Nor is anything read beyond an adapter's memory."""
     around = torch.zeros(18, 768)
-    for first, stop, num_in, num_out in (
-        (0, 7, 768, 768),
-        (-1, 2, 768, 768),
-        (5, 9, 768, 768),
-        (0, 2, 767, 768),
-        (0, 2, 768, 767),
-    ):
+    wrong_rows = ((0, 7, 768, 768), (-1, 2, 768, 768), (5, 9, 768, 768))
+    for first, stop, num_in, num_out in (*wrong_rows, (0, 2, 767, 768), (0, 2, 768, 767)):
         with pytest.raises(IndexError):
             y = around.view(-1)[: 18 * num_out].view(18, num_out)[6:12]
             few.add(y.numpy(), torch.randn(6, num_in).numpy(), first, stop, 1.0)

@@ -1,16 +1,9 @@
-"""Whose fault it is when a body cannot be used, told by the error alone."""
-
 from typing import Any
 
 import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
-from vllm.exceptions import (
-    GracefulHTTPError,
-    RetryableRequestError,
-    VLLMServerError,
-    VLLMValidationError,
-)
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMServerError, VLLMValidationError
 
 from engine_bridge.driver.apis.bodies import as_error_response, as_malformed, as_unusable, error_reply
 from engine_bridge.driver.apis.failures import CANNOT_CONTINUE, as_bridge_error, is_clients
@@ -26,7 +19,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_code_that_trips_over_a_body_blames_the_body_and_quotes_none_of_it(
+def test_code_that_trips_over_a_body_blames_it_and_quotes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "engine_bridge")
@@ -49,9 +42,7 @@ def test_code_that_trips_over_a_body_blames_the_body_and_quotes_none_of_it(
         (MemoryError(), 500, ""),
     ],
 )
-def test_what_is_refused_on_purpose_keeps_its_words_and_what_is_the_servers_stays_so(
-    error: Exception, status: int, message: str
-) -> None:
+def test_what_is_refused_on_purpose_keeps_its_words(error: Exception, status: int, message: str) -> None:
     response = as_malformed(raised(error))
     assert response.error.code == status and message in response.error.message
     assert response.error.param == ("n" if "choices" in message else None)
@@ -78,16 +69,12 @@ def rendered(template: str) -> Exception:
     raise AssertionError("the template does not raise")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(raised(kind("secret")) for kind in (KeyError, ValueError, RuntimeError)),
-        rendered("{{ secret.secret }}"),
-        rendered("{{ 1 + 'secret' }}"),
-    ],
-    ids=["parser", "value", "runtime", "undefined", "type"],
-)
-def test_what_breaks_on_a_plain_body_is_the_servers_and_stays_in_its_log(
+BROKEN = [*(raised(kind("secret")) for kind in (KeyError, ValueError, RuntimeError))]
+BROKEN += [rendered("{{ secret.secret }}"), rendered("{{ 1 + 'secret' }}")]
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=["parser", "value", "runtime", "undefined", "type"])
+def test_what_breaks_on_a_plain_body_stays_in_the_log(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     response, told = as_unusable(error, PLAIN), as_bridge_error(error)
@@ -96,13 +83,6 @@ def test_what_breaks_on_a_plain_body_is_the_servers_and_stays_in_its_log(
         number = message.rstrip(".").rsplit(" ", 1)[-1]
         assert "secret" not in message
         assert any(record.exc_info and number in record.getMessage() for record in caplog.records)
-
-
-def test_what_a_template_refuses_in_its_own_words_is_told_to_the_client() -> None:
-    refused = rendered("{{ raise_exception('Roles must alternate.') }}")
-    assert as_unusable(refused, PLAIN).error.code == 400
-    told = as_bridge_error(refused)
-    assert isinstance(told, InvalidRequest) and "Roles must alternate." in str(told)
 
 
 READER = """
@@ -161,12 +141,14 @@ def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides(
         assert part in response.error.message and "iterable" not in response.error.message
 
 
-def test_a_beginning_that_the_template_leaves_out_is_refused_in_own_words() -> None:
+def test_what_a_template_refuses_is_told_in_its_words_and_a_beginning_that_it_leaves_out_in_ours() -> None:
     """As templates do that drop the reasoning of earlier answers. The library's error quotes the whole chat."""
-    chat = [
-        {"role": "user", "content": "a secret"},
-        {"role": "assistant", "content": "<think>x</think>Hello"},
-    ]
+    alternates = rendered("{{ raise_exception('Roles must alternate.') }}")
+    assert as_unusable(alternates, PLAIN).error.code == 400
+    told = as_bridge_error(alternates)
+    assert isinstance(told, InvalidRequest) and "Roles must alternate." in str(told)
+    said = "<think>x</think>Hello"
+    chat = [{"role": "user", "content": "a secret"}, {"role": "assistant", "content": said}]
     template = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
     try:
         render_jinja_template([chat], chat_template=template, continue_final_message=True)

@@ -1,5 +1,3 @@
-"""Answers of Anthropic's Messages API that end early."""
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

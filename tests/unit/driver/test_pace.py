@@ -1,5 +1,3 @@
-"""Each real step corrects the table by its own work, read off vLLM's own SchedulerOutput, and by its own time."""
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,13 +24,12 @@ class Running(NamedTuple):
 
 def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
     """A step. new: (scheduled, computed) of requests in their first step."""
-    result = SchedulerOutput.make_empty()
-    requests: list[Any] = [
+    result, names = SchedulerOutput.make_empty(), [f"old{i}" for i in range(len(running))]
+    result.scheduled_new_reqs = [
         SimpleNamespace(req_id=f"new{i}", num_computed_tokens=done) for i, (_, done) in enumerate(new)
     ]
-    result.scheduled_new_reqs = requests
     result.scheduled_cached_reqs = CachedRequestData(
-        req_ids=[f"old{i}" for i in range(len(running))],
+        req_ids=names,
         resumed_req_ids=set(),
         new_token_ids=[],
         all_token_ids={},
@@ -40,11 +37,10 @@ def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
         num_computed_tokens=[request.computed for request in running],
         num_output_tokens=[request.outputs for request in running],
     )
+    olds = dict(zip(names, running, strict=True))
     result.num_scheduled_tokens = {f"new{i}": num for i, (num, _) in enumerate(new)}
-    result.num_scheduled_tokens |= {f"old{i}": request.scheduled for i, request in enumerate(running)}
-    result.scheduled_spec_decode_tokens = {
-        f"old{i}": [7] * request.drafts for i, request in enumerate(running) if request.drafts
-    }
+    result.num_scheduled_tokens |= {name: request.scheduled for name, request in olds.items()}
+    result.scheduled_spec_decode_tokens = {name: [7] * old.drafts for name, old in olds.items() if old.drafts}
     result.total_num_scheduled_tokens = sum(result.num_scheduled_tokens.values())
     return result
 
@@ -64,9 +60,7 @@ def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
         (output([], Running(4, 200, outputs=9, drafts=3)), (3, 1, 200)),  # drafts are as tokens of a prompt
     ],
 )
-def test_a_steps_work_is_told_from_what_vllm_has_scheduled(
-    step: SchedulerOutput, work: tuple[int, int, int]
-) -> None:
+def test_a_steps_work_is_what_vllm_has_scheduled(step: SchedulerOutput, work: tuple[int, int, int]) -> None:
     assert work_of(step) == work
 
 

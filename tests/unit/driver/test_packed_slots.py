@@ -1,5 +1,3 @@
-"""Adapters laid out in a slot's memory on a CPU."""
-
 import threading
 from types import SimpleNamespace
 

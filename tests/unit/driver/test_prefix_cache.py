@@ -1,5 +1,3 @@
-"""What promotions find of a prefix in vLLM's own block pool is what is there now, whatever became of it since they last looked."""
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What is measured for a profile, in which order, and what lines are drawn through it. Without an engine."""
-
 import itertools
 import random
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What promotions carry out, in vLLM's own block pool, from a real host tier."""
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Reasoning told from the answer by vLLM's own parsers, with the demo model's tokenizer and the tokens that such models have."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +22,8 @@ def tokenizer() -> Any:
 
 
 def split_of(name: str, tokenizer: Any) -> ReasoningSplit:
-    parser = ParserManager.get_parser(
-        tool_parser_name=None, reasoning_parser_name=name, enable_auto_tools=False
-    )
+    names = {"tool_parser_name": None, "reasoning_parser_name": name}
+    parser = ParserManager.get_parser(**names, enable_auto_tools=False)
     assert parser is not None
     return ReasoningSplit(parser(tokenizer, None, chat_template_kwargs={}, model_config=None), REQUEST)
 
@@ -35,13 +32,9 @@ def outputs(tokenizer: Any, text: str, size: int) -> list[Any]:
     """As the engine gives them: some tokens at a time, the last one finished."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+    texts = [SimpleNamespace(text=tokenizer.decode(part), token_ids=part) for part in parts]
     return [
-        SimpleNamespace(
-            outputs=[SimpleNamespace(text=tokenizer.decode(part), token_ids=part)],
-            prompt_token_ids=[3],
-            finished=part is parts[-1],
-        )
-        for part in parts
+        SimpleNamespace(outputs=[text], prompt_token_ids=[3], finished=text is texts[-1]) for text in texts
     ]
 
 
@@ -52,9 +45,7 @@ def joined(split: ReasoningSplit, given: list[Any]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
-def test_what_stands_between_the_marks_is_reasoning_however_the_tokens_come(
-    tokenizer: Any, name: str, size: int
-) -> None:
+def test_reasoning_is_what_stands_between_the_marks(tokenizer: Any, name: str, size: int) -> None:
     """An answer that ends while the model thinks has no text."""
     for text, wanted in ((f"<think>{THOUGHT}</think>{ANSWER}", ANSWER), (f"<think>{THOUGHT}", "")):
         if wanted or name == "deepseek_r1":

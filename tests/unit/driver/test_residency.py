@@ -1,5 +1,3 @@
-"""The residency's rules under arbitrary traffic: a bounded host tier, one slot per adapter, nothing lost, and everybody's adapter comes."""
-
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -108,35 +106,26 @@ class Traffic(RuleBasedStateMachine):
         self.running: dict[str, int] = {}
         self.served: set[int] = set()
         self.disk = Disk()
-        self.manager = SimpleNamespace(
-            lora_index_to_id=[None] * NUM_SLOTS, lora_slots=NUM_SLOTS, device="cpu", modules={}
-        )
+        self.manager = SimpleNamespace(lora_slots=NUM_SLOTS, device="cpu", modules={})
+        self.manager.lora_index_to_id = [None] * NUM_SLOTS
         self.slots, self.spoiled = BreakableSlots(self.manager), set[int]()
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.taken: list[list[Any]] = []
-        core = AdapterPlaces(
-            Rules(host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist, fills_from_copies=is_device),
-            Worth(policy),
-            HistoryPrefetch(),
+        rules = Rules(
+            host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist, fills_from_copies=is_device
         )
-        copies = DeviceCopies(
-            core,
-            torch.device("cpu"),
-            lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
-            lambda: self.now,
-        )
+        core = AdapterPlaces(rules, Worth(policy), HistoryPrefetch())
+        facts = PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0)
+        copies = DeviceCopies(core, torch.device("cpu"), lambda num_blocks: facts, lambda: self.now)
+        layouts = LayoutsAhead(0, lambda weights: None, lambda num_bytes: num_bytes)
+        read_ahead = ReadAhead(AHEAD_SHARE * HOST_BYTES)
+        loader = LoaderThread(self.disk, AssistWorkers(), read_ahead, layouts, wake=lambda: None)
         self.residency = Residency(
             core,
             contract=CONTRACT,
             manager=self.manager,
             slots=self.slots,
-            loader=LoaderThread(
-                self.disk,  # type: ignore[arg-type]
-                AssistWorkers(),
-                ReadAhead(AHEAD_SHARE * HOST_BYTES),
-                LayoutsAhead(0, lambda weights: None, lambda num_bytes: num_bytes),
-                wake=lambda: None,
-            ),
+            loader=loader,
             running_ids=lambda: set(self.running.values()),
             has_running=lambda: bool(self.running),
             is_busy=lambda: bool(self.running or self.waiting),
@@ -148,9 +137,8 @@ class Traffic(RuleBasedStateMachine):
             on_spoiled=self.spoiled.add,
             clock=lambda: self.now,
         )
-        copies.blocks = AdapterBlocks(
-            self.pool, [torch.zeros(NUM_BLOCKS, 75)], copies.lost, copies.may_displace
-        )
+        memory = [torch.zeros(NUM_BLOCKS, 75)]
+        copies.blocks = AdapterBlocks(self.pool, memory, copies.lost, copies.may_displace)
         self.next_number = 1
         self.add(800)
 

@@ -1,5 +1,3 @@
-"""Rotary positions on a CPU: heads beside each other, heads apart, and heads that are a part of something wider."""
-
 import pytest
 import torch
 
@@ -19,13 +17,8 @@ def rope(request):
     rotary.install()
     assert _custom_ops.rotary_embedding is first, "it is put in place once"
     with set_current_vllm_config(VllmConfig()):
-        yield get_rope(
-            SIZE,
-            max_position=128,
-            is_neox_style=request.param,
-            rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
-            dtype=torch.float32,
-        )
+        how = {"is_neox_style": request.param, "dtype": torch.float32, "max_position": 128}
+        yield get_rope(SIZE, **how, rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"})
 
 
 FORMS = {

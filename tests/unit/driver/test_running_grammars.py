@@ -1,5 +1,3 @@
-"""Grammars of running answers: bounded in memory, never used up for the next answer, and never shared between tenants."""
-
 import gc
 import json
 import random

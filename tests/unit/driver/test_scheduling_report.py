@@ -1,5 +1,3 @@
-"""Why each request waits, as vLLM's scheduler and ours leave it after a step."""
-
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -27,28 +25,16 @@ BLOCKS = SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: 40)
 
 def request(request_id: str = "a", adapter: int | None = None, **fields: Any) -> Waits:
     lora = SimpleNamespace(lora_int_id=adapter) if adapter is not None else None
-    defaults: dict[str, Any] = {
-        "status": RequestStatus.WAITING,
-        "lora_request": lora,
-        "structured_output_request": None,
-    }
-    defaults["num_output_tokens"] = 0
-    return Waits(request_id=request_id, **(defaults | fields))
+    usual = {"status": RequestStatus.WAITING, "lora_request": lora, "num_output_tokens": 0}
+    return Waits(request_id=request_id, **(usual | {"structured_output_request": None} | fields))
 
 
 def compiling(future: Any) -> Waits:
-    return request(
-        status=RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-        structured_output_request=SimpleNamespace(_grammar=future),
-    )
+    status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    return request(status=status, structured_output_request=SimpleNamespace(_grammar=future))
 
 
-def scheduler(
-    *waiting: Waits,
-    deferred: tuple[Waits, ...] = (),
-    running: tuple[Waits, ...] = (),
-    has_room: bool | None = None,
-) -> Any:
+def scheduler(*waiting: Waits, deferred: Any = (), running: Any = (), has_room: bool | None = None) -> Any:
     return SimpleNamespace(
         waiting=list(waiting),
         kv_holding_waiting=[],
@@ -115,7 +101,7 @@ HOST, DISK = {1: "host", 2: "host"}, {1: "disk"}
         *((scheduler(SECOND, **DEFERRED, has_room=True), our, HOST, "kv_on_its_way") for our in (STARTS, None)),
     ],
 )  # fmt: skip
-def test_each_request_says_what_it_waits_for(
+def test_each_request_says_why_it_waits(
     scheduler: Any, ours: Any, places: dict[int, str], found: str
 ) -> None:
     stats = SchedulingReport(scheduler, ours, None, lambda: places, BLOCKS, 16).stats()

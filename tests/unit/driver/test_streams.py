@@ -1,5 +1,3 @@
-"""Outputs on their way to the answers that they belong to. What ends an answer is made of vLLM's exceptions."""
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +12,8 @@ from engine_bridge.protocol.token_stream import TokenStream
 def output(text: str) -> Any:
     """The whole answer of the request of this name, as one output of vLLM's."""
     completion = SimpleNamespace(text=text, token_ids=[1], finish_reason="stop")
-    return SimpleNamespace(
-        request_id=text,
-        outputs=[completion],
-        finished=True,
-        prompt_token_ids=[0],
-        num_cached_tokens=0,
-        metrics=None,
-    )
+    figures = {"prompt_token_ids": [0], "num_cached_tokens": 0, "metrics": None}
+    return SimpleNamespace(request_id=text, outputs=[completion], finished=True, **figures)
 
 
 async def test_an_output_that_cannot_be_read_ends_its_own_answer_and_no_other_one() -> None:

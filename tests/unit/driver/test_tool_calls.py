@@ -1,5 +1,3 @@
-"""Every parser of tool calls that vLLM ships serves calls that are demanded as JSON, and is known by the table of families."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The inventory of vLLM's names, and what is said of one that has moved, on a package made for it."""
-
 import itertools
 import json
 import os
@@ -196,13 +194,11 @@ def test_what_can_be_done_without_is_off_and_the_log_says_so(caplog: pytest.LogC
     assert without(config, FEATURES) != config  # every setting is one of an engine
     with pytest.raises(SeamMoved, match=r"vllm\.v1\.core\.Scheduler\.threshold"):
         features_off([moved(PACE), moved(ENGINE)], "cpu")
-    for another in (
-        msgspec.structs.replace(ENGINE, device="cuda"),
-        msgspec.structs.replace(ENGINE, at_start=False),
-    ):
+    on_gpus = msgspec.structs.replace(ENGINE, device="cuda")
+    for another in (on_gpus, msgspec.structs.replace(ENGINE, at_start=False)):
         assert features_off([moved(another)], "cpu") == frozenset(), "nobody's loss"
     with pytest.raises(SeamMoved):
-        features_off([moved(msgspec.structs.replace(ENGINE, device="cuda"))], "cuda")
+        features_off([moved(on_gpus)], "cuda")
 
 
 def test_the_installed_vllm_has_every_name() -> None:
@@ -223,10 +219,8 @@ def test_each_name_leads_to_one_place_in_vllm() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment
-    )
+    where = {"cwd": ROOT, "env": os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **where)
 
 
 def test_the_inventory_and_its_check_load_nothing_of_the_engine() -> None:

@@ -1,5 +1,3 @@
-"""What a new engine's first requests tell of the speed of its steps."""
-
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any

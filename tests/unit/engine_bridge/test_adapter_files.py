@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_a_good_adapter_is_read_to_the_byte_over_many_chunks(
+def test_a_good_adapter_is_read_to_the_byte(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
@@ -114,9 +114,7 @@ def test_a_good_adapter_is_read_to_the_byte_over_many_chunks(
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_file_that_is_changed_in_place_is_another_though_its_time_and_size_are_set_back(
-    folder: Path, name: str
-) -> None:
+def test_a_file_changed_in_place_is_another_whatever_its_time_and_size(folder: Path, name: str) -> None:
     """As a copying tool that keeps times leaves it."""
     make_adapter(folder, modules=LINEARS)
     before, path = signature_of(folder), folder / name
@@ -251,7 +249,7 @@ MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("made", "code", "words"), MADE_BADLY)
-def test_an_adapter_that_fits_neither_model_nor_configuration_is_refused(
+def test_an_adapter_that_does_not_fit_is_refused(
     folder: Path, made: dict[str, Any], code: str, words: str
 ) -> None:
     error = refusal(make_adapter(folder, **{"modules": LINEARS, **made}))
@@ -388,9 +386,7 @@ def test_paths_and_links_that_lead_nowhere_are_told_as_what_they_lack(folder: Pa
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_unreadable(
-    folder: Path, name: str, make: Callable[[Path], None]
-) -> None:
+def test_a_folder_or_a_pipe_is_no_file(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     make_adapter(folder, modules=LINEARS)
     (folder / name).unlink()
     make(folder / name)
@@ -454,9 +450,7 @@ def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, CHUNK_ITEMS - 1, CHUNK_ITEMS, -1])
-def test_one_value_that_is_not_finite_is_found_and_named(
-    folder: Path, dtype: str, value: float, place: int
-) -> None:
+def test_one_value_that_is_not_finite_is_named(folder: Path, dtype: str, value: float, place: int) -> None:
     num_in = CHUNK_ITEMS // 8 + 1  # lora_A spans two chunks
     modules = {"model.layers.0.mlp.up_proj": (num_in, 16), Q: (32, 48)}
     values = np.zeros((8, num_in), np.float32)

@@ -109,7 +109,7 @@ async def test_what_is_the_files_fault_is_not_read_over_and_over(served: Served)
     assert served.server.served_paths() and served.follower.problems() == {}
 
 
-async def test_one_that_is_named_at_the_start_is_tried_again_and_goes_before_the_folders(
+async def test_one_that_is_named_at_the_start_goes_before_the_folders(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = put(tmp_path / "elsewhere", "twin", seed=1)

@@ -21,9 +21,8 @@ GOOD = ["law", "org/law", "Übung 3", "été", "law-v1.2", "100%?#&", "法律", 
 
 
 def test_bad_names_are_refused_at_every_door_and_names_that_people_give_are_fine(tmp_path: Path) -> None:
-    path = str(put(tmp_path, "sound"))
+    path, several = str(put(tmp_path, "sound")), WantedAdapters(None)
     node = Catalog(Registry(None), contract(), 1 << 30)
-    several = WantedAdapters(None)
     several.open()
     for name in BAD:
         for door in (lambda name: node.add(name, path), lambda name: several.read(name, path, {})):
@@ -31,14 +30,11 @@ def test_bad_names_are_refused_at_every_door_and_names_that_people_give_are_fine
                 door(name)
             assert refused.value.code == "bad_name"
             assert str(refused.value).isprintable() and len(str(refused.value)) < 400
-    assert node.served() == []
-    assert [name for name in GOOD if problem_of(name)] == []
+    assert node.served() == [] and [name for name in GOOD if problem_of(name)] == []
 
 
 @pytest.mark.parametrize("name", ["line\nbreak", "x" * 201])
-def test_a_bad_name_is_refused_on_the_command_line_where_the_models_own_may_be_a_path(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_bad_name_is_refused_on_the_command_line_but_for_the_models(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="the name"):
         parse_lora_modules([f"{name}=/models/law"])
     with pytest.raises(ConfigError, match="served_model_name"):

@@ -215,9 +215,7 @@ class Play:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_whatever_happens_what_is_served_is_whole_and_in_the_end_what_is_there(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_what_is_served_is_whole_and_in_the_end_what_is_there(tmp_path: Path, seed: int) -> None:
     play = Play(tmp_path, seed)
     await play.begin()
     play.end_faults()

@@ -71,9 +71,7 @@ def register(registry, name="law", path="/a/law", content="h1", signature="s1", 
     return registry.register(name, path, facts, now)
 
 
-def test_a_name_that_is_no_text_and_a_closed_registry_are_told_from_unknown_names(
-    path: Path, registry: Registry
-) -> None:
+def test_names_that_are_no_text_and_a_closed_registry_are_told(path: Path, registry: Registry) -> None:
     assert registry.remove("\ud800", NOW) is None
     with pytest.raises(ValueError):
         register(registry, "\ud800")
@@ -131,7 +129,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_that_is_damaged_or_not_ours_is_set_aside_and_a_new_one_begun(
+def test_a_file_that_is_no_registry_is_set_aside(
     path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Registry(path)

@@ -45,9 +45,7 @@ def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source:
         assert getattr(contents, field) == getattr(files, field)
 
 
-def test_what_lies_at_the_gateways_path_is_taken_from_there_by_its_content_alone(
-    tmp_path: Path, source: Path
-) -> None:
+def test_what_lies_at_the_gateways_path_is_known_by_its_content(tmp_path: Path, source: Path) -> None:
     """Also by a node without a folder, which can keep nothing."""
     contents = contents_of(source, lambda path, signature: None)
     stores = store_at(tmp_path / "store"), AdapterStore(None)
@@ -89,42 +87,24 @@ def test_what_went_bad_on_the_disk_is_asked_for_again(tmp_path: Path, source: Pa
     assert keep(store, contents) == kept
 
 
-@pytest.mark.parametrize(
-    ("content_hash", "sizes"),
-    [
-        ("../../etc", {CONFIG_FILE: 1, WEIGHTS_FILE: 1}),
-        ("a" * 64, {CONFIG_FILE: 1, "../evil": 1}),
-        ("a" * 64, {CONFIG_FILE: 1}),
-        ("a" * 64, {CONFIG_FILE: 1, WEIGHTS_FILE: 0}),
-        ("a" * 64, {CONFIG_FILE: 1 << 30, WEIGHTS_FILE: 1}),
-        ("a" * 64, {CONFIG_FILE: 1, WEIGHTS_FILE: 1 << 50}),
-    ],
-)
-def test_nothing_but_an_adapters_two_files_is_let_in(
-    tmp_path: Path, content_hash: str, sizes: dict[str, int]
-) -> None:
-    store = store_at(tmp_path / "store")
-    with pytest.raises(InvalidRequest):
-        store.begin(content_hash, sizes)
-    assert list(tmp_path.glob("**/*.safetensors")) == []
-
-
-def test_pieces_follow_each_other_up_to_what_was_announced(tmp_path: Path) -> None:
-    store = store_at(tmp_path / "store")
-    name = "a" * 64
+def test_only_an_adapters_two_files_are_let_in_by_pieces_that_follow_each_other(tmp_path: Path) -> None:
+    store, name, sizes = store_at(tmp_path / "store"), "a" * 64, {CONFIG_FILE: 1, WEIGHTS_FILE: 1}
+    wrong = [{CONFIG_FILE: 1, "../evil": 1}, {CONFIG_FILE: 1}, sizes | {WEIGHTS_FILE: 0}]
+    wrong += [sizes | {CONFIG_FILE: 1 << 30}, sizes | {WEIGHTS_FILE: 1 << 50}]
+    for named, announced in (("../../etc", sizes), *((name, each) for each in wrong)):
+        with pytest.raises(InvalidRequest):
+            store.begin(named, announced)
     with pytest.raises(InvalidRequest):
         store.put(name, CONFIG_FILE, 0, b"x")
+    assert list(tmp_path.glob("**/*.safetensors")) == []
     store.begin(name, {CONFIG_FILE: 4, WEIGHTS_FILE: 2 * MAX_PIECE_BYTES})
     store.put(name, CONFIG_FILE, 0, b"ab")
-    for file, offset, piece in (
-        (CONFIG_FILE, 0, b"ab"),
-        (CONFIG_FILE, 3, b"d"),
-        (CONFIG_FILE, 2, b"cde"),
-        ("../evil", 0, b"x"),
-        (WEIGHTS_FILE, 0, bytes(MAX_PIECE_BYTES + 1)),
-    ):
+    for offset, piece in ((0, b"ab"), (3, b"d"), (2, b"cde")):
         with pytest.raises(InvalidRequest):
-            store.put(name, file, offset, piece)
+            store.put(name, CONFIG_FILE, offset, piece)
+    for file, piece in (("../evil", b"x"), (WEIGHTS_FILE, bytes(MAX_PIECE_BYTES + 1))):
+        with pytest.raises(InvalidRequest):
+            store.put(name, file, 0, piece)
     store.put(name, CONFIG_FILE, 2, b"cd")
 
 
@@ -161,7 +141,7 @@ def test_room_is_made_of_what_nobody_wants_the_longest_unused_first_or_after_a_w
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
-def test_what_came_of_one_that_finds_the_disk_full_goes_at_once(
+def test_what_came_before_the_disk_was_full_goes_at_once(
     tmp_path: Path, source: Path, num_pieces: int
 ) -> None:
     contents = contents_of(source)
@@ -200,17 +180,21 @@ def test_a_copy_is_the_same_adapter_and_outlives_its_source(tmp_path: Path, sour
     assert hash_of(Path(copies.path_of(wanted))) == wanted
 
 
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_what_lies_there_no_longer_is_not_copied(tmp_path: Path, source: Path, is_gone: bool) -> None:
-    copies, wanted = Copies(tmp_path), hash_of(source)
-    if is_gone:
-        shutil.rmtree(source)
-    else:
+def test_what_is_gone_or_another_or_a_gateways_is_not_copied(tmp_path: Path, source: Path) -> None:
+    """Nor anything where there is no folder for copies."""
+    copies, wanted, nowhere = Copies(tmp_path), hash_of(source), Copies(None)
+    nowhere.make(wanted, str(source), [])
+    sent = source.rename(tmp_path / wanted)
+    copies.make(wanted, str(sent), [])
+    sent.rename(tmp_path / "moved")  # so that it is gone from its place
+    for _ in range(2):
+        with pytest.raises(AdapterRejected) as refused:
+            copies.make(wanted, str(source), [])
+        assert refused.value.code == "changed"
         make_adapter(source, modules=MODULES, seed=1)
-    with pytest.raises(AdapterRejected) as refused:
-        copies.make(wanted, str(source), [])
-    assert refused.value.code == "changed"
-    assert copies.path_of(wanted) == "" and not list(tmp_path.glob(f"{FOLDER_NAME}/*"))
+    assert nowhere.path_of(wanted) == copies.path_of(wanted) == "" and not list(
+        tmp_path.glob(f"{FOLDER_NAME}/*")
+    )
 
 
 def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path) -> None:
@@ -228,15 +212,7 @@ def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path)
     server.catalog.close()
 
 
-def test_what_a_gateway_sent_or_finds_no_folder_is_not_copied(tmp_path: Path, source: Path) -> None:
-    wanted = hash_of(source)
-    nowhere, copies = Copies(None), Copies(tmp_path)
-    nowhere.make(wanted, str(source), [])
-    copies.make(wanted, str(source.rename(tmp_path / wanted)), [])
-    assert nowhere.path_of(wanted) == "" and not (tmp_path / FOLDER_NAME).exists()
-
-
-def test_a_version_takes_the_place_of_another_only_with_its_copy(
+def test_no_version_is_served_without_a_copy(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written over between the reading and the copying, it would be served, and could not be read any more."""

@@ -32,12 +32,9 @@ def test_a_message_that_quotes_what_a_client_has_sent_is_no_longer_than_a_person
     message = error_body(400, long)["error"]["message"]
     assert message.startswith("`n` must be an integer.") and len(message) == MAX_MESSAGE_CHARS + 1
     assert error_body(400, "x" * MAX_MESSAGE_CHARS)["error"]["message"] == "x" * MAX_MESSAGE_CHARS
+    cut_off = "x" * MAX_MESSAGE_CHARS + " is longer than the maximum model length"
+    for message in ("This model's maximum context length is 4096 tokens.", cut_off):
+        assert error_body(400, message)["error"]["code"] == "context_length_exceeded"
     refused = GatewayError("bad_request", long)
     assert len(to_openai_body(refused)["error"]["message"]) == MAX_MESSAGE_CHARS + 1
     assert len(to_frame(refused)["message"]) == MAX_MESSAGE_CHARS + 1
-
-
-def test_a_prompt_that_does_not_fit_is_told_from_other_mistakes_also_where_its_reason_is_cut_off() -> None:
-    long = "x" * MAX_MESSAGE_CHARS + " is longer than the maximum model length"
-    for message in ("This model's maximum context length is 4096 tokens.", long):
-        assert error_body(400, message)["error"]["code"] == "context_length_exceeded"

@@ -22,7 +22,7 @@ DEMANDS = ("required", {"type": "function", "name": "tool_0"}, {"type": "any"}, 
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "auto"}, *DEMANDS])
-def test_tools_that_the_model_cannot_call_go_first_and_all_at_once_unless_they_are_demanded(
+def test_tools_that_the_model_cannot_call_go_all_at_once_unless_demanded(
     choice: Any,
 ) -> None:
     body = {
@@ -71,9 +71,7 @@ RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"
         ("responses", "input", [say("user"), {"type": "function_call"}, {"type": "function_call_output"}]),
     ],
 )
-def test_a_tools_result_never_stands_without_its_call(
-    api: Any, field: str, older: list[dict[str, Any]]
-) -> None:
+def test_a_tools_result_never_stands_without_call(api: Any, field: str, older: list[dict[str, Any]]) -> None:
     last = say("user", "last")
     found = list(shorter("drop-oldest", api, {field: [*older, last]}, calls_tools=False))
     assert found == [({field: [last]}, Dropped(messages=len(older)))]
@@ -91,9 +89,7 @@ def test_a_tools_result_never_stands_without_its_call(
         ("drop-oldest", "completions", {"prompt": "text"}),
     ],
 )
-def test_what_has_no_older_turns_or_may_lose_none_cannot_be_shortened(
-    setting: Any, api: Any, body: Any
-) -> None:
+def test_what_has_no_older_turns_or_may_lose_none_stays_as_it_is(setting: Any, api: Any, body: Any) -> None:
     assert not list(shorter(setting, api, body, calls_tools=False))
 
 

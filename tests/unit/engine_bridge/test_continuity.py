@@ -110,7 +110,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=INCO
 
 @settings(max_examples=300)
 @given(TEXTS, TEXTS, TEXTS, st.integers(0, 2**32), st.floats(0, 1))
-def test_any_spelling_of_any_text_is_kept_as_far_as_it_goes(
+def test_any_spelling_is_kept_as_far_as_it_goes(
     same: str, other: str, rest: str, seed: int, share: float
 ) -> None:
     rng = random.Random(seed)
@@ -164,9 +164,7 @@ def check_between(history: Sequence[int], text: str, rendered: list[int]) -> tup
         ([], SECOND, ("rendered", 0)),
     ],
 )
-def test_between_tokens_a_history_is_kept_as_far_as_it_spells_the_text(
-    history: list[int], text: str, found: tuple[str, int]
-) -> None:
+def test_between_tokens_a_history_is_kept(history: list[int], text: str, found: tuple[str, int]) -> None:
     assert check_between(history, text, DEMO.encode(text)) == found
 
 

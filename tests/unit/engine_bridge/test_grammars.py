@@ -64,7 +64,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("what", GRAMMARS)
-async def test_grammars_that_people_write_are_accepted_and_faulty_ones_refused_in_the_compilers_words(
+async def test_grammars_are_accepted_or_refused_in_the_compilers_words(
     checker: GrammarChecker, what: str
 ) -> None:
     grammar, words = GRAMMARS[what]
@@ -74,7 +74,7 @@ async def test_grammars_that_people_write_are_accepted_and_faulty_ones_refused_i
 
 
 @pytest.mark.parametrize("grammar", [chain(5000), chain(50_000), references(1000)], ids=["5k", "50k", "refs"])
-async def test_a_grammar_that_overflows_the_stack_ends_its_helper_process_and_nothing_else(
+async def test_a_grammar_that_overflows_the_stack_ends_its_helper(
     checker: GrammarChecker, grammar: str
 ) -> None:
     reasons = await asyncio.gather(*(checker.check(grammar, "") for _ in range(3)))
@@ -126,7 +126,7 @@ async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goe
     checker.close()
 
 
-async def test_what_one_tenant_has_asked_is_neither_known_nor_held_against_another(
+async def test_what_one_tenant_has_asked_is_not_held_against_another(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = values(20_000)
@@ -170,7 +170,7 @@ async def test_a_helper_that_was_killed_or_dies_of_earlier_grammars_is_replaced_
     assert end is starve or any(helper.pid not in (*pids, None) for helper in checker.processes)
 
 
-async def test_many_tenants_and_grammars_are_forgotten_again(
+async def test_tenants_and_grammars_are_forgotten(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine_bridge.grammars.checker.MAX_TENANTS", 3)

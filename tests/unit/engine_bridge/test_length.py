@@ -161,7 +161,7 @@ def test_templates_and_system_prompts_have_lengths_of_their_own() -> None:
         (lambda tenant: features(session="s", tenant=tenant), "session"),
     ],
 )
-def test_one_tenants_lengths_tell_another_nothing(
+def test_one_tenants_lengths_tell_others_nothing(
     asked_by: Callable[[str], EngineRequest], source: str
 ) -> None:
     predictor = OnlineLengths()
@@ -217,9 +217,7 @@ def test_memory_is_bounded_whatever_comes(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 20)), max_size=60), st.integers(1, 5))
-def test_each_keys_latest_lengths_are_kept_and_the_key_in_use_stays(
-    added: list[tuple[str, float]], most: int
-) -> None:
+def test_each_keys_latest_lengths_are_kept(added: list[tuple[str, float]], most: int) -> None:
     keyed, model = Keyed(2, most), dict[str, list[float]]()
     keyed.add("", 1.0)
     for key, value in added:
@@ -277,7 +275,7 @@ def test_a_damaged_file_is_put_aside_and_nothing_of_it_is_taken(
 
 
 @pytest.mark.parametrize("data", [b"", b"not a file of ours", b"PK\x03\x04" + b"\0" * 50])
-def test_a_file_of_something_else_is_not_taken(
+def test_a_file_of_something_else_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     path = tmp_path / "lengths"

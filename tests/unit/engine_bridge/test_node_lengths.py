@@ -55,9 +55,7 @@ def test_it_is_kept_after_each_refit_and_at_the_end_for_its_owner_only_and_witho
     assert NodeLengths.open(tmp_path, "model").num_observed == 11
 
 
-def test_a_disk_that_takes_nothing_stops_nothing_and_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_nothing_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     lengths = fed(NodeLengths.open(folder, "model"), 5)
@@ -146,9 +144,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     mine.go_on.set()
 
 
-def test_it_answers_within_the_client_s_bound_and_what_it_raises_is_logged_once(
-    mine: Own, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_answers_and_what_it_raises_is_logged_once(mine: Own, caplog: pytest.LogCaptureFixture) -> None:
     own = CustomPredictor(mine, "m:Own")
 
     def answer(**fields: Any) -> LengthGuess:
@@ -164,9 +160,7 @@ def test_it_answers_within_the_client_s_bound_and_what_it_raises_is_logged_once(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_one_that_hangs_is_not_asked_and_asked_again_when_it_is_back(
-    mine: Own, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_hangs_is_asked_again_when_it_is_back(mine: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_bridge.predict.custom_predictor.PATIENCE_S", 0.0)
     own = CustomPredictor(mine, "m:Own")
     hung = own.ask(features(question="hang"))

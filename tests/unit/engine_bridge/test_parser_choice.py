@@ -57,9 +57,7 @@ def test_reasoning_is_read_as_the_family_writes_it(model_type: str, template: st
     assert choose_reasoning_parser("auto", model_type, template).name == parser
 
 
-def test_a_setting_goes_before_the_family_and_can_switch_it_off_and_a_template_without_tools_has_none() -> (
-    None
-):
+def test_a_setting_goes_before_the_family_and_can_switch_it_off() -> None:
     assert choose_tool_parser("xlam", "qwen2", HERMES).name == "xlam"
     assert choose_tool_parser("none", "qwen2", HERMES).name == ""
     assert choose_reasoning_parser("", "gpt_oss", "").name == ""
