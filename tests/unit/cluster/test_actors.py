@@ -210,9 +210,7 @@ def environment(folder: Path, given: dict[str, str] | None = None, **settings: A
     return actors.environment_of(settings_of(folder, **settings), given or {})
 
 
-def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls(
-    tmp_path: Path,
-) -> None:
+def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls(tmp_path: Path) -> None:
     alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=TLS)
     assert alone["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and "RAY_USE_TLS" not in alone
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in beyond and beyond["RAY_GCS_SERVER_PORT"] == "6379"

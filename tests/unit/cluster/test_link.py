@@ -108,9 +108,7 @@ async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> 
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-async def test_streamed_calls_give_events_and_their_error_or_are_stopped(
-    is_read: bool,
-) -> None:
+async def test_streamed_calls_give_events_and_their_error_or_are_stopped(is_read: bool) -> None:
     node = ServingNode()
     for event in (b"a", b"b", *([EngineUnavailable("gone")] if is_read else ())):
         node.events.put_nowait(event)

@@ -9,21 +9,14 @@ from hypothesis import strategies as st
 
 from engine_bridge.cluster import peer_wire
 from engine_bridge.cluster.peer_wire import (
-    BlocksWanted,
-    BorrowerSide,
     Challenge,
     Cut,
     Done,
-    Message,
     Offer,
     Parts,
     PeerFault,
     PeerFrames,
-    PeerWelcome,
-    Refused,
     WireError,
-    encode,
-    sums_of,
 )
 from kvtiers.keys import BlockKey, BlockShape
 
@@ -42,28 +35,30 @@ class Asking:
         self.bad: list[int] = []
         self.frames = PeerFrames(peer_wire.ToAsker)
         hears = (self.layers.append, self.bad.append, self.bytes.append)
-        self.question = BorrowerSide(TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, *hears)
+        self.question = peer_wire.BorrowerSide(TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, *hears)
 
     def _part(self, block: int, layer: int) -> memoryview:
         return memoryview(self.memory[block, layer])
 
-    def take(self, message: Message, raw: bytes = b"") -> bytes:
+    def take(self, message: peer_wire.Message, raw: bytes = b"") -> bytes:
         return self.question.take(message, memoryview(raw), self.frames)
 
-    def welcome(self, **other: Any) -> PeerWelcome:
+    def welcome(self, **other: Any) -> peer_wire.PeerWelcome:
         proof = peer_wire.proof_of(TOKEN, peer_wire.LENDER, NONCE)
         usual = {"proof": proof, "fingerprint": "same", "num_layers": 2, "layer_bytes": 16}
-        return PeerWelcome(**usual | other)
+        return peer_wire.PeerWelcome(**usual | other)
 
     def offered(self, num_blocks: int = 4) -> Asking:
         self.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
-        assert self.take(self.welcome()) == encode(BlocksWanted("same", 0, b"".join(KEYS)))
+        assert self.take(self.welcome()) == peer_wire.encode(
+            peer_wire.BlocksWanted("same", 0, b"".join(KEYS))
+        )
         self.take(Offer(b"".join(KEYS[:num_blocks])))
         return self
 
     def parts(self, layer: int, first: int, num: int, fault: int | None = None) -> None:
         blocks = [bytes([first + at, layer]) * 8 for at in range(num)]
-        sums = sums_of([memoryview(block) for block in blocks])
+        sums = peer_wire.sums_of([memoryview(block) for block in blocks])
         raw = bytearray(b"".join(blocks))
         if fault is not None:
             raw[fault * 16] ^= 1
@@ -110,8 +105,8 @@ OWN_PROOF = peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)
     ("messages", "reason"),
     [
         ([Challenge(b"", 99)], "foreign"),
-        ([Refused("foreign")], "foreign"),
-        ([Refused("whatever")], "busy"),
+        ([peer_wire.Refused("foreign")], "foreign"),
+        ([peer_wire.Refused("whatever")], "busy"),
         ([CHALLENGE, {"proof": b"a guess"}], "token"),
         ([CHALLENGE, {"proof": OWN_PROOF}], "token"),
         ([CHALLENGE, {"fingerprint": "another"}], "foreign"),
@@ -123,7 +118,7 @@ OWN_PROOF = peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)
     ],
 )
 def test_who_is_not_of_our_cluster_or_kind_is_told_no_key_and_offers_only_what_was_asked_for(
-    messages: list[Message | dict[str, Any]], reason: str
+    messages: list[peer_wire.Message | dict[str, Any]], reason: str
 ) -> None:
     """A dictionary stands for a welcome with other fields; no reason: the wire's error."""
     asking = Asking()
@@ -151,7 +146,7 @@ def test_who_is_not_of_our_cluster_or_kind_is_told_no_key_and_offers_only_what_w
         (Challenge(b"again"), 0),
     ],
 )
-def test_what_is_out_of_turn_or_does_not_fit_is_refused(message: Message, num_raw: int) -> None:
+def test_what_is_out_of_turn_or_does_not_fit_is_refused(message: peer_wire.Message, num_raw: int) -> None:
     asking = Asking().offered()
     with pytest.raises(WireError):
         asking.take(message, bytes(num_raw))
@@ -174,7 +169,7 @@ def fed(frames: PeerFrames, data: bytes, sizes: list[int]) -> list[tuple[Any, by
 @given(st.lists(st.integers(0, 900), max_size=40), st.lists(st.integers(1, 700)))
 def test_frames_are_the_same_however_their_bytes_come(raws: list[int], sizes: list[int]) -> None:
     messages = [(Parts(number, 0, b"s"), bytes([number]) * size) for number, size in enumerate(raws)]
-    data = b"".join(encode(message, len(raw)) + raw for message, raw in messages)
+    data = b"".join(peer_wire.encode(message, len(raw)) + raw for message, raw in messages)
     frames = PeerFrames(peer_wire.ToAsker)
     frames.allow(1000)
     assert fed(frames, data, sizes) == messages
@@ -195,7 +190,7 @@ def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, siz
 small = st.integers(-1, 5)
 PARTS = st.builds(Parts, layer=small, first=small, sums=st.binary(max_size=40))
 OFFERS = st.builds(Offer, keys=st.integers(0, 5).map(lambda num: b"".join(KEYS[:num])))
-MESSAGES: st.SearchStrategy[tuple[Message, bytes]] = st.one_of(
+MESSAGES: st.SearchStrategy[tuple[peer_wire.Message, bytes]] = st.one_of(
     st.tuples(PARTS, st.binary(max_size=70)),
     st.tuples(st.builds(Cut, num_blocks=small) | OFFERS | st.just(Done()), st.just(b"")),
 )
@@ -203,7 +198,7 @@ MESSAGES: st.SearchStrategy[tuple[Message, bytes]] = st.one_of(
 
 @given(st.integers(0, 4), st.lists(MESSAGES, max_size=12), st.lists(st.booleans(), max_size=12))
 def test_whatever_a_peer_says_nothing_unchecked_is_written_and_each_layer_is_told_once_in_order(
-    num_offered: int, said: list[tuple[Message, bytes]], honest: list[bool]
+    num_offered: int, said: list[tuple[peer_wire.Message, bytes]], honest: list[bool]
 ) -> None:
     """Honest parts among nonsense."""
     asking = Asking().offered(num_offered)

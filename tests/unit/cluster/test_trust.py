@@ -61,9 +61,7 @@ def test_a_certificate_names_each_machine_and_without_one_there_is_no_tls(tmp_pa
         Trust(token=b"t", cert=str(tmp_path / "c"), key=str(tmp_path / "c")).client_tls()
 
 
-def test_a_missing_token_is_made_and_one_that_is_not_safe_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_token_is_made_and_one_that_is_not_safe_is_refused(tmp_path: Path) -> None:
     path, short = tmp_path / "token", tmp_path / "short"
     token = read_token(path)
     assert len(token) == 64 and read_token(path) == token

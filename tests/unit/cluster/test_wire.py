@@ -98,12 +98,12 @@ def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None
         wire.raw(({"temperature": value},))
 
 
-ERRORS = [InvalidRequest("no", param="prompt", code="prompt_too_long"), InternalFailure("failure 7")]
-ERRORS += [
-    EngineUnavailable("later", code="draining"),
-    TooBusy("later", retry_after_s=1.5),
+ERRORS = [
+    InvalidRequest("no", param="prompt", code="prompt_too_long"),
+    InternalFailure("failure 7"),
     NotSupported("never"),
 ]
+ERRORS += [EngineUnavailable("later", code="draining"), TooBusy("later", retry_after_s=1.5)]
 
 
 @pytest.mark.parametrize("error", ERRORS)

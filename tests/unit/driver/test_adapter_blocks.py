@@ -22,12 +22,11 @@ def make_weights(seed: int, rank: int) -> AdapterWeights:
         values = torch.randn(*shape, generator=chance, dtype=torch.float32)
         return values.where(values < 2, torch.nan).to(torch.bfloat16)
 
-    modules = {
-        f"model.layers.{layer}.attn.qkv": ModuleWeights(
-            (tensor(rank, 9), None, tensor(rank, 9)), (tensor(7, rank), None, tensor(5, rank)), is_list=True
-        )
-        for layer in range(NUM_LAYERS)
-    }
+    def attention() -> ModuleWeights:
+        a, b = (tensor(rank, 9), None, tensor(rank, 9)), (tensor(7, rank), None, tensor(5, rank))
+        return ModuleWeights(a, b, is_list=True)
+
+    modules = {f"model.layers.{layer}.attn.qkv": attention() for layer in range(NUM_LAYERS)}
     modules["head"] = ModuleWeights((tensor(rank, 5),), (tensor(3, rank),), is_list=False)
     num_bytes = sum(t.numel() * 2 for module in modules.values() for t in module.tensors())
     return AdapterWeights(modules, num_bytes, None)
@@ -35,14 +34,12 @@ def make_weights(seed: int, rank: int) -> AdapterWeights:
 
 def bits_of(weights: AdapterWeights) -> list[Any]:
     """To compare by: a NaN is not equal to itself."""
-    return [
-        (
-            name,
-            module.is_list,
-            [None if t is None else t.view(torch.int16).tolist() for t in module.a + module.b],
-        )
-        for name, module in sorted(weights.modules.items())
-    ]
+
+    def bits(tensors: Any) -> list[Any]:
+        return [None if each is None else each.view(torch.int16).tolist() for each in tensors]
+
+    parts = sorted(weights.modules.items())
+    return [(name, module.is_list, bits(module.a + module.b)) for name, module in parts]
 
 
 class Cache:

@@ -34,14 +34,10 @@ def contract(packed: dict[str, list[str]], **layers: Any) -> ModelContract:
             if len(packed.get(name, ())) > 1:
                 yield full_name, [f"{place}.{part}" for part in packed[name]]
 
-    manager = SimpleNamespace(
-        modules=modules,
-        packed_modules=dict(parts()),
-        packed_modules_mapping=packed,
-        supported_lora_modules=list(layers),
-        model=torch.nn.Module(),
-        lora_config=SimpleNamespace(max_lora_rank=MAX_RANK, lora_dtype=torch.bfloat16),
-    )
+    config = SimpleNamespace(max_lora_rank=MAX_RANK, lora_dtype=torch.bfloat16)
+    tables = {"packed_modules": dict(parts()), "packed_modules_mapping": packed, "modules": modules}
+    tables["supported_lora_modules"] = list(layers)
+    manager = SimpleNamespace(**tables, model=torch.nn.Module(), lora_config=config)
     return contract_of(manager, ())
 
 
@@ -57,13 +53,9 @@ def test_where_a_models_checkpoints_have_the_parts_only_these_take_adapters(tmp_
     of_glm = contract(
         table_of("glm4", "Glm4ForCausalLM"), qkv_proj=layer(24, 8, 8), gate_up_proj=layer(32, 32)
     )
-    assert of_glm.modules == {
-        f"{ATTENTION}.q_proj": (HIDDEN, 24),
-        f"{ATTENTION}.k_proj": (HIDDEN, 8),
-        f"{ATTENTION}.v_proj": (HIDDEN, 8),
-        f"{MLP}.gate_proj": (HIDDEN, 32),
-        f"{MLP}.up_proj": (HIDDEN, 32),
-    }
+    widths = {f"{ATTENTION}.q_proj": 24, f"{ATTENTION}.k_proj": 8, f"{ATTENTION}.v_proj": 8}
+    widths |= {f"{MLP}.gate_proj": 32, f"{MLP}.up_proj": 32}
+    assert of_glm.modules == {name: (HIDDEN, width) for name, width in widths.items()}
     fused = make_adapter(tmp_path / "fused", modules={f"{MLP}.gate_up_proj": (HIDDEN, 64)})
     with pytest.raises(AdapterRejected, match="gate_proj, up_proj") as refused:
         inspect(fused, of_glm)

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface as vllm_kv
 
 from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
@@ -71,9 +66,7 @@ def stepped(tmp_path: Path) -> Iterator[Stepped]:
         yield stepped
 
 
-def test_what_a_step_saves_is_kept_only_if_all_went_well(
-    stepped: Stepped,
-) -> None:
+def test_what_a_step_saves_is_kept_only_if_all_went_well(stepped: Stepped) -> None:
     for fault in ("spoiled", "lacks a layer", "the device failed", ""):
         stepped.begin()
         # Where an adapter could not be laid out, rows are not what their keys say.
@@ -109,17 +102,15 @@ def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepp
 def test_which_attention_gives_up_blocks_of_a_request_that_runs() -> None:
     common: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     for spec, gives_up in (
-        (FullAttentionSpec(**common), False),
-        (SlidingWindowSpec(**common, sliding_window=64), True),
-        (ChunkedLocalAttentionSpec(**common, attention_chunk_size=64), True),
+        (vllm_kv.FullAttentionSpec(**common), False),
+        (vllm_kv.SlidingWindowSpec(**common, sliding_window=64), True),
+        (vllm_kv.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64), True),
     ):
-        several = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": spec, "1": spec})
+        several = vllm_kv.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": spec, "1": spec})
         assert _gives_blocks_up(spec) is _gives_blocks_up(several) is gives_up
 
 
-def test_what_a_step_that_never_ends_holds_goes_with_its_engine(
-    stepped: Stepped,
-) -> None:
+def test_what_a_step_that_never_ends_holds_goes_with_its_engine(stepped: Stepped) -> None:
     stage = stepped.begin()
     stepped.run(ends=False)
     stepped.tiers.detach()

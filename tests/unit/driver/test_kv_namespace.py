@@ -26,19 +26,14 @@ def counting(*arguments: str, environ: Mapping[str, str] | None = None, **settin
     return arguments_that_count(engine_args(config_of(*arguments, **settings), None), environ or {})
 
 
-SIZES = {
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 512,
-    "kv_cache_gib": 0.05,
-    "gpu_memory_utilization": 0.5,
-}
-NAMES = {"served_model_name": "other", "seed": 9, "enable_lora": False}
+SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05}
+OTHERS = {"served_model_name": "other", "seed": 9, "enable_lora": False, "gpu_memory_utilization": 0.5}
 
 
 def test_sizes_names_and_logging_change_no_key() -> None:
     environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PORT": "9", "VLLM_IMAGE_TAG": "x", "HOME": "/root"}
     arguments = ("disable_log_stats=true", "max_logprobs=7", "generation_config=vllm")
-    assert counting() == counting(*arguments, **SIZES, **NAMES, environ=environ)
+    assert counting() == counting(*arguments, **SIZES, **OTHERS, environ=environ)
 
 
 ROPE = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'

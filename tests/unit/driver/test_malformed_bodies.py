@@ -19,9 +19,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_code_that_trips_over_a_body_blames_it_and_quotes_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_code_that_trips_over_a_body_blames_it_and_quotes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "engine_bridge")
     for kind in (AttributeError, KeyError, TypeError, RecursionError):
         response = as_malformed(raised(kind("a secret")))

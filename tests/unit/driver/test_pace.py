@@ -28,11 +28,9 @@ def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
     result.scheduled_new_reqs = [
         SimpleNamespace(req_id=f"new{i}", num_computed_tokens=done) for i, (_, done) in enumerate(new)
     ]
+    nothing = {"resumed_req_ids": set(), "new_token_ids": [], "all_token_ids": {}, "req_ids": names}
     result.scheduled_cached_reqs = CachedRequestData(
-        req_ids=names,
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
+        **nothing,
         new_block_ids=[None] * len(running),
         num_computed_tokens=[request.computed for request in running],
         num_output_tokens=[request.outputs for request in running],

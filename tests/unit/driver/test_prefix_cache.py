@@ -40,14 +40,8 @@ class Requests(RuleBasedStateMachine):
             return
         self.pool.touch(there)
         blocks = [*there, *self.pool.get_new_blocks(num_blocks - len(there))]
-        self.pool.cache_full_blocks(
-            request=SimpleNamespace(block_hashes=PREFIXES[name]),
-            blocks=blocks,
-            num_cached_blocks=len(there),
-            num_full_blocks=num_blocks,
-            block_size=BLOCK_TOKENS,
-            kv_cache_group_id=0,
-        )
+        request: Any = SimpleNamespace(block_hashes=PREFIXES[name])
+        self.pool.cache_full_blocks(request, blocks, len(there), num_blocks, BLOCK_TOKENS, 0)
         self.held.append(blocks)
 
     @rule(data=st.data())

@@ -111,32 +111,21 @@ class Traffic(RuleBasedStateMachine):
         self.slots, self.spoiled = BreakableSlots(self.manager), set[int]()
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.taken: list[list[Any]] = []
-        rules = Rules(
-            host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist, fills_from_copies=is_device
-        )
+        sizes = {"host_bytes": HOST_BYTES, "num_slots": NUM_SLOTS}
+        rules = Rules(**sizes, cpu_assist=assist, fills_from_copies=is_device)
         core = AdapterPlaces(rules, Worth(policy), HistoryPrefetch())
         facts = PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0)
         copies = DeviceCopies(core, torch.device("cpu"), lambda num_blocks: facts, lambda: self.now)
         layouts = LayoutsAhead(0, lambda weights: None, lambda num_bytes: num_bytes)
         read_ahead = ReadAhead(AHEAD_SHARE * HOST_BYTES)
         loader = LoaderThread(self.disk, AssistWorkers(), read_ahead, layouts, wake=lambda: None)
-        self.residency = Residency(
-            core,
-            contract=CONTRACT,
-            manager=self.manager,
-            slots=self.slots,
-            loader=loader,
-            running_ids=lambda: set(self.running.values()),
-            has_running=lambda: bool(self.running),
-            is_busy=lambda: bool(self.running or self.waiting),
-            on_failed=self.give_up,
-            copies=copies,
-            workers=AssistWorkers(),
-            host_path=NoHostPath(),
-            step_layouts=StepLayouts(lambda: StepFacts(len(self.running), self.step_s)),
-            on_spoiled=self.spoiled.add,
-            clock=lambda: self.now,
-        )
+        asks = {"running_ids": lambda: set(self.running.values()), "has_running": lambda: bool(self.running)}
+        asks |= {"is_busy": lambda: bool(self.running or self.waiting), "clock": lambda: self.now}
+        parts = {"slots": self.slots, "loader": loader, "copies": copies, "workers": AssistWorkers()}
+        parts |= {"host_path": NoHostPath(), "manager": self.manager, "contract": CONTRACT}
+        parts["step_layouts"] = StepLayouts(lambda: StepFacts(len(self.running), self.step_s))
+        hears = {"on_failed": self.give_up, "on_spoiled": self.spoiled.add}
+        self.residency = Residency(core, **parts, **asks, **hears)
         memory = [torch.zeros(NUM_BLOCKS, 75)]
         copies.blocks = AdapterBlocks(self.pool, memory, copies.lost, copies.may_displace)
         self.next_number = 1

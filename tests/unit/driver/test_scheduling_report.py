@@ -35,16 +35,10 @@ def compiling(future: Any) -> Waits:
 
 
 def scheduler(*waiting: Waits, deferred: Any = (), running: Any = (), has_room: bool | None = None) -> Any:
-    return SimpleNamespace(
-        waiting=list(waiting),
-        kv_holding_waiting=[],
-        running=list(running),
-        deferred_waiting=set(deferred),
-        lora_config=SimpleNamespace(max_loras=1),
-        residency=None if has_room is None else SimpleNamespace(has_room=lambda adapter_id: has_room),
-        num_preempted=3,
-        num_ended_tokens=0,
-    )
+    room = None if has_room is None else SimpleNamespace(has_room=lambda adapter_id: has_room)
+    queues = {"waiting": list(waiting), "kv_holding_waiting": [], "deferred_waiting": set(deferred)}
+    counts = {"num_preempted": 3, "num_ended_tokens": 0, "lora_config": SimpleNamespace(max_loras=1)}
+    return SimpleNamespace(**queues, **counts, running=list(running), residency=room)
 
 
 class Ours:

@@ -52,9 +52,7 @@ def submitted(queue: TokenizerQueue, tenant: str, *jobs: Callable[[], Any]) -> l
         return [queue.submit(job) for job in jobs]
 
 
-def test_a_small_job_waits_for_one_job_of_another_tenant_alone(
-    queue: TokenizerQueue,
-) -> None:
+def test_a_small_job_waits_for_one_job_of_another_tenant_alone(queue: TokenizerQueue) -> None:
     order: list[str] = []
     busy = Busy(queue)
     names = [f"heavy{number}" for number in range(50)]

@@ -8,14 +8,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from engine_bridge.driver.apis.tool_calls import (
-    NO_FORM,
-    NoFormToolParser,
-    ParserRefused,
-    check_reasoning_parser,
-    demands_as_json,
-    install_tool_parser,
-)
+from engine_bridge.driver.apis import tool_calls
+from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, ParserRefused, install_tool_parser
 from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -37,7 +31,7 @@ def chat(tool_choice: object, **more: Any) -> ChatCompletionRequest:
 
 def bare(parser: type) -> Any:
     """One that was not given a tokenizer: most refuse the demo model's, which has none of their special tokens."""
-    return demands_as_json(parser).__new__(demands_as_json(parser))
+    return tool_calls.demands_as_json(parser).__new__(tool_calls.demands_as_json(parser))
 
 
 # `hf` has vLLM's own way to a reply as a whole, which asks no parser of tool calls.
@@ -89,9 +83,11 @@ def test_a_parser_that_cannot_be_used_is_refused_if_it_was_set_and_else_left_out
     for name, use, reason in (
         ("nothing", install_tool_parser, lists),
         ("deepseek_v3", install_tool_parser, "--tool-parser deepseek_v3: it does not fit"),
-        ("nothing", check_reasoning_parser, "--reasoning-parser nothing"),
+        ("nothing", tool_calls.check_reasoning_parser, "--reasoning-parser nothing"),
     ):
         with pytest.raises(ParserRefused, match=reason):
             use(Choice(name, "it was set", is_set=True), tokenizer)
     assert install_tool_parser(Choice("deepseek_v3", "its chat template says so"), tokenizer) == NO_FORM
-    assert check_reasoning_parser(Choice("deepseek_r1", "its chat template says so"), tokenizer) == ""
+    assert (
+        tool_calls.check_reasoning_parser(Choice("deepseek_r1", "its chat template says so"), tokenizer) == ""
+    )

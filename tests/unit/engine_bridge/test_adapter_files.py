@@ -49,15 +49,8 @@ from tests.adapter_corpus import (
 from tests.unit.cluster import catalog_node
 
 EMBEDDING = "model.embed_tokens"
-LINEARS = {
-    f"model.layers.{layer}.{name}": shape
-    for layer in range(2)
-    for name, shape in (
-        ("self_attn.q_proj", (32, 48)),
-        ("self_attn.o_proj", (48, 32)),
-        ("mlp.down_proj", (64, 32)),
-    )
-}
+SHAPES = {"self_attn.q_proj": (32, 48), "self_attn.o_proj": (48, 32), "mlp.down_proj": (64, 32)}
+LINEARS = {f"model.layers.{layer}.{name}": SHAPES[name] for layer in range(2) for name in SHAPES}
 Q = "model.layers.0.self_attn.q_proj"
 Q_A, Q_B = names_of(Q)
 TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -172,12 +165,8 @@ def test_oddities_that_are_no_errors_are_notes(folder: Path) -> None:
 
 def test_rank_pattern_gives_single_modules_their_own_rank(folder: Path) -> None:
     ranks = {name: 16 if "o_proj" in name else 4 if ".1.self_attn.q" in name else 8 for name in LINEARS}
-    pattern = {
-        "layers.1.self_attn.q_proj": 4,
-        r"layers\.\d+\.self_attn\.o_proj": 16,
-        "q_proj": 8,
-        ".*q_proj": 32,
-    }
+    pattern = {"layers.1.self_attn.q_proj": 4, r"layers\.\d+\.self_attn\.o_proj": 16}
+    pattern |= {"q_proj": 8, ".*q_proj": 32}
     make_adapter(folder, modules=LINEARS, ranks=ranks, config_overrides={"rank_pattern": pattern})
     assert inspect(folder, contract()).rank == 16
 

@@ -1,6 +1,5 @@
 import errno
 import os
-from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,22 +27,10 @@ class Watched:
     def put(self, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
         return stamp(make_adapter(self.root / name, modules=MODULES, seed=seed), when)
 
-    def tells(
-        self,
-        at_s: float = 0.0,
-        /,
-        *,
-        added: str = "",
-        changed: str = "",
-        removed: str = "",
-        elsewhere: Collection[str] = (),
-    ) -> None:
+    def tells(self, at_s: float = 0.0, /, *, added="", changed="", removed="", elsewhere=()) -> None:
         """Expect these changes, names parted by spaces, and no others, `at_s` after NOW."""
-        expected = FolderChanges(
-            tuple((name, self.root / name) for name in added.split()),
-            tuple((name, self.root / name) for name in changed.split()),
-            tuple(removed.split()),
-        )
+        new, other = ([(name, self.root / name) for name in names.split()] for names in (added, changed))
+        expected = FolderChanges(tuple(new), tuple(other), tuple(removed.split()))
         assert self.folder.changes(NOW + at_s, elsewhere) == expected
 
 
@@ -157,9 +144,7 @@ def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(watched:
     assert max(after - before for before, after in pairwise(told_s)) <= 10
 
 
-def test_a_new_one_is_told_when_it_rests_whatever_the_clock_says(
-    watched: Watched,
-) -> None:
+def test_a_new_one_is_told_when_it_rests_whatever_the_clock_says(watched: Watched) -> None:
     for second in range(30):
         watched.put("law", seed=second, when=NOW + second)
         watched.tells(second + 0.9)

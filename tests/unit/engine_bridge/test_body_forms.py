@@ -74,12 +74,8 @@ def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
 def test_documents_and_search_results_are_text_wherever_they_stand() -> None:
     plain = {"type": "text", "media_type": "text/plain", "data": "Hello"}
     document = {"type": "document", "title": "T", "source": plain}
-    found = {
-        "type": "search_result",
-        "source": "a",
-        "title": "t",
-        "content": [{"type": "text", "text": "Rome"}],
-    }
+    found = {"type": "search_result", "source": "a", "title": "t"}
+    found["content"] = [{"type": "text", "text": "Rome"}]
     parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}
     inside = [document, found, {"type": "text", "text": "x"}]
     content = [document, parts, {"type": "tool_result", "tool_use_id": "c", "content": inside}]

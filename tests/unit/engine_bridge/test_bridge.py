@@ -316,9 +316,7 @@ async def test_close_ends_pending_calls_and_refuses_those_that_come_meanwhile_at
         await harness.thread.call(lambda driver: None)
 
 
-async def test_an_engine_that_cannot_take_over_is_built_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_that_cannot_take_over_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.0))
     async with running() as harness:
 
@@ -332,9 +330,7 @@ async def test_an_engine_that_cannot_take_over_is_built_anew(
         assert [driver.is_closed for driver in harness.built] == [True, True, False]
 
 
-async def test_when_the_thread_cannot_go_on_every_call_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_when_the_thread_cannot_go_on_every_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0,))
     entered, release = threading.Event(), threading.Event()
     async with (

@@ -22,16 +22,9 @@ DEMANDS = ("required", {"type": "function", "name": "tool_0"}, {"type": "any"}, 
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none", {"type": "auto"}, *DEMANDS])
-def test_tools_that_the_model_cannot_call_go_all_at_once_unless_demanded(
-    choice: Any,
-) -> None:
-    body = {
-        "messages": turns(1),
-        "tools": TOOLS,
-        "tool_choice": choice,
-        "parallel_tool_calls": True,
-        "top_p": 1,
-    }
+def test_tools_that_the_model_cannot_call_go_all_at_once_unless_demanded(choice: Any) -> None:
+    others = {"parallel_tool_calls": True, "top_p": 1}
+    body = {"messages": turns(1), "tools": TOOLS, "tool_choice": choice, **others}
     found = [] if choice in DEMANDS else [({"messages": turns(1), "top_p": 1}, Dropped(tools=3))]
     for api in ("chat", "messages"):
         assert list(shorter("drop-tools", api, body, calls_tools=False)) == found

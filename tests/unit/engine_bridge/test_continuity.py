@@ -119,11 +119,8 @@ def test_any_spelling_is_kept_as_far_as_it_goes(
         for token in DEMO.encode(piece):
             text = DEMO.decode([token])
             # Bytes of a character spread over tokens have no text of their own: those stay.
-            history += (
-                spelt_out(text)
-                if INCOMPLETE not in text and not text.startswith("<|") and rng.random() < share
-                else [token]
-            )
+            is_spelt = INCOMPLETE not in text and not text.startswith("<|") and rng.random() < share
+            history += spelt_out(text) if is_spelt else [token]
     _, num_kept, _ = check(history, same + rest)
     assert num_kept == longest_by_trying(history, same + rest)
 
@@ -187,11 +184,11 @@ def test_a_history_in_which_a_token_stands_where_now_a_text_spells_it_is_kept_up
     assert check_between(history, text, rendered) == ("cut", 1)
 
 
-TURNS = st.lists(
-    st.tuples(
-        st.sampled_from(["<|user|>", "<|assistant|>"]), st.sampled_from(["Hi.", "é🙂", "", "a<|end|>b"])
-    )
+ROLES, SAYINGS = (
+    st.sampled_from(["<|user|>", "<|assistant|>"]),
+    st.sampled_from(["Hi.", "é🙂", "", "a<|end|>b"]),
 )
+TURNS = st.lists(st.tuples(ROLES, SAYINGS))
 
 
 @given(TURNS, TURNS, st.integers(0, 4), st.booleans())

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.predict.hints import (
-    HINTS,
-    MAX_READ,
-    read_body,
-    read_conversation,
-    setting_hints,
-    text_hints,
-)
+from engine_bridge.predict import hints
+from engine_bridge.predict.hints import read_body, read_conversation, text_hints
 from engine_bridge.protocol.asked import CONTEXT_HINTS, NOTHING_ASKED, TEXT_HINTS, Asked
 
 
@@ -72,20 +66,20 @@ def test_the_doors_read_the_same_from_the_same_conversation() -> None:
 
 
 def test_settings_are_numbers_in_their_order() -> None:
-    given = setting_hints(
+    given = hints.setting_hints(
         is_structured=True, temperature=0.5, is_bounded=False, has_stop=True, ignores_eos=False
     )
     assert given == (1.0, 0.5, 0.0, 1.0, 0.0)
-    assert len(HINTS) == len(NOTHING_ASKED.hints) + len(given)
+    assert len(hints.HINTS) == len(NOTHING_ASKED.hints) + len(given)
 
 
 def test_a_long_question_is_read_at_both_ends_and_its_length_is_known() -> None:
     question = "Please translate: " + "word " * 100_000 + "How many?"
     read = read_conversation([("user", question)])
-    assert len(read.question) <= MAX_READ + 1
-    hints = named(read.hints)
-    assert hints["same"] == 1.0 and hints["brief"] == 1.0
-    assert hints["question_words"] == pytest.approx(math.log1p(100_004), rel=0.01)
+    assert len(read.question) <= hints.MAX_READ + 1
+    found = named(read.hints)
+    assert found["same"] == 1.0 and found["brief"] == 1.0
+    assert found["question_words"] == pytest.approx(math.log1p(100_004), rel=0.01)
 
 
 FIELDS = st.sampled_from("messages input prompt system instructions role content text type tools".split())

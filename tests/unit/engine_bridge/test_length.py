@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_bridge.predict import length
 from engine_bridge.predict.hints import read_conversation
-from engine_bridge.predict.length import (
-    HISTORIES,
-    MIN_FIT,
-    MIN_KEY,
-    PRIOR_P50,
-    PRIOR_P90,
-    WINDOW,
-    Keyed,
-    OnlineLengths,
-)
+from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
@@ -54,11 +46,11 @@ def trained() -> OnlineLengths:
 
 def test_the_narrowest_history_that_is_long_enough_answers() -> None:
     predictor = OnlineLengths()
-    assert predictor.predict(features()) == LengthGuess(PRIOR_P50, PRIOR_P90, "prior")
+    assert predictor.predict(features()) == LengthGuess(length.PRIOR_P50, length.PRIOR_P90, "prior")
     assert predictor.predict(features(max_tokens=50)) == LengthGuess(50, 50, "prior"), "the client's bound"
     asked = features(session="s", adapter="a", tenant="t")
     sources = []
-    _, least = HISTORIES["session"]
+    _, least = length.HISTORIES["session"]
     for _ in range(least):
         predictor.observe(features(session="s", adapter="other", tenant="t"), 10)
         sources.append(predictor.predict(asked).source)
@@ -253,7 +245,7 @@ def test_what_was_learned_survives(tmp_path: Path) -> None:
         ):
             assert again.predict(asked) == predictor.predict(asked)
     assert again.predict(asks("", "z compose z")).p50 > 2 * again.predict(asks("", "z name z")).p50
-    assert len(loaded(path, window=100)) == 100 < len(predictor) <= WINDOW
+    assert len(loaded(path, window=100)) == 100 < len(predictor) <= length.WINDOW
     again.refit()
     assert again.num_refits == 1
     assert len(loaded(path, num_hints=3)) == 0, "another number of hints starts anew"

@@ -12,16 +12,8 @@ from msgspec.structs import replace
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.driver.kv.kv_tiers import RATED_BYTES, KvTiers, TiersConfig
 from engine_bridge.policy.costs.costs import Link, StepGrid
-from engine_bridge.settings.profile import (
-    AdapterProfile,
-    CopyProfile,
-    DiskProfile,
-    LinearCost,
-    MachineProfile,
-    ProfileSubject,
-    StepProfile,
-    path_of,
-)
+from engine_bridge.settings import profile
+from engine_bridge.settings.profile import LinearCost, MachineProfile, ProfileSubject, path_of
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockShape
 from kvtiers.policy.eviction import ByValue
@@ -38,10 +30,10 @@ PROFILE = MachineProfile(
     subject=SUBJECT,
     created_at=1.7e9,
     seconds=120.5,
-    steps=StepProfile(grid=GRID, error=0.04, repeatability=0.02, num_samples=300, num_held_out=60),
-    copies=CopyProfile(link=LINK, swap_error=0.03, repeatability=0.02),
-    disk=DiskProfile(write_bytes_per_s=1e9, read_bytes_per_s=2e9, is_direct=True, num_bytes=1 << 28),
-    adapters=AdapterProfile(load_bytes_per_s=5e8, **COSTS),
+    steps=profile.StepProfile(grid=GRID, error=0.04, repeatability=0.02, num_samples=300, num_held_out=60),
+    copies=profile.CopyProfile(link=LINK, swap_error=0.03, repeatability=0.02),
+    disk=profile.DiskProfile(write_bytes_per_s=1e9, read_bytes_per_s=2e9, is_direct=True, num_bytes=1 << 28),
+    adapters=profile.AdapterProfile(load_bytes_per_s=5e8, **COSTS),
     notes=("a note",),
 )
 

@@ -13,13 +13,10 @@ def output(
 ) -> Any:
     """The parts of a vLLM RequestOutput that a stream reads."""
     completion = SimpleNamespace(text=text, token_ids=list(range(num_tokens)), finish_reason=finish)
-    return SimpleNamespace(
-        outputs=[completion],
-        finished=finish is not None,
-        prompt_token_ids=[0] * prompt,
-        num_cached_tokens=cached,
-        metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25),
-    )
+    figures = {"prompt_token_ids": [0] * prompt, "num_cached_tokens": cached}
+    metrics = SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25)
+    is_over = finish is not None
+    return SimpleNamespace(outputs=[completion], finished=is_over, **figures, metrics=metrics)
 
 
 async def test_what_comes_together_is_one_delta_and_the_last_one_has_the_figures_and_the_prompt() -> None:
