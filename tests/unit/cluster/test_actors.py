@@ -210,12 +210,15 @@ def environment(folder: Path, given: dict[str, str] | None = None, **settings: A
     return actors.environment_of(settings_of(folder, **settings), given or {})
 
 
-def test_a_ray_of_our_own_listens_on_loopback_alone_or_speaks_tls(tmp_path: Path) -> None:
+def test_a_ray_of_our_own_is_on_loopback_or_speaks_tls_and_others_keep_theirs(tmp_path: Path) -> None:
     alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=TLS)
     assert alone["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and "RAY_USE_TLS" not in alone
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in beyond and beyond["RAY_GCS_SERVER_PORT"] == "6379"
     names = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_CA_CERT")
     assert [beyond[name] for name in names] == ["1", "c.crt", "c.crt"]
+    for given in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"):  # of a cluster that others run
+        found = environment(tmp_path, {given: "1"}, address="10.0.0.1:6379", host="10.0.0.2", trust=TLS)
+        assert not {name for name in found if name.startswith(("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS"))}
 
 
 def test_rays_token_is_in_a_file_of_its_owner_and_tells_nothing_of_ours(tmp_path: Path) -> None:
@@ -226,9 +229,3 @@ def test_rays_token_is_in_a_file_of_its_owner_and_tells_nothing_of_ours(tmp_path
     other = tmp_path / "b"
     other.mkdir()
     assert Path(environment(other)["RAY_AUTH_TOKEN_PATH"]).read_text() == token, "on all machines the same"
-
-
-@pytest.mark.parametrize("given", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"])
-def test_a_cluster_that_others_run_keeps_their_token_and_certificate(tmp_path: Path, given: str) -> None:
-    found = environment(tmp_path, {given: "1"}, address="10.0.0.1:6379", host="10.0.0.2", trust=TLS)
-    assert not {name for name in found if name.startswith(("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS"))}

@@ -55,14 +55,11 @@ def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:
     assert parser.adjust_request(chat("required")).structured_outputs.json["maxItems"] == 1
     assert parser.adjust_request(chat("auto")).structured_outputs is None
     assert parser.extract_tool_calls("It is sunny.", chat("auto")).content == "It is sunny."
-
-
-def test_a_format_that_the_client_asked_for_is_left_alone_where_no_function_is_demanded() -> None:
+    # A format that the client asked for is left alone where no function is demanded.
     mine = {"type": "object", "properties": {"city": {"type": "string"}}}
-    form = {"type": "json_schema", "name": "mine", "schema": mine}
-    tool = {"type": "web_search_preview"}
+    form, tool = {"type": "json_schema", "name": "mine", "schema": mine}, {"type": "web_search_preview"}
     body = {"input": "hi", "tools": [tool], "tool_choice": tool, "text": {"format": form}}
-    request = bare(NoFormToolParser).adjust_request(ResponsesRequest.model_validate(body))
+    request = parser.adjust_request(ResponsesRequest.model_validate(body))
     assert request.text.format.schema_ == mine
 
 

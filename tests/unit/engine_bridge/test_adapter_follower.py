@@ -127,3 +127,16 @@ async def test_one_that_is_named_at_the_start_goes_before_the_folders(
         assert "loaded from elsewhere" in served.follower.problems()["twin"]
     assert caplog.messages == [], "it is said once"
     served.server.catalog.close()
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+async def test_the_folders_own_comes_back_when_the_other_is_unloaded(served: Served, is_seen: bool) -> None:
+    """Whether or not the folder was looked at in between."""
+    twin = put(served.root, "twin")
+    await served.follower.start()
+    served.server.load("twin", put(served.elsewhere, "shout", seed=1))
+    if is_seen:
+        await served.later()
+    served.server.unload("twin")
+    await served.later(0.0)
+    assert served.server.served_paths() == {"twin": str(twin)} and served.follower.problems() == {}

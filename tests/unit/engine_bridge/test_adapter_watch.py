@@ -27,11 +27,11 @@ class Watched:
     def put(self, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
         return stamp(make_adapter(self.root / name, modules=MODULES, seed=seed), when)
 
-    def tells(self, at_s: float = 0.0, /, *, added="", changed="", removed="", elsewhere=()) -> None:
+    def tells(self, at_s: float = 0.0, /, *, added="", changed="", removed="") -> None:
         """Expect these changes, names parted by spaces, and no others, `at_s` after NOW."""
         new, other = ([(name, self.root / name) for name in names.split()] for names in (added, changed))
         expected = FolderChanges(tuple(new), tuple(other), tuple(removed.split()))
-        assert self.folder.changes(NOW + at_s, elsewhere) == expected
+        assert self.folder.changes(NOW + at_s) == expected
 
 
 @pytest.fixture

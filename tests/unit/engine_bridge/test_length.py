@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.predict import length
 from engine_bridge.predict.hints import read_conversation
-from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths
+from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths, Split, Trees
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
@@ -79,6 +79,11 @@ def test_the_model_tells_long_answers_from_short_ones(trained: OnlineLengths) ->
     assert 300 < long.p50 < 520 and 30 < short.p50 < 52
     # 0.5 · 1.28 of a logarithm above the median.
     assert long.p90 / long.p50 == pytest.approx(1.9, rel=0.25)
+
+
+def test_a_tree_goes_low_up_to_its_threshold_and_trees_are_added_up() -> None:
+    trees = Trees(1.0, (Split(0, 5.0, 0.5, Split(1, 0.0, -1.0, 2.0)), 0.25))
+    assert [trees.value(row) for row in ((5.0, 9.0), (6.0, 0.0), (6.0, 1.0))] == [1.75, 0.25, 3.25]
 
 
 def test_quantiles_cover_what_they_say_and_again_after_lengths_have_doubled() -> None:

@@ -11,9 +11,9 @@ from engine_bridge.protocol.token_stream import TokenStream
 def output(
     text: str, *, finish: str | None = None, num_tokens: int = 1, prompt: int = 10, cached: int = 4
 ) -> Any:
-    """The parts of a vLLM RequestOutput that a stream reads."""
+    """The parts of a vLLM RequestOutput that a stream reads; the request has the name of its text."""
     completion = SimpleNamespace(text=text, token_ids=list(range(num_tokens)), finish_reason=finish)
-    figures = {"prompt_token_ids": [0] * prompt, "num_cached_tokens": cached}
+    figures = {"request_id": text, "prompt_token_ids": [0] * prompt, "num_cached_tokens": cached}
     metrics = SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25)
     is_over = finish is not None
     return SimpleNamespace(outputs=[completion], finished=is_over, **figures, metrics=metrics)
