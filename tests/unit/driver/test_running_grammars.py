@@ -119,19 +119,15 @@ def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(backend: Ma
     assert bounded.grammar_for("greedy", JSON, STREET), "what has ended makes room"
 
 
-def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: MakeBackend) -> None:
+def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again_and_one_that_outgrows_itself_not(
+    backend: MakeBackend,
+) -> None:
     bounded = backend(room_bytes=8 << 20, states=500)
-    answer = answer_of(bounded)
-    assert not answer.take(2000)
+    assert not answer_of(bounded).take(2000)
     failure = take_failure("answer")
     assert isinstance(failure, GracefulHTTPError) and failure.http_status == 429
     assert answer_of(bounded).take(20)
-
-
-def test_what_fails_in_a_grammar_of_its_own_is_the_answers_fault(backend: MakeBackend) -> None:
-    bounded = backend()
-    answer = Answer(bounded, bounded.grammar_for("", REGEX, r"(.{1,60} .{1,40}){1,1000}"))
-    assert not answer.take(300)
+    assert not answer_of(backend(), spec=r"(.{1,60} .{1,40}){1,1000}").take(300)
     failure = take_failure("answer")
     assert isinstance(failure, VLLMValidationError) and "too many states" in str(failure)
     assert running.NO_ROOM not in str(failure)
