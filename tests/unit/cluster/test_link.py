@@ -83,7 +83,7 @@ async def test_when_the_line_is_cut_all_that_is_under_way_ends_at_both_ends_and_
         assert remote.progress.state == "starting"
         assert [info.name for info in remote.adapters()] == ["shout", "pirate"]
         await until(lambda: answer.is_closed and node.cancelled_prefills == 1)
-        await over.wait()
+        await asyncio.wait_for(over.wait(), PATIENCE_S)
 
 
 async def test_advisories_tell_how_they_stand_until_they_end() -> None:
