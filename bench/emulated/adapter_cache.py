@@ -19,7 +19,7 @@ at once. The policy's constants were chosen on other seeds: these begin at 1,000
   jobs        15 to 50 active adapters, each for a tenth of the trace or so; 40% of requests repeat the one before besides
 
 The last line is JSON. `worst_vs_lru`: of all tempers and cache sizes, the largest mean wait for adapters over LRU's, the geometric mean over seeds;
-`worst_run_vs_lru`: the same of single runs; `stationary_vs_lru`: the largest of the temper whose popularity stays; `vs_lru`: by temper and size.
+`vs_lru`: by temper and size.
 """
 
 from __future__ import annotations
@@ -192,33 +192,20 @@ def generated(temper: str, seed: int, cache_share: float, num_requests: int) -> 
 # -- the cache in virtual time -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Link:
-    """Host to device. free_s: when the loads that were asked for are done."""
-
-    bytes_per_s: float
-    overhead_s: float
-    free_s: float = 0.0
-
-    def takes_s(self, num_bytes: int) -> float:
-        """Return the seconds of a load."""
-        return self.overhead_s + num_bytes / self.bytes_per_s
-
-    def load(self, num_bytes: int, now: float) -> float:
-        """Return when a load that is asked for now is done."""
-        self.free_s = max(self.free_s, now) + self.takes_s(num_bytes)
-        return self.free_s
+def load_s(num_bytes: int) -> float:
+    """Return the seconds of a load."""
+    return OVERHEAD_S + num_bytes / LINK_BYTES_PER_S
 
 
 @dataclass(slots=True)
 class Device:
-    """Slots, the cache, and the link (see the module's docstring). waits_s: of each request, for its adapter."""
+    """Slots, the cache, and the link (see the module's docstring). waits_s: of each request, for its adapter. loaded_s: when all loads are done."""
 
     workload: Workload
     policy: AdapterEvictionPolicy
-    link: Link
     window: UseWindow
     waits_s: list[float] = field(default_factory=list)
+    loaded_s: float = 0.0
     _cached: dict[int, float] = field(default_factory=dict)  # since when unused
     _num_running: dict[int, int] = field(default_factory=dict)
     _ready_s: dict[int, float] = field(default_factory=dict)
@@ -243,7 +230,8 @@ class Device:
         self.window.used(adapter_id, now)
         self.policy.touched(self._facts(adapter_id, now, now, num_running + 1), now)
         if not num_running and self._cached.pop(adapter_id, None) is None:
-            self._ready_s[adapter_id] = self.link.load(self.workload.sizes[adapter_id], now)
+            self.loaded_s = max(self.loaded_s, now) + load_s(self.workload.sizes[adapter_id])
+            self._ready_s[adapter_id] = self.loaded_s
         wait_s = max(self._ready_s.get(adapter_id, 0.0) - now, 0.0)
         self.waits_s.append(wait_s)
         self._num_running[adapter_id] = num_running + 1
@@ -268,7 +256,7 @@ class Device:
             num_bytes=num_bytes,
             last_used_s=last_used_s,
             uses=self.window.uses(adapter_id, now),
-            reload_s=self.link.takes_s(num_bytes),
+            reload_s=load_s(num_bytes),
             is_queued=False,
             num_requests=num_requests,
         )
@@ -298,7 +286,7 @@ def serve(point: Point) -> float:
     waits_ms = {}
     for name in ("adaptive", "lru"):
         window = UseWindow(max_adapters=len(workload.sizes))
-        device = Device(workload, POLICIES[name](), Link(LINK_BYTES_PER_S, OVERHEAD_S), window)
+        device = Device(workload, POLICIES[name](), window)
         device.replay()
         device.check_invariants()
         waits_ms[name] = device.wait_mean_ms
@@ -310,10 +298,7 @@ def tempers_part(bench: Bench) -> None:
     points = [Point(*cell, int(bench.size)) for cell in itertools.product(TEMPERS, CACHE_SHARES)]
     bench.play(points)
     means = {point: statistics.geometric_mean(bench.of(point)) for point in points}
-    still = max(mean for point, mean in means.items() if point.temper == "stationary")
     bench.figure(("worst_vs_lru",), [max(means.values())], unit="ratio")
-    bench.figure(("worst_run_vs_lru",), [max(itertools.chain(*map(bench.of, points)))], unit="ratio")
-    bench.figure(("stationary_vs_lru",), [still], unit="ratio")
     for point, mean in means.items():
         bench.figure(("vs_lru", f"{point.temper} {point.cache_share:.0%}"), [mean], unit="ratio")
 

@@ -6,7 +6,7 @@ Which request starts, where adapters are and when their copies begin is decided 
 its data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (core/calibration.py). The model is Llama2-7B, with adapters on
 q, k and v. Requests are served first come, first served; prompts are computed in chunks beside the requests that decode.
 
-Arms, each by what it adds to the means of `cached`:
+Arms, each by what it adds to the mean TTFT of `cached`:
   cached         all adapters lie in memory of their own
   on_demand      a step waits for the copies of its adapters, with everybody in it: a GPU without a host's help, and the paper's OnDmd
   gated          a request waits for its own adapter's copy alone, the others go on (as Punica loads)
@@ -15,10 +15,10 @@ Arms, each by what it adds to the means of `cached`:
 There are slots for all that run, beside the KV, as `cached` has no bound by definition. Adapters leave with their last request, as in the paper.
 
 Parts
-  cold           Fig. 10 and 13: each request with an adapter of its own
-  production     Fig. 14: adapters of skewed popularity, a power law over places with exponent 1, which the calibration with Fig. 3 agrees with
+  cold           Fig. 10: nine requests a second, each request with an adapter of its own
+  production     Fig. 14: 512 adapters of skewed popularity, a power law over places with exponent 1, which the calibration with Fig. 3 agrees with
 
-Lengths: Alpaca's, drawn about its published means (bench/emulated/core/traffic.py). Time per token is (end - first token) / (tokens - 1). Changes are
+Lengths: Alpaca's, drawn about its published means (bench/emulated/core/traffic.py). Changes are
 fractions of `cached` on the same seed's requests. Of each figure: median over seeds; `spread` has least and most. What falls short of the paper is
 printed first; of a baseline's overhead, falling short is being smaller. The last line is JSON.
 """
@@ -59,12 +59,6 @@ class Traffic:
     rank: int = 64
     num_adapters: int = 0
 
-    @property
-    def name(self) -> str:
-        """The traffic in words."""
-        adapters = f"{self.num_adapters} adapters" if self.num_adapters else "each its own"
-        return f"{self.per_s}/s, rank {self.rank}, {adapters}"
-
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -82,7 +76,6 @@ class Means:
 
     ttft_s: float
     tpot_s: float
-    e2e_s: float
 
 
 def cost_of(arm: str, rank: int) -> StepCost:
@@ -114,46 +107,34 @@ def serve(point: Point) -> Means:
     return Means(
         ttft_s=statistics.fmean(job.ttft_s for job in jobs),
         tpot_s=statistics.fmean(job.tpot_s for job in jobs if not math.isnan(job.tpot_s)),
-        e2e_s=statistics.fmean(job.e2e_s for job in jobs),
     )
 
 
-METRICS = ("ttft", "tpot", "e2e")
-Overheads = tuple[float, float, float]
-Papers = Mapping[Traffic, tuple[Overheads, Overheads]]
-"""The paper's overheads of on_demand and of CPU-assist: TTFT, time per token, latency."""
-COLD: Papers = {
-    Traffic(9.0, 64): ((4.12, 0.71, 0.50), (0.22, 0.11, 0.09)),
-    Traffic(9.0, 32): ((0.88, 0.28, 0.25), (0.36, 0.05, 0.06)),
-    Traffic(6.0, 64): ((0.42, 0.25, 0.24), (0.01, 0.10, 0.09)),
-}
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A figure that the paper is known for: the traffic, the figure's key in the JSON, and the paper's overheads of TTFT by arm."""
+
+    traffic: Traffic
+    key: str
+    paper: Mapping[str, float]
+
+
+COLD = Headline(Traffic(9.0, 64), "ttft_overhead", {"on_demand": 4.12, "cpu_assist": 0.22})
 # The rank is §2.3's; this section does not name one.
-PRODUCTION: Papers = {
-    Traffic(1.5, 64, 128): ((0.31, 0.08, 0.06), (0.09, 0.03, 0.02)),
-    Traffic(7.7, 64, 512): ((0.39, 0.34, 0.31), (0.07, 0.07, 0.08)),
-}
-HEADLINES = {Traffic(9.0, 64): "ttft_overhead", Traffic(7.7, 64, 512): "production_ttft_overhead"}
-"""Where the TTFT stands of the traffic that the paper is known for."""
+PRODUCTION = Headline(
+    Traffic(7.7, 64, 512), "production_ttft_overhead", {"on_demand": 0.39, "cpu_assist": 0.07}
+)
 
 
-def overheads(papers: Papers, bench: Bench) -> None:
-    """Find what each arm adds to `cached`, by traffic."""
-    points = {(traffic, arm): Point(traffic, arm, bench.size) for traffic in papers for arm in ARMS}
+def overheads(headline: Headline, bench: Bench) -> None:
+    """Find what each arm adds to the mean TTFT of `cached`."""
+    points = {arm: Point(headline.traffic, arm, bench.size) for arm in ARMS}
     bench.play(points.values())
-    for (traffic, arm), point in points.items():
-        on_demand, assist = papers[traffic]
-        paper = {"on_demand": on_demand, "cpu_assist": assist}.get(arm, (None,) * len(METRICS))
-        for metric, number in zip(METRICS, paper, strict=True):
-            if arm == "cached":
-                continue
-            is_headline = metric == "ttft" and traffic in HEADLINES
-            place = (
-                (HEADLINES[traffic], arm)
-                if is_headline
-                else ("overheads", traffic.name, arm, f"{metric}_change")
-            )
-            changes = bench.changes(point, points[traffic, "cached"], f"{metric}_s")
-            bench.figure(place, changes, number, is_less_better=arm == "cpu_assist")
+    for arm, point in points.items():
+        if arm != "cached":
+            changes = bench.changes(point, points["cached"], "ttft_s")
+            paper = headline.paper.get(arm)
+            bench.figure((headline.key, arm), changes, paper, is_less_better=arm == "cpu_assist")
 
 
 TABLE = Table(

@@ -6,7 +6,6 @@ An arm is a policy of starting and one of eviction:
   base   fcfs, no cache: S-LoRA's. Adapters of requests that wait are copied ahead, and leave with their last request
   cache  fcfs, Chameleon's score
   sched  mlq, no cache
-  full   mlq, Chameleon's score: the paper's policies
   default  bounded, adaptive, and the host computes for adapters that are on their way over the link: what serves by default, and what the keys on
          top are of. The others' steps wait for their adapters
 Beside them stands what one that knows the future gains on the same requests with the same slots (`KNOWING`, `bound`).
@@ -60,7 +59,7 @@ from bench.measures import quantile
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 SPAN_S, WARM_UP_S = 300.0, 60.0
-LOADS, QUICK_LOADS, EVICTION_LOADS = (6, 8, 9, 11, 13), (6, 8, 9, 13), (8, 9)
+LOADS, QUICK_LOADS, EVICTION_LOAD = (6, 8, 9, 11, 13), (6, 8, 9, 13), 8
 SLO_TIMES, ACCURACY = 5.0, 0.8
 # Factor to the next load, where P99 TTFT does not leave the SLO between the loads so far. Chosen.
 FURTHER = 1.2
@@ -95,7 +94,6 @@ MAIN = {
     "base": BASE,
     "cache": CACHE,
     "sched": Arm("mlq"),
-    "full": Arm("mlq", "chameleon"),
     "default": DEFAULT,
 }
 # What knows the future: the lengths of answers, and for a cache every next use, so that no request ever waits for a load. The slots are the engine's,
@@ -106,15 +104,6 @@ KNOWING = {
     "sched": tuple(Arm(order, accuracy=1.0) for order in ORDERS),
     "default": tuple(Arm(order, accuracy=1.0, loads_are_free=True) for order in ORDERS),
 }
-EVICTION_ARMS = {
-    "lru": Arm(eviction="lru"),
-    "equal": Arm(eviction="equal_weights"),
-    "paper": CACHE,
-    "adaptive": Arm(eviction="adaptive"),
-    "default": DEFAULT,
-}
-
-
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +233,7 @@ PAPER = {
     "ttft_p99": {6: -0.147, 8: -0.246, 9: -0.807},
     "ttft_p50": {6: -0.139, 8: -0.209, 9: -0.481},
 }
-PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26, "default": -0.26}
+PAPER_EVICTION = -0.26
 # Loads within SLO over the base's, by arm. Source: Chameleon Fig. 10.
 RATIOS = {
     "default": ("slo_load_ratio", 12.9 / 8.7),
@@ -295,18 +284,12 @@ def main_part(bench: Bench) -> None:
 
 
 def eviction_part(bench: Bench) -> None:
-    """Fig. 14: which adapter goes, with fcfs; and beside them all that serves by default."""
-    knowing = {"at": "cache", "default_at": "default"}
-    arms = [BASE, *EVICTION_ARMS.values(), *itertools.chain(*(KNOWING[name] for name in knowing.values()))]
-    bench.play(points(bench, arms, SCARCE, EVICTION_LOADS))
-    for load in EVICTION_LOADS:
-        for key, name in knowing.items():
-            bound = best(bench, name, SCARCE, load, "ttft_p99_s")
-            bench.note(("parts", "eviction", "bound", f"{key}_{load}"), bound)
-        for name, arm in EVICTION_ARMS.items():
-            paper = PAPER_EVICTION.get(name) if load == EVICTION_LOADS[0] else None
-            changes = against_base(bench, arm, SCARCE, load, "ttft_p99_s")
-            bench.figure(("parts", "eviction", f"at_{load}", name), changes, paper)
+    """Fig. 14: all that serves by default, where memory is scarce."""
+    bench.play(points(bench, [BASE, DEFAULT, *KNOWING["default"]], SCARCE, [EVICTION_LOAD]))
+    bound = best(bench, "default", SCARCE, EVICTION_LOAD, "ttft_p99_s")
+    bench.note(("parts", "eviction", "bound", f"default_at_{EVICTION_LOAD}"), bound)
+    changes = against_base(bench, DEFAULT, SCARCE, EVICTION_LOAD, "ttft_p99_s")
+    bench.figure(("parts", "eviction", f"at_{EVICTION_LOAD}", "default"), changes, PAPER_EVICTION)
 
 
 TABLE = Table(

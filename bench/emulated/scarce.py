@@ -9,20 +9,16 @@ for all of them. Counted is who asks after the warm-up. Arms, the same people to
   none      no advisories
   advised   typing is announced when it begins; when the question will come nobody says
   timed     it says that, too: what one who knows the future makes of this memory (`bound`)
-  resident  the device has room for everything; all of it is read before the warm-up ends
 
 The last line is JSON. Of each figure: median over seeds. `ttft_vs_none_p50`, `_p99`: TTFT of follow-ups with advisories over that without;
-`vs_resident_p50`: over the one with room. `read_ratio`: bytes read from the disk over those without advisories. `hit_share`: of follow-ups, those
-that found all of their KV on the device. `no_room_share`: those whose KV and that of everybody who had typed for longer were more than guesses may
-hold there, so that no move, however fast, would have had it there in this order. `bound_…`: the same of `timed`.
+`bound_…`: the same of `timed`.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 
 from bench.emulated.core.arrivals import Arrival
@@ -32,7 +28,7 @@ from bench.emulated.core.models import Model
 from bench.emulated.core.node import EmulatedNode, Engine, Job
 from bench.emulated.core.steps import StepCost
 from bench.emulated.core.tiers import TierSizes
-from bench.emulated.table import Bench, Measure, Table
+from bench.emulated.table import Bench, Table
 from bench.live.kv.advisory_disk import (
     ANSWER_TOKENS,
     ANSWER_WORDS,
@@ -71,7 +67,7 @@ DISK_BYTES_PER_S = 1.2e9
 SPAN_S, QUICK_SPAN_S, WARM_UP_S = 240.0, 160.0, 80.0
 # At the beginning everybody is in the middle of reading or typing, within so long. Chosen: about what both take.
 PHASE_S = 36.0
-ARMS = ("none", "advised", "timed", "resident")
+ARMS = ("none", "advised", "timed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,6 @@ class Outcome:
     """One run's. room_blocks: of the device, for conversations that are expected."""
 
     asked: list[Asked]
-    read_bytes: int
     room_blocks: int
 
 
@@ -112,7 +107,7 @@ class People:
         self.arm, self.clock = point.arm, Clock()
         self.lengths = histories_of(QUICK.num_people)
         num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.lengths.values())
-        self.device_blocks = int(num_blocks * (2 if self.arm == "resident" else DEVICE_SHARE))
+        self.device_blocks = int(num_blocks * DEVICE_SHARE)
         block_bytes = BLOCK_SIZE * MODEL.kv_bytes_per_token
         self.node = EmulatedNode(
             self.clock,
@@ -193,47 +188,28 @@ class People:
 def serve(point: Point) -> Outcome:
     """Play one point."""
     people = People(point)
-    tiers = people.node.tiers
-    assert tiers is not None and tiers.hollow.disk is not None
     try:
         people.clock.run(point.span_s)
     finally:
         people.node.close()
     return Outcome(
         [asked for at_s, asked in people.asked if at_s >= WARM_UP_S],
-        int(tiers.hollow.disk.reader.bytes_moved),
         int(people.device_blocks * (1 - MARGIN_SHARE)),
     )
-
-
-def _ttft_s(share: float) -> Callable[[Outcome], float]:
-    return lambda outcome: quantile([asked.ttft_s for asked in outcome.asked], share)
-
-
-RATIOS: dict[str, tuple[str, Measure]] = {
-    "ttft_vs_none_p50": ("none", _ttft_s(0.5)),
-    "ttft_vs_none_p99": ("none", _ttft_s(0.99)),
-    "vs_resident_p50": ("resident", _ttft_s(0.5)),
-    "read_ratio": ("none", "read_bytes"),
-}
-"""Figures that are ratios to another arm: that arm, and what is measured."""
-SHARES: dict[str, Callable[[Outcome], float]] = {
-    "hit_share": lambda outcome: statistics.fmean(asked.missing_blocks == 0 for asked in outcome.asked),
-    "no_room_share": lambda outcome: statistics.fmean(
-        asked.earlier_blocks > outcome.room_blocks for asked in outcome.asked
-    ),
-}
 
 
 def typing_part(bench: Bench) -> None:
     """Find what announcing gains, and what a clairvoyant gains (`bound_`)."""
     of = {arm: Point(arm, bench.size) for arm in ARMS}
     bench.play(of.values())
-    for arm, prefix in (("advised", ""), ("timed", "bound_")):
-        for name, (other, measure) in RATIOS.items():
-            bench.figure((prefix + name,), bench.ratios(of[arm], of[other], measure), unit="ratio")
-        for name, share in SHARES.items():
-            bench.figure((prefix + name,), bench.values(of[arm], share), None, False, "share")
+    for (arm, prefix), percent in product((("advised", ""), ("timed", "bound_")), (50, 99)):
+
+        def ttft_s(outcome: Outcome, share: float = percent / 100) -> float:
+            """Return this quantile of the follow-ups' TTFT."""
+            return quantile([asked.ttft_s for asked in outcome.asked], share)
+
+        place = (f"{prefix}ttft_vs_none_p{percent}",)
+        bench.figure(place, bench.ratios(of[arm], of["none"], ttft_s), unit="ratio")
 
 
 TABLE = Table(

@@ -76,13 +76,13 @@ ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "latency_p50", "latency_p99
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
     "adapter_cache": number,
     "adaptivellm": of_errors,
-    "caraserve": lambda point: caraserve.Means(*(number((point, at)) for at in range(3))),
+    "caraserve": lambda point: caraserve.Means(number(point), 1.0),
     "chameleon": lambda point: chameleon.Outcome(1.0, point.per_s / 8 * chameleon.slo_s(point.setting)),
     "followers": lambda point: Tally(),
     "host_tier": lambda point: [host_tier.Restore(8, 0, (8, 8, 8, 8), 1)],
     "order": lambda point: {name: number((point, name)) for name in ORDERED},
     "routing": lambda point: routing.Means(number(point), 1.0),
-    "scarce": lambda point: scarce.Outcome([scarce.Asked(number(point), 0, 0)], 1, 1),
+    "scarce": lambda point: scarce.Outcome([scarce.Asked(number(point), 0, 0)], 1),
     "symphony": lambda point: symphony.Outcome(number(point), number(point)),
     "urgent": lambda point: urgent.Outcome(*(number((point, at)) for at in range(3))),
 }
@@ -318,7 +318,7 @@ def test_a_cache_shortens_waits_and_so_do_loads_at_no_cost() -> None:
 
 def test_in_scarce_memory_kv_takes_copies_back_and_no_requests_wait_for_them() -> None:
     setting = replace(chameleon.SCARCE, trace=NOWHERE)
-    played = chameleon.play(chameleon.Point(chameleon.EVICTION_ARMS["lru"], setting, 8.0, 20.0, 1))
+    played = chameleon.play(chameleon.Point(chameleon.Arm(eviction="lru"), setting, 8.0, 20.0, 1))
     assert played.counts["evicted:cached:kv"] > 10
     assert any(job.found_adapter == "cached" for job in played.jobs)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.emulated.adapter_cache import Device, Link, Use, Workload
+from bench.emulated.adapter_cache import Device, Use, Workload
 from engine_bridge.policy.adapters.adapter_cache import AdapterLru
 from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
 from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
@@ -53,7 +53,7 @@ def lost_ms(policy: AdapterEvictionPolicy, adapter_ids: Sequence[int], num_place
     """Of a cache of equal adapters: mean wait for them, requests a second apart and done at once."""
     uses = [Use(float(at), adapter_id, 0.01) for at, adapter_id in enumerate(adapter_ids)]
     workload = Workload(uses, [100 << 20] * (max(adapter_ids) + 1), num_places * (100 << 20))
-    device = Device(workload, policy, Link(10e9, 0.002), UseWindow())
+    device = Device(workload, policy, UseWindow())
     device.replay()
     device.check_invariants()
     return device.wait_mean_ms
