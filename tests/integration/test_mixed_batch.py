@@ -1,6 +1,6 @@
 """Adapters of five ranks and the base model in one batch say, token for token, what each says alone.
 
-Real engine, tiny random Llama, PEFT adapters (bench/live/adapters/mixed_batch.py). vLLM's own CPU wrapper fails this file: its base rows get the last
+Real engine, tiny random Llama, PEFT adapters. vLLM's own CPU wrapper fails this file: its base rows get the last
 slot's adapter.
 """
 
@@ -11,20 +11,84 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from bench.live.adapters.mixed_batch import BASE, PROMPT, SHAPE, Engine
-from bench.live.shared.models import model_folder, write_adapter
+from bench.live.peers.engine import configure_environment, greedy
+from bench.live.shared.models import ModelShape, model_folder, write_adapter
 from engine_bridge.driver.corrections import logits_rows, seeds
 from engine_bridge.driver.lora import lora
 from tests.adapter_corpus import make_adapter
 from tests.merged import logprobs_of, merged_model
 
+configure_environment()
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    max_model_len=512,
+    dtype="bfloat16",  # as most models come
+)
+BASE = None
+NUM_TOKENS = 24
+PROMPT = list(range(5, 45))
 RANKS = (8, 16, 32, 64, 128)
 NUM_SLOTS = 5
 OTHER = list(range(200, 260))
 CHUNK = 128  # tokens of a step: prompts of more are computed in pieces
 
-
 ALL = list(SHAPE.linears)
+
+
+class Engine:
+    """A vLLM engine that answers token lists greedily."""
+
+    def __init__(self, model, **options) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        args = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=16,
+            # vLLM's own bf16 arithmetic is not batch-invariant: 1 of 12 base-only answers of this model changed with its
+            # companions, no adapter in sight. In fp32 a token changes only if rows are really mixed up.
+            dtype="float32",
+            enable_prefix_caching=False,  # a hit would skip the arithmetic that we compare
+            seed=0,
+            **options,
+        )
+        self.engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self.count = 0
+
+    def add(self, prompt, adapter=BASE, num_tokens=NUM_TOKENS):
+        """Queue one request; returns its id."""
+        self.count += 1
+        params = greedy(num_tokens)
+        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, params, lora_request=adapter)
+        return str(self.count)
+
+    def step(self, answers):
+        """Take one step; its tokens go to `answers` by the ids of their requests."""
+        for output in self.engine.step():
+            answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+
+    def run(self, *requests):
+        """Answer `(prompt, adapter)` requests in one batch; returns one token list per request."""
+        answers = {}
+        ids = [self.add(*request) for request in requests]
+        while self.engine.has_unfinished_requests():
+            self.step(answers)
+        return [answers[i] for i in ids]
+
+    def close(self):
+        """End the engine, so that the process can start another one."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")

@@ -117,11 +117,6 @@ class BoundedBackend(GuidanceBackend):
         # Memory of grammars that were freed, by tenant. A finalizer may run in the middle of anything, so it takes no lock.
         self._returned: deque[tuple[str, int]] = deque()
 
-    @property
-    def num_compiled(self) -> int:
-        """The number of compiled grammars that answers use."""
-        return len(self._in_use)
-
     def grammar_for(self, tenant: str, kind: Any, spec: str) -> BoundedGrammar:
         """Return a new answer's place at the start of its grammar. Raises NoRoom."""
         text: str = serialize_guidance_grammar(
