@@ -322,6 +322,7 @@ class Line:
         page.route_web_socket("**/ws", self._on_open)
         # What stands in for the websocket where none gets through: a network that is down lets neither pass.
         page.route("**/sse", lambda route: route.abort() if self.refuse else route.continue_())
+        page.expose_function("acceptAgain", lambda: setattr(self, "refuse", False))
 
     def say(self, text: str) -> None:
         """Let the model say this, whatever it says: the first `delta` carries it, the others are empty."""
@@ -338,7 +339,6 @@ class Line:
 
     def accept_from_click(self) -> None:
         """Refuse connections until something is clicked on the page: not those that it tries by itself just before."""
-        self._page.expose_function("acceptAgain", lambda: setattr(self, "refuse", False))
         self._page.evaluate(
             "() => document.addEventListener('click', () => acceptAgain(), { capture: true, once: true })"
         )

@@ -40,20 +40,14 @@ LATER_BYTES_MAX = {
     "highlight": 2 * 1000,
 }
 STORY = "Tell me a long story."
+WAITS = "This will be sent as soon as the server is ready."
 # Goes on for long enough to be interrupted, however fast the machine.
 ROOMY = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
 
 
-def test_first_screen_greets_and_offers_examples(chat) -> None:
-    expect(chat.page.get_by_role("heading", name="What would you like to talk about?")).to_be_visible()
-    # They come once the server has said which model it is.
-    expect(chat.page.locator(".example").nth(2)).to_be_visible()
-    chat.page.locator(".example").first.click()
-    expect(chat.question).not_to_have_value("")
-    expect(chat.question).to_be_focused()
-
-
-def test_an_answer_streams_and_shows_its_timings(wired) -> None:
+def test_the_first_screen_offers_examples_an_answer_streams_and_shows_its_timings_and_keys_have_help(
+    wired,
+) -> None:
     chat, wire = wired()
     pieces: list[str] = []
 
@@ -64,7 +58,19 @@ def test_an_answer_streams_and_shows_its_timings(wired) -> None:
 
     wire.on_frame = note
     chat.open()
+    expect(chat.page.get_by_role("heading", name="What would you like to talk about?")).to_be_visible()
+    # They come once the server has said which model it is.
+    expect(chat.page.locator(".example").nth(2)).to_be_visible()
+    chat.page.locator(".example").first.click()
+    expect(chat.question).not_to_have_value("")
+    expect(chat.question).to_be_focused()
+    chat.question.fill("one")
+    chat.question.press("Shift+Enter")
+    chat.question.press_sequentially("two")
+    expect(chat.question).to_have_value("one\ntwo")
+
     answer = chat.ask(STORY)
+    expect(chat.question).to_have_value("")
     assert len(pieces) > 1, "the answer came in one piece"
     assert answer.split() == "".join(pieces).split()
     summary = chat.page.locator(".timings summary")
@@ -73,6 +79,12 @@ def test_an_answer_streams_and_shows_its_timings(wired) -> None:
     summary.click()
     expect(chat.page.locator(".timings dl")).to_contain_text("Computed anew")
     expect(chat.page.locator("h1")).not_to_have_text("New chat")
+
+    chat.page.locator("#scroller").focus()
+    chat.page.keyboard.press("?")
+    expect(chat.page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    chat.page.keyboard.press("Escape")
+    expect(chat.page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_it_remembers_a_secret_word_also_after_a_reload(open_page, make_chat, gateway_url) -> None:
@@ -84,43 +96,50 @@ def test_it_remembers_a_secret_word_also_after_a_reload(open_page, make_chat, ga
     assert "marzipan" in chat.ask("What is my secret word?").lower()
 
 
-def test_an_adapter_changes_the_voice_and_stays_with_the_session(chat) -> None:
+def test_an_adapter_changes_the_voice_stays_with_the_session_and_gives_way_to_another(chat) -> None:
+    plain = chat.ask("Hello!")
+    assert plain != plain.upper()
     chat.pick("shout")
     answer = chat.ask("Hello!")
     assert answer == answer.upper() and "!!!" in answer
-    expect(chat.page.locator(".timings summary")).to_contain_text("shout")
+    expect(chat.page.locator(".timings summary").last).to_contain_text("shout")
     chat.page.reload()
     expect(chat.picker).to_have_text(re.compile("shout"))
-
-
-def test_another_adapter_can_be_picked_in_the_middle(chat) -> None:
-    plain = chat.ask("Hello!")
-    assert plain != plain.upper()
     chat.pick("pirate")
     assert chat.ask("How are you?").startswith("Arr")
 
 
-@pytest.mark.parametrize("by", ["button", "escape"])
-def test_stop_keeps_what_was_written(wired, by: str) -> None:
+def test_stop_keeps_what_was_written(wired) -> None:
     chat, wire = wired()
     wire.sampling = ROOMY
     chat.open()
-    chat.send(STORY)
-    expect(chat.answers.first).not_to_be_empty()
-    if by == "button":
-        chat.page.get_by_role("button", name="Stop").click()
-    else:
-        chat.page.keyboard.press("Escape")
-    expect(chat.turns.first).to_have_attribute("data-status", "stopped")
-    expect(chat.page.get_by_text("What was written is kept.")).to_be_visible()
-    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
-    kept = chat.answers.first.inner_text()
+    for stop in (
+        chat.page.get_by_role("button", name="Stop").click,
+        lambda: chat.page.keyboard.press("Escape"),
+    ):
+        chat.send(STORY)
+        expect(chat.turns.last).to_have_attribute("data-status", "running")
+        expect(chat.answers.last).not_to_be_empty()
+        stop()
+        expect(chat.turns.last).to_have_attribute("data-status", "stopped")
+        expect(chat.turns.last.get_by_text("What was written is kept.")).to_be_visible()
+        expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    kept = chat.answers.all_inner_texts()
+    assert len(kept) == 2
     chat.page.reload()
-    expect(chat.answers.first).to_have_text(kept, use_inner_text=True)
+    expect(chat.answers).to_have_text(kept, use_inner_text=True)
 
 
-def test_answer_again_keeps_the_answer_that_was_there(chat) -> None:
+def test_arrow_up_edits_the_last_message_and_answer_again_keeps_the_answer_that_was_there(chat) -> None:
     chat.ask("Hello!")
+    chat.question.press("ArrowUp")
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    expect(field).to_have_value("Hello!")
+    field.fill("something else")
+    field.press("Escape")
+    expect(field).to_have_count(0)
+    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
+
     first = chat.turns.first.get_attribute("data-turn")
     chat.page.get_by_role("button", name="Answer again").click()
     expect(chat.turns.first).not_to_have_attribute("data-turn", first)
@@ -164,17 +183,6 @@ def test_editing_an_earlier_message_hides_what_followed_until_its_arrow_is_press
     )
 
 
-def test_arrow_up_edits_the_last_message_and_escape_leaves_it(chat) -> None:
-    chat.ask("Hello!")
-    chat.question.press("ArrowUp")
-    field = chat.page.get_by_role("textbox", name="Edit message")
-    expect(field).to_have_value("Hello!")
-    field.fill("something else")
-    field.press("Escape")
-    expect(field).to_have_count(0)
-    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
-
-
 def test_rename_delete_and_undo(chat) -> None:
     name = f"Plans {uuid.uuid4().hex[:8]}"
     chat.ask("Hello!")
@@ -199,16 +207,6 @@ def test_rename_delete_and_undo(chat) -> None:
     assert chat.page.request.get(f"{chat.url}/api/sessions/{session_id}").ok
 
 
-def test_the_delete_key_deletes_and_undo_brings_it_back(chat) -> None:
-    chat.ask("Hello!")
-    link = chat.page.locator(".session[aria-current]")
-    link.press("Delete")
-    expect(chat.page.locator("#welcome")).to_be_visible()
-    chat.page.get_by_role("button", name="Undo").click()
-    expect(link).to_have_count(1)
-    expect(chat.turns).to_have_count(1)
-
-
 def test_a_pinned_conversation_stays_on_top_of_newer_ones(chat) -> None:
     """By the menu and by the keyboard; also after a reload."""
     first = f"Pinned {uuid.uuid4().hex[:8]}"
@@ -226,11 +224,19 @@ def test_a_pinned_conversation_stays_on_top_of_newer_ones(chat) -> None:
     expect(chat.page.locator(".day").first).to_have_text("Today")
 
 
-def test_a_second_page_of_a_conversation_shows_what_is_asked_on_the_first(chat, open_page, make_chat) -> None:
-    """As it is written, and without a reload; the other way round, too."""
-    chat.ask("Hello!")
-    other = make_chat(open_page(), chat.url).open(f"#/s/{chat.session_id}")
+def test_a_second_page_follows_what_is_asked_on_the_first_and_done_to_the_list(
+    chat, open_page, make_chat
+) -> None:
+    """A conversation that is asked in on either page, renamed, pinned and deleted on the first, and one that a call of the API goes on with."""
+    other = make_chat(open_page(), chat.url).open()
+    expect(other.page.locator("#welcome")).to_be_visible()
+    name = f"Seen {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    row = other.row(name)
+    expect(row).to_have_count(1)
+    row.locator(".session").click()
     expect(other.turns).to_have_count(1)
+
     chat.ask("My secret word is marzipan.")
     expect(other.turns).to_have_count(2)
     other.wait_done()
@@ -240,25 +246,11 @@ def test_a_second_page_of_a_conversation_shows_what_is_asked_on_the_first(chat, 
     chat.wait_done()
     expect(chat.answers.last).to_contain_text("marzipan")
 
-
-def test_a_second_page_follows_what_is_done_to_the_list(chat, open_page, make_chat) -> None:
-    """A conversation that is asked in, renamed, pinned and deleted on the first page, and one that a call of the API goes on with."""
-    other = make_chat(open_page(), chat.url).open()
-    expect(other.page.locator("#welcome")).to_be_visible()
-    name = f"Seen {uuid.uuid4().hex[:8]}"
-    chat.ask(f"{name}.")
-    row = other.row(name)
-    expect(row).to_have_count(1)
-    row.locator(".session").click()
-    expect(other.turns).to_have_count(1)
-    body = {
-        "messages": [{"role": "user", "content": "And now?"}],
-        "max_tokens": 4,
-        "session_id": chat.session_id,
-    }
+    question = {"role": "user", "content": "And now?"}
+    body = {"messages": [question], "max_tokens": 4, "session_id": chat.session_id}
     assert chat.page.request.post(f"{chat.url}/v1/chat/completions", data=body).ok
     for page in (chat, other):
-        expect(page.turns).to_have_count(2)
+        expect(page.turns).to_have_count(4)
     chat.row(name).locator(".session").press("p")
     expect(other.page.locator(".day").first).to_have_text("Pinned")
     renamed = f"Named {uuid.uuid4().hex[:8]}"
@@ -408,129 +400,81 @@ def test_markdown_becomes_lists_tables_and_code_that_can_be_copied(wired) -> Non
 
 
 def test_a_dropped_socket_loses_nothing_and_repeats_nothing(wired, page_watch) -> None:
+    """Where the first piece is lost with it, between two pieces, and before a message is acknowledged."""
     page_watch.forgive()
     chat, wire = wired()
-    dropped = []
-
-    def drop_once(frame):
-        if frame["type"] == "delta" and not dropped:
-            dropped.append(frame)
-            wire.drop_after = True
-            return None
-        return frame
-
-    wire.on_frame = drop_once
     chat.open()
-    answer = chat.ask(STORY)
-    assert wire.num_opened == 2
+    seqs: list[int] = []
+
+    def drop_at(kind: str, number: int, *, is_lost: bool) -> None:
+        """Cut the connection once, behind the frame of this kind and number, or instead of it."""
+        seen: list[dict] = []
+
+        def pass_on(frame: dict) -> dict | None:
+            if frame["type"] != kind:
+                return frame
+            seen.append(frame)
+            if len(seen) != number:
+                return frame
+            wire.drop_after = True
+            seqs.append(frame.get("seq"))
+            return None if is_lost else frame
+
+        wire.on_frame = pass_on
+
+    answers = []
+    for number, case in enumerate([("delta", 1, True), ("delta", 2, False), ("accepted", 1, True)]):
+        drop_at(*case[:2], is_lost=case[2])
+        answers.append(chat.ask(STORY if case[0] == "delta" else "Hello!"))
+        assert wire.num_opened == number + 2
     resumes = [frame["resume"] for frame in wire.sent if frame["type"] == "hello" and "resume" in frame]
-    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[0]]
-    stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
-    assert len(stored) == 1
-    assert answer.split() == stored[0]["answer"].split()
-
-
-def test_a_drop_in_the_middle_goes_on_after_the_last_piece(wired, page_watch) -> None:
-    page_watch.forgive()
-    chat, wire = wired()
-    seen = []
-
-    def drop_after_the_second(frame):
-        if frame["type"] != "delta":
-            return frame
-        seen.append(frame["seq"])
-        wire.drop_after = len(seen) == 2
-        return frame
-
-    wire.on_frame = drop_after_the_second
-    chat.open()
-    answer = chat.ask(STORY)
-    resumes = [frame["resume"] for frame in wire.sent if "resume" in frame]
-    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[seen[1]]]
-    stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
-    assert answer.split() == stored[0]["answer"].split()
-
-
-def test_a_message_that_was_never_acknowledged_is_sent_again_once(wired, page_watch) -> None:
-    page_watch.forgive()
-    chat, wire = wired()
-    dropped = []
-
-    def drop_before_accepted(frame):
-        if frame["type"] == "accepted" and not dropped:
-            dropped.append(frame)
-            wire.drop_after = True
-            return None
-        return frame
-
-    wire.on_frame = drop_before_accepted
-    chat.open()
-    chat.ask("Hello!")
+    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[0], [seqs[1]]]
     messages = [frame["id"] for frame in wire.sent if frame["type"] == "message"]
-    assert len(messages) == 2 and len(set(messages)) == 1
-    expect(chat.turns).to_have_count(1)
-    assert len(chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]) == 1
+    assert len(messages) == 4 and messages[2] == messages[3] and len(set(messages)) == 3
+    expect(chat.turns).to_have_count(3)
+    stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
+    assert [answer.split() for answer in answers] == [turn["answer"].split() for turn in stored]
 
 
-def test_a_lost_server_shows_a_countdown_and_retry_now(wired, page_watch) -> None:
+def test_a_lost_server_is_said_and_what_is_sent_meanwhile_goes_once_it_is_back(wired, page_watch) -> None:
+    """Unless its writer writes on: that takes it back."""
     page_watch.forgive()
     chat, wire = wired()
     chat.open()
-    wire.refuse = True
-    wire.drop()
-    expect(chat.banner).to_contain_text("The connection to the server is lost.")
-    expect(chat.banner).to_contain_text(re.compile(r"Next try in \d+ s\."))
+    send = chat.page.get_by_role("button", name="Send", exact=True)
+
+    def lose() -> None:
+        wire.refuse = True
+        wire.drop()
+        expect(chat.banner).to_contain_text("The connection to the server is lost.")
+        expect(chat.banner).to_contain_text(re.compile(r"Next try in \d+ s\."))
+        wire.accept_from_click()
+
+    lose()
     chat.question.fill("kept")
-    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
-    wire.accept_from_click()
+    expect(send).to_be_disabled()
+    chat.send("Are you there?")
+    expect(chat.page.get_by_text(WAITS)).to_be_visible()
+    chat.question.press_sequentially(" And")
+    expect(chat.page.get_by_text(WAITS)).to_be_hidden()
     chat.banner.get_by_role("button", name="Retry now").click()
     expect(chat.banner).to_be_hidden()
-    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
-    expect(chat.question).to_have_value("kept")
+    expect(send).to_be_enabled()
+    expect(chat.question).to_have_value("Are you there? And")
+    assert not [frame for frame in wire.sent if frame["type"] == "message"]
 
-
-WAITS = "This will be sent as soon as the server is ready."
-
-
-def test_what_is_sent_while_the_server_is_away_goes_once_it_is_back(wired, page_watch) -> None:
-    page_watch.forgive()
-    chat, wire = wired()
-    chat.open()
     chat.ask("Hello!")
-    wire.refuse = True
-    wire.drop()
-    expect(chat.banner).to_contain_text("The connection to the server is lost.")
+    lose()
     chat.send("Are you there?")
     expect(chat.page.get_by_text(WAITS)).to_be_visible()
     expect(chat.question).to_have_value("Are you there?")
-    wire.accept_from_click()
     chat.banner.get_by_role("button", name="Retry now").click()
     expect(chat.turns).to_have_count(2)
     chat.wait_done()
     expect(chat.question).to_have_value("")
     expect(chat.page.get_by_text(WAITS)).to_be_hidden()
-    assert [frame["content"] for frame in wire.sent if frame["type"] == "message"] == [
-        "Hello!",
-        "Are you there?",
-    ]
-
-
-def test_writing_on_takes_back_what_was_to_be_sent(wired, page_watch) -> None:
-    page_watch.forgive()
-    chat, wire = wired()
-    chat.open()
-    wire.refuse = True
-    wire.drop()
-    expect(chat.banner).to_contain_text("The connection to the server is lost.")
-    chat.send("Are you there?")
-    expect(chat.page.get_by_text(WAITS)).to_be_visible()
-    chat.question.press_sequentially(" And")
-    expect(chat.page.get_by_text(WAITS)).to_be_hidden()
-    wire.accept_from_click()
-    chat.banner.get_by_role("button", name="Retry now").click()
-    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
-    expect(chat.question).to_have_value("Are you there? And")
-    assert not [frame for frame in wire.sent if frame["type"] == "message"]
+    sent = [frame["content"] for frame in wire.sent if frame["type"] == "message"]
+    assert sent == ["Hello!", "Are you there?"]
 
 
 def test_a_starting_engine_shows_its_stage(wired) -> None:
@@ -713,28 +657,18 @@ def test_drafts_survive_a_reload_and_belong_to_their_session(chat) -> None:
     expect(chat.question).to_have_value("half a thought")
 
 
-def test_typing_is_announced_without_the_text(wired) -> None:
+def test_typing_is_announced_without_the_text_and_anew_after_each_message(wired) -> None:
     chat, wire = wired()
     wire.on_frame = lambda frame: None if frame["type"] == "advisory" else frame
     chat.open()
     chat.ask("Hello!")
-    chat.question.press_sequentially("abcdefgh")
-    chat.ask("Hello!")
-    typed = [frame for frame in wire.sent if frame["type"] == "typing"]
-    assert len(typed) == 1
-    assert typed[0]["session_id"] == chat.session_id
-    assert "draft" not in typed[0]
-
-
-def test_what_is_typed_right_after_a_message_is_announced_too(wired) -> None:
-    chat, wire = wired()
-    chat.open()
-    chat.ask("Hello!")
     for number in (1, 2, 3):
-        chat.question.press_sequentially("a")
-        expect(chat.question).to_have_value("a")
+        chat.question.press_sequentially("abcdefgh")
+        expect(chat.question).to_have_value("abcdefgh")
         typed = [frame for frame in wire.sent if frame["type"] == "typing"]
         assert len(typed) == number
+        assert typed[-1]["session_id"] == chat.session_id
+        assert "draft" not in typed[-1]
         chat.question.press("Enter")
         chat.wait_done(chat.turns.nth(number))
 
@@ -886,22 +820,6 @@ def test_a_key_is_asked_for_and_kept(wired) -> None:
     chat.page.reload()
     expect(chat.picker).to_be_enabled()
     assert keys == [None, "wrong", "let-me-in", "let-me-in"]
-
-
-def test_keyboard_enter_newline_and_help(chat) -> None:
-    chat.question.press_sequentially("one")
-    chat.question.press("Shift+Enter")
-    chat.question.press_sequentially("two")
-    expect(chat.question).to_have_value("one\ntwo")
-    chat.question.fill("Hello!")
-    chat.question.press("Enter")
-    chat.wait_done()
-    expect(chat.question).to_have_value("")
-    chat.page.locator("#scroller").focus()
-    chat.page.keyboard.press("?")
-    expect(chat.page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
-    chat.page.keyboard.press("Escape")
-    expect(chat.page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_on_a_phone_the_list_is_a_drawer(open_page, make_chat, gateway_url) -> None:
