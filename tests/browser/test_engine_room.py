@@ -94,39 +94,33 @@ def test_one_node_is_seen_live_and_what_one_types_makes_ready(
     expect(chat.picker).to_be_enabled()
 
 
-def test_every_node_has_its_row_its_memory_and_its_lanes(fleet) -> None:
+def test_every_node_has_its_rates_its_row_its_memory_and_its_lanes(fleet) -> None:
+    """Rates are what two frames tell, and a new engine begins from nothing; others' memory is for an operator's key."""
     page, line = fleet
-    line.inject(frame(node("one"), node("two", state="starting", stage="loading demo", load=None, kv=None)))
-    table = page.get_by_role("table", name="Nodes and what each one does")
-    expect(table.get_by_role("row").nth(1)).to_contain_text("480 of 1,920 tokens")
-    expect(table.get_by_role("row").nth(2)).to_contain_text("starting")
-    expect(table.get_by_role("row").nth(2)).to_contain_text("loading demo")
-    expect(page.get_by_role("table", name="Memory of one, by tier")).to_contain_text("1.0 GiB of 2.0 GiB")
-    expect(page.get_by_role("table", name="Memory of one, by tier")).to_contain_text("5.0 MiB fetched")
-    expect(page.get_by_role("table", name="Lanes of one").get_by_role("row").nth(1)).to_contain_text(
-        "100 of 400"
-    )
-    expect(page.locator("#lanes")).to_contain_text("its lane holds all its tokens")
-    expect(page.get_by_role("table", name="Adapters in memory").get_by_role("row").nth(1)).to_contain_text(
-        "slot"
-    )
-    expect(page.locator("#figures")).to_contain_text("1 of 2 nodes take requests")
-
-
-def test_rates_are_what_two_frames_tell_and_a_new_engine_begins_from_nothing(fleet) -> None:
-    page, line = fleet
+    rows = page.get_by_role("table", name="Nodes and what each one does").get_by_role("row")
     later = LOAD | {"num_steps": 150, "num_answer_tokens": 1800}
     line.inject(frame(node("one"), node("two"), at_s=10))
     line.inject(frame(node("one", load=later), node("two", load=later, incarnation="2"), at_s=12))
-    rows = page.get_by_role("table", name="Nodes and what each one does").get_by_role("row")
     expect(rows.nth(1).get_by_role("cell").nth(4)).to_have_text("400")
     expect(rows.nth(2).get_by_role("cell").nth(4)).to_have_text("0.0")
     expect(page.locator(".figure-value").first).to_have_text("400")
 
+    two = node("two", state="starting", stage="loading demo", load=None, kv=None)
+    line.inject(frame(node("one"), two, at_s=14))
+    expect(rows.nth(2)).to_contain_text("starting")
+    expect(rows.nth(2)).to_contain_text("loading demo")
+    expect(rows.nth(1)).to_contain_text("480 of 1,920 tokens")
+    memory = page.get_by_role("table", name="Memory of one, by tier")
+    expect(memory).to_contain_text("1.0 GiB of 2.0 GiB")
+    expect(memory).to_contain_text("5.0 MiB fetched")
+    lane = page.get_by_role("table", name="Lanes of one").get_by_role("row").nth(1)
+    expect(lane).to_contain_text("100 of 400")
+    expect(page.locator("#lanes")).to_contain_text("its lane holds all its tokens")
+    adapter = page.get_by_role("table", name="Adapters in memory").get_by_role("row").nth(1)
+    expect(adapter).to_contain_text("slot")
+    expect(page.locator("#figures")).to_contain_text("1 of 2 nodes take requests")
 
-def test_without_an_operators_key_others_memory_is_not_there(fleet) -> None:
-    page, line = fleet
-    line.inject(frame(node("one", kv=None), advisory_counts=None))
+    line.inject(frame(node("one", kv=None), at_s=16, advisory_counts=None))
     expect(page.locator("#tiers")).to_contain_text("an operator’s key shows them")
     expect(page.locator("#advisories")).not_to_contain_text("everybody")
 

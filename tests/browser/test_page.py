@@ -332,7 +332,7 @@ def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds
     expect(chat.page.locator(".day").first).to_have_text("Today")
 
 
-def test_model_output_is_never_html(wired) -> None:
+def test_model_output_becomes_lists_tables_and_code_that_can_be_copied_and_never_html(wired) -> None:
     chat, wire = wired()
     payloads = [
         "<script>window.hacked = 1</script>",
@@ -361,6 +361,19 @@ def test_model_output_is_never_html(wired) -> None:
     assert answer.locator("*").evaluate_all(handlers) == []
     assert chat.page.evaluate("window.hacked") is None
 
+    text = "# Title\n\n- one\n- **two**\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('hi')\n```\n"
+    wire.say(text)
+    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    chat.ask("Hello!")
+    answer = chat.answers.last
+    expect(answer.locator("h3")).to_have_text("Title")
+    expect(answer.locator("li")).to_have_text(["one", "two"])
+    expect(answer.locator("td[align=right]")).to_have_text("2")
+    expect(answer.locator(".hljs-string")).to_have_text("'hi'")
+    answer.get_by_role("button", name="Copy").click()
+    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+    assert chat.page.evaluate("navigator.clipboard.readText()") == "print('hi')"
+
 
 def test_a_file_of_text_goes_along_with_a_message(wired) -> None:
     chat, wire = wired()
@@ -380,23 +393,6 @@ def test_a_file_of_text_goes_along_with_a_message(wired) -> None:
     expect(folded.locator("summary")).to_have_text("notes.py")
     folded.locator("summary").click()
     expect(folded.locator("pre")).to_have_text("print('```')")
-
-
-def test_markdown_becomes_lists_tables_and_code_that_can_be_copied(wired) -> None:
-    chat, wire = wired()
-    text = "# Title\n\n- one\n- **two**\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('hi')\n```\n"
-    wire.say(text)
-    chat.open()
-    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    chat.ask("Hello!")
-    answer = chat.answers.first
-    expect(answer.locator("h3")).to_have_text("Title")
-    expect(answer.locator("li")).to_have_text(["one", "two"])
-    expect(answer.locator("td[align=right]")).to_have_text("2")
-    expect(answer.locator(".hljs-string")).to_have_text("'hi'")
-    answer.get_by_role("button", name="Copy").click()
-    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
-    assert chat.page.evaluate("navigator.clipboard.readText()") == "print('hi')"
 
 
 def test_a_dropped_socket_loses_nothing_and_repeats_nothing(wired, page_watch) -> None:
@@ -822,7 +818,9 @@ def test_a_key_is_asked_for_and_kept(wired) -> None:
     assert keys == [None, "wrong", "let-me-in", "let-me-in"]
 
 
-def test_on_a_phone_the_list_is_a_drawer(open_page, make_chat, gateway_url) -> None:
+def test_on_a_phone_the_list_is_a_drawer_and_what_one_touches_is_large_enough(
+    open_page, make_chat, gateway_url
+) -> None:
     page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     chat = make_chat(page, gateway_url).open()
     chat.ask("Hello!")
@@ -831,6 +829,12 @@ def test_on_a_phone_the_list_is_a_drawer(open_page, make_chat, gateway_url) -> N
     menu.tap()
     expect(page.get_by_role("searchbox")).to_be_visible()
     expect(menu).to_have_attribute("aria-expanded", "true")
+    page.evaluate("Promise.all(document.getAnimations().map((each) => each.finished))")  # some begin smaller
+    small = page.locator("button:visible, a:visible, .search").evaluate_all(
+        "nodes => nodes.filter((node) => !node.closest('.skip')).map((node) => [node.getBoundingClientRect(), node])"
+        ".filter(([box]) => box.height < 44 || box.width < 44).map(([, node]) => node.outerHTML.slice(0, 120))"
+    )
+    assert small == []
     page.keyboard.press("Escape")
     expect(page.get_by_role("searchbox")).to_have_count(0)
     expect(menu).to_be_focused()
@@ -839,39 +843,18 @@ def test_on_a_phone_the_list_is_a_drawer(open_page, make_chat, gateway_url) -> N
     expect(page.get_by_role("searchbox")).to_have_count(0)
 
 
-@pytest.mark.parametrize("width", [320, 640])
-def test_nothing_is_wider_than_a_small_window(wired, width: int) -> None:
-    chat, wire = wired(viewport={"width": width, "height": 600})
-    wide = (
-        "x" * 300
-        + "\n\n| "
-        + " | ".join("column" * 3 for _ in range(9))
-        + " |\n"
-        + "|---" * 9
-        + "|\n\n```\n"
-        + "y" * 300
-        + "\n```"
-    )
-    wire.say(wide)
+def test_nothing_is_wider_than_a_small_window(wired) -> None:
+    chat, wire = wired(viewport={"width": 320, "height": 600})
+    table = "| " + " | ".join("column" * 3 for _ in range(9)) + " |\n" + "|---" * 9 + "|"
+    wire.say(f"{'x' * 300}\n\n{table}\n\n```\n{'y' * 300}\n```")
     chat.open()
     chat.ask("Hello " + "z" * 200)
     boxes = chat.page.locator("html, #scroller, #composer, .top")
-    assert max(boxes.evaluate_all("nodes => nodes.map((node) => node.scrollWidth - node.clientWidth)")) <= 0
-    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_in_viewport()
-
-
-def test_touch_targets_are_large_enough(open_page, make_chat, gateway_url) -> None:
-    page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    chat = make_chat(page, gateway_url).open()
-    chat.ask("Hello!")
-    page.get_by_role("button", name="Conversations").tap()
-    expect(page.get_by_role("searchbox")).to_be_visible()
-    page.evaluate("Promise.all(document.getAnimations().map((each) => each.finished))")  # some begin smaller
-    small = page.locator("button:visible, a:visible, .search").evaluate_all(
-        "nodes => nodes.filter((node) => !node.closest('.skip')).map((node) => [node.getBoundingClientRect(), node])"
-        ".filter(([box]) => box.height < 44 || box.width < 44).map(([, node]) => node.outerHTML.slice(0, 120))"
-    )
-    assert small == []
+    for width in (320, 640):
+        chat.page.set_viewport_size({"width": width, "height": 600})
+        excess = boxes.evaluate_all("nodes => nodes.map((node) => node.scrollWidth - node.clientWidth)")
+        assert max(excess) <= 0
+        expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_in_viewport()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
@@ -895,14 +878,22 @@ def test_axe_finds_nothing_serious(open_page, make_chat, gateway_url, audit, sch
     assert findings == []
 
 
-def test_a_screen_reader_hears_sentences(scripted) -> None:
+def test_a_screen_reader_hears_sentences_and_a_long_answer_keeps_its_finished_blocks(scripted) -> None:
     chat, _, delta, _ = scripted()
-    region = chat.page.locator("#announcer")
+    region, answer = chat.page.locator("#announcer"), chat.answers.first
     delta(1, "This is **half a")
-    expect(chat.answers.first).to_contain_text("half a")
+    expect(answer).to_contain_text("half a")
     expect(region).to_be_empty()
     delta(2, " sentence**. And")
     expect(region).to_have_text("This is half a sentence.")
+    for seq in range(3, 43):
+        delta(seq, f"\n\nParagraph {seq} " + "word " * 75)
+    expect(answer).to_contain_text("Paragraph 42")
+    answer.locator(".block").first.evaluate("node => { node.dataset.kept = 'yes'; }")
+    delta(43, "\n\nParagraph 43")
+    expect(answer).to_contain_text("Paragraph 43")
+    expect(answer.locator(".block").first).to_have_attribute("data-kept", "yes")
+    assert answer.locator("p").count() == 42
 
 
 def test_formulas_are_set_and_their_code_is_loaded_with_the_first_one(scripted) -> None:
@@ -928,18 +919,6 @@ def test_formulas_are_set_and_their_code_is_loaded_with_the_first_one(scripted) 
     expect(answer.locator("p").last).to_have_text("$$ x_1 +")
     delta(3, "y_1\n$$")
     expect(answer.locator("math[display=block]")).to_have_count(2)
-
-
-def test_a_long_answer_keeps_its_finished_blocks(scripted) -> None:
-    chat, _, delta, _ = scripted()
-    for seq in range(1, 41):
-        delta(seq, f"Paragraph {seq} " + "word " * 75 + "\n\n")
-    expect(chat.answers.first).to_contain_text("Paragraph 40")
-    chat.answers.first.locator(".block").first.evaluate("node => { node.dataset.kept = 'yes'; }")
-    delta(41, "Paragraph 41")
-    expect(chat.answers.first).to_contain_text("Paragraph 41")
-    expect(chat.answers.first.locator(".block").first).to_have_attribute("data-kept", "yes")
-    assert chat.answers.first.locator("p").count() == 41
 
 
 def test_own_script_and_style_stay_small() -> None:

@@ -21,7 +21,10 @@ def active(chat):
     return chat.page.locator(".model.active .model-name")
 
 
-def test_each_adapter_says_its_rank_and_whether_it_is_ready(chat) -> None:
+def test_each_open_list_is_read_anew_and_says_of_each_adapter_its_rank_its_place_and_its_pin(
+    chat, page_watch
+) -> None:
+    """Where that cannot be read, one can still pick."""
     chat.pick("pirate")
     chat.ask("Who are you?")
     chat.picker.click()
@@ -33,31 +36,24 @@ def test_each_adapter_says_its_rank_and_whether_it_is_ready(chat) -> None:
     for text in rows:
         assert re.search(r"rank \d+", text) and re.search("ready|on disk", text), text
 
-
-def test_a_place_and_a_pin_are_told_in_words(chat) -> None:
+    chat.page.keyboard.press("Escape")
     pinned = {"name": "pirate", "rank": 8, "place": "host", "is_pinned": True}
     chat.offer([pinned, {"name": "shout", "rank": 8, "place": "disk", "is_pinned": False}])
     chat.picker.click()
     expect(chat.models).to_have_count(3)
-    expect(
-        chat.page.get_by_role("option", name=re.compile("^pirate ?, pinned ?, rank 8 ?, ready$"))
-    ).to_be_visible()
-    expect(chat.page.get_by_role("option", name=re.compile("^shout ?, rank 8 ?, on disk$"))).to_be_visible()
+    for name in ("pirate ?, pinned ?, rank 8 ?, ready", "shout ?, rank 8 ?, on disk"):
+        expect(chat.page.get_by_role("option", name=re.compile(f"^{name}$"))).to_be_visible()
 
-
-def test_the_list_is_read_again_each_time_it_opens(chat) -> None:
-    chat.offer([{"name": "pirate", "rank": 8, "place": "disk", "is_pinned": False}])
-    chat.picker.click()
-    expect(chat.models).to_have_count(2)
     chat.page.keyboard.press("Escape")
-    chat.offer([{"name": "newcomer", "rank": 8, "place": "host", "is_pinned": False}])
+    chat.offer([pinned | {"name": "newcomer", "is_pinned": False}])
     chat.pick("newcomer")
     expect(chat.picker).to_have_text(re.compile("newcomer"))
 
-
-def test_it_still_picks_when_the_places_cannot_be_read(chat, page_watch) -> None:
     page_watch.forgive()
+    chat.page.unroute("**/v1/adapters")
     chat.page.route("**/v1/adapters", lambda route: route.abort())
+    chat.page.reload()
+    expect(chat.picker).to_be_enabled()
     chat.pick("shout")
     expect(chat.picker).to_have_text(re.compile("shout"))
     assert "!!!" in chat.ask("Hello!")
@@ -143,18 +139,19 @@ def test_on_a_phone_no_keyboard_opens_until_one_wants_to_type(open_page, make_ch
     expect(chat.picker).to_have_text(re.compile("tutor-059"))
 
 
-@pytest.mark.parametrize("size", [(320, 568), (640, 400), (1280, 800)])
-def test_the_list_stays_inside_the_window(open_page, make_chat, gateway_url, size: tuple[int, int]) -> None:
-    width, height = size
-    page = open_page(viewport={"width": width, "height": height})
-    chat = make_chat(page, gateway_url).open()
+def test_the_list_stays_inside_the_window(chat) -> None:
+    page = chat.page
     chat.offer([adapter | {"name": adapter["name"] * 9} for adapter in MANY])
-    chat.picker.click()
-    expect(chat.models).to_have_count(len(MANY) + 1)
-    box = page.locator("#models").bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= width
-    assert box["y"] >= 0 and box["y"] + box["height"] <= height
-    assert page.locator("#model-list").evaluate("node => node.scrollWidth - node.clientWidth") <= 0
+    for width, height in ((320, 568), (640, 400), (1280, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        chat.picker.click()
+        expect(chat.models).to_have_count(len(MANY) + 1)
+        box = page.locator("#models").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+        assert box["y"] >= 0 and box["y"] + box["height"] <= height
+        assert page.locator("#model-list").evaluate("node => node.scrollWidth - node.clientWidth") <= 0
+        page.keyboard.press("Escape")
+        expect(chat.models).to_have_count(0)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])

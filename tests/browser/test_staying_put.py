@@ -25,7 +25,7 @@ def chat(wired, stage: Stage):
     return chat
 
 
-def test_timings_that_are_open_stay_open(chat) -> None:
+def test_open_timings_stay_open_and_arrow_up_goes_to_an_open_editor(chat) -> None:
     """While the next question is asked and answered, and when the conversation is read again."""
     timings = chat.page.locator(".timings").first
     timings.locator("summary").click()
@@ -36,8 +36,6 @@ def test_timings_that_are_open_stay_open(chat) -> None:
     expect(timings).to_have_attribute("open", "")
     expect(timings.locator("dl")).to_contain_text("Computed anew")
 
-
-def test_arrow_up_beside_an_open_editor_goes_to_it(chat) -> None:
     chat.question.press("ArrowUp")
     field = chat.page.get_by_role("textbox", name="Edit message")
     field.fill("Rewritten with care")
