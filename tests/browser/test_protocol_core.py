@@ -39,83 +39,171 @@ def core(bare_page):
     return lambda script: bare_page.evaluate(f"async () => {{ {PRELUDE} {script} }}")
 
 
-def test_repeated_and_late_pieces_change_nothing(core) -> None:
-    assert (
-        core("""begin(); ask('a'); accepted('a'); delta('a', 2, 'one '); delta('a', 2, 'one '); delta('a', 1, 'x');
-        delta('a', 3, 'two'); done('a', 3); delta('a', 4, 'late'); done('a', 3, 'stopped'); return shown();""")
-        == [["a", "done", "one two"]]
-    )
-
-
-def test_reasoning_grows_beside_the_answer_and_is_forgotten_when_it_is_asked_again(core) -> None:
-    assert core("""begin(); ask('a'); accepted('a'); delta('a', 1, '', { reasoning: 'Let me ' });
-        delta('a', 3, 'Four.', { reasoning: 'see.' }); const turn = core.turns.get('a'); const before = [turn.reasoning, turn.answer];
-        error('internal', 'a'); core.retry('a', null); return [before, turn.reasoning];""") == [
-        ["Let me see.", "Four."],
-        "",
-    ]
-
-
-def test_frames_of_unknown_turns_are_ignored(core) -> None:
-    assert (
-        core(
-            "begin(); accepted('x'); delta('x', 1, 'x'); done('x', 1); error('internal', 'x'); return shown();"
-        )
-        == []
-    )
-
-
-def test_unknown_frame_types_are_ignored(core) -> None:
-    assert (
-        core("begin(); core.receive({ type: 'pong' }); core.receive({ type: 'future' }); return core.phase;")
-        == "ready"
-    )
-
-
-def test_a_drop_resumes_after_the_last_piece(core) -> None:
-    result = core("""begin(); ask('a'); accepted('a'); delta('a', 4, 'one '); core.drain();
-        const hello = again(stored('a', 'running')); delta('a', 6, 'two'); done('a', 6); return [hello, sent(), shown()];""")
-    assert result == [
-        [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 4}]}],
-        [WATCH_LIST],
+CASES = {
+    "repeated and late pieces change nothing": (
+        """begin(); ask('a'); accepted('a'); delta('a', 2, 'one '); delta('a', 2, 'one '); delta('a', 1, 'x');
+        delta('a', 3, 'two'); done('a', 3); delta('a', 4, 'late'); done('a', 3, 'stopped'); return shown();""",
         [["a", "done", "one two"]],
-    ]
+    ),
+    "reasoning grows beside the answer and is forgotten when it is asked again": (
+        """begin(); ask('a'); accepted('a'); delta('a', 1, '', { reasoning: 'Let me ' });
+        delta('a', 3, 'Four.', { reasoning: 'see.' }); const turn = core.turns.get('a'); const before = [turn.reasoning, turn.answer];
+        error('internal', 'a'); core.retry('a', null); return [before, turn.reasoning];""",
+        [["Let me see.", "Four."], ""],
+    ),
+    "frames of unknown turns are ignored": (
+        "begin(); accepted('x'); delta('x', 1, 'x'); done('x', 1); error('internal', 'x'); return shown();",
+        [],
+    ),
+    "unknown frame types are ignored": (
+        "begin(); core.receive({ type: 'pong' }); core.receive({ type: 'future' }); return core.phase;",
+        "ready",
+    ),
+    "a turn that ended while the socket was down is not doubled": (
+        """begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'done', 'one two'));
+        delta('a', 2, 'two'); done('a', 2); return shown();""",
+        [["a", "done", "one two"]],
+    ),
+    "a message that kills every socket is given up": (
+        "begin(); ask('a'); for (let i = 0; i < 9; i += 1) again(); return shown();",
+        [["a", "failed", ""]],
+    ),
+    "a refused edit brings the old turns back": (
+        """begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('d', { after: 'a' }); error('overloaded', 'd');
+        const refused = shown(); core.discard('d'); return [refused, shown()];""",
+        [
+            [["a", "done", "A"], ["b", "done", "B"], ["d", "failed", ""]],
+            [["a", "done", "A"], ["b", "done", "B"]],
+        ],
+    ),
+    "a stop while the socket is down is sent later": (
+        """begin(); ask('a'); accepted('a'); core.closed(1006, 0); core.drain(); core.stop('a'); core.connecting(); core.opened();
+        core.receive(ready(session(stored('a', 'running')))); return sent().filter((frame) => frame.type === 'stop');""",
+        [{"type": "stop", "id": "a"}],
+    ),
+    "a wrong key locks and does not reconnect": (
+        "core.connecting(); core.opened(); error('unauthorized', undefined, false); core.closed(4401, 0); return core.phase;",
+        "locked",
+    ),
+    "the session chosen while connecting is the one opened": (
+        """core.open('other'); core.connecting(); core.opened(); core.open('s'); core.drain();
+        core.receive(ready({ ...session(), id: 'other' })); return sent();""",
+        [WATCH_LIST, {"type": "hello", "session_id": "s"}],
+    ),
+    "a turn that was refused is no place to go back to": (
+        """begin(stored('a', 'done', 'A')); ask('b'); error('overloaded', 'b'); ask('c'); accepted('c'); done('c', 0);
+        return core.turnBefore(core.turns.get('c')).id;""",
+        "a",
+    ),
+    "advisories that are off end the typing frames": (
+        """begin(); core.typing('s', null); const first = sent(); core.receive({ type: 'advisory', session_id: 's', state: 'off' });
+        core.typing('s', null); return [first.length, sent().length];""",
+        [1, 0],
+    ),
+    "days are named": (
+        """const { dayLabel } = await import('/js/format.js'); const now = new Date(2026, 2, 10, 0, 30).getTime(); const day = 86400000;
+        return [0, 40 * 60000, day, 5 * day, 20 * day, 60 * day].map((age) => dayLabel(now - age, now));""",
+        ["Today", "Yesterday", "Yesterday", "This week", "This month", "January 2026"],
+    ),
+    "sentences are spoken whole": (
+        """const { sentenceEnd, speakable } = await import('/js/announcer.js'); const text = 'It costs 3.50 now. Is it? Yes';
+        return [text.slice(0, sentenceEnd(text, 0)), sentenceEnd('No end', 0), speakable('- **a** [b](http://c)\\n|x|y|')];""",
+        ["It costs 3.50 now. Is it?", 0, "a b x y"],
+    ),
+    "a session is warm until its advisory ends": (
+        """begin(); const seen = [];
+        for (const state of ['staging', 'warm', 'hit']) {
+          core.receive({ type: 'advisory', session_id: 's', state });
+          seen.push(core.warm.has('s'));
+        }
+        return [seen, core.advisoriesOff];""",
+        [[False, True, False], False],
+    ),
+    "a drop resumes after the last piece": (
+        """begin(); ask('a'); accepted('a'); delta('a', 4, 'one '); core.drain();
+        const hello = again(stored('a', 'running')); delta('a', 6, 'two'); done('a', 6); return [hello, sent(), shown()];""",
+        [
+            [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 4}]}],
+            [WATCH_LIST],
+            [["a", "done", "one two"]],
+        ],
+    ),
+    "a message over the hard limit is not sent again": (
+        """begin(); ask('a'); core.drain(); core.closed(1009, 0); core.connecting(); core.opened();
+        core.receive(ready(session())); return [sent().filter((frame) => frame.type === 'message'), shown()];""",
+        [[], [["a", "failed", ""]]],
+    ),
+    "a turn that cannot be resumed is read from history": (
+        """begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'running')); core.drain();
+        error('not_found', 'a'); const { events } = core.drain(); core.load(session(stored('a', 'done', 'one two')));
+        return [events.map((event) => event.type), shown()];""",
+        [["stale"], [["a", "done", "one two"]]],
+    ),
+    "a turn that runs elsewhere is followed once": (
+        """core.open('s'); core.connecting(); core.opened(); core.drain();
+        core.receive(ready(session(stored('a', 'running')))); const first = sent();
+        core.receive(ready(session(stored('a', 'running')))); const second = sent();
+        delta('a', 5, 'all'); done('a', 5); return [first, second, shown()];""",
+        [
+            [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 0}]}, WATCH_LIST],
+            [],
+            [["a", "done", "all"]],
+        ],
+    ),
+    # Not while an answer is written, nor while a message that was refused waits to be sent again or dismissed.
+    "versions are those that the server names and no other is shown meanwhile": (
+        """begin({ ...stored('a', 'done', 'A'), versions: ['a', 'b'] });
+        const can = () => core.canSwitch('s'); const before = can(); ask('c', { after: null }); const asked = can();
+        core.receive({ type: 'accepted', id: 'c', session_id: 's', title: 'T', versions: ['a', 'b', 'c'] });
+        const versions = core.turns.get('c').versions; done('c', 1); const over = can(); ask('d'); error('overloaded', 'd');
+        const refused = can(); core.discard('d'); return [versions, [before, asked, over, refused, can()]];""",
+        [["a", "b", "c"], [True, False, True, False, True]],
+    ),
+    "a stop before accepted is sent after it": (
+        """begin(); ask('a'); core.drain(); core.stop('a'); const early = sent(); accepted('a'); return [early, sent()];""",
+        [[], [{"type": "stop", "id": "a"}]],
+    ),
+    "a session that fell behind is read once there is a connection": (
+        """begin(); core.open(null); core.closed(1006, 0); core.reread('s'); const none = sent(); core.connecting(); core.opened();
+        core.drain();
+        core.receive(ready()); const frames = sent(); core.receive(ready(session(stored('a', 'done', 'A')))); core.opened(); core.drain();
+        core.receive(ready()); return [none, frames, sent()];""",
+        [[], [WATCH_LIST, {"type": "hello", "session_id": "s"}], [WATCH_LIST]],
+    ),
+    # What the page is told to keep, at each step: a message as it was sent, with the error if it was refused, or that it can forget it.
+    "what was not acknowledged is kept until it is": (
+        """begin(); const seen = []; const note = () => core.drain().events.filter(({ type }) => type === 'unsent')
+          .forEach(({ turn }) => seen.push([turn.id, turn.request && turn.request.content, turn.error && turn.error.code]));
+        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); done('a', 1); note(); ask('b'); note(); error('overloaded', 'b');
+        note();
+        core.retry('b', null); note(); error('busy', 'b'); note(); core.discard('b'); note();
+        ask('c'); note(); core.forget('s'); note(); return seen;""",
+        [
+            ["a", "ask a", None],
+            ["a", None, None],
+            ["a", None, None],
+            ["b", "ask b", None],
+            ["b", "ask b", "overloaded"],
+            ["b", "ask b", None],
+            ["b", "ask b", "busy"],
+            ["b", None, "busy"],
+            ["c", "ask c", None],
+            ["c", None, None],
+        ],
+    ),
+}
 
 
-def test_a_turn_that_ended_while_the_socket_was_down_is_not_doubled(core) -> None:
-    assert core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'done', 'one two'));
-        delta('a', 2, 'two'); done('a', 2); return shown();""") == [["a", "done", "one two"]]
+@pytest.mark.parametrize("case", CASES)
+def test_what_comes_of_some_steps(core, case: str) -> None:
+    script, expected = CASES[case]
+    assert core(script) == expected
 
 
 def test_an_unacknowledged_message_is_sent_again_and_not_resumed(core) -> None:
     hello, frames = core("begin(); ask('a'); core.drain(); const hello = again(); return [hello, sent()];")
     assert "resume" not in hello[0]
     assert [(frame["type"], frame.get("id")) for frame in frames] == [("watch_list", None), ("message", "a")]
-
-
-def test_a_message_that_kills_every_socket_is_given_up(core) -> None:
-    assert core("begin(); ask('a'); for (let i = 0; i < 9; i += 1) again(); return shown();") == [
-        ["a", "failed", ""]
-    ]
-
-
-def test_a_message_over_the_hard_limit_is_not_sent_again(core) -> None:
-    frames, turns = (
-        core("""begin(); ask('a'); core.drain(); core.closed(1009, 0); core.connecting(); core.opened();
-        core.receive(ready(session())); return [sent().filter((frame) => frame.type === 'message'), shown()];""")
-    )
-    assert frames == []
-    assert turns == [["a", "failed", ""]]
-
-
-def test_a_turn_that_cannot_be_resumed_is_read_from_history(core) -> None:
-    events, turns = (
-        core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'running')); core.drain();
-        error('not_found', 'a'); const { events } = core.drain(); core.load(session(stored('a', 'done', 'one two')));
-        return [events.map((event) => event.type), shown()];""")
-    )
-    assert events == ["stale"]
-    assert turns == [["a", "done", "one two"]]
 
 
 def test_a_server_that_died_leaves_a_failed_turn_to_retry_under_its_id(core) -> None:
@@ -127,16 +215,6 @@ def test_a_server_that_died_leaves_a_failed_turn_to_retry_under_its_id(core) -> 
     assert [(frame["type"], frame["id"], "after" in frame) for frame in frames] == [("message", "a", False)]
 
 
-def test_a_turn_that_runs_elsewhere_is_followed_once(core) -> None:
-    first, second, turns = core("""core.open('s'); core.connecting(); core.opened(); core.drain();
-        core.receive(ready(session(stored('a', 'running')))); const first = sent();
-        core.receive(ready(session(stored('a', 'running')))); const second = sent();
-        delta('a', 5, 'all'); done('a', 5); return [first, second, shown()];""")
-    assert first == [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 0}]}, WATCH_LIST]
-    assert second == []
-    assert turns == [["a", "done", "all"]]
-
-
 def test_an_edit_replaces_what_follows_when_it_is_accepted(core) -> None:
     frames, turns = (
         core("""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B'), stored('c', 'done', 'C'));
@@ -144,17 +222,6 @@ def test_an_edit_replaces_what_follows_when_it_is_accepted(core) -> None:
     )
     assert frames[0]["after"] == "a"
     assert turns == [["a", "done", "A"], ["d", "done", "D"]]
-
-
-def test_versions_are_those_that_the_server_names_and_no_other_is_shown_meanwhile(core) -> None:
-    """Not while an answer is written, nor while a message that was refused waits to be sent again or dismissed."""
-    versions, can_switch = core("""begin({ ...stored('a', 'done', 'A'), versions: ['a', 'b'] });
-        const can = () => core.canSwitch('s'); const before = can(); ask('c', { after: null }); const asked = can();
-        core.receive({ type: 'accepted', id: 'c', session_id: 's', title: 'T', versions: ['a', 'b', 'c'] });
-        const versions = core.turns.get('c').versions; done('c', 1); const over = can(); ask('d'); error('overloaded', 'd');
-        const refused = can(); core.discard('d'); return [versions, [before, asked, over, refused, can()]];""")
-    assert versions == ["a", "b", "c"]
-    assert can_switch == [True, False, True, False, True]
 
 
 def test_a_version_that_was_chosen_on_another_page_makes_the_session_be_read_again(core) -> None:
@@ -172,30 +239,6 @@ def test_an_edit_of_the_first_message_keeps_nothing(core) -> None:
     assert turns == [["d", "sending", ""]]
 
 
-def test_a_refused_edit_brings_the_old_turns_back(core) -> None:
-    assert core("""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('d', { after: 'a' }); error('overloaded', 'd');
-        const refused = shown(); core.discard('d'); return [refused, shown()];""") == [
-        [["a", "done", "A"], ["b", "done", "B"], ["d", "failed", ""]],
-        [["a", "done", "A"], ["b", "done", "B"]],
-    ]
-
-
-def test_a_stop_before_accepted_is_sent_after_it(core) -> None:
-    early, late = core(
-        """begin(); ask('a'); core.drain(); core.stop('a'); const early = sent(); accepted('a'); return [early, sent()];"""
-    )
-    assert early == []
-    assert late == [{"type": "stop", "id": "a"}]
-
-
-def test_a_stop_while_the_socket_is_down_is_sent_later(core) -> None:
-    assert (
-        core("""begin(); ask('a'); accepted('a'); core.closed(1006, 0); core.drain(); core.stop('a'); core.connecting(); core.opened();
-        core.receive(ready(session(stored('a', 'running')))); return sent().filter((frame) => frame.type === 'stop');""")
-        == [{"type": "stop", "id": "a"}]
-    )
-
-
 def test_a_starting_engine_is_greeted_again_with_the_same_resume(core) -> None:
     phase, hello = (
         core("""begin(); ask('a'); accepted('a'); delta('a', 3, 'x'); core.closed(1006, 0); core.connecting(); core.opened();
@@ -203,15 +246,6 @@ def test_a_starting_engine_is_greeted_again_with_the_same_resume(core) -> None:
     )
     assert phase == "starting"
     assert hello[0]["resume"] == [{"id": "a", "seq": 3}]
-
-
-def test_a_wrong_key_locks_and_does_not_reconnect(core) -> None:
-    assert (
-        core(
-            "core.connecting(); core.opened(); error('unauthorized', undefined, false); core.closed(4401, 0); return core.phase;"
-        )
-        == "locked"
-    )
 
 
 def test_a_session_that_is_gone_is_left(core) -> None:
@@ -238,31 +272,10 @@ def test_a_session_that_cannot_be_read_keeps_nobody_out(core, code: str) -> None
     assert again == [opens]
 
 
-def test_the_session_chosen_while_connecting_is_the_one_opened(core) -> None:
-    assert core("""core.open('other'); core.connecting(); core.opened(); core.open('s'); core.drain();
-        core.receive(ready({ ...session(), id: 'other' })); return sent();""") == [
-        WATCH_LIST,
-        {"type": "hello", "session_id": "s"},
-    ]
-
-
-def test_a_turn_that_was_refused_is_no_place_to_go_back_to(core) -> None:
-    assert (
-        core("""begin(stored('a', 'done', 'A')); ask('b'); error('overloaded', 'b'); ask('c'); accepted('c'); done('c', 0);
-        return core.turnBefore(core.turns.get('c')).id;""")
-        == "a"
-    )
-
-
 def test_waiting_grows_and_a_full_server_is_left_alone_longer(core) -> None:
     waits = core("return [1, 2, 3, 20].map((attempt) => backoffMs(attempt, 1006));")
     assert waits == sorted(waits) and waits[0] < 1000 and waits[-1] <= 60_000
     assert core("return backoffMs(1, 4429);") > waits[0]
-
-
-def test_advisories_that_are_off_end_the_typing_frames(core) -> None:
-    assert core("""begin(); core.typing('s', null); const first = sent(); core.receive({ type: 'advisory', session_id: 's', state: 'off' });
-        core.typing('s', null); return [first.length, sent().length];""") == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -296,42 +309,6 @@ def test_advisories_that_are_off_end_the_typing_frames(core) -> None:
 )
 def test_the_grey_line(core, done: dict, expected: str) -> None:
     assert core(f"return (await import('/js/format.js')).summary({json.dumps(done)});") == expected
-
-
-def test_days(core) -> None:
-    assert (
-        core("""const { dayLabel } = await import('/js/format.js'); const now = new Date(2026, 2, 10, 0, 30).getTime(); const day = 86400000;
-        return [0, 40 * 60000, day, 5 * day, 20 * day, 60 * day].map((age) => dayLabel(now - age, now));""")
-        == [
-            "Today",
-            "Yesterday",
-            "Yesterday",
-            "This week",
-            "This month",
-            "January 2026",
-        ]
-    )
-
-
-def test_sentences_are_spoken_whole(core) -> None:
-    assert (
-        core("""const { sentenceEnd, speakable } = await import('/js/announcer.js'); const text = 'It costs 3.50 now. Is it? Yes';
-        return [text.slice(0, sentenceEnd(text, 0)), sentenceEnd('No end', 0), speakable('- **a** [b](http://c)\\n|x|y|')];""")
-        == [
-            "It costs 3.50 now. Is it?",
-            0,
-            "a b x y",
-        ]
-    )
-
-
-def test_a_session_is_warm_until_its_advisory_ends(core) -> None:
-    assert core("""begin(); const seen = [];
-        for (const state of ['staging', 'warm', 'hit']) {
-          core.receive({ type: 'advisory', session_id: 's', state });
-          seen.push(core.warm.has('s'));
-        }
-        return [seen, core.advisoriesOff];""") == [[False, True, False], False]
 
 
 # ---------------------------------------------------------------------------------- a server or a line that stands still
@@ -406,36 +383,6 @@ def test_a_hello_that_is_refused_is_told_of_its_own_conversation(core) -> None:
         )
         == "s"
     )
-
-
-def test_a_session_that_fell_behind_is_read_once_there_is_a_connection(core) -> None:
-    frames = core("""begin(); core.open(null); core.closed(1006, 0); core.reread('s'); const none = sent(); core.connecting(); core.opened();
-        core.drain();
-        core.receive(ready()); const frames = sent(); core.receive(ready(session(stored('a', 'done', 'A')))); core.opened(); core.drain();
-        core.receive(ready()); return [none, frames, sent()];""")
-    assert frames == [[], [WATCH_LIST, {"type": "hello", "session_id": "s"}], [WATCH_LIST]]
-
-
-def test_what_was_not_acknowledged_is_kept_until_it_is(core) -> None:
-    """What the page is told to keep, at each step: a message as it was sent, with the error if it was refused, or that it can forget it."""
-    kept = core("""begin(); const seen = []; const note = () => core.drain().events.filter(({ type }) => type === 'unsent')
-          .forEach(({ turn }) => seen.push([turn.id, turn.request && turn.request.content, turn.error && turn.error.code]));
-        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); done('a', 1); note(); ask('b'); note(); error('overloaded', 'b');
-        note();
-        core.retry('b', null); note(); error('busy', 'b'); note(); core.discard('b'); note();
-        ask('c'); note(); core.forget('s'); note(); return seen;""")
-    assert kept == [
-        ["a", "ask a", None],
-        ["a", None, None],
-        ["a", None, None],
-        ["b", "ask b", None],
-        ["b", "ask b", "overloaded"],
-        ["b", "ask b", None],
-        ["b", "ask b", "busy"],
-        ["b", None, "busy"],
-        ["c", "ask c", None],
-        ["c", None, None],
-    ]
 
 
 KEPT = """const frame = (id, more = {}) => ({ type: 'message', id, session_id: 's', content: `ask ${id}`, adapter: null, ...more });"""
@@ -541,8 +488,4 @@ def test_a_page_of_the_list_does_not_undo_what_happened_since_it_was_asked_for(c
         const sessions = [listed('kept'), listed('gone'), listed('named'), listed('empty', { title: null, num_turns: 0 })];
         index.addPage({ sessions, next: null }, true, askedAt);
         return index.sorted().map(({ id, title, is_pinned }) => [id, title, Boolean(is_pinned)]);""")
-    assert sorted(shown) == [
-        ["kept", "old kept", True],
-        ["named", "new name", True],
-        ["new", "new", False],
-    ]
+    assert sorted(shown) == [["kept", "old kept", True], ["named", "new name", True], ["new", "new", False]]

@@ -76,36 +76,32 @@ def begun(stage: Stage, chat, text: str = "Hello!"):
 
 
 @HOW
-def test_a_stall_before_a_message_and_after_it(visit, stage: Stage, how: str) -> None:
-    chat = visit()
-    begun(stage, chat).finish("One.")
-    chat.wait_done()
-    freeze(stage, how)
-    number = stage.num_asked
-    chat.send("Are you there?")
-    passes(chat, 6000)
-    expect(chat.banner).to_contain_text(SILENT)
-    expect(chat.banner).to_contain_text("your message is then sent again")
-    stands_still(stage, chat, how)
-    stage.answer(number).finish("Yes.")
-    expect(chat.answers.last).to_have_text("Yes.")
-    chat.wait_done()
-    expect(chat.banner).to_be_hidden()
-    assert stage.num_asked == number + 1
-    assert [turn.answer for turn in stage.turns(chat.session_id)] == ["One.", "Yes."]
-
-
-@HOW
-def test_a_stall_before_the_first_message_of_a_new_chat(visit, stage: Stage, how: str) -> None:
+def test_a_stall_before_and_after_the_first_message_of_a_new_chat_and_the_second(
+    visit, stage: Stage, how: str
+) -> None:
     chat = visit()
     freeze(stage, how)
     number = stage.num_asked
     chat.send("The very first.")
     stands_still(stage, chat, how)
-    stage.answer(number).finish("Welcome.")
-    expect(chat.answers).to_have_text(["Welcome."])
+    stage.answer(number).finish("One.")
+    expect(chat.answers).to_have_text(["One."])
     assert stage.num_asked == number + 1
     expect(chat.question).to_have_value("")
+    chat.wait_done()
+
+    freeze(stage, how)
+    chat.send("Are you there?")
+    passes(chat, 6000)
+    expect(chat.banner).to_contain_text(SILENT)
+    expect(chat.banner).to_contain_text("your message is then sent again")
+    stands_still(stage, chat, how)
+    stage.answer(number + 1).finish("Yes.")
+    expect(chat.answers.last).to_have_text("Yes.")
+    chat.wait_done()
+    expect(chat.banner).to_be_hidden()
+    assert stage.num_asked == number + 2
+    assert [turn.answer for turn in stage.turns(chat.session_id)] == ["One.", "Yes."]
 
 
 @pytest.mark.parametrize("how", ["stopped", "deaf", "dead"])
@@ -132,10 +128,9 @@ def test_a_stall_while_an_answer_is_written(visit, stage: Stage, how: str, stage
 
 
 @HOW
-def test_a_stall_around_a_stop(visit, stage: Stage, how: str) -> None:
+def test_a_stall_around_a_stop_an_edit_and_another_try(visit, stage: Stage, how: str) -> None:
     chat = visit()
-    writer = begun(stage, chat)
-    writer.say("One, ")
+    begun(stage, chat).say("One, ")
     expect(chat.answers.last).to_have_text("One,")
     freeze(stage, how)
     chat.page.get_by_role("button", name="Stop").click()
@@ -143,13 +138,6 @@ def test_a_stall_around_a_stop(visit, stage: Stage, how: str) -> None:
     stands_still(stage, chat, how)
     expect(chat.turns.last).to_have_attribute("data-status", "stopped")
     expect(chat.answers.last).to_have_text("One,")
-
-
-@HOW
-def test_a_stall_around_an_edit_and_another_try(visit, stage: Stage, how: str) -> None:
-    chat = visit()
-    begun(stage, chat).finish("One.")
-    chat.wait_done()
     for act in ("Edit message", "Answer again"):
         number = stage.num_asked
         button = chat.turns.last.get_by_role("button", name=act)
@@ -171,7 +159,7 @@ def test_a_stall_around_an_edit_and_another_try(visit, stage: Stage, how: str) -
 
 
 @HOW
-def test_a_stall_while_a_conversation_is_opened(visit, stage: Stage, how: str) -> None:
+def test_a_stall_while_a_conversation_is_opened_renamed_and_deleted(visit, stage: Stage, how: str) -> None:
     chat = visit()
     begun(stage, chat).finish("One.")
     chat.wait_done()
@@ -187,14 +175,6 @@ def test_a_stall_while_a_conversation_is_opened(visit, stage: Stage, how: str) -
     stands_still(stage, chat, how)
     expect(chat.answers).to_have_text(["One."])
 
-
-@HOW
-def test_a_stall_around_a_new_title_and_a_deletion(visit, stage: Stage, how: str) -> None:
-    chat = visit()
-    begun(stage, chat, f"Hello {how}!").finish("One.")
-    chat.wait_done()
-    session = chat.session_id
-    row = chat.page.locator(f".session[href='#/s/{session}']")
     row.press("F2")
     chat.page.get_by_label("New title").fill("Renamed")
     freeze(stage, how)

@@ -73,14 +73,7 @@ def run_script(environment: Environment, base_url: str, model: str) -> list[Outc
 def run_hook(environment: Environment, base_url: str, model: str) -> list[Outcome]:
     """Two calls: our example for the framework against the real server, and the hook's own tests with the real framework."""
     python, hook = str(environment.python), environment.client.hook
-    example = [
-        python,
-        f"demo/agents/{hook}_example.py",
-        "--base-url",
-        f"{base_url}/v1",
-        "--model",
-        model,
-    ]
+    example = [python, f"demo/agents/{hook}_example.py", "--base-url", f"{base_url}/v1", "--model", model]
     # The conftests above are for the server's tests and import what no client has.
     tests = [
         python,

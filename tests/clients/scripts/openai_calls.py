@@ -5,17 +5,7 @@ from __future__ import annotations
 import json
 
 import openai
-from harness import (
-    KEY,
-    MODEL,
-    QUESTION,
-    V1_URL,
-    WEATHER_SCHEMA,
-    WEATHER_TOOL,
-    call_all,
-    has_city,
-    raises,
-)
+from harness import KEY, MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, WEATHER_TOOL, call_all, has_city, raises
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=V1_URL, api_key=KEY, max_retries=0)
