@@ -74,7 +74,7 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("wrong", "expected"),
     [
         ({"port": "many"}, "--port: expected an integer from 0 to 65535, got 'many'"),
         ({"port": "65536"}, "--port: expected an integer from 0 to 65535, got '65536'"),
@@ -99,18 +99,6 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
         ({"cluster_cert": __file__}, "cluster_cert and cluster_key go together"),
         ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
         ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
-    ],
-)
-def test_a_wrong_flag_is_named_with_what_is_expected(flags: dict[str, str], expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(flags)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
         ("prot = 1", "unknown setting 'prot' (did you mean port?)"),
         ('port = "8000"', "port: expected an integer from 0 to 65535, got '8000'"),
         ("port = true", "port: expected an integer"),
@@ -120,14 +108,16 @@ def test_a_wrong_flag_is_named_with_what_is_expected(flags: dict[str, str], expe
         ("port = ", "not valid TOML"),
     ],
 )
-def test_a_wrong_line_in_the_file_is_named_with_what_is_expected(
-    tmp_path: Path, text: str, expected: str
+def test_a_wrong_flag_or_line_of_the_file_is_named_with_what_is_expected(
+    tmp_path: Path, wrong: dict[str, str] | str, expected: str
 ) -> None:
-    path = write(tmp_path, text)
+    is_file = isinstance(wrong, str)
+    path = write(tmp_path, wrong if is_file else "")
     with pytest.raises(ConfigError) as caught:
-        load(cwd=tmp_path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert expected in str(caught.value)
+        load(cwd=tmp_path) if is_file else load(wrong)
+    said = str(caught.value)
+    assert expected in said and (is_file or "\n" not in said)
+    assert said.startswith(f"{path}: ") == is_file
 
 
 def test_a_wrong_variable_is_named_and_an_unknown_one_is_only_warned_about(
