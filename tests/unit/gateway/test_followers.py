@@ -102,38 +102,27 @@ def test_a_branch_has_the_share_it_is_taken_with() -> None:
     assert sum(probabilities["B"]) / len(probabilities["B"]) == pytest.approx(0.67, abs=0.04)
 
 
-def test_agents_that_start_together_follow_the_same_one() -> None:
-    followers, now = Followers(), 0.0
-    for i in range(20):
-        now = serve(followers, arrival("plan", f"run{i}"), now)
-        for agent in random.Random(i).sample(["code", "docs", "test"], 3):
-            followers.note(arrival(agent, f"run{i}"), now := now + 0.1)
-        for agent in ["code", "docs", "test"]:
-            followers.ended(arrival(agent, f"run{i}"), now := now + 5)
-    now = serve(followers, arrival("plan", "last"), now)
-    guesses = followers.expected(arrival("plan", "last"), now)
-    assert sorted(agents(guesses)) == ["code", "docs", "test"]
-    assert all(guess.probability > 0.9 for guess in guesses)
-    followers.note(arrival("docs", "last"), now + 0.1)
-    assert sorted(agents(followers.expected(arrival("plan", "last"), now + 0.1))) == ["code", "test"]
-
-
-def test_an_agent_that_waits_for_several_follows_each_of_them() -> None:
+def test_agents_that_start_together_follow_the_same_one_and_who_waits_for_them_follows_each() -> None:
     rng, followers, now = random.Random(2), Followers(), 0.0
     for i in range(20):
         now = serve(followers, arrival("plan", f"run{i}"), now)
-        ends_s = {agent: now + rng.uniform(5, 9) for agent in ("code", "docs")}
+        ends_s = {agent: now + rng.uniform(5, 9) for agent in rng.sample(["code", "docs", "lint"], 3)}
         for agent in ends_s:
             followers.note(arrival(agent, f"run{i}"), now)
         for agent in sorted(ends_s, key=lambda agent: ends_s[agent]):
             followers.ended(arrival(agent, f"run{i}"), ends_s[agent])
         now = serve(followers, arrival("test", f"run{i}"), max(ends_s.values()) + 1)
-    for agent in ("code", "docs"):
+    now = serve(followers, arrival("plan", "last"), now)
+    guesses = followers.expected(arrival("plan", "last"), now)
+    assert sorted(agents(guesses)) == ["code", "docs", "lint", "test"]
+    assert all(guess.probability > 0.9 for guess in guesses)
+    followers.note(arrival("docs", "last"), now)
+    assert sorted(agents(followers.expected(arrival("plan", "last"), now))) == ["code", "lint", "test"]
+    for agent in ("code", "lint"):
         followers.note(arrival(agent, "last"), now)
-    for agent in ("code", "docs"):
+    for agent in ("code", "docs", "lint"):
         (guess,) = followers.expected(arrival(agent, "last"), now)
-        assert guess.agent == "test"
-        assert guess.probability > 0.85
+        assert guess.agent == "test" and guess.probability > 0.85
 
 
 def test_concurrent_runs_are_told_apart() -> None:
