@@ -45,12 +45,9 @@ def test_every_client_has_its_script_and_its_exact_versions() -> None:
 
 def test_each_line_of_a_script_is_a_call_whatever_the_client_prints_between() -> None:
     lines = ["Hello!", line("plain"), line("tool", error="no", traceback=["at"]) + "more of a stream", "{}"]
-    assert outcomes(lines, 0, "") == [Outcome("plain"), Outcome("tool", "no", ("at",))]
-
-
-def test_the_lines_of_a_script_in_javascript_are_calls_too() -> None:
     compact = ['{"call":"plain","ok":true}', '{"call":"tool","ok":false,"error":"no","traceback":["at"]}']
-    assert outcomes(compact, 0, "") == [Outcome("plain"), Outcome("tool", "no", ("at",))]
+    for printed in (lines, compact):  # by Python and by JavaScript
+        assert outcomes(printed, 0, "") == [Outcome("plain"), Outcome("tool", "no", ("at",))]
 
 
 @pytest.mark.parametrize(("lines", "status"), [([line("plain")], 1), ([], 0), ([], -9)])
