@@ -23,6 +23,7 @@ from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.driver.engine.absent import NoAdapters
 from engine_bridge.driver.engine.building import load_vllm
 from engine_bridge.driver.engine.engine import EngineCounts, VllmDriver
+from engine_bridge.driver.engine.fallback import build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
@@ -99,6 +100,8 @@ class LocalNode:
     def __init__(self, config: LocalNodeConfig, tiers: KvTiers | None = None) -> None:
         self._config = config
         self._streams = Streams()
+        self._engine = config.engine
+        """The settings that the engine was built with: see `build_with_what_works`."""
         self._thread = EngineThread(
             self._make_driver,
             self._streams.deliver,
@@ -175,18 +178,26 @@ class LocalNode:
         self._serving = serving
 
     def _make_driver(self) -> VllmDriver:
-        driver = VllmDriver(
-            self._config.engine,
-            self._catalog.served(),
-            self._report,
-            self._tiers,
-            self._thread.wake,
-            lambda ids, error: self._loop.call_soon_threadsafe(self._streams.give_up, ids, error),
-            self._lengths,
-            self._copies.path_of,
-            self._traces,
-        )
-        if self._serving is not None:  # the engine is built again
+        def make(config: EngineConfig, tiers: KvTiers | None) -> VllmDriver:
+            return VllmDriver(
+                config,
+                self._catalog.served(),
+                self._report,
+                tiers,
+                self._thread.wake,
+                lambda ids, error: self._loop.call_soon_threadsafe(self._streams.give_up, ids, error),
+                self._lengths,
+                self._copies.path_of,
+                self._traces,
+            )
+
+        tiers = self._tiers if self._tiers is not None and not self._tiers.is_off else None
+        if self._serving is None:
+            driver, self._engine = build_with_what_works(
+                self._config.engine, tiers, make, needs_adapters=bool(self._config.adapters)
+            )
+        else:  # an engine has run with these settings, so what fails now says nothing of the model
+            driver = make(self._engine, tiers)
             driver.use_reasoning_parser(self._serving.reasoning_parser)
         return driver
 

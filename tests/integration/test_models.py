@@ -23,7 +23,7 @@ from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, KvSources
 from engine_bridge.settings.engine_config import EngineConfig
-from gateway.settings.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .nodes import WaitsForTheDisk
 
@@ -56,6 +56,14 @@ def make_model(folder: Path, family: str) -> Path:
             **SIZES, q_lora_rank=32, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
             n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=2,
         ),
+        "two kinds": lambda: transformers.Gemma3TextConfig(
+            **SIZES, num_key_value_heads=2, head_dim=32, sliding_window=WINDOW_TOKENS, query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2),
+        ),
+        "experts": lambda: transformers.Qwen3MoeConfig(
+            **SIZES, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        ),
+        "without adapters": lambda: transformers.StableLmConfig(**SIZES, num_key_value_heads=2),
     }  # fmt: skip
     config = configs[family]()
     chance = torch.Generator().manual_seed(1)
@@ -80,10 +88,9 @@ async def engine(model: Path, tiers: KvTiers | None, **changes: Any) -> AsyncIte
         model=str(model),
         served_model_name="tiny",
         dtype="float32",
-        cpu_threads=1,
         max_model_len=768,
         num_kv_blocks=NUM_DEVICE_BLOCKS,
-        **{"max_num_seqs": 4, "enable_lora": False} | changes,
+        **{"cpu_threads": 1, "max_num_seqs": 4, "enable_lora": False} | changes,
     )
     node = LocalNode(LocalNodeConfig(engine=config), tiers)
     await node.start()
@@ -202,8 +209,34 @@ async def test_where_vllm_reuses_no_kv_neither_does_this_server(
             await answer(node, prompt)  # behind the report on the engine's thread
     assert [report.state for report in reports] == ["unknown"]
     assert [record.message for record in caplog.records if "KV tiers are off" in record.message] == [
-        "vLLM computes every prompt of this model anew here (its prefix caching is off), so the KV tiers are off"
+        "the KV tiers are off: vLLM computes every prompt of this model anew here (its prefix caching is off)"
     ]
     assert not folder.exists()
     async with engine(model, None) as node:
         assert (await answer(node, prompt))[0] == first[0]
+
+
+async def test_a_server_starts_without_what_its_model_cannot_have_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has all the same gives the tokens of an engine that was asked for nothing else."""
+    prompts = [text(at, 300) for at in range(3)]
+    said = {
+        "two kinds": ["layers with a window keep the KV of all tokens, which the KV tiers need"],
+        "experts": ["this model is served without adapters"],
+        "without adapters": ["this model is served without adapters"],
+    }
+    for family, lines in said.items():
+        model = make_model(tmp_path / family, family)
+        # Two threads, where others have one: matrix products that vLLM keeps are right for one number only.
+        async with engine(model, None, cpu_threads=2) as node:
+            right = [await computed(node, prompt) for prompt in prompts]
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "engine_bridge"):
+            async with engine(model, tiers_in(tmp_path / f"{family}, kv"), enable_lora=True) as node:
+                assert await reused_rightly(node, prompts, right) > 3 * 200
+                pirate = {"lora_name": "pirate", "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")}
+                refused = (await node.load_adapter(pirate)).body
+                assert (b"this server runs without adapters" in refused) == ("adapters" in lines[0]), refused
+        found = [record.message for record in caplog.records if "is built again" in record.message]
+        assert [line.split(";")[0] for line in found] == lines, found

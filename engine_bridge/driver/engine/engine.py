@@ -119,10 +119,11 @@ class VllmDriver:
         if tiers is not None or config.profile_dir is not None:
             know_weights(config.model, config.weights_memory, report)
         report(f"loading {Path(config.model).name}")
-        self.engine = build_engine(config, tiers, self._off)
         self._threads = make_threads(config)
+        self.engine = build_engine(config, tiers, self._off)
+        self._threads.mend()
         if tiers is not None and not reuses_kv(self.engine.vllm_config):
-            tiers.switch_off()
+            tiers.switch_off("vLLM computes every prompt of this model anew here (its prefix caching is off)")
             self._tiers = tiers = None
         self._off = start.built_off(self.engine, config.device, self._off)
         config = start.without(config, self._off)

@@ -193,12 +193,10 @@ class KvTiers:
         if self.store is not None:
             self.store.leave_all()
 
-    def switch_off(self) -> None:
-        """Turn the tiers off: the engine that was built reuses no KV, so there is nothing to keep for it, or to lend."""
+    def switch_off(self, why: str) -> None:
+        """Turn the tiers off: there is nothing to keep for the engine, or to lend. `why` is said in the log, once."""
         if not self.is_off:
-            log.warning(
-                "vLLM computes every prompt of this model anew here (its prefix caching is off), so the KV tiers are off"
-            )
+            log.warning("the KV tiers are off: %s", why)
         self.is_off = True
         if self.peering is not None:
             self.peering.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine_bridge.driver.corrections import compute_threads
 from engine_bridge.driver.corrections.compute_threads import ComputeThreads
 
 # As vLLM proposes n-gram drafts: numba's loop over the requests, with its own number of threads set around it.
@@ -30,7 +31,9 @@ print(torch.get_num_threads())
 
 
 @pytest.fixture(autouse=True)
-def number() -> Iterator[None]:
+def number(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has had no engine."""
+    monkeypatch.setattr(compute_threads, "_of_process", None)
     before = torch.get_num_threads()
     yield
     torch._C.set_num_threads(before)
@@ -49,6 +52,16 @@ def test_a_number_that_was_changed_is_set_again(
         assert torch.get_num_threads() == 1
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("a library has set the engine's number of threads to 3;")
+
+
+def test_a_later_engine_computes_on_as_many_threads_as_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    ComputeThreads(2)
+    assert not caplog.records
+    ComputeThreads(1)
+    assert torch.get_num_threads() == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "an engine before this one computed on 2 threads, so this one does, too"
+    ]
 
 
 def test_numbas_parallel_loops_leave_the_number_alone() -> None:
