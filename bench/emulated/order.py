@@ -5,10 +5,10 @@
 Loads are shares of what vLLM's own queue answers of the same requests. Traces: Azure's conversations with their arrivals, Mooncake's conversations
 with theirs and prompts a tenth as long, and a synthetic one whose lengths have a heavy tail; each without adapters and with 50 adapters on 16 slots.
 Where the recorded ones are missing (`is_recorded`), lengths are drawn between Azure's quantiles. Device: an A40 with Llama-2-7B. Four predictions of
-five are right. TTFT counts from arrival to first token, latency to the last one, in virtual seconds.
+five are right. TTFT counts from arrival to first token, in virtual seconds.
 
 Orders: `vllm`, its own queue; `mlq`; `bounded` with shares of the longest wait (0.8, 0.9 and 1), which gives the frontier.
-A class is a third of the requests by size, or those of adapters of one rank; its change is that of its mean TTFT, its P99's stands beside it.
+A class is a third of the requests by size, or those of adapters of one rank; its change is that of its mean TTFT.
 Each change is the geometric mean over the seeds, with the least and the most P99 beside it: the P99 of a few hundred requests is that of three or
 four of them, and moves by 10% or more with any change of their order. `worst` and `mean` are over traces, adapters and loads, `p50_change_at_1_2` is
 the median over traces, with and without adapters. A scene besides, the worse of `mlq` and `bounded`: one request for a third adapter while two that
@@ -189,7 +189,7 @@ def _classes(jobs: Sequence[Job]) -> dict[str, list[Job]]:
 
 
 def serve(point: Point) -> dict[str, float]:
-    """Play a point and return TTFT, latency and the classes' TTFT, in seconds.
+    """Play a point and return TTFT and the classes' mean TTFT, in seconds.
 
     Of requests that come at once: what is answered a second while there is always enough, from the first fifth of answers to the fourth.
     """
@@ -198,14 +198,10 @@ def serve(point: Point) -> dict[str, float]:
         ended_s = sorted(job.ended_s for job in jobs)
         first, last = len(ended_s) // 5, 4 * len(ended_s) // 5
         return {"capacity_per_s": (last - first) / (ended_s[last] - ended_s[first])}
-    found = {}
-    for name, values in (("ttft", [job.ttft_s for job in jobs]), ("latency", [job.e2e_s for job in jobs])):
-        for share in (50, 99):
-            found[f"{name}_p{share}"] = quantile(values, share / 100)
+    ttft_s = [job.ttft_s for job in jobs]
+    found = {f"ttft_p{share}": quantile(ttft_s, share / 100) for share in (50, 99)}
     for name, own in _classes(jobs).items():
-        ttft_s = [job.ttft_s for job in own]
-        found[f"class {name}"] = statistics.fmean(ttft_s)
-        found[f"class_p99 {name}"] = quantile(ttft_s, 0.99)
+        found[f"class {name}"] = statistics.fmean(job.ttft_s for job in own)
     return found
 
 
@@ -214,10 +210,9 @@ def changes(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[
     names = set.intersection(*(set(stock) for _, stock in pairs))
     ratios = {name: [own[name] / stock[name] for own, stock in pairs] for name in names}
     found = {name: statistics.geometric_mean(values) - 1 for name, values in ratios.items()}
-    shown = {name: found[name] for name in ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99")}
+    shown = {name: found[name] for name in ("ttft_p50", "ttft_p99")}
     shown |= {"ttft_p99_least": min(ratios["ttft_p99"]) - 1, "ttft_p99_most": max(ratios["ttft_p99"]) - 1}
-    for kind in ("class", "class_p99"):
-        shown[f"worst_{kind}"] = max(value for name, value in found.items() if name.startswith(f"{kind} "))
+    shown["worst_class"] = max(value for name, value in found.items() if name.startswith("class "))
     return {name: round(value, 4) for name, value in shown.items()}
 
 
@@ -244,11 +239,9 @@ def summary(own: Sequence[Mapping[str, float]], at_12: Sequence[Mapping[str, flo
     return {
         "p99_vs_vllm_worst": 1 + max(each["ttft_p99"] for each in own),
         "p99_vs_vllm_mean": mean("ttft_p99"),
-        "latency_p99_vs_vllm_worst": 1 + max(each["latency_p99"] for each in own),
         "p50_change_at_1_2": statistics.median(each["ttft_p50"] for each in at_12),
         "p50_vs_vllm_mean": mean("ttft_p50"),
         "worst_class_change": max(each["worst_class"] for each in own),
-        "worst_class_p99_change": max(each["worst_class_p99"] for each in own),
     }
 
 

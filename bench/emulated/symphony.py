@@ -9,10 +9,9 @@ serves a session, are measured by `python -m bench.live.cluster`.
 
 Arms:
   recompute  KV is dropped when its request ends
-  prefix     vLLM's prefix cache: KV stays on the device while no request needs its room
   on_demand  three tiers without advisories: KV that the device lacks is loaded, or computed again, when its request comes
   advised    three tiers; typing is announced when it begins
-  oracle     prefix, on a device that has room for everything
+  oracle     vLLM's prefix cache alone, on a device that has room for everything
 
 Parts:
   users      users at equal latency (E2E over the answer's tokens): at 20.5/18 of the latency that `recompute` has with 8 users, as the paper has it
@@ -60,7 +59,6 @@ class Arm:
 
 ARMS = {
     "recompute": Arm(has_cache=False),
-    "prefix": Arm(),
     "on_demand": Arm(has_tiers=True),
     "advised": Arm(has_tiers=True, has_advisories=True),
     "oracle": Arm(has_room=True),

@@ -71,10 +71,9 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     kv_fetch_token_s: float | None = None
     error: float = 0.0
 
-    def kv_load_s(self, num_host_tokens: int, num_disk_tokens: int = 0) -> float:
-        """Return the seconds until KV in host memory and on disk is on the device."""
-        num_tokens = num_host_tokens + num_disk_tokens
-        return self.kv_token_s * num_tokens + self.kv_disk_token_s * num_disk_tokens
+    def kv_load_s(self, num_tokens: int) -> float:
+        """Return the seconds until KV in host memory is on the device."""
+        return self.kv_token_s * num_tokens
 
 
 # A node that has not reported yet. Chosen: a small GPU. All unknown nodes are alike, so that only their loads decide.

@@ -87,10 +87,10 @@ class Lengths:
         return Lengths(f"{self.name}, times {share:.3g}", pairs)
 
 
-def azure(path: Path = AZURE, seed: int = 0) -> Lengths:
+def azure(path: Path = AZURE) -> Lengths:
     """Return the trace's lengths if the file is there, else generated ones."""
     if not path.exists():
-        return generated(random.Random(seed))
+        return generated(random.Random(0))
     rows = csv.DictReader(lines_of(path))
     pairs = tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows)
     return Lengths(path.name.removesuffix(".zst"), pairs)
@@ -116,9 +116,9 @@ def between(quantiles: Sequence[tuple[float, float]], share: float) -> float:
     return short + (long - short) * (share - low) / (high - low)
 
 
-def alpaca(num: int = 20_000, seed: int = 0) -> Lengths:
+def alpaca(num: int = 20_000) -> Lengths:
     """Return lengths of Alpaca's instructions and answers: log-normal about the published means."""
-    rng = random.Random(f"alpaca {seed}")
+    rng = random.Random("alpaca 0")
 
     def length(mean_tokens: float, sigma: float) -> int:
         tokens = rng.lognormvariate(math.log(mean_tokens) - sigma * sigma / 2, sigma)

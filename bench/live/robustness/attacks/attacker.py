@@ -161,20 +161,17 @@ class Attacker:
         return reader, writer
 
 
-def ws_frame(
-    payload: bytes, *, opcode: int = 1, is_masked: bool = True, is_final: bool = True, size: int | None = None
-) -> bytes:
-    """A client's frame. size: what its head says it holds, where that is a lie."""
+def ws_frame(payload: bytes, *, opcode: int = 1, is_final: bool = True, size: int | None = None) -> bytes:
+    """A client's frame, masked by zeros. size: what its head says it holds, where that is a lie."""
     length = len(payload) if size is None else size
     head = bytes([(0x80 if is_final else 0) | opcode])
-    mask_bit = 0x80 if is_masked else 0
     if length < 126:
-        head += bytes([mask_bit | length])
+        head += bytes([0x80 | length])
     elif length < 1 << 16:
-        head += bytes([mask_bit | 126]) + struct.pack(">H", length)
+        head += bytes([0x80 | 126]) + struct.pack(">H", length)
     else:
-        head += bytes([mask_bit | 127]) + struct.pack(">Q", length)
-    return head + (bytes(4) if is_masked else b"") + payload
+        head += bytes([0x80 | 127]) + struct.pack(">Q", length)
+    return head + bytes(4) + payload
 
 
 def json_frame(value: dict[str, Any]) -> bytes:
