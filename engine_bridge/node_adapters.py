@@ -41,12 +41,12 @@ class AdapterWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, server: AdapterServer, catalog: Catalog, report: Callable[[str], None]) -> None:
-        """Serve the adapters. Returns when all adapters are served that can be."""
-        follower = FolderFollower(server, self._folder, self._given)
-        await follower.start(report)
-        if catalog.has_adapters:
-            self._follower = follower
-            self._task = asyncio.create_task(self._look_after(follower, catalog))
+        """Serve the adapters. Returns when all adapters are served that can be; at once on a node without adapters, whose log says so."""
+        if not catalog.has_adapters:
+            return
+        self._follower = FolderFollower(server, self._folder, self._given)
+        await self._follower.start(report)
+        self._task = asyncio.create_task(self._look_after(self._follower, catalog))
 
     @staticmethod
     async def _look_after(follower: FolderFollower, catalog: Catalog) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.errors import BridgeError, NotSupported
 
 RejectCode = Literal[
     "bad_name",
@@ -61,10 +61,12 @@ class RegistryFailed(BridgeError):
         self.code: RegistryCode = code
 
 
-def status_of(error: AdapterRejected | RegistryFailed) -> tuple[int, str]:
+def status_of(error: AdapterRejected | RegistryFailed | NotSupported) -> tuple[int, str]:
     """Return the HTTP status and the code for a client."""
     if isinstance(error, RegistryFailed):
         return 503, "storage_failed"
+    if isinstance(error, NotSupported):
+        return 400, error.code
     return (404 if error.code == "adapter_not_found" else 400), error.code
 
 

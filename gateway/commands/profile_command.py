@@ -39,6 +39,7 @@ def profile(config: Config, seconds: float, as_json: bool) -> int:
     """Measure, keep the profile, print it; return the process's exit code. Raises StartupError for settings that cannot work."""
     from engine_bridge.driver.engine.building import configure_environment
     from engine_bridge.driver.engine.engine import VllmDriver
+    from engine_bridge.driver.engine.fallback import build_with_what_works
     from gateway.app import engine_config
 
     folder = config.prepare_data_dir() and config.profile_dir
@@ -51,7 +52,12 @@ def profile(config: Config, seconds: float, as_json: bool) -> int:
         try:
             progress.stage("starting the engine")
             wanted = profiling_config(wanted)
-            driver = VllmDriver(wanted, report=progress.stage)
+            driver, wanted = build_with_what_works(
+                wanted,
+                None,
+                lambda config, _: VllmDriver(config, report=progress.stage),
+                needs_adapters=bool(config.lora_modules),
+            )
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except Exception as error:

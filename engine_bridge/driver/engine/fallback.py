@@ -56,21 +56,21 @@ def build_with_what_works(
             first = first or error
             has_several, failed = isinstance(error, SeveralGroups), error
         if tiers is not None and has_several and not (is_unified or wishes_groups):
-            is_unified, said = True, "layers with a window keep the KV of all tokens, which the KV tiers need"
+            is_unified, how = True, "with KV of all tokens in layers with a window, which the KV tiers need"
             config = replace(config, engine_args=(*config.engine_args, ONE_GROUP))
         elif tiers is not None and (has_several or is_unified):
-            said = "this model is served without KV tiers"
+            how = "without KV tiers"
             tiers.switch_off("the engine cannot be built with them")
             tiers = None
             if is_unified:
                 config = replace(config, engine_args=config.engine_args[:-1])
         elif config.enable_lora and not needs_adapters and not isinstance(failed, _OTHERS):
-            said = "this model is served without adapters"
+            how = "without adapters"
             config = replace(config, enable_lora=False)
         else:
             raise first
         why = " ".join(f"{type(failed).__name__}: {failed}".split())[:_MAX_WHY_CHARS]
-        log.warning("%s; the engine is built again. The reason: %s", said, why)
+        log.warning("the engine cannot be built as set up and is built again %s. The reason: %s", how, why)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -19,7 +19,7 @@ from engine_bridge.driver.vllm_api import (
     UnloadLoRAAdapterRequest,
     create_error_response,
 )
-from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.errors import BridgeError, NotSupported
 from engine_bridge.protocol.node import JsonReply
 
 Result: TypeAlias = ErrorResponse | str
@@ -57,7 +57,7 @@ class ServedAdapters:
         if not isinstance(result, ErrorResponse):
             return JsonReply(200, json.dumps({"status": result}).encode())
         code = ""
-        if isinstance(failure, AdapterRejected | RegistryFailed):
+        if isinstance(failure, AdapterRejected | RegistryFailed | NotSupported):
             # vLLM reports a server error for an adapter that it cannot have; the engine is well.
             result.error.code, code = status_of(failure)
             result.error.message = str(failure)

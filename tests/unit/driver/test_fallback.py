@@ -49,7 +49,7 @@ def test_a_model_without_adapters_is_served_without_them(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         tried, _ = built(lambda config, _: NO_LORA if config.enable_lora else None)
     assert tried == [(True, True, False), (False, True, False)]
-    assert "served without adapters" in caplog.text and "does not support LoRA yet" in caplog.text
+    assert "built again without adapters" in caplog.text and "does not support LoRA yet" in caplog.text
 
 
 def test_kinds_of_attention_become_one_where_they_can_and_else_cost_the_tiers() -> None:
