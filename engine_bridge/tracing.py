@@ -9,6 +9,7 @@ Source: W3C Trace Context; OpenTelemetry's semantic conventions for generative A
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -75,9 +76,12 @@ class Traces:
             span.end()
 
     def close(self) -> None:
-        """Send what has not been sent yet. Takes as long as the collector takes, at most some seconds: not for the event loop's thread."""
+        """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread."""
         if self._provider is not None:
-            self._provider.shutdown()
+            # OpenTelemetry itself would wait half a minute for a collector that does not answer.
+            sending = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
+            sending.start()
+            sending.join(SEND_WITHIN_S)
 
 
 NO_TRACES = Traces(None)
@@ -96,13 +100,14 @@ def _provider(endpoint: str) -> Any:
     if os.environ.get(_PROTOCOL) == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
 
-        exporter = Grpc(endpoint=endpoint, insecure=parts.scheme == "http", timeout=SEND_WITHIN_S)
+        exporter = Grpc(endpoint=endpoint, insecure=parts.scheme == "http")
     else:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 
         url = endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
-        exporter = Http(endpoint=url, timeout=SEND_WITHIN_S)
-    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+        exporter = Http(endpoint=url)
+    resource = Resource.create({"service.name": SERVICE_NAME})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `close` does that
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

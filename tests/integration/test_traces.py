@@ -5,12 +5,13 @@ Runs before the shared engine starts (conftest), on an engine of its own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import aiohttp
-from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client import CollectorRegistry
@@ -27,17 +28,27 @@ STAGES = ("render", "queue", "prefill", "decode")
 
 
 class Collector:
-    """An OpenTelemetry collector, as far as its door for traces goes."""
+    """An OpenTelemetry collector, as far as its door for traces goes. It has a thread of its own, so that a busy event loop does not hold it up."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        collector = self
 
-    async def take(self, request: web.Request) -> web.Response:
-        sent = ExportTraceServiceRequest.FromString(await request.read())
+        class Door(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/traces"
+                collector.take(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        self.door = ThreadingHTTPServer(("127.0.0.1", 0), Door)
+
+    def take(self, body: bytes) -> None:
+        sent = ExportTraceServiceRequest.FromString(body)
         self.spans += [
             span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans
         ]
-        return web.Response(content_type="application/x-protobuf")
 
     def of(self, trace: str) -> dict[str, Span]:
         return {span.name: span for span in self.spans if span.trace_id.hex() == trace}
@@ -56,25 +67,23 @@ def check_stages(spans: dict[str, Span], root: Span) -> None:
     assert times == sorted(times)
 
 
-@asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector, and its address."""
-    collector, app = Collector(), web.Application()
-    app.router.add_post("/v1/traces", collector.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield collector, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    collector = Collector()
+    with collector.door as door:
+        thread = threading.Thread(target=door.serve_forever, daemon=True)
+        thread.start()
+        yield collector, f"http://127.0.0.1:{door.server_port}"
+        door.shutdown()
+        thread.join()
 
 
 async def test_calls_and_turns_are_one_trace_from_the_clients_span_to_the_last_token(tmp_path: Path) -> None:
     """What a server has sent by the time that it is closed, after two API calls, a chat turn and a call whose client went away."""
     traceparents, left = {}, "a" * 32
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me of the sea. " * 20}]}
-    async with collecting() as (collector, endpoint):
+    with collecting() as (collector, endpoint):
         config = demo_config(tmp_path, otlp_endpoint=endpoint)
         node = LocalNode(node_config(config))
         services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))

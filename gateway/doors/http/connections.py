@@ -154,7 +154,14 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a head that is not HTTP or too large. aiohttp would log its bytes, which may hold a key, and answer in plain text."""
+        """Answer a head that is not HTTP or too large. aiohttp would log its bytes, which may hold a key, and answer in plain text.
+
+        Raises:
+            ConnectionError: the client has left, which is not worth a traceback in the log.
+        """
+        if isinstance(exc, ConnectionError) and has_left(request):
+            log.debug("a client left before its answer was sent: %s", exc)
+            raise ConnectionError from exc
         if status != 400:
             return super().handle_error(request, status, exc, message)
         log.debug("a request's head was not understood")
@@ -480,6 +487,11 @@ class Connections:
 
 
 CONNECTIONS = web.AppKey("connections", Connections)
+
+
+def has_left(request: web.BaseRequest) -> bool:
+    """Return whether the connection that a request came on has ended, or is ending without an answer."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def watched(connections: Connections) -> Callable[..., Awaitable[web.StreamResponse]]:

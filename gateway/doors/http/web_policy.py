@@ -18,6 +18,7 @@ from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
 from engine_bridge.tracing import traceparent_of
 from gateway.access.budgets import retry_after
+from gateway.doors.http.connections import has_left
 from gateway.doors.http.hosts import is_own_host, netloc
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
 from gateway.services import SERVICES
@@ -66,9 +67,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_reply(request, error)
     except BridgeError as error:
         return error_reply(request, from_bridge(error))
-    except ConnectionResetError:
-        raise  # the client left in the middle of a response, so no error can be sent
     except Exception as error:
+        if isinstance(error, ConnectionError) and has_left(request):
+            raise  # so no error can be sent
         log.exception("%s %s failed", request.method, _route(request))
         return error_reply(request, as_gateway_error(error))
 

@@ -1,3 +1,6 @@
+import socket
+import time
+
 import pytest
 from opentelemetry import trace
 
@@ -23,3 +26,18 @@ def test_without_an_endpoint_nothing_is_recorded_and_no_new_name_is_handed_on() 
         assert not span.is_recording()
         assert traceparent_of(span) == ""
     NO_TRACES.close()
+
+
+def test_a_collector_that_never_answers_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has more time while the server runs: a busy one is no reason to lose spans."""
+    monkeypatch.setattr("engine_bridge.tracing.SEND_WITHIN_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        traces = Traces(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with traces.request("chat turn", "", {}):
+            pass
+        began = time.monotonic()
+        traces.close()
+        assert time.monotonic() - began < 5  # OpenTelemetry's own patience is 10 s for each batch
+        with silent.accept()[0] as asked:
+            assert asked.recv(4) == b"POST"
