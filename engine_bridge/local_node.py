@@ -34,7 +34,7 @@ from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
-from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, NodeStats, Progress
+from engine_bridge.protocol.figures import EngineState, LeftOut, NodeFigures, NodeState, NodeStats, Progress
 from engine_bridge.protocol.node import (
     AdapterInfo,
     Advisory,
@@ -102,6 +102,7 @@ class LocalNode:
         self._streams = Streams()
         self._engine = config.engine
         """The settings that the engine was built with: see `build_with_what_works`."""
+        self._left_out: tuple[LeftOut, ...] = ()
         self._thread = EngineThread(
             self._make_driver,
             self._streams.deliver,
@@ -193,8 +194,9 @@ class LocalNode:
 
         tiers = self._tiers if self._tiers is not None and not self._tiers.is_off else None
         if self._serving is None:
-            driver, self._engine = build_with_what_works(
-                self._config.engine, tiers, make, needs_adapters=bool(self._config.adapters)
+            needs_adapters = self._engine.needs_adapters or bool(self._config.adapters)
+            driver, self._engine, self._left_out = build_with_what_works(
+                self._engine, tiers, make, needs_adapters=needs_adapters
             )
         else:  # an engine has run with these settings, so what fails now says nothing of the model
             driver = make(self._engine, tiers)
@@ -278,6 +280,7 @@ class LocalNode:
             tokenizer_stats=self._tokenizer.stats(),
             grammar_stats=self._grammars.stats() if self._grammars is not None else None,
             scheduling_stats=driver.report.stats() if driver is not None else None,
+            left_out=self._left_out,
             facts=self._facts(),
         )
 

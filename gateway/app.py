@@ -81,7 +81,8 @@ def engine_config(config: Config) -> EngineConfig:
         dtype = "float32"  # docs/decisions/0005
     values = {name: getattr(config, name) for name in EngineSettings.__struct_fields__}
     own = {"profile_dir": config.profile_dir, "weights_memory": config.weights_memory}
-    return EngineConfig(**values | {"device": device, "dtype": dtype} | own)
+    found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
+    return EngineConfig(**values | found | own)
 
 
 def detect_device() -> Device:

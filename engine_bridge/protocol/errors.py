@@ -74,9 +74,5 @@ class SeamMoved(RuntimeError):
     """A name or signature of vLLM that the driver stands on has changed. Raised at start-up, never in the middle of work."""
 
 
-class SeveralGroups(Exception):
-    """The KV tiers serve models whose layers all keep their KV alike; this one has layers of several kinds."""
-
-
 class ClusterError(Exception):
     """Nodes cannot be placed, or do not trust each other. The text tells operators the cause and the remedy."""

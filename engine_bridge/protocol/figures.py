@@ -40,6 +40,13 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
         return len(self.failed)
 
 
+class LeftOut(Struct, frozen=True):
+    """A mechanism that a node's engine runs without, though it was set up with it. why: as a phrase."""
+
+    mechanism: str
+    why: str
+
+
 class NodeStats(Struct, frozen=True, kw_only=True):
     """A snapshot for dashboards and routing; cheap to take."""
 
@@ -195,6 +202,7 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
         tokenizer_stats: rendering and tokenising.
         grammar_stats: the check of grammars.
         scheduling_stats: who starts next, and how full the device is.
+        left_out: what the engine runs without, though it was set up with it.
         facts: what routing reckons with, under an empty name: the caller knows which node this is. A router has none, for no router routes to it.
     """
 
@@ -205,4 +213,5 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer_stats: TokenizerStats | None = None
     grammar_stats: GrammarStats | None = None
     scheduling_stats: SchedulingStats | None = None
+    left_out: tuple[LeftOut, ...] = ()
     facts: NodeFacts | None = None

@@ -39,7 +39,6 @@ RULED_OUT: Mapping[str, str] = {
             "scheduler_cls async_scheduling disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
             _OWN,
         ),
-        ("enable_prefix_caching", "it is always on: sessions, KV tiers and advisories stand on it"),
         ("num_gpu_blocks_override kv_cache_memory_bytes", _KV_SIZE),
         ("enable_sleep_mode", "no route of this server puts the engine to sleep"),
         (

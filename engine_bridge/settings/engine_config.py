@@ -97,6 +97,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         NonEmpty, setting("Engine", "Type of the KV cache, such as fp8; auto: that of the model.")
     ] = "auto"
+    enable_prefix_caching: Annotated[
+        bool,
+        setting(
+            "Engine",
+            "Reuse the KV of what prompts have in common; without it there are neither KV tiers nor advisories.",
+        ),
+    ] = True
     enforce_eager: Annotated[
         bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
     ] = False
@@ -198,6 +205,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = 50.0
     """The first and the last token of an answer are sent at once. Why not each: docs/decisions/0002."""
 
+    adapters: Annotated[
+        Literal["auto", "on", "off"],
+        setting("Adapters", "Serve LoRA adapters; auto: where this model can have them on this device."),
+    ] = "auto"
     lora_modules: Annotated[
         tuple[NonEmpty, ...],
         setting("Adapters", "An adapter in addition to those of the folder, as NAME=FOLDER."),
@@ -259,11 +270,17 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     num_kv_blocks: int | None = None
     """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
     enable_lora: bool = True
+    """Whether this engine is built with adapters: see `adapters` for what the user wishes."""
     profile_dir: Path | None = None
     """Folder of profiles (engine_bridge/settings/profile.py); None: costs are learned from real steps alone."""
     weights_memory: Path | None = None
     """File that remembers what is in the model's files, so that they are not read whole at each start (kvtiers/weights.py); None: nothing does."""
     log_stats: bool = True
+
+    @property
+    def needs_adapters(self) -> bool:
+        """Whether the user has asked for adapters, so that a server without them would be no help."""
+        return self.adapters == "on" or bool(self.lora_modules)
 
     @property
     def kv_cache_bytes(self) -> int | None:

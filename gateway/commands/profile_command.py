@@ -52,11 +52,11 @@ def profile(config: Config, seconds: float, as_json: bool) -> int:
         try:
             progress.stage("starting the engine")
             wanted = profiling_config(wanted)
-            driver, wanted = build_with_what_works(
+            driver, wanted, _ = build_with_what_works(
                 wanted,
                 None,
                 lambda config, _: VllmDriver(config, report=progress.stage),
-                needs_adapters=bool(config.lora_modules),
+                needs_adapters=wanted.needs_adapters,
             )
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.protocol.figures import AdapterStats, LaneStats, NodeFigures, WaitReason
+from engine_bridge.protocol.figures import AdapterStats, LaneStats, LeftOut, NodeFigures, WaitReason
 from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, Node
 from gateway.nodes.members import MemberState
 from kvtiers.stats import TierStats
@@ -87,7 +87,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
 
     state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
     engine failed. incarnation: another one after each start of its process, "" while it cannot be reached. load: null until its engine is up.
-    kv: null where there are no tiers, and without an operator's key. error: what went wrong with it last, for operators.
+    kv: null where there are no tiers, and without an operator's key. left_out: what its engine runs without, though it was set up with it; only
+    operators are told why. error: what went wrong with it last, for operators.
     """
 
     id: str
@@ -101,6 +102,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     load: NodeLoad | None
     kv: NodeKv | None
     adapters: NodeAdapters
+    left_out: tuple[LeftOut, ...]
     error: str | None
 
     @property
@@ -157,7 +159,14 @@ def listed(statuses: Iterable[NodeStatus], *, to_operator: bool) -> NodeList:
     totals = totals_of(nodes)
     if not to_operator:
         nodes = [
-            replace(node, kv=None, error=None, adapters=replace(node.adapters, failed={})) for node in nodes
+            replace(
+                node,
+                kv=None,
+                error=None,
+                adapters=replace(node.adapters, failed={}),
+                left_out=tuple(replace(each, why="") for each in node.left_out),
+            )
+            for node in nodes
         ]
     return NodeList(nodes=nodes, totals=totals)
 
@@ -211,6 +220,7 @@ def status_of(
         load=_load(figures),
         kv=_kv(figures.kv_tiers),
         adapters=_adapters(node.adapters(), figures.adapter_stats, failed_adapters),
+        left_out=figures.left_out,
         error=progress.error,
     )
 

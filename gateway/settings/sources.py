@@ -141,6 +141,8 @@ def _check_engine(config: Config) -> None:
         except ValueError as error:
             source = config.sources.get(name, "default")
             raise ConfigError(f"{name}: {error} ({source})") from error
+    if config.adapters == "off" and config.lora_modules:
+        raise ConfigError("lora_modules: an adapter is named, and adapters is off: take one of them away")
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
 

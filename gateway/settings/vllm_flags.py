@@ -27,9 +27,8 @@ SEVERAL: Mapping[str, str] = {
 }
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
-    "--enable-lora": "adapters can always be served",
+    "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
     "--enable-auto-tool-choice": "tools are always offered to the model",
-    "--enable-prefix-caching": "the prefix cache is always on",
     "--enable-chunked-prefill": "long prompts are always cut into parts",
     "--enable-prompt-tokens-details": "usage always says how many tokens were cached",
     "--enable-server-load-tracking": "/load always answers",
@@ -57,7 +56,6 @@ _LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
-    "--no-enable-prefix-caching": "sessions, KV tiers and advisories stand on the prefix cache",
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
     "--enable-log-requests": "prompts are never logged here. GET /v1/engine/state shows what runs and waits, by X-Request-Id",
     "--headless": "a node of a cluster is started with `overture node`",

@@ -63,6 +63,11 @@ def make_model(folder: Path, family: str) -> Path:
         "experts": lambda: transformers.Qwen3MoeConfig(
             **SIZES, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         ),
+        "recurrent": lambda: transformers.GraniteMoeHybridConfig(
+            **SIZES, num_key_value_heads=2, layer_types=["mamba", "attention"], num_local_experts=0, num_experts_per_tok=0,
+            shared_intermediate_size=64, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=32, mamba_expand=2,
+            mamba_chunk_size=256, position_embedding_type="nope",
+        ),
         "without adapters": lambda: transformers.StableLmConfig(**SIZES, num_key_value_heads=2),
     }  # fmt: skip
     config = configs[family]()
@@ -80,6 +85,44 @@ def make_model(folder: Path, family: str) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL_DIR / name, folder / name)
     return folder
+
+
+def write_adapter(folder: Path, model: Path, merged: Path, names: Sequence[str]) -> None:
+    """Write a LoRA adapter on the linear modules of these names, and the model whose weights it is merged into."""
+    import torch
+    import transformers
+
+    rank, chance = 4, torch.Generator().manual_seed(2)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tensors = {}
+    with torch.no_grad():
+        for path, weights in whole.named_parameters():
+            module = path.removesuffix(".weight")
+            if module.rpartition(".")[2] in names:
+                down = torch.randn(rank, weights.shape[1], generator=chance) / weights.shape[1] ** 0.5
+                up = torch.randn(weights.shape[0], rank, generator=chance) / rank**0.5
+                weights += up @ down
+                tensors[f"base_model.model.{module}.lora_A.weight"] = down
+                tensors[f"base_model.model.{module}.lora_B.weight"] = up
+    whole.save_pretrained(merged)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL_DIR / name, merged / name)
+    save_adapter(folder, tensors, rank, names)
+
+
+def save_adapter(folder: Path, tensors: dict[str, Any], rank: int, names: Sequence[str]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(names),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @asynccontextmanager
@@ -112,9 +155,14 @@ def text(seed: object, num_tokens: int) -> list[int]:
 
 
 def request(
-    prompt: Sequence[int], session: str = "", tenant: str = "", num_tokens: int = ANSWER_TOKENS
+    prompt: Sequence[int],
+    session: str = "",
+    tenant: str = "",
+    num_tokens: int = ANSWER_TOKENS,
+    adapter: str = "",
 ) -> EngineRequest:
     return EngineRequest(
+        adapter=adapter,
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(prompt),
         session_id=session,
@@ -174,13 +222,15 @@ async def test_where_every_layer_has_a_window_what_is_reused_is_what_was_compute
         assert tokens == await computed(node, long) != right[-1]
 
 
-async def reused_rightly(node: LocalNode, prompts: Sequence[list[int]], right: Sequence[list[int]]) -> int:
+async def reused_rightly(
+    node: LocalNode, prompts: Sequence[list[int]], right: Sequence[list[int]], **asked: Any
+) -> int:
     """How many tokens of prompts were not computed, the device having been filled with others' before each."""
     num_tokens = 0
     for number in range(2 * len(prompts)):
         await fill_the_device(node)
         which = number % len(prompts)
-        tokens, kv = await answer(node, prompts[which], session=f"s{which}")
+        tokens, kv = await answer(node, prompts[which], session=f"s{which}", **asked)
         assert tokens == right[which], kv
         num_tokens += num_reused(kv)
     return num_tokens
@@ -216,29 +266,48 @@ async def test_where_vllm_reuses_no_kv_neither_does_this_server(
         assert (await answer(node, prompt))[0] == first[0]
 
 
-async def test_a_server_starts_without_what_its_model_cannot_have_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_starts_without_what_its_model_cannot_have_and_says_so(tmp_path: Path) -> None:
     """What it has all the same gives the tokens of an engine that was asked for nothing else."""
     prompts = [text(at, 300) for at in range(3)]
-    said = {
-        "two kinds": ["with KV of all tokens in layers with a window, which the KV tiers need"],
-        "experts": ["without adapters"],
-        "without adapters": ["without adapters"],
+    lacks = {
+        "two kinds": ["hybrid KV cache"],
+        "recurrent": ["KV tiers", "prefix caching"],  # a kernel of vLLM's fails with it on a CPU
+        "without adapters": ["adapters"],
     }
-    for family, lines in said.items():
+    for family, mechanisms in lacks.items():
         model = make_model(tmp_path / family, family)
         # Two threads, where others have one: matrix products that vLLM keeps are right for one number only.
         async with engine(model, None, cpu_threads=2) as node:
             right = [await computed(node, prompt) for prompt in prompts]
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "engine_bridge"):
-            async with engine(model, tiers_in(tmp_path / f"{family}, kv"), enable_lora=True) as node:
-                assert await reused_rightly(node, prompts, right) > 3 * 200
-                pirate = {"lora_name": "pirate", "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")}
-                refused = await node.load_adapter(pirate)
-                assert refused.status == 400, "it fits none of these models"
-                assert (b"this server runs without adapters" in refused.body) == ("adapters" in lines[0])
-        found = [record.message for record in caplog.records if "is built again" in record.message]
-        hows = [line.partition("built again ")[2].partition(". The reason")[0] for line in found]
-        assert hows == lines, found
+        async with engine(model, tiers_in(tmp_path / f"{family}, kv"), enable_lora=True) as node:
+            assert [each.mechanism for each in node.figures().left_out] == mechanisms
+            num_reused = await reused_rightly(node, prompts, right)
+            assert num_reused > 3 * 200 if "KV tiers" not in mechanisms else num_reused == 0
+            pirate = {"lora_name": "pirate", "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")}
+            refused = await node.load_adapter(pirate)
+            assert refused.status == 400, "it fits none of these models"
+            assert (b"this server runs without adapters" in refused.body) == ("adapters" in mechanisms)
+
+
+async def test_beside_experts_adapters_change_what_their_merged_weights_change(tmp_path: Path) -> None:
+    import torch
+
+    model, merged, adapter = (tmp_path / name for name in ("model", "merged", "adapter"))
+    make_model(model, "experts")
+    write_adapter(adapter, model, merged, "q_proj k_proj v_proj o_proj".split())
+    expert = "base_model.model.model.layers.0.mlp.experts.0.up_proj"
+    halves = {f"{expert}.lora_A.weight": torch.ones(4, 64), f"{expert}.lora_B.weight": torch.ones(64, 4)}
+    save_adapter(tmp_path / "on experts", halves, 4, ["up_proj"])
+    prompts = [text(at, 300) for at in range(3)]
+    async with engine(merged, None) as node:
+        right = [await computed(node, prompt) for prompt in prompts]
+    async with engine(model, tiers_in(tmp_path / "kv"), enable_lora=True) as node:
+        assert not node.figures().left_out
+        loaded = await node.load_adapter({"lora_name": "tuned", "lora_path": str(adapter)})
+        assert loaded.status == 200, loaded.body
+        refused = await node.load_adapter({"lora_name": "odd", "lora_path": str(tmp_path / "on experts")})
+        assert refused.status == 400 and b"experts.0.up_proj" in refused.body
+        for prompt, tuned in zip(prompts, right, strict=True):
+            base = await computed(node, prompt)
+            assert (await answer(node, prompt, adapter="tuned"))[0] == tuned != base
+        assert await reused_rightly(node, prompts, right, adapter="tuned") > 3 * 200

@@ -12,6 +12,7 @@ from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import SPARE_SLOTS
 from engine_bridge.driver.in_process import runner_of
+from engine_bridge.driver.lora.experts import leave_experts_out
 from engine_bridge.driver.vllm_api import (
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
@@ -37,6 +38,12 @@ class SlotTable(LRUCacheLoRAModelManager):
     def capacity(self) -> int:
         """The number of slots."""
         return self.lora_slots
+
+    def _create_lora_modules(self) -> None:
+        """Make the layers that take adapters. On a CPU experts are none of them."""
+        if current_platform.is_cpu():
+            leave_experts_out(self)
+        super()._create_lora_modules()
 
     def set_adapter_mapping(self, mapping: Any) -> None:
         """Set the next step's mapping, without the rows that the host path computes."""

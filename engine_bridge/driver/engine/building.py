@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MODEL_FACTS, ROTARY, SEEDS
+from engine_bridge.policy.limits.model_support import CannotHave, Mechanism, left_out
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     """Build an in-process `LLMEngine` in which our parts replace vLLM's, except for features that are off.
 
     Raises:
+        CannotHave: where the model cannot have what the settings ask for; before its weights are loaded, as far as that is known.
         SeamMoved: where vLLM's internals have moved. Errors of vLLM pass unchanged.
     """
     from engine_bridge.driver.grammars import admission
@@ -77,9 +79,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         gc.freeze()
     mends_lora = config.device == "cpu" and config.enable_lora
     if mends_lora:
-        from engine_bridge.driver.lora import lora
+        from engine_bridge.driver.lora import experts, lora
 
         lora.install()
+        experts.install()
     if config.enable_lora:
         from engine_bridge.driver.adapters import seam
 
@@ -97,6 +100,8 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         from engine_bridge.driver.corrections import rotary
 
         rotary.install()
+    if MODEL_FACTS not in off:
+        _check_model(config, tiers)
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)
@@ -117,6 +122,22 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     return engine
 
 
+def _check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
+    """Raise CannotHave where the model's facts rule out what these settings ask for, and UnusableModel where vLLM refuses it."""
+    from engine_bridge.driver.engine.model_facts import configuration_of, facts_of
+
+    vllm_config = configuration_of(engine_args(config, tiers))
+    is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    asked: dict[Mechanism, bool] = {
+        "adapters": config.enable_lora,
+        "KV tiers": tiers is not None,
+        "hybrid KV cache": tiers is not None and is_apart,
+    }
+    reasons = {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
+    if reasons:
+        raise CannotHave(reasons)
+
+
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """Return vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
     from engine_bridge.driver.engine.engine_arguments import typed
@@ -130,7 +151,8 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "dtype": config.dtype,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.is_eager,
-        "enable_prefix_caching": True,
+        # Where it is wished vLLM decides: it has none for some kinds of models.
+        "enable_prefix_caching": None if config.enable_prefix_caching else False,
         "disable_log_stats": not config.log_stats,
         "seed": config.seed,
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),

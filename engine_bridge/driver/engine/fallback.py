@@ -1,15 +1,17 @@
-"""A server starts with what its model can have: an engine that fails with a mechanism which can be left out is built again without it."""
+"""A server starts with what its model can have: an engine that cannot have a mechanism is built without it."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from engine_bridge.protocol.errors import SeamMoved, SeveralGroups
+from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
+from engine_bridge.protocol.errors import SeamMoved
+from engine_bridge.protocol.figures import LeftOut
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -20,9 +22,19 @@ log = logging.getLogger(__name__)
 Driver = TypeVar("Driver")
 ONE_GROUP = "disable_hybrid_kv_cache_manager=true"
 """vLLM's argument with which sliding windows and full attention keep their KV alike, in one group of blocks."""
-# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM.
-_OTHERS = (OSError, MemoryError, SeamMoved)
+# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know.
+_OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel)
 _MAX_WHY_CHARS = 300
+_TIERS: Set[Mechanism] = {"KV tiers", "prefix caching"}
+"""Without one of these there are no tiers."""
+
+
+class Built(NamedTuple, Generic[Driver]):
+    """An engine's driver, the settings that it was built with, and what it does without, though it was wished."""
+
+    driver: Driver
+    config: EngineConfig
+    left_out: tuple[LeftOut, ...]
 
 
 def build_with_what_works(
@@ -31,8 +43,8 @@ def build_with_what_works(
     build: Callable[[EngineConfig, KvTiers | None], Driver],
     *,
     needs_adapters: bool,
-) -> tuple[Driver, EngineConfig]:
-    """Return what `build` makes of these settings, or of fewer mechanisms where it fails with them, and the settings that it was made of.
+) -> Built[Driver]:
+    """Return what `build` makes of these settings, or of fewer mechanisms where the model cannot have all.
 
     Each mechanism that is left out is said once, in the log. Tiers that are left out are switched off.
 
@@ -40,37 +52,99 @@ def build_with_what_works(
         config: the settings that the user wishes.
         tiers: the tiers for KV; None where there are none.
         build: makes the engine, takes seconds to minutes, and leaves nothing behind when it raises.
-        needs_adapters: whether the user has named adapters, so that a server without them would be no help.
+        needs_adapters: whether the user insists on adapters, so that a server without them would be no help.
 
     Raises:
+        CannotHave: the user insists on adapters, and the model cannot have them.
         Exception: that of the first try, where nothing that can be left out helps.
     """
+    known: dict[Mechanism, str] = {}
     first: Exception | None = None
-    is_unified = False
-    wishes_groups = any(each.split("=")[0] == ONE_GROUP.split("=")[0] for each in config.engine_args)
+    guesses = _guesses(known, may_lose_adapters=config.enable_lora and not needs_adapters)
+    guess: Set[Mechanism] = frozenset()
     while True:
+        tried = _without(config, known.keys() | guess)
+        loses_tiers = not tried.enable_prefix_caching or "KV tiers" in known.keys() | guess
         try:
-            return build(config, tiers), config
+            driver = build(tried, None if loses_tiers else tiers)
+            break
+        except CannotHave as error:
+            new = _translated(error, config)
+            if not new.keys() - known.keys() or (needs_adapters and "adapters" in new):
+                raise
+            known |= new
         except Exception as error:
             _let_go(error)
             first = first or error
-            has_several, failed = isinstance(error, SeveralGroups), error
-        if tiers is not None and has_several and not (is_unified or wishes_groups):
-            is_unified, how = True, "with KV of all tokens in layers with a window, which the KV tiers need"
-            config = replace(config, engine_args=(*config.engine_args, ONE_GROUP))
-        elif tiers is not None and (has_several or is_unified):
-            how = "without KV tiers"
-            tiers.switch_off("the engine cannot be built with them")
-            tiers = None
-            if is_unified:
-                config = replace(config, engine_args=config.engine_args[:-1])
-        elif config.enable_lora and not needs_adapters and not isinstance(failed, _OTHERS):
-            how = "without adapters"
-            config = replace(config, enable_lora=False)
-        else:
-            raise first
-        why = " ".join(f"{type(failed).__name__}: {failed}".split())[:_MAX_WHY_CHARS]
-        log.warning("the engine cannot be built as set up and is built again %s. The reason: %s", how, why)
+            guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
+            if not guess:
+                raise first from None
+            log.warning(
+                "the engine cannot be built as set up and is built again without %s. The reason: %s",
+                " and ".join(sorted(guess)),
+                _in_short(error),
+            )
+    if guess & _TIERS:
+        known.pop("hybrid KV cache", None)
+    for mechanism in sorted(guess):
+        known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
+    return Built(driver, tried, tuple(_say(known, tiers)))
+
+
+def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
+    if "adapters" in mechanisms:
+        config = replace(config, enable_lora=False)
+    if "prefix caching" in mechanisms:
+        config = replace(config, enable_prefix_caching=False)
+    if "hybrid KV cache" in mechanisms and not mechanisms & _TIERS:
+        config = replace(config, engine_args=(*config.engine_args, ONE_GROUP))
+    return config
+
+
+def _guesses(known: Mapping[Mechanism, str], *, may_lose_adapters: bool) -> Iterator[Set[Mechanism]]:
+    """Yield what an engine may be built without that fails for unknown reasons, the smallest loss first.
+
+    known: what is known to be impossible by the time that a guess is asked for.
+    """
+    adapters: Set[Mechanism] = {"adapters"} if may_lose_adapters else frozenset()
+    if adapters:
+        yield adapters
+    if "hybrid KV cache" in known:  # layers of some models cannot keep their KV alike
+        yield {"KV tiers"}
+        if adapters:
+            yield adapters | {"KV tiers"}
+    yield {"prefix caching"}
+    if adapters:
+        yield adapters | {"prefix caching"}
+
+
+def _translated(error: CannotHave, config: EngineConfig) -> dict[Mechanism, str]:
+    """Return an engine's reasons. Users who have chosen vLLM's KV manager keep it, and lose the tiers."""
+    reasons = dict(error.reasons)
+    chose = any(each.split("=")[0] == ONE_GROUP.split("=")[0] for each in config.engine_args)
+    if chose and (why := reasons.pop("hybrid KV cache", None)):
+        reasons["KV tiers"] = why
+    return reasons
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Return whether an error has a cause that only the user can mend. Too little memory is said by errors of many types."""
+    return isinstance(error, _OTHERS) or "memory" in f"{type(error).__name__} {error}".lower()
+
+
+def _in_short(error: Exception | None) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_WHY_CHARS]
+
+
+def _say(known: dict[Mechanism, str], tiers: KvTiers | None) -> Iterator[LeftOut]:
+    """Yield what is left out, and say so in the log."""
+    if tiers is not None and not tiers.is_off and known.keys() & _TIERS:
+        known.setdefault("KV tiers", "there is no prefix caching")
+        tiers.switch_off(known["KV tiers"])
+    for mechanism, why in known.items():
+        if mechanism != "KV tiers":  # which have said so themselves
+            log.warning("this server runs without %s, so %s: %s", mechanism, CONSEQUENCES[mechanism], why)
+        yield LeftOut(mechanism, why)
 
 
 def _let_go(error: BaseException | None) -> None:

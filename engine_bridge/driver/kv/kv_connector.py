@@ -28,7 +28,7 @@ from engine_bridge.driver.vllm_api import (
     MLAAttentionSpec,
     SupportsHMA,
 )
-from engine_bridge.protocol.errors import SeveralGroups
+from engine_bridge.policy.limits.model_support import CannotHave
 from kvtiers.blocks import Save
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise SeveralGroups(
-                f"the KV tiers serve one kind of attention, and this model has {len(kv_cache_config.kv_cache_groups)}"
-            )
+            is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+            why = f"the KV tiers serve one kind of KV, and this model has {len(kv_cache_config.kv_cache_groups)}"
+            raise CannotHave({"hybrid KV cache" if is_apart else "KV tiers": why})
         self._vllm_config = vllm_config
         self._gives_blocks_up = _gives_blocks_up(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])

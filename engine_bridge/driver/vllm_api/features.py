@@ -91,6 +91,10 @@ ENVIRONMENT = Feature("vLLM's environment", "a variable that we set for vLLM doe
 CLIENT_FIELDS = Feature(
     "fields of the server", "a field that we keep clients from setting may have another name"
 )
+MODEL_FACTS = Feature(
+    "facts of models",
+    "what a model cannot have is found by building the engine with it, which takes longer",
+)
 REPORT = Feature("reasons of waiting", "metrics and the engine's page do not say why requests wait")
 PROFILING = Feature("overture profile", "this machine cannot be measured", at_start=False)
 BENCHES = Feature("benches", "vLLM's own scheduler cannot be measured beside ours", at_start=False)

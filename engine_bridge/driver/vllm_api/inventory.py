@@ -75,8 +75,13 @@ vllm.config:CacheConfig ENGINE at vllm_config.cache_config
     KV_TIERS: read enable_prefix_caching prefix_caching_hash_algo
 vllm.config:ModelConfig ENGINE at vllm_config.model_config
     read max_model_len
-    KV_TIERS: read dtype hf_config hf_text_config model model_weights quantization
+    KV_TIERS: read dtype hf_config model model_weights quantization
+    MODEL_FACTS: read hf_text_config is_attention_free is_hybrid
     call get_vocab_size()
+vllm.model_executor.model_loader.utils MODEL_FACTS
+    call get_model_architecture(model_config)
+vllm.model_executor.models.interfaces MODEL_FACTS
+    call supports_lora(model)
 vllm.config:DeviceConfig PROFILING at vllm_config.device_config
     read device
 vllm.config:StructuredOutputsConfig ENGINE
@@ -89,6 +94,7 @@ vllm.engine.arg_utils:EngineArgs ENGINE
         max_model_len, num_gpu_blocks_override, kv_cache_memory_bytes, use_tqdm_on_load, scheduler_cls, structured_outputs_config,
         gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype, trust_remote_code, revision, download_dir, speculative_config)
         add_cli_args(parser)
+    MODEL_FACTS: call create_engine_config()
     KV_TIERS: read kv_transfer_config
     LORA: read enable_lora max_loras max_lora_rank
 vllm.v1.engine.detokenizer HALF_CHARACTERS
@@ -234,9 +240,16 @@ vllm.lora.worker_manager:LRUCacheWorkerLoRAManager LORA
     look up in _load_adapter: hf_to_vllm_mapper get_rename_mapper lora_skip_prefixes
 vllm.lora.model_manager:LRUCacheLoRAModelManager LORA
     override lora_slots capacity set_adapter_mapping(mapping)
+    CPU_LORA: override _create_lora_modules()
+    CPU_LORA: write supported_lora_modules
     write _last_mapping lora_index_to_id
     read device lora_config model modules packed_modules packed_modules_mapping punica_wrapper_mapping supported_lora_modules
     call _create_merged_loras_inplace(lora_model) remove_all_adapters()
+# -- adapters: experts on a CPU ----------------------------------------------------------------------------------------
+vllm.model_executor.layers.fused_moe.layer CPU_LORA
+    replace FusedMoEConfig
+    look up in FusedMoEFactory: FusedMoEConfig
+vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner CPU_LORA
 vllm.lora.layers:LoRAMapping LORA
     read index_mapping prompt_mapping
     call __init__(index_mapping, prompt_mapping, *, is_prefill)

@@ -77,6 +77,7 @@ export function nodes({ nodes: list }, rates) {
 function stateOf(node) {
   const isOnItsWay = node.state === 'starting' || node.state === 'rebuilding';
   return [mark(nodeState(node.state), node.state), isOnItsWay && h('span', { class: 'aside below' }, node.stage),
+    node.left_out.length > 0 && h('span', { class: 'aside below' }, `without ${node.left_out.map(({ mechanism }) => mechanism).join(', ')}`),
     node.error && h('span', { class: 'aside below wrong' }, node.error)].filter(Boolean);
 }
 
@@ -98,13 +99,14 @@ export function tiers({ nodes: list, advisory_counts: sums }) {
     const columns = [['Tier'], ['In use', 'bar-cell'], ['Blocks found', 'number']];
     return h('div', { class: 'part' }, list.length > 1 && h('h3', {}, node.id),
       table(`Memory of ${node.id}, by tier`, columns, rows), node.kv?.problem && h('p', { class: 'aside below wrong' }, node.kv.problem),
-      !node.kv && isOperator && h('p', { class: 'note' }, 'This node keeps no KV behind the device (--kv-host-gib 0).'));
+      !node.kv && isOperator && h('p', { class: 'note' }, `This node keeps no KV behind the device (${whyWithout(node, 'KV tiers') ?? '--kv-host-gib 0'}).`));
   });
   if (!parts.length) return [empty('There is no engine yet.')];
   if (!isOperator) parts.push(h('p', { class: 'note' }, 'Host memory and disk hold everybody’s conversations: an operator’s key shows them.'));
   return parts;
 }
 
+const whyWithout = (node, what) => node.left_out.find(({ mechanism }) => mechanism === what)?.why;
 const peersOf = ({ bytes_fetched: fetched, bytes_lent: lent }) => h('span', { class: 'meter-words' }, `${size(fetched)} fetched, ${size(lent)} lent`);
 const tierOf = ({ bytes, capacity_bytes: most }) => meter(bytes, most, `${size(bytes)} of ${size(most)}`);
 const used = ({ num_hits: num }) => count(num);
@@ -142,6 +144,8 @@ export function adapters({ nodes: list }) {
     h('p', { class: 'aside below wrong' }, `${name}${list.length > 1 ? ` on ${id}` : ''}: ${why}`)));
   const onDisk = Math.max(0, ...list.map((node) => node.adapters.num_by_place.disk ?? 0));
   const rest = onDisk ? `${count(onDisk)} on disk only: each is loaded when it is asked.` : '';
+  const isWithout = list.length > 0 && list.every(({ left_out: without }) => without.some(({ mechanism }) => mechanism === 'adapters'));
+  if (isWithout) return [empty(`The base model answers here, without adapters${whyWithout(list[0], 'adapters') ? `: ${whyWithout(list[0], 'adapters')}` : ''}.`)];
   if (!found.size) return [empty(['No adapter is in memory.', rest].filter(Boolean).join(' ')), ...failed];
   const several = list.length > 1;
   const rows = [...found].sort(([one], [other]) => one.localeCompare(other)).map(([name, { isPinned, places }]) =>

@@ -1,100 +1,121 @@
-"""An engine that fails with a mechanism is built without it, and what fails for other reasons is said as it is."""
+"""An engine that cannot have a mechanism is built without it, and what fails for other reasons is said as it is."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from engine_bridge.driver.engine.fallback import ONE_GROUP, build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.protocol.errors import SeveralGroups
+from engine_bridge.policy.limits.model_support import CannotHave, UnusableModel
 from engine_bridge.settings.engine_config import EngineConfig
 
 CONFIG = EngineConfig(model="m", served_model_name="m", enable_lora=True)
-NO_LORA = ValueError("OddForCausalLM does not support LoRA yet.")
+NO_LORA = CannotHave({"adapters": "vLLM has no LoRA for OddForCausalLM"})
+KINDS = CannotHave({"hybrid KV cache": "2 kinds"})
+ODD = ValueError("an odd kernel")
+# What an engine is tried with: adapters, tiers, one group of KV, prefix caching.
+Tried = tuple[bool, bool, bool, bool]
+ALL, BASE, ALIKE = (True, True, False, True), (False, True, False, True), (True, True, True, True)
+UNCACHED = (True, False, False, False)
 
 
 def built(
-    fails: Callable[[EngineConfig, KvTiers | None], Exception | None],
-    config: EngineConfig = CONFIG,
-    *,
-    needs_adapters: bool = False,
-) -> tuple[list[tuple[bool, bool, bool]], KvTiers]:
-    """Return each engine that was tried, with adapters, with tiers and with one group, and the tiers."""
-    tried = []
+    fails: Callable[[Tried], Exception | None], config: EngineConfig = CONFIG, *, needs_adapters: bool = False
+) -> tuple[list[Tried], dict[str, str]]:
+    """Return each engine that was tried, and what is left out."""
+    tried: list[Tried] = []
     given = KvTiers(TiersConfig(host_bytes=1 << 20, disk_bytes=0, folder=Path("unused")))
 
     def build(config: EngineConfig, tiers: KvTiers | None) -> str:
-        tried.append((config.enable_lora, tiers is not None, ONE_GROUP in config.engine_args))
-        if (error := fails(config, tiers)) is not None:
+        is_alike = ONE_GROUP in config.engine_args
+        tried.append((config.enable_lora, tiers is not None, is_alike, config.enable_prefix_caching))
+        if (error := fails(tried[-1])) is not None:
             raise error
         return "an engine"
 
-    driver, last = build_with_what_works(config, given, build, needs_adapters=needs_adapters)
+    driver, last, left_out = build_with_what_works(config, given, build, needs_adapters=needs_adapters)
     assert driver == "an engine" and last.enable_lora == tried[-1][0]
     assert given.is_off != tried[-1][1]
-    return tried, given
+    return tried, {each.mechanism: each.why for each in left_out}
 
 
 def test_what_works_is_built_once() -> None:
-    assert built(lambda *_: None)[0] == [(True, True, False)]
+    assert built(lambda _: None) == ([ALL], {})
 
 
-def test_a_model_without_adapters_is_served_without_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_model_is_known_to_lack_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        tried, _ = built(lambda config, _: NO_LORA if config.enable_lora else None)
-    assert tried == [(True, True, False), (False, True, False)]
-    assert "built again without adapters" in caplog.text and "does not support LoRA yet" in caplog.text
+        tried, left_out = built(lambda tried: NO_LORA if tried[0] else None)
+    assert tried == [ALL, BASE]
+    assert left_out == {"adapters": "vLLM has no LoRA for OddForCausalLM"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "this server runs without adapters, so every request is answered by the base model: vLLM has no LoRA for OddForCausalLM"
+    ]
 
 
 def test_kinds_of_attention_become_one_where_they_can_and_else_cost_the_tiers() -> None:
-    def fails(config: EngineConfig, tiers: Any) -> Exception | None:
-        return SeveralGroups("2 kinds") if tiers and ONE_GROUP not in config.engine_args else None
+    def fails(tried: Tried) -> Exception | None:
+        return KINDS if tried[1] and not tried[2] else None
 
-    assert built(fails)[0] == [(True, True, False), (True, True, True)]
-    recurrent = ValueError("the kinds of KV cannot be unified")
-    tried, _ = built(lambda config, tiers: fails(config, tiers) or (recurrent if tiers else None))
-    assert tried == [(True, True, False), (True, True, True), (True, False, False)]
+    assert built(fails) == ([ALL, ALIKE], {"hybrid KV cache": "2 kinds"})
+    tried, left_out = built(lambda tried: fails(tried) or (ODD if tried[1] else None))
+    assert tried == [ALL, ALIKE, (False, *ALIKE[1:]), (True, False, False, True)]
+    assert left_out == {"KV tiers": "the engine cannot be built with it (ValueError: an odd kernel)"}
     # Whoever has chosen vLLM's manager keeps it.
     wish = replace(CONFIG, engine_args=("disable_hybrid_kv_cache_manager=false",))
-    assert built(fails, wish)[0] == [(True, True, False), (True, False, False)]
+    assert built(fails, wish) == ([ALL, (True, False, False, True)], {"KV tiers": "2 kinds"})
 
 
-def test_a_model_may_lack_both() -> None:
-    def fails(config: EngineConfig, tiers: Any) -> Exception | None:
-        return NO_LORA if config.enable_lora else SeveralGroups("2 kinds") if tiers else None
+def test_a_model_may_lack_several() -> None:
+    both = CannotHave({"adapters": "none", "KV tiers": "none"})
+    assert built(lambda tried: both if tried[0] else None) == (
+        [ALL, (False, False, False, True)],
+        {"adapters": "none", "KV tiers": "none"},
+    )
 
-    assert [each[:2] for each in built(fails)[0]] == [
-        (True, True),
-        (False, True),
-        (False, True),
-        (False, False),
-    ]
+
+def test_what_fails_for_unknown_reasons_is_built_with_the_smallest_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        tried, left_out = built(lambda tried: ODD if tried[3] else None)
+    assert tried == [ALL, BASE, UNCACHED]
+    assert left_out.keys() == {"prefix caching", "KV tiers"} and "an odd kernel" in left_out["prefix caching"]
+    assert "is built again without adapters. The reason: ValueError: an odd kernel" in caplog.text
+    tried, left_out = built(lambda tried: ODD if tried[0] or tried[3] else None)
+    assert tried[-1] == (False, False, False, False) and left_out.keys() >= {"adapters", "prefix caching"}
 
 
 @pytest.mark.parametrize(
     ("error", "needs_adapters"),
-    [(NO_LORA, True), (OSError("no such folder"), False), (MemoryError("no room"), False)],
+    [
+        (NO_LORA, True),
+        (OSError("no such folder"), False),
+        (MemoryError("no room"), False),
+        (UnusableModel("an unknown architecture"), False),
+        (ValueError("10 GiB KV cache memory is needed"), False),
+    ],
 )
-def test_named_adapters_and_other_causes_are_errors_at_once(error: Exception, needs_adapters: bool) -> None:
+def test_what_only_the_user_can_mend_is_an_error_at_once(error: Exception, needs_adapters: bool) -> None:
     num_tries = 0
 
-    def fails(config: EngineConfig, tiers: Any) -> Exception:
+    def fails(_: Tried) -> Exception:
         nonlocal num_tries
         num_tries += 1
         return error
 
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(type(error), match=re.escape(str(error))):
         built(fails, needs_adapters=needs_adapters)
     assert num_tries == 1
 
 
 def test_what_helps_nowhere_is_the_first_error() -> None:
-    errors = iter([ValueError("the cause"), ValueError("another")])
+    errors = iter([ValueError("the cause"), *(ValueError("another") for _ in range(9))])
     with pytest.raises(ValueError, match="the cause"):
-        built(lambda *_: next(errors))
+        built(lambda _: next(errors))

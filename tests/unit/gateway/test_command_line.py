@@ -112,7 +112,7 @@ VALUES = {
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
 WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
-SWITCHES = ("--enforce-eager", "--trust-remote-code")
+SWITCHES = ("--enforce-eager", "--trust-remote-code", "--enable-prefix-caching")
 FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
 
 
