@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
+import aiohttp
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
@@ -29,6 +30,18 @@ from .parts import Parts
 Frame = dict[str, Any]
 
 
+class Reply(NamedTuple):
+    """Of the HTTP API. body: what its JSON says, or its text; None where it is empty."""
+
+    status: int
+    body: Any
+    headers: Mapping[str, str]
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class Gateway(Parts):
     """The whole gateway on a loopback port, on a fake node."""
 
@@ -45,11 +58,20 @@ class Gateway(Parts):
         self.metrics.registry.register(node_metrics)
         self.server = Server(Services(config, node, store, *parts, *bounds, maintenance, node_metrics))
 
+    async def call(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> Reply:
+        """Call the HTTP API, on a connection of its own."""
+        async with (
+            aiohttp.ClientSession(self.server.url, headers=bearer(key)) as http,
+            http.request(method, path, json=body) as reply,
+        ):
+            text = await reply.text()
+            is_json = reply.content_type == "application/json"
+            return Reply(reply.status, json.loads(text) if is_json else text or None, reply.headers)
+
     @contextlib.asynccontextmanager
     async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = self.server.url.replace("http", "ws") + "/ws"
-        async with connect(url, additional_headers=headers, max_size=None, ping_interval=None) as raw:
+        async with connect(url, additional_headers=bearer(key), max_size=None, ping_interval=None) as raw:
             socket = Socket(raw)
             if hello is not None:
                 await socket.send(type="hello", **hello)

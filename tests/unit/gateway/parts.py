@@ -62,6 +62,14 @@ class Clock:
         return self.now_s
 
 
+async def until(is_so: Callable[[], Any], step_s: float = 0.0) -> None:
+    """Wait for what tells nobody that it has changed, and let `step_s` of the loop's time pass between two looks."""
+    async with asyncio.timeout(PATIENCE_S + 1000 * step_s):
+        while not is_so():
+            await passes(step_s)
+            await asyncio.sleep(0.001)  # what happens in threads takes a while
+
+
 async def settled(rounds: int = 20) -> None:
     """Let the event loop go round as often as a chain of callbacks may need."""
     for _ in range(rounds):

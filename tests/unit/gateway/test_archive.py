@@ -3,13 +3,13 @@
 from copy import deepcopy
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
 from gateway.errors import GatewayError
 from gateway.sessions.archive import MAX_TURNS, Archive, as_markdown, read_archive
-from tests.unit.gateway.conftest import Gateway, Gateways
+
+from .front import Gateway
 
 KV = {"device": 1, "host": 0, "disk": 0, "recomputed": 4}
 TIMINGS = {"queue_ms": 0.5, "ttft_ms": 9.0, "tpot_ms": None, "e2e_ms": 12.0, "kv": KV}
@@ -45,48 +45,39 @@ def without_names(archive: dict[str, Any]) -> dict[str, Any]:
     return archive | {"turns": turns, "updated_at": 0}
 
 
-async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> None:
-    gateway: Gateway = await gateways()
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        ids, exports = [], []
-        given: object = WHOLE
-        for _ in range(2):
-            async with http.post("/api/sessions/import", json=given) as reply:
-                session = await reply.json()
-                assert reply.status == 201, session
-            assert [each["content"] for each in session["turns"]] == ["ask c", "ask e"]
-            assert session["settings"]["system_prompt"] == "Be brief."
-            ids.append(session["id"])
-            async with http.get(f"/api/sessions/{session['id']}/export") as reply:
-                assert (reply.status, reply.content_type) == (200, "application/json")
-                assert 'filename="Harbours.json"' in reply.headers["Content-Disposition"]
-                given = await reply.json()
-            exports.append(without_names(given))
-        assert exports[0] == exports[1] and ids[0] != ids[1]
-        wanted = without_names(msgspec.to_builtins(read_archive(WHOLE)))
-        times = {each.pop("created_at") for each in (*exports[0]["turns"], *wanted["turns"])}
-        assert 1_700_000_001.0 in times
-        assert exports[0] | {"adapter": "pirate"} == wanted, (
-            "all but an adapter that this server does not have"
-        )
-        async with http.get("/api/sessions?q=ask a") as reply:
-            assert {each["id"] for each in (await reply.json())["sessions"]} == set(ids)
+async def test_what_was_imported_is_exported_as_it_was(gateway: Gateway) -> None:
+    ids, exports, given = [], [], WHOLE
+    for _ in range(2):
+        reply = await gateway.call("POST", "/api/sessions/import", given)
+        assert reply.status == 201, reply.body
+        session = reply.body
+        assert [each["content"] for each in session["turns"]] == ["ask c", "ask e"]
+        assert session["settings"]["system_prompt"] == "Be brief."
+        ids.append(session["id"])
+        reply = await gateway.call("GET", f"/api/sessions/{session['id']}/export")
+        assert (reply.status, reply.headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+        assert 'filename="Harbours.json"' in reply.headers["Content-Disposition"]
+        given = reply.body
+        exports.append(without_names(given))
+    assert exports[0] == exports[1] and ids[0] != ids[1]
+    wanted = without_names(msgspec.to_builtins(read_archive(WHOLE)))
+    times = {each.pop("created_at") for each in (*exports[0]["turns"], *wanted["turns"])}
+    assert 1_700_000_001.0 in times
+    assert exports[0] | {"adapter": "pirate"} == wanted, "all but an adapter that this server does not have"
+    found = (await gateway.call("GET", "/api/sessions?q=ask a")).body["sessions"]
+    assert {each["id"] for each in found} == set(ids)
 
 
-async def test_a_conversation_goes_on_where_an_import_ends(gateways: Gateways) -> None:
-    gateway: Gateway = await gateways()
+async def test_a_conversation_goes_on_where_an_import_ends(gateway: Gateway) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Where is Lisbon?"},
         {"role": "assistant", "content": "In Portugal."},
     ]
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.post("/api/sessions/import", json={"messages": messages}) as reply:
-            session = await reply.json()
-        assert (reply.status, session["title"]) == (201, "Where is Lisbon?")
-        await gateway.answered("next", "Answer.", owner="local", session_id=session["id"])
-        async with http.get(f"/api/sessions/{session['id']}") as reply:
-            turns = (await reply.json())["turns"]
+    reply = await gateway.call("POST", "/api/sessions/import", {"messages": messages})
+    assert (reply.status, reply.body["title"]) == (201, "Where is Lisbon?")
+    await gateway.answered("next", "Answer.", owner="local", session_id=reply.body["id"])
+    turns = (await gateway.call("GET", f"/api/sessions/{reply.body['id']}")).body["turns"]
     assert [each["content"] for each in turns] == ["Where is Lisbon?", "Hello!"]
     asked = gateway.node.answers[-1].request.messages
     assert [each.content for each in asked] == ["Be brief.", "Where is Lisbon?", "In Portugal.", "Hello!"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
@@ -90,14 +91,13 @@ def test_the_operator_names_others_with_their_origins() -> None:
 
 
 async def test_a_request_without_a_host_asks_no_name_server(
-    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: object) -> str:
         raise AssertionError("the event loop waits for a name server")
 
     monkeypatch.setattr(socket, "getfqdn", ask)
     monkeypatch.setattr(socket, "gethostbyaddr", ask)
-    gateway = await gateways()
     for head in (
         b"GET /api/sessions HTTP/1.0\r\n\r\n",
         b"GET /healthz HTTP/1.0\r\nOrigin: http://a.example\r\n\r\n",
@@ -118,12 +118,9 @@ async def test_a_reply_that_says_not_now_says_when(gateways: Gateways, route: st
 
     gateway.node.serve = gateway.node.load_adapter = not_now  # type: ignore[method-assign,assignment]
     body = {"model": "fake-model", "messages": [{"role": "user", "content": "Hello!"}]}
-    async with (
-        aiohttp.ClientSession(gateway.server.url) as http,
-        http.post(route, json=body) as reply,
-    ):
-        assert reply.status == 503 and int(reply.headers["Retry-After"]) >= 1
-        error = (await reply.json())["error"]
+    reply = await gateway.call("POST", route, body)
+    assert reply.status == 503 and int(reply.headers["Retry-After"]) >= 1
+    error = reply.body["error"]
     assert error["code"] == "adapter_changing"
     told = from_bridge(AdapterChanging())
     assert told.retryable and to_openai_body(told)["error"] == error
@@ -158,32 +155,18 @@ def test_depth_is_exact_and_values_are_never_fewer_than_there_are(value: Any, ch
 MESSAGE = {"role": "user", "content": "x" * 10}
 
 
-def check(api: Api, body: Any) -> None:
-    check_call(api, body, max_messages=8, max_sequences=4)
-    check_prompt(api, body, 300)
-
-
-@pytest.mark.parametrize(
-    ("api", "body"),
-    [
-        ("chat", {"messages": [MESSAGE] * 8}),
-        ("chat", {"messages": "malformed", "n": "two"}),
-        ("chat", ["no object"]),
-        ("chat", {"messages": [MESSAGE], "user": "u" * 1000}),
-        ("completions", {"prompt": "x" * 300, "n": 4}),
-        ("completions", {"prompt": ["x" * 300] * 4}),
-        ("completions", {"prompt": list(range(50)), "n": 4}),
-        ("responses", {"input": "x" * 300}),
-        ("messages", {"messages": [MESSAGE], "system": "x" * 250}),
-    ],
-)
-def test_calls_within_their_limits_pass(api: Api, body: Any) -> None:
-    check(api, body)
-
-
 @pytest.mark.parametrize(
     ("api", "body", "setting"),
     [
+        ("chat", {"messages": [MESSAGE] * 8}, None),
+        ("chat", {"messages": "malformed", "n": "two"}, None),
+        ("chat", ["no object"], None),
+        ("chat", {"messages": [MESSAGE], "user": "u" * 1000}, None),
+        ("completions", {"prompt": "x" * 300, "n": 4}, None),
+        ("completions", {"prompt": ["x" * 300] * 4}, None),
+        ("completions", {"prompt": list(range(50)), "n": 4}, None),
+        ("responses", {"input": "x" * 300}, None),
+        ("messages", {"messages": [MESSAGE], "system": "x" * 250}, None),
         ("chat", {"messages": [MESSAGE] * 9}, "max_messages"),
         ("responses", {"input": [MESSAGE] * 9}, "max_messages"),
         ("chat", {"messages": [MESSAGE], "n": 5}, "max_sequences"),
@@ -198,9 +181,10 @@ def test_calls_within_their_limits_pass(api: Api, body: Any) -> None:
         ("messages", {"messages": [], "system": "x" * 301}, "max_prompt_chars"),
     ],
 )
-def test_calls_over_a_limit_are_refused_with_its_name(api: Api, body: Any, setting: str) -> None:
-    with pytest.raises(InvalidRequest, match=setting):
-        check(api, body)
+def test_calls_over_a_limit_are_refused_with_its_name(api: Api, body: Any, setting: str | None) -> None:
+    with pytest.raises(InvalidRequest, match=setting) if setting else nullcontext():
+        check_call(api, body, max_messages=8, max_sequences=4)
+        check_prompt(api, body, 300)
 
 
 def test_bodies_with_too_many_values_or_levels_are_refused() -> None:
@@ -213,11 +197,8 @@ def test_bodies_with_too_many_values_or_levels_are_refused() -> None:
 @pytest.mark.parametrize(
     "name", ["", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"]
 )
-async def test_what_is_no_file_of_the_page_does_not_exist(gateway: Gateway, name: str) -> None:
-    async with (
-        aiohttp.ClientSession() as http,
-        http.get(URL(f"{gateway.server.url}/static/{name}", encoded=True)) as reply,
-    ):
+async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSession, name: str) -> None:
+    async with http.get(URL(f"/static/{name}", encoded=True)) as reply:
         assert reply.status == 404, await reply.text()
 
 
@@ -227,7 +208,6 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
         gateway.socket(key="ov-one", hello={}) as watching,
         gateway.socket(key="ov-one", hello={}) as asking,
         gateway.socket(key="ov-two", hello={}) as other,
-        aiohttp.ClientSession(gateway.server.url, headers={"Authorization": "Bearer ov-one"}) as http,
     ):
         for each in (watching, other):
             await each.send(type="watch_list")
@@ -239,8 +219,12 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
             assert (frame["type"], frame["session_id"]) == ("listed", session_id)
             assert {name: frame["session"][name] for name in fields} == fields
 
-        async with http.post("/api/sessions", json={}) as reply:
-            session_id = (await reply.json())["id"]
+        async def call(method: str, path: str, body: Any = None) -> Any:
+            reply = await gateway.call(method, path, body, key="ov-one")
+            assert 200 <= reply.status < 300
+            return reply.body
+
+        session_id = (await call("POST", "/api/sessions", {}))["id"]
         await heard(session_id, title=None, num_turns=0)
         assert (await asking.ask("a", "Hello!", session_id=session_id))["type"] == "accepted"
         await heard(session_id, title="Hello!", num_turns=1)
@@ -248,40 +232,28 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
         assert (await asking.rest())[1]["type"] == "done"
         path = f"/api/sessions/{session_id}"
         for change in ({"title": "Greetings"}, {"is_pinned": True}):
-            async with http.patch(path, json=change) as reply:
-                assert reply.status == 200
+            await call("PATCH", path, change)
             await heard(session_id, **change)
-        async with http.delete(path) as reply:
-            assert reply.status == 204
+        await call("DELETE", path)
         assert await watching.next() == {"type": "listed", "session_id": session_id, "session": None}
-        async with http.post(f"{path}/restore") as reply:
-            assert reply.status == 200
+        await call("POST", f"{path}/restore")
         await heard(session_id, is_pinned=True)
-        async with http.get(f"{path}/export") as reply:
-            archive = await reply.json()
-        async with http.post("/api/sessions/import", json=archive) as reply:
-            copy = (await reply.json())["id"]
-        await heard(copy, title="Greetings", num_turns=1)
+        copy = await call("POST", "/api/sessions/import", await call("GET", f"{path}/export"))
+        await heard(copy["id"], title="Greetings", num_turns=1)
         for each in (asking, other):
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong", "it does not watch, or is another's"
 
 
 async def test_code_of_ours_that_blocks_the_loop_is_noted_though_its_error_is_swallowed(
-    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = await gateways()
-
     async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     monkeypatch.setattr("gateway.doors.rest.pages.asyncio.to_thread", on_the_loop)
     with watched() as blocked:
-        async with (
-            aiohttp.ClientSession() as http,
-            http.get(f"{gateway.server.url}/static/index.html") as reply,
-        ):
-            assert reply.status == 500
+        assert (await gateway.call("GET", "/static/index.html")).status == 500
     assert "_static_path" in blocked.found[0]
 
 
@@ -303,20 +275,24 @@ def test_files_are_kept_back_for_everything_else(max_files: int, total: int) -> 
     assert 0 < limits.num_general < total
 
 
-def test_who_goes_when_connections_are_scarce() -> None:
-    assert admit(FULL, LIMITS) == Admission(True, "oldest_unfinished")
-    assert admit(replace(FULL, has_unfinished=False), LIMITS) == Admission(True, "oldest_idle")
-    busy = replace(FULL, has_unfinished=False, has_idle=False)
-    assert admit(busy, LIMITS) == Admission(True, is_reserved=True)
-    assert admit(replace(busy, num_all=LIMITS.num_total), LIMITS) == Admission(False, reason="limit")
+BUSY = replace(FULL, has_unfinished=False, has_idle=False)
+GREEDY = replace(QUIET, num_of_address=LIMITS.num_per_address, has_unfinished_of_address=False)
 
 
-def test_an_address_makes_room_among_its_own() -> None:
-    greedy = replace(QUIET, num_of_address=LIMITS.num_per_address)
-    assert admit(greedy, LIMITS) == Admission(True, "oldest_of_address")
-    greedy = replace(greedy, has_unfinished_of_address=False)
-    assert admit(greedy, LIMITS) == Admission(False, reason="address_limit")
-    assert admit(replace(greedy, num_of_address=None), LIMITS) == Admission(True), "many share this address"
+@pytest.mark.parametrize(
+    ("new", "admission"),
+    [
+        (FULL, Admission(True, "oldest_unfinished")),
+        (replace(FULL, has_unfinished=False), Admission(True, "oldest_idle")),
+        (BUSY, Admission(True, is_reserved=True)),
+        (replace(BUSY, num_all=LIMITS.num_total), Admission(False, reason="limit")),
+        (replace(GREEDY, has_unfinished_of_address=True), Admission(True, "oldest_of_address")),
+        (GREEDY, Admission(False, reason="address_limit")),
+        (replace(GREEDY, num_of_address=None), Admission(True)),  # an address that many share
+    ],
+)
+def test_who_goes_when_connections_are_scarce(new: NewConnection, admission: Admission) -> None:
+    assert admit(new, LIMITS) == admission
 
 
 @pytest.mark.parametrize(
@@ -362,10 +338,8 @@ def test_addresses_of_one_customer_are_one(host: str, address: str) -> None:
 
 def test_which_addresses_many_share() -> None:
     proxies = [ip_network("10.0.0.0/8"), ip_network("2001:db8:1:2::5")]
-    for shared in ("", "127.0.0.1", "127.8.8.8", "::1", "10.1.2.3", "2001:db8:1:2::"):
-        assert is_shared(shared, proxies)
-    for own in ("192.0.2.7", "2001:db8:1:3::"):
-        assert not is_shared(own, proxies)
+    shared = ["", "127.0.0.1", "127.8.8.8", "::1", "10.1.2.3", "2001:db8:1:2::"]
+    assert [host for host in [*shared, "192.0.2.7", "2001:db8:1:3::"] if is_shared(host, proxies)] == shared
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -17,16 +16,12 @@ from gateway.nodes.node_states import NodeList, listed, status_of
 from gateway.turns.engine_feed import PUSH_EVERY_S
 from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 
-from .fake_node import PATIENCE_S, FakeNode
+from .fake_node import FakeNode
 from .front import Frame, Gateway, Gateways, Socket
 from .nodes import routed
-from .parts import passes, settled
+from .parts import passes, settled, until
 
-OPERATOR, TENANT, OTHER = (
-    "ov-an-operators-key-for-tests",
-    "ov-a-tenants-key-for-tests",
-    "ov-another-tenants-key",
-)
+OPERATOR, TENANT, OTHER = "ov-an-operators-key", "ov-a-tenants-key", "ov-another-tenants-key"
 KEYS = {"api_keys": (TENANT, OTHER), "operator_keys": (OPERATOR,)}
 LANES = LaneStats(boundaries=(0.5,), num_waiting=(2, 1), quota_tokens=(400, 600), used_tokens=(300, 0))
 SCHEDULING = SchedulingStats(
@@ -55,20 +50,10 @@ def busy(gateway: Gateway) -> Gateway:
     return gateway
 
 
-def bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-async def list_of(gateway: Gateway, key: str | None = None) -> NodeList:
-    async with (
-        aiohttp.ClientSession(gateway.server.url, headers=bearer(key)) as http,
-        http.get("/v1/nodes") as reply,
-    ):
-        assert reply.status == 200, await reply.text()
-        return msgspec.json.decode(await reply.read(), type=NodeList)
-
-
-# -- the list ----------------------------------------------------------------------------------------------------------
+async def list_of(gateway: Gateway) -> NodeList:
+    reply = await gateway.call("GET", "/v1/nodes")
+    assert reply.status == 200, reply.body
+    return msgspec.convert(reply.body, NodeList)
 
 
 async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gateway: Gateway) -> None:
@@ -80,7 +65,8 @@ async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gate
     assert node.kv is not None and node.kv.disk is not None
     assert (node.kv.host.bytes, node.kv.host.num_hits, node.kv.disk.capacity_bytes) == (10, 7, 200)
     assert node.adapters.num_by_place == {"disk": 2} and node.adapters.resident == []
-    assert (listed.totals.num_open, listed.totals.num_running, listed.totals.num_kv_blocks) == (1, 4, 60)
+    totals = listed.totals
+    assert (totals.num_open, totals.num_running, totals.num_kv_blocks) == (1, 4, 60)
     assert (await list_of(gateway)).nodes[0].incarnation == node.incarnation != ""
 
 
@@ -92,16 +78,6 @@ def test_what_a_node_cannot_load_is_shown_to_operators() -> None:
     assert listed([node], to_operator=True).nodes[0].adapters == node.adapters
     (seen,) = listed([node], to_operator=False).nodes
     assert seen.adapters.failed == {} and seen.adapters.num_by_place == node.adapters.num_by_place
-
-
-# -- draining and restarting -------------------------------------------------------------------------------------------
-
-
-async def told(
-    http: aiohttp.ClientSession, path: str, body: Any = None, key: str | None = None
-) -> tuple[int, Any]:
-    async with http.post(path, json=body, headers=bearer(key)) as reply:
-        return reply.status, await reply.json()
 
 
 @pytest.mark.parametrize(
@@ -117,10 +93,10 @@ async def told(
     ],
 )
 async def test_what_is_wrong_with_a_change_is_said(
-    http: aiohttp.ClientSession, route: str, body: Any, status: int
+    gateway: Gateway, route: str, body: Any, status: int
 ) -> None:
-    found, reply = await told(http, route, body)
-    assert found == status and reply["error"]["message"], reply
+    reply = await gateway.call("POST", route, body)
+    assert reply.status == status and reply.body["error"]["message"], reply
 
 
 async def test_a_change_goes_on_behind_its_reply_and_another_one_has_to_wait() -> None:
@@ -160,9 +136,7 @@ async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened(
             await maintenance.drain("b", None, is_forced=False)
         assert maintenance.reopen("a").is_open
         await maintenance.restart("a", None, is_forced=False)
-        async with asyncio.timeout(PATIENCE_S):
-            while not maintenance.states()[0].is_open:
-                await asyncio.sleep(0.01)
+        await until(lambda: maintenance.states()[0].is_open)
         assert placement.restarted == ["a"] and maintenance.states()[0].incarnation != first.incarnation
         await maintenance.drain("a", None, is_forced=True)
         assert (await maintenance.drain("b", None, is_forced=True)).is_draining, "by force"
@@ -171,29 +145,23 @@ async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened(
         assert not maintenance.states()[1].is_open and maintenance.states()[1].incarnation == ""
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
-
-
-async def test_metrics_tell_of_each_node(gateway: Gateway, http: aiohttp.ClientSession) -> None:
-    busy(gateway)
-    async with http.get("/metrics") as reply:
-        lines = (await reply.text()).splitlines()
-    metrics = {
-        name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if "node=" in line)
-    }
-    assert metrics['overture_node_state{node="local",state="ready"}'] == 1
-    assert metrics['overture_node_state{node="local",state="draining"}'] == 0
-    assert metrics['overture_node_running{node="local"}'] == 4
-    assert metrics['overture_node_kv_free_blocks{node="local"}'] == 20
-    assert metrics['overture_node_answer_tokens_total{node="local"}'] == 70
-    assert metrics['overture_node_tier_bytes{node="local",tier="disk"}'] == 20
-    assert metrics['overture_node_peer_bytes_total{direction="in",node="local"}'] == 40
-
-
-# -- live on the socket ------------------------------------------------------------------------------------------------
+async def test_metrics_tell_of_each_node(gateway: Gateway) -> None:
+    lines = (await busy(gateway).call("GET", "/metrics")).body.splitlines()
+    for line in (
+        'state{node="local",state="ready"} 1.0',
+        'state{node="local",state="draining"} 0.0',
+        'running{node="local"} 4.0',
+        'kv_free_blocks{node="local"} 20.0',
+        'answer_tokens_total{node="local"} 70.0',
+        'tier_bytes{node="local",tier="disk"} 20.0',
+        'peer_bytes_total{direction="in",node="local"} 40.0',
+    ):
+        assert f"overture_node_{line}" in lines
 
 
 async def picture(socket: Socket) -> Frame:
+    """What a socket that begins to watch is shown."""
+    await socket.send(type="watch_engine")
     frame = await socket.next()
     assert frame["type"] == "engine", frame
     return frame
@@ -209,7 +177,6 @@ async def test_the_last_advisories_are_shown_with_the_states_that_they_went_thro
         advisory.report("hit", num_tokens=32, device_tokens=32, lead_s=0.5)
         for _ in range(3):
             assert (await socket.next())["type"] == "advisory"
-        await socket.send(type="watch_engine")
         shown = await picture(socket)
     (trail,) = shown["advisories"]
     assert (trail["session_id"], trail["source"]) == (turn.session_id, "typing")
@@ -228,15 +195,12 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
         await mine.send(type="typing", session_id="lisbon")
         (await gateway.node.told()).report("staging")
         await mine.next()
-        shown = {}
-        for name, socket in (("mine", mine), ("other", other), ("operator", operator)):
-            await socket.send(type="watch_engine")
-            shown[name] = await picture(socket)
-    assert [each["session_id"] for each in shown["mine"]["advisories"]] == ["lisbon"]
-    assert shown["other"]["advisories"] == shown["operator"]["advisories"] == []
-    assert shown["operator"]["advisory_counts"] == {"live": 1}
-    assert shown["mine"]["advisory_counts"] is shown["other"]["advisory_counts"] is None
-    assert shown["mine"]["nodes"][0]["kv"] is None and shown["operator"]["nodes"][0]["kv"] is not None
+        to_me, to_other, to_operator = [await picture(socket) for socket in (mine, other, operator)]
+    assert [each["session_id"] for each in to_me["advisories"]] == ["lisbon"]
+    assert to_other["advisories"] == to_operator["advisories"] == []
+    assert to_operator["advisory_counts"] == {"live": 1}
+    assert to_me["advisory_counts"] is to_other["advisory_counts"] is None
+    assert to_me["nodes"][0]["kv"] is None and to_operator["nodes"][0]["kv"] is not None
 
 
 async def test_who_has_not_taken_the_last_picture_gets_no_further_one(gateway: Gateway) -> None:
@@ -244,13 +208,10 @@ async def test_who_has_not_taken_the_last_picture_gets_no_further_one(gateway: G
     gateway.node.adapter_names = [f"{number}-{'x' * 40_000}" for number in range(64)]
     gateway.node.adapter_place = "host"
     async with gateway.socket(hello={}) as socket:
-        await socket.send(type="watch_engine")
         await picture(socket)
         (connection,) = gateway.server.services.connections
         socket.raw.transport.pause_reading()
-        async with asyncio.timeout(PATIENCE_S):
-            while connection.blocked_since is None:
-                await passes(PUSH_EVERY_S)
+        await until(lambda: connection.blocked_since is not None, PUSH_EVERY_S)
         for _ in range(40):
             await passes(PUSH_EVERY_S)
         await socket.send(type="watch_engine", on=False)

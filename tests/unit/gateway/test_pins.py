@@ -1,15 +1,13 @@
 """Pinned conversations: on top of the list, wherever the list's page ends."""
 
-import aiohttp
 import pytest
 
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.sessions.listing import MAX_PINNED
 
-from .front import Gateways
-
-NOW = 1_700_000_000.0
+from .front import Gateway
+from .parts import NOW
 
 
 @pytest.fixture
@@ -47,30 +45,23 @@ async def test_more_pins_than_a_list_can_show_are_refused(store: SessionStore) -
     assert (await pinned(store))[0] == "p0", "one that is pinned may be pinned again"
 
 
-async def test_the_first_page_says_what_is_pinned(gateways: Gateways) -> None:
-    gateway = await gateways()
+async def test_the_first_page_says_what_is_pinned(gateway: Gateway) -> None:
     turns = [await gateway.answered(f"t{number}", "Hello.", owner="local") for number in range(2)]
     # The list's own order: both may have been used at the same moment.
     listed, _ = await gateway.store.list_sessions("local")
     newest, oldest = (str(session.id) for session in listed)
     assert {newest, oldest} == {turn.session_id for turn in turns}
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        path = f"/api/sessions/{oldest}"
-        async with http.patch(path, json={"is_pinned": True}) as reply:
-            assert (reply.status, (await reply.json())["is_pinned"]) == (200, True)
-        async with http.patch(path, json={"is_pinned": "yes"}) as reply:
-            assert reply.status == 400
+    path = f"/api/sessions/{oldest}"
+    reply = await gateway.call("PATCH", path, {"is_pinned": True})
+    assert (reply.status, reply.body["is_pinned"]) == (200, True)
+    assert (await gateway.call("PATCH", path, {"is_pinned": "yes"})).status == 400
 
-        async def page_of(query: str) -> tuple[list[str], list[str], str]:
-            async with http.get(f"/api/sessions?{query}") as reply:
-                page = await reply.json()
-            return (
-                [each["id"] for each in page["sessions"]],
-                [each["id"] for each in page["pinned"]],
-                page["next"],
-            )
+    async def page_of(query: str) -> tuple[list[str], list[str], str]:
+        page = (await gateway.call("GET", f"/api/sessions?{query}")).body
+        shown, pins = ([each["id"] for each in page[name]] for name in ("sessions", "pinned"))
+        return shown, pins, page["next"]
 
-        shown, pins, following = await page_of("limit=1")
-        assert (shown, pins) == ([newest], [oldest])
-        assert (await page_of(f"limit=1&before={following}"))[:2] == ([oldest], [])
-        assert (await page_of("q=hello"))[1] == []
+    shown, pins, following = await page_of("limit=1")
+    assert (shown, pins) == ([newest], [oldest])
+    assert (await page_of(f"limit=1&before={following}"))[:2] == ([oldest], [])
+    assert (await page_of("q=hello"))[1] == []

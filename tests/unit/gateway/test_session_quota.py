@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-import pytest_asyncio
 
 from engine_bridge.protocol.engine_request import Sampling
 from engine_bridge.protocol.node import pack_token_ids
@@ -18,66 +16,59 @@ from gateway.errors import GatewayError
 from gateway.sessions import RESTORE_WINDOW_S, SessionSettings, SessionStore, SettingsPatch
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
-from .front import Gateway, Gateways
-from .parts import Parts, refused
+from .front import Gateway
+from .parts import NOW, Parts, refused
+from .stores import ask, end, rows_of, talk
 
-NOW = 1_700_000_000.0
 LIMIT = 1 << 20
 HALF = "x" * (LIMIT // 2)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def store(path: Path) -> AsyncIterator[SessionStore]:
     store = await SessionStore.open(path, max_owner_bytes=LIMIT)
     yield store
     await store.close()
 
 
-async def say(
-    store: SessionStore, turn: str, content: str, *, owner: str = "ann", answer: str = "", **more: object
-):
-    """A finished turn of session s."""
-    await store.create_session(owner, session_id="s", exist_ok=True, now=NOW)
-    await store.begin_turn(owner, "s", turn, content, now=NOW, **more)
-    over = await store.finish_turn(owner, "s", turn, answer=answer, status="done", now=NOW)
-    return over.turn if over is not None else None
-
-
-def counted(path: Path, owner: str) -> int:
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        return conn.execute("SELECT num_bytes FROM owners WHERE name = ?", (owner,)).fetchone()[0]
+def counted(path: Path, owner: str = "ann") -> int:
+    return rows_of(path, "SELECT num_bytes FROM owners WHERE name = ?", owner)[0][0]
 
 
 async def test_reasoning_is_counted_and_given_back(store: SessionStore, path: Path) -> None:
     await store.create_session("ann", session_id="s", now=NOW)
-    await store.begin_turn("ann", "s", "t", "abc", now=NOW)
-    await store.finish_turn("ann", "s", "t", answer="de", reasoning="thöught", status="failed", now=NOW)
-    assert counted(path, "ann") == SESSION_BYTES + TURN_BYTES + 3 + 2 + 8
-    await store.begin_turn("ann", "s", "t", "abc", now=NOW)  # asked again: what it thought is gone
-    assert counted(path, "ann") == SESSION_BYTES + TURN_BYTES + 3
-    await store.finish_turn("ann", "s", "t", answer="de", reasoning="thought", status="done", now=NOW)
+    await ask(store, "s", "t", "abc")
+    await end(store, "s", "t", "de", reasoning="thöught", status="failed")
+    assert counted(path) == SESSION_BYTES + TURN_BYTES + 3 + 2 + 8
+    await ask(store, "s", "t", "abc")  # asked again: what it thought is gone
+    assert counted(path) == SESSION_BYTES + TURN_BYTES + 3
+    await end(store, "s", "t", "de", reasoning="thought")
     with contextlib.closing(sqlite3.connect(path)) as conn:
         conn.execute("PRAGMA foreign_keys = ON")
         conn.execute("DELETE FROM turns")
         conn.commit()
-    assert counted(path, "ann") == SESSION_BYTES
+    assert counted(path) == SESSION_BYTES
 
 
 async def test_an_answer_under_way_is_kept_whole(store: SessionStore) -> None:
     """What was accepted is finished, above the limit if it must be; the next message is refused, a known one is still answered."""
-    over = await say(store, "t", "question", answer="y" * (2 * LIMIT))
+    await store.create_session("ann", session_id="s", now=NOW)
+    await ask(store, "s", "t", "question")
+    over = await end(store, "s", "t", "y" * (2 * LIMIT))
     assert over is not None and len(over.answer) == 2 * LIMIT
     for options in ({}, {"after": "t"}):
-        error = await refused(store.begin_turn("ann", "s", "u", "more", now=NOW, **options))
+        error = await refused(ask(store, "s", "u", "more", **options))
         assert (error.code, error.http_status, error.retryable) == ("quota_exceeded", 429, False)
         assert "1 MiB" in error.message and "Delete conversations" in error.message
-    assert not (await store.begin_turn("ann", "s", "t", "question", now=NOW)).is_new
+    assert not (await ask(store, "s", "t", "question")).is_new
 
 
 async def test_what_is_deleted_is_free_once_it_can_no_longer_be_restored(
     store: SessionStore, path: Path
 ) -> None:
-    await say(store, "t", HALF, answer=HALF)
+    await store.create_session("ann", session_id="s", now=NOW)
+    await ask(store, "s", "t", HALF)
+    await end(store, "s", "t", HALF)
     await store.delete("ann", "s", NOW)
     with pytest.raises(GatewayError, match="30 s later"):
         await store.create_session("ann", session_id="new", now=NOW + RESTORE_WINDOW_S)
@@ -85,7 +76,7 @@ async def test_what_is_deleted_is_free_once_it_can_no_longer_be_restored(
     await store.create_session("ann", session_id="new", now=later)
     await store.begin_turn("ann", "new", "u", HALF, now=later)
     await store.purge(later)
-    assert counted(path, "ann") == SESSION_BYTES + TURN_BYTES + len(HALF)
+    assert counted(path) == SESSION_BYTES + TURN_BYTES + len(HALF)
 
 
 PATIENT = "You are patient."
@@ -95,16 +86,6 @@ async def settle(store: SessionStore, session: str = "s", **changes: Any) -> Ses
     """Change settings of ann's session; returns what it has then."""
     await store.patch("ann", session, settings=SettingsPatch(**changes), now=NOW)
     return (await store.get_session("ann", session)).settings
-
-
-async def asked(store: SessionStore, turn: str, *token_ids: int) -> None:
-    await store.begin_turn("ann", "s", turn, "hi", now=NOW)
-    await end(store, turn, *token_ids)
-
-
-async def end(store: SessionStore, turn: str, *token_ids: int) -> None:
-    ids = pack_token_ids(token_ids)
-    await store.finish_turn("ann", "s", turn, answer="ho", status="done", token_ids=ids, now=NOW)
 
 
 async def test_each_setting_is_changed_by_itself_and_null_unsets_it(store: SessionStore) -> None:
@@ -126,26 +107,26 @@ async def test_a_system_prompt_counts_as_its_sessions_bytes_until_it_or_the_sess
     store: SessionStore, path: Path
 ) -> None:
     await store.create_session("ann", session_id="s", now=NOW)
-    empty = counted(path, "ann")
+    empty = counted(path)
     for prompt, num_bytes in (("ä€", 5), (PATIENT, 16), (None, 0), (PATIENT, 16)):
         await settle(store, system_prompt=prompt)
-        assert counted(path, "ann") == empty + num_bytes
+        assert counted(path) == empty + num_bytes
     await store.delete("ann", "s", NOW)
     await store.purge(NOW + 100)
-    assert counted(path, "ann") == 0
+    assert counted(path) == 0
 
 
 async def test_token_ids_go_with_the_system_prompt_that_they_began_with(store: SessionStore) -> None:
     await store.create_session("ann", session_id="s", now=NOW)
-    await asked(store, "a", 1, 2, 3)
+    await talk(store, "a", 1, 2, 3)
     await settle(store, temperature=1.0)
     assert (await store.outlook("ann", "s")).token_ids == pack_token_ids([1, 2, 3])
-    await store.begin_turn("ann", "s", "b", "hi", now=NOW)
+    await ask(store, "s", "b")
     await settle(store, system_prompt=PATIENT)
-    await end(store, "b", 1, 2, 3, 4)
+    await end(store, "s", "b", token_ids=pack_token_ids([1, 2, 3, 4]))
     outlook = await store.outlook("ann", "s")
     assert (outlook.token_ids, outlook.settings.system_prompt) == (b"", PATIENT)
-    await asked(store, "c", 9, 1, 2)
+    await talk(store, "c", 9, 1, 2)
     await settle(store, system_prompt=PATIENT)
     assert (await store.outlook("ann", "s")).token_ids == pack_token_ids([9, 1, 2]), "nothing was changed"
 
@@ -167,31 +148,20 @@ async def test_prompts_and_what_is_computed_ahead_begin_with_the_system_prompt(p
     answer.finish("Well.")
 
 
-async def test_settings_are_set_over_http_and_told_on_the_socket(gateways: Gateways) -> None:
+async def test_settings_are_set_over_http_and_told_on_the_socket(gateway: Gateway) -> None:
     """A new system prompt ends what nodes keep for the session; settings that cannot be are refused by name."""
-    gateway: Gateway = await gateways()
     turn = await gateway.answered("a", "Hello.", owner="local")
     path = f"/api/sessions/{turn.session_id}"
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.patch(path, json={"settings": {"temperature": 0.5}}) as reply:
-            assert reply.status == 200
-        assert gateway.node.ended_sessions == []
-        async with http.patch(path, json={"settings": {"system_prompt": PATIENT}}) as reply:
-            assert reply.status == 200
-        assert gateway.node.ended_sessions == [("", turn.session_id)]
-        for bad in (
-            {"temperature": 3},
-            {"max_tokens": 0},
-            {"system_prompt": "x" * 32_001},
-            {"system": "x"},
-        ):
-            async with http.patch(path, json={"settings": bad}) as reply:
-                error = (await reply.json())["error"]
-                assert (reply.status, error["code"]) == (400, "bad_request") and "settings" in error[
-                    "message"
-                ]
-        async with http.post("/api/sessions", json={"settings": {"max_tokens": 7}}) as reply:
-            assert (await reply.json())["settings"]["max_tokens"] == 7
+    assert (await gateway.call("PATCH", path, {"settings": {"temperature": 0.5}})).status == 200
+    assert gateway.node.ended_sessions == []
+    assert (await gateway.call("PATCH", path, {"settings": {"system_prompt": PATIENT}})).status == 200
+    assert gateway.node.ended_sessions == [("", turn.session_id)]
+    for bad in ({"temperature": 3}, {"max_tokens": 0}, {"system_prompt": "x" * 32_001}, {"system": "x"}):
+        reply = await gateway.call("PATCH", path, {"settings": bad})
+        assert (reply.status, reply.body["error"]["code"]) == (400, "bad_request")
+        assert "settings" in reply.body["error"]["message"]
+    reply = await gateway.call("POST", "/api/sessions", {"settings": {"max_tokens": 7}})
+    assert reply.body["settings"]["max_tokens"] == 7
     async with gateway.socket() as socket:
         await socket.send(type="hello", session_id=turn.session_id)
         settings = (await socket.next())["session"]["settings"]

@@ -9,12 +9,11 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
+from engine_bridge.protocol.node import unpack_token_ids
 from gateway.app import build_services
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_sync import AdapterSync
@@ -22,27 +21,25 @@ from gateway.nodes.router import Router
 from gateway.sessions import SCHEMA_VERSION, SessionStore, listing
 from gateway.settings.config import Config
 from gateway.turns.protocol import Message
-from tests.unit.gateway.nodes import TestPlacement, routed
-from tests.unit.gateway.test_sessions import NOW, ask, chat, end, turn_ids
+
+from .nodes import TestPlacement, routed
+from .parts import NOW
+from .stores import ask, chat, end, rows_of, talk, turn_ids
+from .test_sessions import check_counts
 
 PHRASE = "the quarterly figures"
 
 
 async def write(store: SessionStore, owner: str, session: str, *texts: str) -> None:
     """A session of `owner` with one finished turn a text."""
-    await store.create_session(owner, session_id=session, exist_ok=True, now=NOW)
     for number, text in enumerate(texts):
         turn = f"{session}-{number}"
-        await store.record_turn(
-            owner, session, turn, text, answer=f"re: {text}", response_id=f"r-{turn}", now=NOW
-        )
+        more = {"response_id": f"r-{turn}", "makes_session": True}
+        await store.record_turn(owner, session, turn, text, answer=f"re: {text}", now=NOW, **more)
 
 
 async def found(store: SessionStore, owner: str, q: str) -> set[str]:
     return {summary.id for summary in (await store.list_sessions(owner, q=q))[0]}
-
-
-# --- the same work whatever others wrote -----------------------------------------------------------------------------------------------
 
 
 def steps_of(path: Path, work: object, *args: object) -> int:
@@ -78,8 +75,6 @@ async def test_a_search_takes_the_same_steps_whether_or_not_another_owner_wrote_
     assert all(now > then for now, then in zip(steps(), before, strict=True))
 
 
-# --- files of version 1 ----------------------------------------------------------------------------------------------------------------
-
 # What version 1 of the schema was, its index and triggers included: a file that an installed server may have.
 VERSION_1 = """
 CREATE TABLE sessions (row INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, title TEXT, adapter TEXT, created_at REAL NOT NULL,
@@ -111,10 +106,8 @@ def make_version_1(path: Path) -> None:
         conn.execute("PRAGMA journal_mode = WAL")
         conn.executescript(VERSION_1)
         for row, owner in enumerate(OWNERS, 1):
-            conn.execute(
-                "INSERT INTO sessions VALUES (?, ?, 's', ?, NULL, 1, 2, NULL)",
-                (row, owner, f"title of {owner}"),
-            )
+            title = f"title of {owner}"
+            conn.execute("INSERT INTO sessions VALUES (?, ?, 's', ?, NULL, 1, 2, NULL)", (row, owner, title))
             for number in range(NUM_TURNS):
                 status = "running" if number == NUM_TURNS - 1 else "done"
                 answer = "" if status == "running" else f"ä answer {number} to {owner}"
@@ -137,17 +130,11 @@ async def check_migrated(path: Path) -> None:
         assert await store.responses.find(owner, "r3") == ("s", "t3")
         assert await store.find_turn(owner, "t3") == "s"
     await store.close()
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        tables = {name for (name,) in conn.execute("SELECT name FROM sqlite_master")}
-        assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        assert conn.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-        counted = dict(conn.execute("SELECT name, num_bytes FROM owners"))
-        sizes = conn.execute(
-            """SELECT s.owner, 1024 + sum(512 + length(CAST(content AS BLOB)) + length(CAST(answer AS BLOB)) + length(token_ids))
-               FROM turns t JOIN sessions s ON s.row = t.session GROUP BY s.row"""
-        )
-        assert counted == dict(sizes)
-    assert not any(name.startswith(("turn_texts", "session_titles")) for name in tables)
+    assert rows_of(path, "PRAGMA integrity_check") == [("ok",)]
+    assert rows_of(path, "PRAGMA user_version") == [(SCHEMA_VERSION,)]
+    check_counts(path)
+    tables = rows_of(path, "SELECT name FROM sqlite_master")
+    assert not any(name.startswith(("turn_texts", "session_titles")) for (name,) in tables)
 
 
 # Opens the file and kills itself before the statement of the given number.
@@ -177,13 +164,6 @@ async def test_a_migration_that_is_killed_goes_on_at_the_next_start(path: Path, 
     await check_migrated(path)
 
 
-async def say(store: SessionStore, turn: str, **options: Any) -> list[str]:
-    """A finished turn of session s; returns the ids of the history that it was asked with."""
-    began = await ask(store, "s", turn, f"ask {turn}", **options)
-    await end(store, "s", turn, f"re: {turn}")
-    return [turn.id for turn in began.history]
-
-
 async def versions(store: SessionStore) -> list[list[str]]:
     return [turn.versions for turn in (await store.get_session("ann", "s")).turns]
 
@@ -195,41 +175,26 @@ async def choose(store: SessionStore, turn: str) -> list[str]:
 async def test_each_version_goes_on_from_the_token_ids_before_it(store: SessionStore) -> None:
     await store.create_session("ann", session_id="s", now=NOW)
 
-    async def talk(turn: str, *token_ids: int, **options: Any) -> list[int]:
-        began = await ask(store, "s", turn, **options)
-        packed = pack_token_ids(list(token_ids))
-        await store.finish_turn("ann", "s", turn, answer="", status="done", token_ids=packed, now=NOW)
-        return list(unpack_token_ids(began.history_token_ids))
-
-    await talk("a", 1, 2, 3)
-    await talk("b", 1, 2, 3, 4, 5)
-    assert await talk("c", 1, 2, 3, 6, 7, after="a") == [1, 2, 3]
-    assert await talk("d", 1, 2, 3, 6, 7, 8) == [1, 2, 3, 6, 7]
+    await talk(store, "a", 1, 2, 3)
+    await talk(store, "b", 1, 2, 3, 4, 5)
+    assert await talk(store, "c", 1, 2, 3, 6, 7, after="a") == [1, 2, 3]
+    assert await talk(store, "d", 1, 2, 3, 6, 7, 8) == [1, 2, 3, 6, 7]
     await choose(store, "b")
     assert list(unpack_token_ids(await store.token_ids("ann", "s"))) == [1, 2, 3, 4, 5]
-    assert await talk("e", 9, 9, 9) == [1, 2, 3, 4, 5]
+    assert await talk(store, "e", 9, 9, 9) == [1, 2, 3, 4, 5]
     assert [turn.id for turn in (await store.outlook("ann", "s")).history] == ["a", "b", "e"]
-    assert await talk("f", 1, after="d") == [1, 2, 3, 6, 7, 8]
+    assert await talk(store, "f", 1, after="d") == [1, 2, 3, 6, 7, 8]
     # So little of what is stored on its path is repeated that only these ids are kept; no other turn may go on from what is gone.
     for turn in ("b", "c", "d", "f"):
-        assert await talk(f"{turn}2", 5, after=turn) in ([], [1]), turn
+        assert await talk(store, f"{turn}2", 5, after=turn) in ([], [1]), turn
 
 
 async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore) -> None:
     """Two that go on from the same one are versions, and each one's history is its own branch, shown or not."""
 
     async def call(name: str, previous: str | None = None, session: str = "s") -> None:
-        await store.record_turn(
-            "ann",
-            session,
-            name,
-            "q",
-            answer="a",
-            response_id=f"r_{name}",
-            previous=previous,
-            makes_session=True,
-            now=NOW,
-        )
+        more = {"response_id": f"r_{name}", "previous": previous, "makes_session": True}
+        await store.record_turn("ann", session, name, "q", answer="a", now=NOW, **more)
 
     async def history(name: str) -> list[str]:
         found = await store.responses.history("ann", f"r_{name}")
@@ -254,57 +219,50 @@ async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore
 
 
 @pytest.mark.parametrize("full_text", [True, False])
-async def test_a_search_names_the_turn_that_holds_the_text(tmp_path: Path, full_text: bool) -> None:
-    store = await SessionStore.open(tmp_path / "search.db", full_text=full_text)
+async def test_a_search_names_the_turn_that_holds_the_text(path: Path, full_text: bool) -> None:
+    store = await SessionStore.open(path, full_text=full_text)
     await chat(store, "s", "alpha", "beta", "gamma")
-    await say(store, "delta", after="alpha")
+    await ask(store, "s", "delta", "ask delta", after="alpha")
+    await end(store, "s", "delta", "re: delta")
     await store.create_session("ann", session_id="titled", title="alpha beta", now=NOW)
     await chat(store, "s", "alpha", owner="bob")
 
-    async def found(q: str | None) -> dict[str, str | None]:
+    async def found_in(q: str | None) -> dict[str, str | None]:
         return {summary.id: summary.found_in for summary in (await store.list_sessions("ann", q=q))[0]}
 
-    assert await found("re: ") == await found("k") == {"s": "delta"}
-    assert await found("alpha") == {"s": "alpha", "titled": None}
-    assert await found("ta") == {"s": "delta", "titled": None}
-    assert await found("beta") == {"s": "beta", "titled": None}
-    assert await found("mm") == await found("gamma") == {"s": "gamma"}
+    assert await found_in("re: ") == await found_in("k") == {"s": "delta"}
+    for q, turn in (("alpha", "alpha"), ("ta", "delta"), ("beta", "beta")):
+        assert await found_in(q) == {"s": turn, "titled": None}
+    assert await found_in("mm") == await found_in("gamma") == {"s": "gamma"}
     await choose(store, "beta")
-    assert await found("ta") == {"s": "beta", "titled": None}
-    assert await found(None) == {"s": None, "titled": None}
+    assert await found_in("ta") == {"s": "beta", "titled": None}
+    assert await found_in(None) == {"s": None, "titled": None}
     await store.close()
 
 
-async def test_the_turns_of_an_older_file_follow_each_other(tmp_path: Path) -> None:
+async def test_the_turns_of_an_older_file_follow_each_other(path: Path) -> None:
     """Each session of it is one line without versions, and can have some from then on."""
-    path = tmp_path / "old.db"
     await asyncio.to_thread(make_version_1, path)
     await check_migrated(path)
     store = await SessionStore.open(path)
     assert await versions(store) == [[f"t{number}"] for number in range(NUM_TURNS)]
-    assert await say(store, "new", after="t3") == ["t0", "t1", "t2", "t3"]
+    began = await ask(store, "s", "new", after="t3")
+    assert [turn.id for turn in began.history] == ["t0", "t1", "t2", "t3"]
+    await end(store, "s", "new")
     assert await choose(store, "t4") == [f"t{number}" for number in range(NUM_TURNS)]
     await store.close()
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        (problems,) = conn.execute("SELECT count(*) FROM pragma_foreign_key_check").fetchone()
-        rows = conn.execute("SELECT (SELECT count(*) FROM turns), (SELECT count(*) FROM tree)").fetchone()
-    assert problems == 0 and rows[0] == rows[1]
-
-
-async def turn(store: SessionStore, session: str, name: str, home: str, now: float = NOW) -> None:
-    await store.create_session("ann", session_id=session, exist_ok=True, now=now)
-    await store.begin_turn("ann", session, name, "hello", now=now)
-    await store.finish_turn("ann", session, name, answer="hi", status="done", home=home, now=now)
+    assert rows_of(path, "SELECT * FROM pragma_foreign_key_check") == []
+    assert rows_of(path, "SELECT count(*) FROM turns") == rows_of(path, "SELECT count(*) FROM tree")
 
 
 async def test_homes_are_those_of_the_last_turns_and_the_latest_session_comes_last(path: Path) -> None:
     store = await SessionStore.open(path)
-    await turn(store, "old", "a", "n1")
-    await turn(store, "lost", "b", "n1", NOW + 1)
-    await turn(store, "none", "c", "", NOW + 2)
-    await turn(store, "moved", "d", "n1", NOW + 3)
-    await turn(store, "moved", "e", "n2", NOW + 4)
-    await turn(store, "moved", "f", "", NOW + 5)
+    homes = (("old", "n1"), ("lost", "n1"), ("none", ""), ("moved", "n1"), ("moved", "n2"), ("moved", ""))
+    for number, (session, home) in enumerate(homes):
+        now = NOW + number
+        await store.create_session("ann", session_id=session, exist_ok=True, now=now)
+        await ask(store, session, f"t{number}", now=now)
+        await end(store, session, f"t{number}", now=now, home=home)
     await store.delete("ann", "lost", NOW + 6)
     await store.close()
     store = await SessionStore.open(path)
