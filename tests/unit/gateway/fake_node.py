@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress, SchedulingStats
 from engine_bridge.protocol.node import (
@@ -16,13 +17,9 @@ from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     AdvisoryState,
-    Api,
-    ApiSchemas,
     Delta,
-    JsonReply,
     KvSources,
     Prompt,
-    SseReply,
     Timings,
     Usage,
     pack_token_ids,
@@ -32,7 +29,6 @@ from kvtiers.stats import TierStats
 
 PATIENCE_S = 10.0
 """How long a test waits for what must come. Only a failing test ever waits so long."""
-NOT_SERVED = NotSupported("this node serves no HTTP calls")
 
 
 class Answer:
@@ -75,11 +71,10 @@ class Answer:
         self._steps.put_nowait(self._end("stopped", ""))
 
     def _end(self, reason: str, text: str) -> Delta:
-        tokens = self.num_pieces
         return Delta(
             text=text,
             finish_reason=reason,  # type: ignore[arg-type]
-            usage=Usage(3, tokens, 0),
+            usage=Usage(3, self.num_pieces, 0),
             timings=Timings(0.1, 1.0, None, 2.0, KvSources(0, 0, 0, 3)),
             prompt=Prompt(pack_token_ids([7, 8, 9]), "first"),
         )
@@ -112,14 +107,8 @@ class Told:
 
     def report(self, state: AdvisoryState, **fields: object) -> None:
         self.is_over = state in ADVISORY_ENDS
-        self._on_change(
-            AdvisoryReport(
-                advisory_id=self.advisory.advisory_id,
-                session_id=self.advisory.session_id,
-                state=state,
-                **fields,  # type: ignore[arg-type]
-            )
-        )
+        names = {"advisory_id": self.advisory.advisory_id, "session_id": self.advisory.session_id}
+        self._on_change(AdvisoryReport(state=state, **names, **fields))  # type: ignore[arg-type]
 
 
 class FakeNode:
@@ -156,8 +145,6 @@ class FakeNode:
         self.tiers: TierStats | None = None
         self._changed = asyncio.Event()
 
-    # -- for tests ---------------------------------------------------------------------------------------------------
-
     async def asked(self, number: int = 0) -> Answer:
         """The answer to the question of that number, once it was asked."""
         await self.until(lambda: len(self.answers) > number)
@@ -182,8 +169,6 @@ class FakeNode:
             while not is_so():
                 self._changed.clear()
                 await self._changed.wait()
-
-    # -- Node --------------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -247,46 +232,23 @@ class FakeNode:
         return [AdapterInfo(name, 8, place=self.adapter_place) for name in self.adapter_names]
 
     def figures(self) -> NodeFigures:
-        running = sum(not (answer.is_over or answer.is_closed) for answer in self.answers)
-        facts = NodeFacts(
-            node_id="",
-            running=Ranks(running),
-            queued=Ranks(),
-            num_tokens=0,
-            queued_tokens=0,
-            free_tokens=10**6,
-        )
+        running = Ranks(sum(not (answer.is_over or answer.is_closed) for answer in self.answers))
+        load = {"num_tokens": 0, "queued_tokens": 0, "free_tokens": 10**6}
         return NodeFigures(
             num_steps=self.num_steps,
             num_rebuilds=self.num_rebuilds,
             kv_tiers=self.tiers,
             scheduling_stats=self.scheduling,
-            facts=facts,
+            facts=NodeFacts(node_id="", running=running, queued=Ranks(), **load),
         )
 
     async def engine_metrics(self) -> str:
         return ""
 
-    async def api_schemas(self) -> ApiSchemas:
-        raise NOT_SERVED
+    async def _refuse(self, *args: object) -> Any:
+        raise NotSupported("this node serves no HTTP calls")
 
-    async def serve(
-        self,
-        api: Api,
-        body: object,
-        headers: Mapping[str, str],
-        request: EngineRequest = ANONYMOUS,
-    ) -> JsonReply | SseReply:
-        raise NOT_SERVED
-
-    async def models(self) -> JsonReply:
-        raise NOT_SERVED
-
-    async def load_adapter(self, body: object) -> JsonReply:
-        raise NOT_SERVED
-
-    async def unload_adapter(self, body: object) -> JsonReply:
-        raise NOT_SERVED
+    api_schemas = serve = models = load_adapter = unload_adapter = _refuse
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
         return None

@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -41,6 +42,11 @@ def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
     return path
 
 
+def ring_of(folder: Path, *lines: str, **options: Any) -> KeyRing:
+    """The keys of a file of these lines."""
+    return KeyRing(key_file=key_file(folder, *lines), **options)
+
+
 def is_refused(ring: KeyRing, presented: str | None) -> bool:
     with pytest.raises(GatewayError) as caught:
         ring.authenticate(presented)
@@ -67,7 +73,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def num_hashes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many hashes were compared since the last call."""
-    made = []
+    made: list[bytes] = []
     sha256 = hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda data: made.append(data) or sha256(data))
 
@@ -90,7 +96,7 @@ def test_a_key_is_found_in_a_file_of_any_length_with_one_hash(
 ) -> None:
     keys = [generate_key() for _ in range(500)]
     lines = [key_file_line(f"n{number}", key) for number, key in enumerate(keys)]
-    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    ring = ring_of(tmp_path, *lines)
     num_hashes()
     for number in (0, 499):
         assert ring.authenticate(keys[number]).name == f"n{number}"
@@ -107,7 +113,7 @@ def test_a_key_on_an_older_line_is_looked_for_once(
 ) -> None:
     keys = [generate_key() for _ in range(100)]
     lines = [old_line(f"n{number}", key) for number, key in enumerate(keys)]
-    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    ring = ring_of(tmp_path, *lines)
     assert "100 lines of the key file are of an earlier version" in caplog.text
     num_hashes()
     for _ in range(3):
@@ -124,19 +130,22 @@ def test_wrong_keys_cannot_make_the_server_look_for_them_without_end(
     old, new, known = generate_key(), generate_key(), generate_key()
     lines = [old_line(f"n{number}", generate_key()) for number in range(2 * auth.MAX_COMPARED)]
     lines += [old_line("old", old), old_line("known", known), key_file_line("new", new)]
-    gatekeeper = Gatekeeper(KeyRing(key_file=key_file(tmp_path, *lines)), Counted(), lambda: 0.0)
-    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
+    gatekeeper = Gatekeeper(ring_of(tmp_path, *lines), Counted(), lambda: 0.0)
+
+    def name_of(key: str, address: str = "192.0.2.1") -> str:
+        return gatekeeper.authenticate(key, address).name
+
+    assert name_of(known) == "known"
     for _ in range(WRONG_KEYS):
         with pytest.raises(GatewayError, match="does not know"):
-            gatekeeper.authenticate(generate_key(), "192.0.2.1")
+            name_of(generate_key())
     num_hashes()
     for presented in (generate_key(), generate_key(), old):
         with pytest.raises(GatewayError, match="Too many wrong"):
-            gatekeeper.authenticate(presented, "192.0.2.1")
-    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
-    assert gatekeeper.authenticate(new, "192.0.2.1").name == "new"
+            name_of(presented)
+    assert (name_of(known), name_of(new)) == ("known", "new")
     assert num_hashes() <= 20
-    assert gatekeeper.authenticate(old, "192.0.2.2").name == "old"
+    assert name_of(old, "192.0.2.2") == "old"
 
 
 def test_no_key_and_no_hash_shows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,8 +208,7 @@ def test_a_mistake_does_not_open_the_server(tmp_path: Path) -> None:
     """An empty key, and a key file that is missing, binary or has no key, are refused rather than taken for "no keys"."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    files = [tmp_path / "missing", tmp_path, binary, key_file(tmp_path, "# nobody yet", "")]
-    for path in files:
+    for path in (tmp_path / "missing", tmp_path, binary, key_file(tmp_path, "# nobody yet", "")):
         with pytest.raises(StartupError, match="key file"):
             KeyRing(key_file=path)
     for key in ("", "  ", "x" * 513):
@@ -219,13 +227,10 @@ def test_the_table_of_errors_is_that_of_the_protocol() -> None:
     assert GatewayError("internal", "x", retryable=True).retryable
 
 
-# --- keys that come and go, and operators ---------------------------------------------------------------------------------------------
-
-
 def test_a_file_that_is_read_again_lets_new_keys_in_and_names_who_is_shut_out(tmp_path: Path) -> None:
     """Only owners who were let in are named: nobody else has anything to lose."""
     mine, theirs, third = key_file_line("me", KEY), key_file_line("them", OTHER), generate_key()
-    ring = KeyRing(key_file=key_file(tmp_path, mine, theirs, key_file_line("unused", generate_key())))
+    ring = ring_of(tmp_path, mine, theirs, key_file_line("unused", generate_key()))
     me, them = ring.authenticate(KEY), ring.authenticate(OTHER)
     key_file(tmp_path, mine, key_file_line("new", third))
     entries = ring.read()
@@ -242,7 +247,7 @@ def test_a_file_that_is_read_again_lets_new_keys_in_and_names_who_is_shut_out(tm
 def test_weights_and_roles_follow_the_file(tmp_path: Path) -> None:
     """A key that changes its name or becomes an operator's is the same owner, with nothing cut off."""
     line = key_file_line("slow", KEY)
-    ring = KeyRing(key_file=key_file(tmp_path, line), weights={"fast": 4.0})
+    ring = ring_of(tmp_path, line, weights={"fast": 4.0})
     before = ring.authenticate(KEY)
     key_file(tmp_path, line.replace("slow:", "fast:") + ":operator")
     assert ring.take_over(ring.read()) == frozenset()
@@ -252,8 +257,8 @@ def test_weights_and_roles_follow_the_file(tmp_path: Path) -> None:
 
 
 def test_operators(tmp_path: Path) -> None:
-    operators = key_file(tmp_path, key_file_line("op", KEY, is_operator=True), key_file_line("me", OTHER))
-    for ring in (KeyRing(key_file=operators), KeyRing([OTHER], operator_keys=[KEY])):
+    from_file = ring_of(tmp_path, key_file_line("op", KEY, is_operator=True), key_file_line("me", OTHER))
+    for ring in (from_file, KeyRing([OTHER], operator_keys=[KEY])):
         assert ring.has_operator and ring.is_operator(ring.authenticate(KEY))
         assert not ring.is_operator(ring.authenticate(OTHER))
     both = KeyRing([KEY], operator_keys=[KEY])
@@ -267,9 +272,6 @@ class Counted(Metrics):
 
     def num_refused(self, budget: str) -> float:
         return self.registry.get_sample_value("overture_requests_refused_total", {"budget": budget}) or 0.0
-
-
-# -- rates -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_bucket_holds_a_burst_and_then_fills_at_its_rate() -> None:

@@ -112,9 +112,6 @@ def costs(sync: AdapterSync, name: str) -> Mapping[str, float]:
     return found.load_s
 
 
-# -- loads, unloads, pins ----------------------------------------------------------------------------------------------
-
-
 async def test_what_a_client_loads_all_nodes_serve(cluster: Cluster) -> None:
     async with synced(cluster) as sync:
         path = cluster.adapter("pirate")
@@ -142,9 +139,6 @@ async def test_what_one_node_cannot_load_none_serves(cluster: Cluster) -> None:
         assert [info.name for info in sync.merged()] == ["pirate"]
         assert ("unload", "robot") not in small.calls, "what it never had is not taken back"
         assert sync.failures("n3") == {}
-
-
-# -- nodes that come and go --------------------------------------------------------------------------------------------
 
 
 async def test_what_a_later_node_cannot_have_is_shown_and_served_by_the_others(cluster: Cluster) -> None:
@@ -240,9 +234,6 @@ async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
         for node in cluster.nodes.values():
             assert {(info.name, info.version, info.is_pinned) for info in node.adapters()} == expected
         assert sync.failures("n1") == sync.failures("n2") == {}
-
-
-# -- what comes by itself ----------------------------------------------------------------------------------------------
 
 
 async def test_the_folder_is_served_from_the_start_and_followed(

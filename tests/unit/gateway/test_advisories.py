@@ -38,9 +38,6 @@ async def started(parts: Parts, number: int) -> None:
     await parts.node.until(lambda: len(parts.node.advisories) >= number)
 
 
-# -- one advisory ----------------------------------------------------------------------------------------------------
-
-
 async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts: Parts) -> None:
     turn = await parts.answered("a", "Yes", ".")
     record = submit(parts, turn.session_id, model="shout", expected_arrival_s=5.0, ordered=True, priority=3)
@@ -50,9 +47,6 @@ async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts:
     assert (advisory.expected_arrival_s, advisory.priority, advisory.is_ordered) == (5.0, 3, True)
     assert advisory.token_ids == pack_token_ids([7, 8, 9, 1, 2])
     assert 0 < advisory.probability < 1
-
-
-# -- merging, replacing, ending --------------------------------------------------------------------------------------
 
 
 async def test_the_same_again_renews_and_is_not_told_twice(parts: Parts) -> None:
@@ -102,9 +96,6 @@ async def test_its_time_runs_out(parts: Parts, fields: dict[str, Any], lifetime_
     assert record.is_over and record.report is not None and record.report.state == "expired"
 
 
-# -- followers -------------------------------------------------------------------------------------------------------
-
-
 async def test_followers_hear_of_every_change_and_of_what_they_missed(parts: Parts) -> None:
     seen: dict[str, list[str]] = {"first": [], "second": []}
 
@@ -119,9 +110,6 @@ async def test_followers_hear_of_every_change_and_of_what_they_missed(parts: Par
     told.report("wasted", num_tokens=32)
     assert seen == {"first": ["staging", "warm", "wasted"], "second": ["staging", "warm", "wasted"]}
     assert not record.followers, "nobody is held on to after the end"
-
-
-# -- bounds ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "still_on_their_way"])
@@ -158,9 +146,6 @@ async def test_new_ones_are_bounded_a_second_and_renewals_are_free(parts: Parts)
     assert parts.count("overture_advisories_refused_total") == 1
 
 
-# -- what they were worth --------------------------------------------------------------------------------------------
-
-
 async def test_who_is_seldom_right_is_believed_less(parts: Parts) -> None:
     for number in range(20):
         for owner, state in (("ann", "hit"), ("bob", "wasted")):
@@ -171,9 +156,6 @@ async def test_who_is_seldom_right_is_believed_less(parts: Parts) -> None:
     await started(parts, 42)
     probability = {told.advisory.advisory_id: told.advisory.probability for told in parts.node.advisories}
     assert probability[right.id] > 0.85 > 0.3 > probability[wrong.id]
-
-
-# -- hints -----------------------------------------------------------------------------------------------------------
 
 
 def envelope(*payloads: Any, kind: str = "session.advise") -> dict[str, Any]:
@@ -201,9 +183,6 @@ async def test_hints_that_are_not_understood_are_refused_whole(parts: Parts, hin
     assert code_of(parts.advisories.hint, "ann", hints) == "bad_request"
     await settled()
     assert not parts.node.advisories
-
-
-# -- what is computed ahead ------------------------------------------------------------------------------------------
 
 
 async def test_a_history_that_no_tier_holds_is_computed_and_then_advised_about(parts: Parts) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
+from engine_bridge.protocol.engine_request import EngineRequest
 from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
 from gateway.sessions import SessionStore
 from gateway.settings.priorities import MAX_PRIORITY
 from gateway.turns.titles import MAX_TOKENS, QUESTION, Titles, title_of
 
-from .fake_node import FakeNode
-from .parts import Parts, passes, settled
+from .parts import Parts, passes, settled, until
 
 
-def texts(node: FakeNode) -> list[str]:
-    return [request.messages[-1].content for request in node.prefills]
+def said(request: EngineRequest) -> list[str]:
+    return [message.content for message in request.messages]
 
 
 async def paused(parts: Parts) -> None:
@@ -44,7 +43,7 @@ async def test_a_draft_is_computed_after_a_pause_and_not_before(parts: Parts) ->
     assert not parts.node.prefills
     await paused(parts)
     (request,) = parts.node.prefills
-    assert texts(parts.node) == ["What is the capital of"]
+    assert said(request) == ["What is the capital of"]
     assert (request.tenant, request.session_id, request.adapter) == ("ann", "s", "shout")
 
 
@@ -56,7 +55,7 @@ async def test_words_typed_while_the_node_computes_come_next(parts: Parts) -> No
     parts.drafts.update("ann", "s", None, "What is the ")
     parts.node.gate.set()
     await paused(parts)
-    assert texts(parts.node) == ["What", "What is the"]
+    assert [said(request) for request in parts.node.prefills] == [["What"], ["What is the"]]
     assert parts.count("overture_computed_ahead_tokens_total", what="draft") == 32
 
 
@@ -82,8 +81,8 @@ async def test_what_is_typed_while_an_answer_is_written_is_computed_behind_that_
     await listener.over()
     await paused(parts)
     (request,) = parts.node.prefills
-    said = "Because" if is_stopped else "Because it is."
-    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", said, "And what is"]
+    answered = "Because" if is_stopped else "Because it is."
+    assert said(request) == ["Hello!", "Yes.", "Why?", answered, "And what is"]
 
 
 async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_computed(parts: Parts) -> None:
@@ -98,13 +97,7 @@ async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_comp
     parts.drafts.renew("ann", "never heard of")
     await paused(parts)
     assert parts.node.cancelled_prefills == 1
-    assert [m.content for m in parts.node.prefills[-1].messages] == [
-        "Hello!",
-        "Yes.",
-        "Why?",
-        "So.",
-        "And what",
-    ]
+    assert said(parts.node.prefills[-1]) == ["Hello!", "Yes.", "Why?", "So.", "And what"]
 
 
 async def test_a_history_that_is_to_be_computed_waits_for_the_answer_and_tells_when_all_is_there(
@@ -113,16 +106,15 @@ async def test_a_history_that_is_to_be_computed_waits_for_the_answer_and_tells_w
     turn = await parts.answered("a", "Yes.")
     second = await parts.ask("b", "Why?", session_id=turn.session_id)
     answer = await parts.node.asked(1)
-    done = asyncio.Event()
-    parts.drafts.warm_history("ann", turn.session_id, "shout", done.set)
+    done: list[bool] = []
+    parts.drafts.warm_history("ann", turn.session_id, "shout", lambda: done.append(True))
     await paused(parts)
-    assert not parts.node.prefills and not done.is_set()
+    assert not parts.node.prefills and not done
     answer.finish("So.")
     await parts.follow(second).over()
-    async with asyncio.timeout(10):
-        await done.wait()
+    await until(lambda: done)
     (request,) = parts.node.prefills
-    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", "So.", ""]
+    assert said(request) == ["Hello!", "Yes.", "Why?", "So.", ""]
 
 
 async def test_a_key_has_a_few_drafts_and_the_oldest_makes_room(parts: Parts) -> None:
@@ -155,18 +147,11 @@ class Named(Parts):
     def __init__(self, store: SessionStore) -> None:
         super().__init__(store)
         self.told: list[str] = []
-        self.titles = Titles(
-            self.node, store, lambda owner, session_id: self.told.append(session_id), is_on=True
-        )
+        self.titles = Titles(self.node, store, lambda owner, name: self.told.append(name), is_on=True)
         self.turns.on_first_answer = self.titles.first_answer
 
     async def title(self, session_id: str) -> str | None:
         return (await self.store.get_session("ann", session_id)).title
-
-    async def becomes(self, session_id: str, title: str) -> None:
-        async with asyncio.timeout(10):
-            while await self.title(session_id) != title or session_id not in self.told:
-                await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -181,11 +166,12 @@ async def test_the_first_answer_is_followed_by_a_question_for_the_title(named: N
     turn = await named.answered("a", "In the north.", content=SAID)
     assert await named.title(turn.session_id) == SAID
     asked = await named.node.asked(1)
-    assert [message.content for message in asked.request.messages] == [SAID, "In the north.", QUESTION]
+    assert said(asked.request) == [SAID, "In the north.", QUESTION]
     assert asked.request.sampling.max_tokens == MAX_TOKENS <= 12
     assert asked.request.priority == MAX_PRIORITY and asked.request.session_id == ""
     asked.finish('"The city', ' of Dalvek"\nIt is ')
-    await named.becomes(turn.session_id, "The city of Dalvek")
+    await until(lambda: named.told)
+    assert await named.title(turn.session_id) == "The city of Dalvek"
     assert named.told == [turn.session_id], "told once"
     await named.answered("b", "Yes.", content="Is it far?", session_id=turn.session_id)
     await settled()

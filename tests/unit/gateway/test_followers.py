@@ -60,9 +60,6 @@ def agents(guesses: Iterable[LikelyCall]) -> list[str]:
     return [guess.agent for guess in guesses]
 
 
-# -- what is learned ---------------------------------------------------------------------------------------------------
-
-
 def lognormal(median_s: float) -> Callable[[random.Random], float]:
     return lambda rng: rng.lognormvariate(math.log(median_s), SIGMA)
 
@@ -151,9 +148,6 @@ def test_a_chat_sessions_next_turn_is_expected_from_those_of_others() -> None:
     assert (guess.earliest_s, guess.latest_s) == pytest.approx((30.0, 30.0))
 
 
-# -- when there is no guess --------------------------------------------------------------------------------------------
-
-
 def test_a_follower_of_unknown_session_is_not_guessed() -> None:
     followers, now = Followers(), 0.0
     rng = random.Random(0)
@@ -224,9 +218,6 @@ def test_a_run_that_goes_on_after_it_seemed_over_takes_back_what_was_counted() -
     assert {guess.agent: guess.probability for guess in guesses}["A"] > 0.85
 
 
-# -- what outlives a restart -------------------------------------------------------------------------------------------
-
-
 def test_what_was_learned_is_the_same_after_a_restart() -> None:
     before, now = learned("ABCB")
     after = Followers()
@@ -239,8 +230,6 @@ def test_what_was_learned_is_the_same_after_a_restart() -> None:
     assert agents(guesses) == ["B", "C"]
     assert num_agents(after, "o") == 3
 
-
-# -- bounds and walls --------------------------------------------------------------------------------------------------
 
 names = st.sampled_from(["", "A", "B", "C", "run:A", "x"])
 arrivals = st.builds(AgentCall, st.sampled_from("op"), st.sampled_from(["", "r", "s"]), names, names)
@@ -299,9 +288,6 @@ def test_a_flood_of_names_costs_its_owner_alone(ends: bool) -> None:
     assert followers.num_sessions("flooder") == 512
     now = serve(followers, arrival("A", "last"), now)
     assert agents(followers.expected(arrival("A", "last"), now)) == ["B"]
-
-
-# -- whether to act ----------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 100), st.floats(0, 100))

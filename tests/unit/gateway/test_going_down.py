@@ -13,14 +13,13 @@ from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.advisories.advisories import AdvisoryRecord, AdvisoryRequest
 from gateway.app import Server
 from gateway.doors.chat.socket import ChatConnection
-from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from gateway.turns.turns import KEEP_FINISHED_S, LiveTurn
 
 from .fake_node import PATIENCE_S
-from .front import Gateway, Gateways, Socket
-from .parts import passes, settled
+from .front import Gateway, Gateways
+from .parts import passes, refused, until
 
 
 class BrokenSocket:
@@ -38,11 +37,7 @@ async def fails(*args: Any, **fields: Any) -> Any:
 
 
 async def is_closed(store: SessionStore) -> bool:
-    try:
-        await store.get_session("ann", "s")
-    except GatewayError as error:
-        return error.code == "draining"
-    return False
+    return (await refused(store.get_session("ann", "s"))).code == "draining"
 
 
 @pytest.fixture
@@ -114,7 +109,10 @@ async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
     """One question with all that can come with it; every third engine fails, every other socket vanishes."""
     async with gateway.socket(hello={}) as socket:
         await socket.send(type="typing", session_id=session_id, draft="What is the ")
-        accepted = await first(socket, "accepted", name=f"m{number}", session_id=session_id)
+        accepted = await socket.ask(f"m{number}", f"Question {number}", session_id=session_id)
+        while accepted["type"] != "accepted":
+            assert accepted["type"] == "advisory", accepted
+            accepted = await socket.next()
         answer = await gateway.node.asked(number)
         answer.say("One ")
         if number % 3 == 0:
@@ -129,30 +127,18 @@ async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
     return str(accepted["session_id"])
 
 
-async def first(socket: Socket, kind: str, *, name: str, session_id: str | None) -> dict[str, object]:
-    await socket.send(type="message", id=name, content=f"Question {name}", session_id=session_id)
-    while (frame := await socket.next())["type"] != kind:
-        assert frame["type"] == "advisory", frame
-    return frame
-
-
 async def test_nothing_is_left_of_turns_sockets_and_drafts_that_are_over(
     gateway: Gateway, only_new: None
 ) -> None:
     session_id = None
     for number in range(30):
         session_id = await visit(gateway, number, session_id)
-    async with asyncio.timeout(10):
-        while gateway.server.services.connections:
-            await asyncio.sleep(0)
+    await until(lambda: not gateway.server.services.connections)
     await passes(KEEP_FINISHED_S + 61)
     gateway.node.answers.clear()
     gateway.node.prefills.clear()
-    async with asyncio.timeout(10):
-        while num_alive(
-            LiveTurn, ChatConnection
-        ):  # a task that is on its last step holds its own for that long
-            await settled()
+    # A task that is on its last step holds its own for that long.
+    await until(lambda: not num_alive(LiveTurn, ChatConnection))
     assert gateway.count("overture_sockets") == 0 and gateway.count("overture_turns_running") == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event, unpack_token_ids
+from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event
 from gateway.doors.api.recording import recording_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
@@ -20,13 +20,15 @@ from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
 from gateway.turns.replies import AnswerReader, items_of, question_of, session_named
 
+from .parts import NOW
+
 
 @pytest.mark.parametrize(
     ("api", "body", "question"),
     [
         (
             "chat",
-            {"messages": [{"role": "user", "content": text} for text in "ab"] + [{"role": "assistant"}]},
+            {"messages": [*({"role": "user", "content": each} for each in "ab"), {"role": "tool"}]},
             "b",
         ),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {}]}]}, "x"),
@@ -46,99 +48,58 @@ def test_the_header_goes_before_the_body() -> None:
         session_named(None, {"session_id": 7})
 
 
-@pytest.mark.parametrize(
-    ("api", "events", "read"),
-    [
-        (
-            "messages",
-            [{"type": "content_block_delta", "delta": {"text": "hi"}}, {"type": "message_stop"}],
-            ("hi", True),
-        ),
-        (
-            "responses",
-            [
-                {"type": "response.output_text.delta", "delta": "yo"},
-                {"type": "response.completed", "response": {"id": "r", "usage": {"input_tokens": 5}}},
-            ],
-            ("yo", True),
-        ),
-    ],
-)
-def test_a_stream_is_read_to_its_end(api: Any, events: list[Any], read: tuple[str, bool]) -> None:
+def reading(api: Any, *events: object) -> AnswerReader:
+    """A reader that was fed these events of a stream."""
     reader = AnswerReader(api)
     for event in events:
         reader.feed(b"event: x\ndata: " + orjson.dumps(event) + b"\n\n")
-    assert (reader.answer, reader.is_complete) == read
-    assert api == "messages" or (reader.usage is not None and reader.usage["prompt_tokens"] == 5)
+    return reader
+
+
+def test_a_stream_is_read_to_its_end() -> None:
+    delta = {"type": "content_block_delta", "delta": {"text": "hi"}}
+    reader = reading("messages", delta, {"type": "message_stop"})
+    assert (reader.answer, reader.is_complete) == ("hi", True)
+    completed = {"type": "response.completed", "response": {"id": "r", "usage": {"input_tokens": 5}}}
+    reader = reading("responses", {"type": "response.output_text.delta", "delta": "yo"}, completed)
+    assert (reader.answer, reader.is_complete) == ("yo", True)
+    assert reader.usage is not None and reader.usage["prompt_tokens"] == 5
 
 
 def test_an_answer_that_is_only_the_call_of_a_tool_is_one_to_keep() -> None:
-    reader = AnswerReader("chat")
+    begun = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     call = {"index": 0, "function": {"name": "weather", "arguments": "{}"}}
-    for delta, reason in (
-        ({"role": "assistant", "content": ""}, None),
-        ({"tool_calls": [call]}, "tool_calls"),
-    ):
-        assert not reader.has_begun
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        reader.feed(b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n")
+    called = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+    assert not reading("chat").has_begun
+    assert not reading("chat", {"choices": [begun]}).has_begun
+    reader = reading("chat", {"choices": [begun]}, {"choices": [called]})
     assert (reader.has_begun, reader.answer, reader.finish_reason) == (True, "", "tool_calls")
-
-
-NOW = 1_700_000_000.0
 
 
 def response(text: str, answer: str, previous: str | None = None) -> StoredResponse:
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}]
-    items = [{"role": "user", "content": text}]
-    return StoredResponse(
-        reply=orjson.dumps({"output": output}), items=orjson.dumps(items), previous=previous
-    )
-
-
-async def record(store: SessionStore, name: str, ids: list[int], session: str = "s", **options: Any) -> None:
-    await store.record_turn(
-        "ann",
-        session,
-        name,
-        f"question {name}",
-        answer=f"answer {name}",
-        token_ids=pack_token_ids(ids),
-        response_id=f"resp_{name}",
-        response=response(f"question {name}", f"answer {name}", **options),
-        makes_session=True,
-        now=NOW,
-    )
-
-
-async def ids_of(store: SessionStore) -> list[int]:
-    return list(unpack_token_ids(await store.token_ids("ann", "s")))
+    reply, items = orjson.dumps({"output": output}), orjson.dumps([{"role": "user", "content": text}])
+    return StoredResponse(reply=reply, items=items, previous=previous)
 
 
 async def test_a_session_has_the_ids_of_its_last_call_and_a_response_those_up_to_its_own(
     store: SessionStore,
 ) -> None:
-    await record(store, "a", [1, 2, 3])
-    await record(store, "b", [1, 2, 3, 4, 5], previous="resp_a")
-    assert await ids_of(store) == [1, 2, 3, 4, 5]
+    for name, previous, ids in (("a", None, [1, 2, 3]), ("b", "resp_a", [1, 2, 3, 4, 5])):
+        call = {"answer": "hi", "response_id": f"resp_{name}", "makes_session": True}
+        call["response"] = response("hello", "hi", previous)
+        await store.record_turn("ann", "s", name, "hello", token_ids=pack_token_ids(ids), now=NOW, **call)
+    assert await store.token_ids("ann", "s") == pack_token_ids([1, 2, 3, 4, 5])
     found = await store.responses.history("ann", "resp_a")
-    assert found is not None and list(unpack_token_ids(found.token_ids)) == [1, 2, 3]
+    assert found is not None and found.token_ids == pack_token_ids([1, 2, 3])
     assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
     assert await store.responses.history("bob", "resp_a") is None
 
 
 def turn(name: str) -> Turn:
-    return Turn(
-        id=name,  # type: ignore[arg-type]
-        content=f"question {name}",
-        answer=f"answer {name}",
-        status="done",
-        adapter=None,
-        finish_reason="stop",
-        usage=None,
-        timings=None,
-        created_at=NOW,
-    )
+    rest: Any = dict.fromkeys(("adapter", "finish_reason", "usage", "timings"))
+    texts: Any = {"id": name, "content": f"question {name}", "answer": f"answer {name}"}
+    return Turn(status="done", created_at=NOW, **texts, **rest)
 
 
 def said(name: str) -> list[dict[str, str]]:
@@ -152,18 +113,14 @@ def test_a_follow_up_reads_the_chain_and_nothing_that_stood_before_its_beginning
     chat, first, second = turn("chat"), turn("a"), turn("b")
     beginning = response("question a", "answer a")
     following = response("question b", "answer b", "resp_a")
-    assert items_of([(chat, None), (first, beginning), (second, following)]) == said("a") + said("b")
-    assert items_of([(first, beginning), (chat, None), (second, following)]) == said("a") + said(
-        "chat"
-    ) + said("b")
+    assert items_of([(chat, None), (first, beginning), (second, following)]) == [*said("a"), *said("b")]
+    chain = [(first, beginning), (chat, None), (second, following)]
+    assert items_of(chain) == [*said("a"), *said("chat"), *said("b")]
 
 
 def test_a_stream_that_was_cut_off_is_an_incomplete_response_with_its_beginning() -> None:
-    reader = AnswerReader("responses")
-    reader.feed(
-        b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1","status":"in_progress"}}\n\n'
-    )
-    reader.feed(b'data: {"type":"response.output_text.delta","delta":"Onc"}\n\n')
+    created = {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}}
+    reader = reading("responses", created, {"type": "response.output_text.delta", "delta": "Onc"})
     reader.feed(token_ids_event(b"1234"))
     assert reader.reply is not None and reader.token_ids == b"1234"
     assert (reader.reply["id"], reader.reply["status"]) == ("resp_1", "incomplete")

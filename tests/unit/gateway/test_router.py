@@ -28,8 +28,10 @@ from gateway.nodes.router import Router
 from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES
-from tests.unit.gateway.fake_node import new_name
-from tests.unit.gateway.nodes import PlacedNode, TestPlacement, routed
+
+from .fake_node import new_name
+from .nodes import PlacedNode, TestPlacement, routed
+from .parts import until
 
 
 def question(session: str = "s", **fields: Any) -> EngineRequest:
@@ -58,9 +60,6 @@ async def answered(router: Router, placement: TestPlacement, name: str, session:
 
 def text(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
-
-
-# -- two doors ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_request_follows_its_advisory_and_says_where_the_kv_is() -> None:
@@ -95,9 +94,6 @@ async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> No
         assert [report.state for report in reports] == ["cancelled"]
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
 async def test_an_answer_that_had_not_begun_is_served_elsewhere_and_nobody_hears_of_it() -> None:
     async with routed("a", "b") as (router, placement):
         task = asking(router, question())
@@ -128,8 +124,6 @@ async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
         assert len(placement.inner["a"].answers) == 1
 
 
-# -- calls of the APIs -------------------------------------------------------------------------------------------------
-
 ASKER = EngineRequest(tenant="t", session_id="s")
 
 
@@ -159,9 +153,6 @@ async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
             await anext(reply.events)
         await reply.events.aclose()  # type: ignore[attr-defined]
         assert placement.inner["b"].streams == []
-
-
-# -- nodes that come and go --------------------------------------------------------------------------------------------
 
 
 async def test_a_draining_node_gets_nothing_new_ends_what_it_has_and_gives_its_kv() -> None:
@@ -223,9 +214,6 @@ async def test_after_its_drain_the_router_takes_nothing_and_its_nodes_still_serv
     assert placement.is_closed
 
 
-# -- all together ------------------------------------------------------------------------------------------------------
-
-
 async def test_it_is_ready_as_soon_as_one_node_is_and_failed_when_all_are() -> None:
     async with routed("a", "b") as (router, placement):
         assert router.progress.state == "ready"
@@ -267,12 +255,6 @@ async def test_a_node_is_drained_once_those_that_stay_serve_its_adapters(tmp_pat
         late = asking(router, question("late", adapter="large"))
         (await back.asked()).finish("at b")
         assert text(await late) == "at b"
-
-
-async def until(is_so: Any) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 def full(kind: type[Struct], value: int, **fields: Any) -> Any:

@@ -8,20 +8,17 @@ import resource
 import shutil
 import sqlite3
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.sessions.connection import has_failed
 from gateway.sessions.health import is_whole
 
-from .parts import checkpoint, passes
-
-NOW = 1_700_000_000.0
+from .parts import NOW, checkpoint, refused, until
 
 
 @pytest.fixture
@@ -36,14 +33,6 @@ async def store(path: Path) -> AsyncIterator[SessionStore]:
     await store.close()
 
 
-async def mended(store: SessionStore) -> None:
-    """Let the time pass after which the file is looked at again, until it is well."""
-    async with asyncio.timeout(10_000):
-        while store.has_failed:
-            await passes(30.0)
-            await asyncio.sleep(0.001)  # it is read in a thread
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda good: b"",
     "rubbish at the start": lambda good: b"\xa5" * 8192 + good[8192:],
@@ -52,16 +41,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 async def fails(store: SessionStore) -> None:
-    with pytest.raises(GatewayError) as failure:
-        await store.get_session("ann", "s")
-    assert (failure.value.code, failure.value.http_status) == ("storage_failed", 503)
-    assert "log says why" in failure.value.message
-
-
-async def drop_cache(store: SessionStore) -> None:
-    """What is cached is read well, however bad the file; a busy server's cache turns over by itself."""
-    for connection in (store._reader, store._writer):
-        await connection._execute(lambda c=connection: c._conn.execute("PRAGMA shrink_memory"))
+    error = await refused(store.get_session("ann", "s"))
+    assert (error.code, error.http_status) == ("storage_failed", 503)
+    assert "log says why" in error.message
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -72,14 +54,16 @@ async def test_a_damaged_file_is_said_remembered_and_mended_by_a_sound_one(
     good = await asyncio.to_thread(path.read_bytes)
     assert not store.has_failed
     await asyncio.to_thread(path.write_bytes, DAMAGES[damage](good))
-    await drop_cache(store)
+    # What is cached is read well, however bad the file; a busy server's cache turns over by itself.
+    for connection in (store._reader, store._writer):
+        await connection._execute(lambda c=connection: c._conn.execute("PRAGMA shrink_memory"))
     await fails(store)
     assert store.has_failed
     watching = asyncio.create_task(store.watch())
     await fails(store)
     assert store.has_failed, "nothing has mended it"
     await asyncio.to_thread(path.write_bytes, good)
-    await mended(store)
+    await until(lambda: not store.has_failed, 30.0)
     watching.cancel()
     assert len((await store.get_session("ann", "s")).turns) == 50
 
@@ -90,27 +74,11 @@ def test_which_errors_are_the_files() -> None:
         error.sqlite_errorcode = code
         return error
 
-    for code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_IOERR_READ):
-        assert has_failed(of(code))
-    for code in (
-        sqlite3.SQLITE_CORRUPT_VTAB,
-        sqlite3.SQLITE_IOERR_SHMSIZE,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_BUSY,
-    ):
-        assert not has_failed(of(code))
+    for name in ("CORRUPT", "NOTADB", "IOERR_READ"):
+        assert has_failed(of(getattr(sqlite3, f"SQLITE_{name}")))
+    for name in ("CORRUPT_VTAB", "IOERR_SHMSIZE", "FULL", "BUSY"):
+        assert not has_failed(of(getattr(sqlite3, f"SQLITE_{name}")))
     assert not has_failed(sqlite3.OperationalError("x"))
-
-
-async def damaged_index(path: Path) -> SessionStore:
-    """A store in which ann's index has lost its pages, with a deleted session among ann's."""
-    store = await SessionStore.open(path)
-    for session in ("s", "gone"):
-        await store.record_turn("ann", session, "t", "a question", answer="hi", makes_session=True, now=NOW)
-    await store.delete("ann", "gone", NOW)
-    with closing(sqlite3.connect(path)) as conn, conn:
-        conn.execute("DELETE FROM search_1_data WHERE id > 10")
-    return store
 
 
 CALLS = {
@@ -126,7 +94,12 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     path: Path, caplog: pytest.LogCaptureFixture, call: Callable[[SessionStore], object]
 ) -> None:
     """Whoever meets it first gives it up; what is stored and found stays the same, and the file has not failed."""
-    store = await damaged_index(path)
+    store = await SessionStore.open(path)
+    for session in ("s", "gone"):
+        await store.record_turn("ann", session, "t", "a question", answer="hi", makes_session=True, now=NOW)
+    await store.delete("ann", "gone", NOW)
+    with closing(sqlite3.connect(path)) as conn, conn:
+        conn.execute("DELETE FROM search_1_data WHERE id > 10")
     await call(store)
     for number in range(300):  # the index is merged now and then, which reads what is missing
         await store.record_turn("ann", "s", f"v{number}", "another question", answer="hi", now=NOW)
@@ -136,17 +109,6 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     store = await SessionStore.open(path)
     assert [summary.id for summary in (await store.list_sessions("ann", q="another question"))[0]] == ["s"]
     await store.close()
-
-
-@contextmanager
-def a_disk_that_takes_nothing_more(path: Path) -> Iterator[None]:
-    """The kernel refuses whatever would make the log longer than it is, which SQLite calls an I/O error; all else can be written and read."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_works(
@@ -162,17 +124,19 @@ async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_
 
     monkeypatch.setattr("gateway.sessions.health.is_whole", looked_at)
     watching = asyncio.create_task(store.watch())
-    with a_disk_that_takes_nothing_more(path):
-        with pytest.raises(GatewayError) as failure:
-            await store.record_turn("ann", "s", "lost", "x", answer="y", now=NOW)
-        assert failure.value.code == "storage_failed"
-        async with asyncio.timeout(10_000):
-            while looks < 5:
-                assert store.has_failed
-                await passes(30.0)
-                await asyncio.sleep(0.001)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The kernel refuses whatever would make the log longer than it is, which SQLite calls an I/O error; all else can be written and read.
+    wal_stat = await asyncio.to_thread(Path(f"{path}-wal").stat)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (wal_stat.st_size, hard))
+    try:
+        error = await refused(store.record_turn("ann", "s", "lost", "x", answer="y", now=NOW))
+        assert error.code == "storage_failed"
+        await until(lambda: looks >= 5 or not store.has_failed, 30.0)
+        assert store.has_failed
         assert len((await store.get_session("ann", "s")).turns) == 51, "reading goes on"
-    await mended(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await until(lambda: not store.has_failed, 30.0)
     watching.cancel()
     await store.record_turn("ann", "s", "next", "x", answer="y", now=NOW)
     assert caplog.text.count("written again") == 1

@@ -170,9 +170,6 @@ def test_an_engine_that_serves_others_has_a_process_of_its_own_unless_told(
     assert load({"host": host, "engine": engine}).engine == place
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 def test_weights_come_from_flags_environment_and_both_forms_of_a_file(tmp_path: Path) -> None:
     wanted = {"ada": 2.0, "bob": 0.5}
     file = tmp_path / "overture.toml"
@@ -199,9 +196,6 @@ def test_one_name_has_one_weight() -> None:
     assert parse_weights(["ada=2", "ada=2.0"]) == {"ada": 2.0}
     with pytest.raises(ValueError, match="ada has two weights"):
         parse_weights(["ada=2", "ada=3"])
-
-
-# -- priority ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(), st.booleans())

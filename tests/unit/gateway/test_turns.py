@@ -12,7 +12,7 @@ from gateway.errors import GatewayError
 from gateway.turns.turns import KEEP_UNFOLLOWED_S, AnswerPiece
 
 from .fake_node import PATIENCE_S
-from .parts import Listener, Parts, passes, refused
+from .parts import Parts, passes, refused, until
 
 
 async def stored(parts: Parts, session_id: str, owner: str = "ann") -> list[tuple[str, str, str]]:
@@ -36,9 +36,6 @@ class BrokenEnds:
         turn = await self._finish(*args, **kwargs)
         self.has_stored.set()
         return turn
-
-
-# -- asking ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_message_is_on_disk_before_it_is_accepted_and_its_answer_before_done(parts: Parts) -> None:
@@ -112,9 +109,6 @@ async def test_asking_goes_on_when_the_one_who_asked_is_gone(parts: Parts) -> No
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
 
 
-# -- following -------------------------------------------------------------------------------------------------------
-
-
 async def test_a_turn_that_nobody_follows_for_half_a_minute_is_stopped_and_kept(parts: Parts) -> None:
     turn = await parts.ask("a")
     answer = await parts.node.asked()
@@ -126,16 +120,8 @@ async def test_a_turn_that_nobody_follows_for_half_a_minute_is_stopped_and_kept(
     assert not answer.is_cancelled
     await passes(2)
     assert answer.is_cancelled
-    await listener_over(parts, listener)
+    await parts.follow(turn).over()
     assert await stored(parts, turn.session_id) == [("a", "stopped", "Once upon")]
-
-
-async def listener_over(parts: Parts, listener: Listener) -> None:
-    parts.turns.follow(listener.turn, listener)
-    await listener.over()
-
-
-# -- stopping --------------------------------------------------------------------------------------------------------
 
 
 async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(parts: Parts) -> None:
@@ -184,9 +170,6 @@ async def test_a_drain_waits_for_answers_and_stops_what_does_not_end(parts: Part
     assert await stored(parts, endless.session_id) == [("b", "stopped", "For ever")]
 
 
-# -- what breaks -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "code", "is_retryable"),
     [
@@ -225,19 +208,11 @@ async def test_an_end_that_cannot_be_stored_is_an_error_and_mended_later(parts: 
     assert await stored(parts, turn.session_id) == [("a", "running", "")]
     assert (await refused(parts.ask("b", session_id=turn.session_id))).code == "busy"
     assert (await refused(parts.ask("a"))).code == "overloaded", "until it is mended it cannot be asked again"
-    await mended(disk)
+    await until(disk.has_stored.is_set, 1.0)
     assert await stored(parts, turn.session_id) == [("a", "failed", "Yes.")]
     again = await parts.answered("a", "Yes, again.")
     assert again.done is not None
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes, again.")]
-
-
-async def mended(disk: BrokenEnds) -> None:
-    """Let time pass until the end of the turn is stored after all."""
-    async with asyncio.timeout(100 * PATIENCE_S):
-        while not disk.has_stored.is_set():
-            await passes(1.0)
-            await asyncio.sleep(0.001)  # the store answers from a thread
 
 
 async def test_a_drain_does_not_wait_for_a_disk_that_stays_full(parts: Parts) -> None:
@@ -247,9 +222,6 @@ async def test_a_drain_does_not_wait_for_a_disk_that_stays_full(parts: Parts) ->
     await parts.follow(turn).over()
     async with asyncio.timeout(PATIENCE_S):
         await parts.turns.drain(1.0)
-
-
-# -- what must not happen, and ends the turn all the same ------------------------------------------------------------
 
 
 async def test_a_question_that_cannot_be_put_ends_its_turn(

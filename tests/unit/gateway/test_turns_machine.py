@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ class Reader:
             self.seq = self.turn.seq
 
 
+def on_its_loop(step: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a step of the machine below that is run by its event loop."""
+
+    @functools.wraps(step)
+    def run(self: TurnsMachine, **drawn: Any) -> None:
+        self.runner.run(step(self, **drawn))
+
+    return run
+
+
 class TurnsMachine(RuleBasedStateMachine):
     """One message at a time, two windows that ask and follow it, one node. Text is unique to each try, so a mixture of two shows.
 
@@ -55,14 +66,12 @@ class TurnsMachine(RuleBasedStateMachine):
         self.all_readers = [Reader("a"), Reader("a")]
         self.names = ["a"]
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(work)
-
     @initialize()
-    def start(self) -> None:
-        self.run(self._start())
+    @on_its_loop
+    async def start(self) -> None:
+        await self._open()
 
-    async def _start(self) -> None:
+    async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         store = await SessionStore.open(Path(self.folder.name) / "sessions.sqlite3")
         self.parts = Parts(store, now=lambda: NOW + loop.time())
@@ -71,15 +80,12 @@ class TurnsMachine(RuleBasedStateMachine):
     def running(self) -> list[Answer]:
         return [a for a in self.parts.node.answers if not (a.is_over or a.is_closed or a.is_cancelled)]
 
-    # -- what happens ------------------------------------------------------------------------------------------------
-
     @rule(number=READERS)
-    def asks(self, number: int) -> None:
+    @on_its_loop
+    async def asks(self, number: int) -> None:
         """A message, or its repetition by the same or another client, which then reads from the first piece."""
-        self.run(self._ask(self.all_readers[number]))
-
-    async def _ask(self, reader: Reader) -> None:
-        await self._drop(reader)
+        reader = self.all_readers[number]
+        self._drop(reader)
         try:
             reader.turn = await self.parts.ask(reader.name, f"question {reader.name}")
         except GatewayError as error:
@@ -92,10 +98,11 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(reader.turn for reader in self.all_readers))
     @rule(number=READERS)
-    def drops(self, number: int) -> None:
-        self.run(self._drop(self.all_readers[number]))
+    @on_its_loop
+    async def drops(self, number: int) -> None:
+        self._drop(self.all_readers[number])
 
-    async def _drop(self, reader: Reader) -> None:
+    def _drop(self, reader: Reader) -> None:
         if reader.turn is not None:
             reader.read()
             self.parts.turns.unfollow(reader.turn, reader)
@@ -103,12 +110,11 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(reader.seq for reader in self.all_readers))
     @rule(number=READERS)
-    def comes_back(self, number: int) -> None:
+    @on_its_loop
+    async def comes_back(self, number: int) -> None:
         """As a socket does: from the last `seq`; what is not under way any more is read from the start."""
-        self.run(self._come_back(self.all_readers[number]))
-
-    async def _come_back(self, reader: Reader) -> None:
-        await self._drop(reader)
+        reader = self.all_readers[number]
+        self._drop(reader)
         live = self.parts.turns.find("ann", reader.name)
         if live is None or not live.can_resume(reader.seq):
             reader.text, reader.seq = "", 0
@@ -119,16 +125,9 @@ class TurnsMachine(RuleBasedStateMachine):
         reader.read()
 
     @precondition(lambda self: self.running)
-    @rule(pieces=st.integers(1, 3))
-    def says(self, pieces: int) -> None:
-        self.run(self._answer(pieces, None))
-
-    @precondition(lambda self: self.running)
-    @rule(pieces=st.integers(0, 2), end=st.sampled_from(["fail", "stop"]))
-    def ends(self, pieces: int, end: str) -> None:
-        self.run(self._answer(pieces, end))
-
-    async def _answer(self, pieces: int, end: str | None) -> None:
+    @rule(pieces=st.integers(0, 3), end=st.sampled_from([None, "fail", "stop"]))
+    @on_its_loop
+    async def says_and_may_end(self, pieces: int, end: str | None) -> None:
         (answer,) = self.running
         said = self.written.setdefault(answer.request.request_id, [])
         for _ in range(pieces):
@@ -142,49 +141,41 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule()
-    def stops(self) -> None:
-        self.run(self._stop())
-
-    async def _stop(self) -> None:
+    @on_its_loop
+    async def stops(self) -> None:
         await self.parts.turns.stop("ann", self.all_readers[0].name)
         await self._caught_up()
 
     @precondition(lambda self: self.parts.node.answers)
     @rule(seconds=st.sampled_from([5.0, 31.0, 121.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.run(self._pass(seconds))
-
-    async def _pass(self, seconds: float) -> None:
+    @on_its_loop
+    async def time_passes(self, seconds: float) -> None:
         await passes(seconds)
         await self._caught_up()
 
     @precondition(lambda self: self.parts.node.answers and not self.running)
     @rule()
-    def another_message(self) -> None:
-        self.run(self._another_message())
-
-    async def _another_message(self) -> None:
+    @on_its_loop
+    async def another_message(self) -> None:
         for reader in self.all_readers:
-            await self._drop(reader)
+            self._drop(reader)
         self.names.append(self.names[-1] + "a")
         self.all_readers = [Reader(self.names[-1]), Reader(self.names[-1])]
 
     @precondition(lambda self: self.running)
     @rule()
-    def server_is_started_again(self) -> None:
+    @on_its_loop
+    async def server_is_started_again(self) -> None:
         """All that was under way is lost; readers come back with what they saw in the server's last life."""
-        self.run(self._restart())
-
-    async def _restart(self) -> None:
         for reader in self.all_readers:
-            await self._drop(reader)
+            self._drop(reader)
         for answer in self.parts.node.answers:
             if not (answer.is_over or answer.is_closed):
                 answer.fail(EngineUnavailable("The server died."))
         await self._caught_up()
         await self.parts.close()
         await self.parts.store.close()
-        await self._start()
+        await self._open()
 
     async def _caught_up(self) -> None:
         """Wait until the node's words have arrived and what ended is stored."""
@@ -205,8 +196,6 @@ class TurnsMachine(RuleBasedStateMachine):
                 return live.is_over or (answer.is_read and not answer.is_over)
         return True
 
-    # -- what must hold ----------------------------------------------------------------------------------------------
-
     @invariant()
     def nobody_read_what_was_never_written(self) -> None:
         for reader in self.all_readers:
@@ -223,7 +212,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 assert reader.text == reader.turn.whole.text
 
     def teardown(self) -> None:
-        self.run(self._end())
+        self.runner.run(self._end())
         self.runner.close()
         self.folder.cleanup()
 
