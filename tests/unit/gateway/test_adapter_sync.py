@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.protocol.errors import EngineUnavailable
-from engine_bridge.protocol.node import JsonReply
+from engine_bridge.protocol.node import AdapterInfo, JsonReply
 from gateway.nodes.adapter_sync import AdapterSync
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
@@ -112,6 +112,19 @@ def costs(sync: AdapterSync, name: str) -> Mapping[str, float]:
     return found.load_s
 
 
+def versions(infos: Iterable[AdapterInfo]) -> set[tuple[str, str, bool]]:
+    return {(info.name, info.version, info.is_pinned) for info in infos}
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gateway looks at now and then, it looks at all the time."""
+    for name in ("WATCH_EVERY_S", "LOOK_EVERY_S"):
+        monkeypatch.setattr(f"gateway.nodes.adapter_sync.{name}", 0.01)
+    for name in ("FIRST_WAIT_S", "LONGEST_WAIT_S"):
+        monkeypatch.setattr(f"engine_bridge.adapters.retries.{name}", 0.01)
+
+
 async def test_what_a_client_loads_all_nodes_serve(cluster: Cluster) -> None:
     async with synced(cluster) as sync:
         path = cluster.adapter("pirate")
@@ -177,10 +190,10 @@ async def test_nobody_waits_for_a_node_that_is_still_being_brought_up_to_date(cl
         assert not joining.done()
         slow.is_let_go.set()
         await joining
-        assert [(info.name, info.is_pinned) for info in slow.adapters()] == [
-            ("pirate", True),
-            ("shout", False),
-        ]
+        assert {name: pinned for name, _, pinned in versions(slow.adapters())} == {
+            "pirate": True,
+            "shout": False,
+        }
 
 
 async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> None:
@@ -199,9 +212,8 @@ async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seed: int
+    cluster: Cluster, at_once: None, seed: int
 ) -> None:
-    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.001)
     random, one_at_a_time = Random(seed), asyncio.Lock()
     paths = [cluster.adapter(f"source-{number}", seed=number) for number in range(3)]
     async with synced(cluster) as sync:
@@ -230,20 +242,16 @@ async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
             assert all(each is None or isinstance(each, EngineUnavailable) for each in done), done
         for name in cluster.remotes:
             await sync.joined(name)
-        expected = {(info.name, info.version, info.is_pinned) for info in sync.merged()}
         for node in cluster.nodes.values():
-            assert {(info.name, info.version, info.is_pinned) for info in node.adapters()} == expected
+            assert versions(node.adapters()) == versions(sync.merged())
         assert sync.failures("n1") == sync.failures("n2") == {}
 
 
-async def test_the_folder_is_served_from_the_start_and_followed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.nodes.adapter_sync.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.01)
+async def test_the_folder_is_served_from_the_start_and_followed(cluster: Cluster, at_once: None) -> None:
     pirate = cluster.adapter("pirate")
-    (cluster.folder / "adapters" / "broken").mkdir()
-    (cluster.folder / "adapters" / "broken" / "adapter_config.json").write_text("{")
+    broken = cluster.folder / "adapters" / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{")
     given = make_adapter(cluster.folder / "given", modules=MODULES, seed=4)
     async with synced(cluster, folder=cluster.folder / "adapters", given=[("given", str(given))]) as sync:
         assert [info.name for info in sync.merged()] == ["given", "pirate"]
@@ -270,12 +278,8 @@ async def test_a_restart_knows_pins(cluster: Cluster) -> None:
 
 
 async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, at_once: None
 ) -> None:
-    monkeypatch.setattr("gateway.nodes.adapter_sync.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("engine_bridge.adapters.retries.FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("engine_bridge.adapters.retries.LONGEST_WAIT_S", 0.01)
     store = Elsewhere(cluster.folder / "n3", free_bytes=1 << 60)
     far = await cluster.add("n3", store=store)
     pirate = cluster.adapter("pirate")
@@ -299,9 +303,8 @@ async def test_a_node_that_joins_while_files_are_replaced_gets_the_version_that_
     cluster: Cluster,
 ) -> None:
     pirate = cluster.adapter("pirate")
-    async with synced(
-        cluster, state_dir=cluster.folder / "state", folder=cluster.folder / "adapters"
-    ) as sync:
+    folders = {"state_dir": cluster.folder / "state", "folder": cluster.folder / "adapters"}
+    async with synced(cluster, **folders) as sync:
         version = shown(sync, "pirate").version
         os.truncate(pirate / WEIGHTS_FILE, 1000)
         await cluster.add("n3")

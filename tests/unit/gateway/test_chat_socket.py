@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.advisories.advisories import HINT_ACTION
+from gateway.advisories import advisories
 from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S
 from gateway.doors.chat import server_events
 from gateway.doors.chat.server_events import EventStream
@@ -194,17 +194,22 @@ async def test_of_all_who_type_without_keys_nobody_stops_anothers_draft(gateways
         await gateway.node.until(lambda: gateway.node.cancelled_prefills == 2)
 
 
-async def test_advisories_of_one_address_without_keys_leave_a_pages_alone(gateway: Gateway) -> None:
-    action = {"action_id": "a", "action_type": HINT_ACTION, "action_version": "1"}
+async def test_advisories_of_one_address_without_keys_leave_a_pages_alone(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So slow that the bucket does not fill again meanwhile, however slow the machine is.
+    monkeypatch.setattr(advisories, "MAX_PER_S", 0.1)
+    gateway = await gateways()
+    action = {"action_id": "a", "action_type": advisories.HINT_ACTION, "action_version": "1"}
     async with gateway.socket(hello={}) as socket:
         await socket.send(type="typing", session_id="mine")
         advised = await gateway.node.told()
-        statuses: list[int] = []
-        while 429 not in statuses:  # the slower the machine is, the later has the address had its share
-            actions = [action | {"payload": {"session_id": f"{len(statuses)}-{n}"}} for n in range(64)]
+        statuses = []
+        for round_ in range(5):
+            actions = [action | {"payload": {"session_id": f"{round_}-{n}"}} for n in range(64)]
             body = {"protocol_version": "1", "message_id": "m", "actions": actions}
             statuses.append((await gateway.call("POST", "/v1/advisories", body)).status)
-        assert statuses[0] == 202
+        assert statuses[0] == 202 and statuses[-1] == 429, "the address has had its share"
         await socket.send(type="typing", session_id="mine, too")
         told = gateway.node.advisories
         await gateway.node.until(lambda: any(each.advisory.session_id == "mine, too" for each in told))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -16,19 +15,13 @@ from .front import Gateway, Gateways
 KEY = "a-key-of-many-characters"
 
 
-async def ask(client: ChatClient, turn_id: str, content: str, **options: Any) -> None:
-    async for _ in client.ask(content, turn_id=turn_id, **options):
-        pass
-
-
-async def edited(gateway: Gateway, client: ChatClient, owner: str = "local") -> str:
+async def edited(gateway: Gateway, owner: str = "local") -> str:
     """The id of a conversation of two messages, whose first was edited: the second followed what it was before."""
-    gateway.node.script = ["Well."]
-    session = await gateway.store.create_session(owner, now=1.0)
-    await ask(client, "a", "Where is Dalvek?", session_id=session.id)
-    await ask(client, "b", "And Fezin?", session_id=session.id)
-    await ask(client, "c", "Where is Quorin?", session_id=session.id, after=None)
-    return session.id
+    turn = await gateway.answered("a", "Well.", content="Where is Dalvek?", owner=owner)
+    for name, content, after in (("b", "And Fezin?", "a"), ("c", "Where is Quorin?", None)):
+        fields = {"owner": owner, "session_id": turn.session_id, "after": after}
+        await gateway.answered(name, "Well.", content=content, **fields)
+    return turn.session_id
 
 
 async def test_what_cannot_be_chosen_is_said(gateways: Gateways) -> None:
@@ -36,25 +29,22 @@ async def test_what_cannot_be_chosen_is_said(gateways: Gateways) -> None:
     async with ChatClient(gateway.server.url, api_key=KEY) as client:
         owner = next(iter(gateway.server.services.connections)).owner
         assert owner is not None
-        session_id = await edited(gateway, client, owner)
+        session_id = await edited(gateway, owner)
         with pytest.raises(ChatError, match="turn") as missing:
             await client.choose_version(session_id, "never asked")
         assert missing.value.code == "not_found" and not missing.value.retryable
-        gateway.node.script = None
-        asking = asyncio.create_task(ask(client, "d", "And now?", session_id=session_id))
-        answer = await gateway.node.asked(3)
+        await gateway.ask("d", owner=owner, session_id=session_id)
         with pytest.raises(ChatError) as busy:
             await client.choose_version(session_id, "a")
         assert busy.value.code == "busy"
-        answer.finish("Now.")
-        await asking
 
 
 async def test_the_terminal_lists_versions_and_shows_another(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with ChatClient(gateway.server.url) as client:
-        session_id = await edited(gateway, client)
+        session_id = await edited(gateway)
+        gateway.node.script = ["Well."]
         lines = iter(["/version", "/version 1 1", "/version 2 1", "/version 1 3", "And then?"])
 
         def typed(prompt: str) -> str:
@@ -66,11 +56,8 @@ async def test_the_terminal_lists_versions_and_shows_another(
         monkeypatch.setattr("builtins.input", typed)
         options = terminal.Options(gateway.server.url, session_id=session_id)
         assert await asyncio.to_thread(terminal.Terminal(options).run) == 0
-        assert [turn.content for turn in (await client.open_session(session_id)).turns] == [
-            "Where is Dalvek?",
-            "And Fezin?",
-            "And then?",
-        ]
+        shown = [turn.content for turn in (await client.open_session(session_id)).turns]
+        assert shown == ["Where is Dalvek?", "And Fezin?", "And then?"]
     output = capsys.readouterr().out
     assert "2 of 2" in output and "Where is Quorin?" in output, "the message that has versions"
     assert output.count("no such version") == 1, "the second message of what is shown then has one version"

@@ -55,12 +55,6 @@ def test_config_shows_the_settings_in_effect_and_warns() -> None:
     assert "no API key" in result.stderr
 
 
-def test_a_wrong_setting_is_one_line_and_exit_code_2() -> None:
-    done = run_process("serve", "--port", "many")
-    assert done.returncode == 2
-    assert done.stderr == "overture: --port: expected an integer from 0 to 65535, got 'many'\n"
-
-
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
     from gateway.access.auth import KeyRing
 
@@ -76,15 +70,15 @@ def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "stdin", "expected"),
     [
+        (("serve", "--port", "many"), "", "^overture: --port: expected an integer from .*, got 'many'\n$"),
         (("chat", "--url", "nonsense://x", "hello"), "", "not the address of a server"),
         (("chat",), "  \n", "nothing to ask"),
     ],
 )
-def test_chat_says_what_is_wrong_with_its_use(argv: tuple[str, ...], stdin: str, expected: str) -> None:
+def test_wrong_use_is_said_with_exit_code_2(argv: tuple[str, ...], stdin: str, expected: str) -> None:
     done = run_process(*argv, stdin=stdin)
     assert done.returncode == 2
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
+    assert re.search(expected, done.stderr) and "Traceback" not in done.stderr
 
 
 def test_the_command_answers_what_the_script_asks_with_flags_of_serve() -> None:
@@ -196,32 +190,17 @@ class Nodes(ThreadingHTTPServer):
         self.refusal: tuple[int, str] | None = None
 
     def found(self) -> dict[str, Any]:
-        nodes = [node(name, **self._next(states)) for name, states in self.states.items()]
+        now = {name: states.pop(0) if len(states) > 1 else states[0] for name, states in self.states.items()}
         totals = {"num_open": 2, "num_nodes": 2, "num_running": 3, "num_waiting": 1}
-        return {"nodes": nodes, "totals": totals}
-
-    @staticmethod
-    def _next(states: list[dict[str, Any]]) -> dict[str, Any]:
-        return states.pop(0) if len(states) > 1 else states[0]
+        return {"nodes": [node(name, **state) for name, state in now.items()], "totals": totals}
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
-    load = {"num_running": 3, "num_waiting": 1, "num_kv_blocks": 101, "num_free_kv_blocks": 25}
-    kv = {"host": {"bytes": 1, "capacity_bytes": 2}, "disk": None}
-    found = {
-        "id": name,
-        "state": "ready",
-        "stage": "ready",
-        "elapsed_s": 300,
-        "incarnation": "a",
-        "error": None,
-    }
-    found |= {
-        "is_draining": False,
-        "load": load,
-        "kv": kv,
-        "adapters": {"num_by_place": {"slot": 1, "disk": 4}},
-    }
+    found: dict[str, Any] = {"id": name, "state": "ready", "stage": "ready", "elapsed_s": 300, "error": None}
+    found |= {"incarnation": "a", "is_draining": False}
+    found["load"] = {"num_running": 3, "num_waiting": 1, "num_kv_blocks": 101, "num_free_kv_blocks": 25}
+    found["kv"] = {"host": {"bytes": 1, "capacity_bytes": 2}, "disk": None}
+    found["adapters"] = {"num_by_place": {"slot": 1, "disk": 4}}
     return found | changes
 
 

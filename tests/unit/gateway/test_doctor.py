@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from engine_bridge.settings.machine import Machine
 from gateway.cli import cli, main
@@ -23,15 +23,8 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.records import ALIGNMENT_BYTES
 from kvtiers.keys import BlockKey, BlockShape
 
-MACHINE = Machine(
-    processor="Some processor",
-    instructions=("avx2",),
-    num_cores=2,
-    num_cores_in_all=2,
-    memory_bytes=16 * GIB,
-    available_bytes=8 * GIB,
-    gpus=(),
-)
+SIZES = {"num_cores": 2, "num_cores_in_all": 2, "memory_bytes": 16 * GIB, "available_bytes": 8 * GIB}
+MACHINE = Machine(processor="Some processor", instructions=("avx2",), gpus=(), **SIZES)
 
 
 def test_what_settings_turn_off_is_told_with_the_setting() -> None:
@@ -99,18 +92,23 @@ SHAPE = BlockShape(2, 1024)
 ABOUT = b'{"model": "a-model", "block_size_tokens": 32}'
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["kv", *arguments])
+def run(folder: Path, *arguments: str) -> str:
+    """What `overture kv` says of the stores in a folder."""
+    result = CliRunner().invoke(cli, ["kv", *arguments, "--kv-dir", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def shown(folder: Path) -> Any:
+    return json.loads(run(folder, "show", "--json"))
 
 
 @contextmanager
 def held_store(root: Path, num_blocks: int) -> Iterator[None]:
     """A store of so many blocks, open within the block."""
     with asyncio.Runner() as runner:
-        folder = root / "a-model-0123"
-        log = runner.run(
-            DiskLog.open(folder, "0123", SHAPE, 1 << 20, segment_bytes=3 * ALIGNMENT_BYTES, describe=ABOUT)
-        )
+        sizes = {"segment_bytes": 3 * ALIGNMENT_BYTES, "describe": ABOUT}
+        log = runner.run(DiskLog.open(root / "a-model-0123", "0123", SHAPE, 1 << 20, **sizes))
         for number in range(num_blocks):
             key = BlockKey(bytes([number]) * 32)
             assert runner.run(log.append([key], lambda block, layer: memoryview(bytes(1024))))
@@ -121,20 +119,15 @@ def held_store(root: Path, num_blocks: int) -> Iterator[None]:
 def test_prune_deletes_the_oldest_down_to_a_size(tmp_path: Path) -> None:
     with held_store(tmp_path, 6):
         pass
-    before = json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)
-    assert before["num_segments"] == 3
-    pruned = run("prune", "--max-gib", str((4 * ALIGNMENT_BYTES) / (1 << 30)), "--kv-dir", str(tmp_path))
-    assert pruned.exit_code == 0 and "2 files" in pruned.output
-    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["num_blocks"] == 2
-    assert "1 files" in run("prune", "--all", "--kv-dir", str(tmp_path)).output
-    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["bytes"] == 0
+    assert shown(tmp_path)["num_segments"] == 3
+    assert "2 files" in run(tmp_path, "prune", "--max-gib", str(4 * ALIGNMENT_BYTES / GIB))
+    assert shown(tmp_path)["num_blocks"] == 2
+    assert "1 files" in run(tmp_path, "prune", "--all")
+    assert shown(tmp_path)["bytes"] == 0
 
 
-def test_a_store_in_use_is_not_pruned(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    with held_store(tmp_path, 2):
-        try:
-            main(["kv", "prune", "--all", "--kv-dir", str(tmp_path)])
-        except SystemExit as ended:
-            assert ended.code == 2
-    assert "stop the server" in capsys.readouterr().err
-    assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["num_blocks"] == 2
+def test_a_store_in_use_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with held_store(tmp_path, 2), pytest.raises(SystemExit) as ended:
+        main(["kv", "prune", "--all", "--kv-dir", str(tmp_path)])
+    assert ended.value.code == 2 and "stop the server" in capsys.readouterr().err
+    assert shown(tmp_path)["num_blocks"] == 2

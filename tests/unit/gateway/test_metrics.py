@@ -41,21 +41,10 @@ def test_a_node_without_an_engine_says_nothing(collector: Any) -> None:
 
 
 def test_adapters_are_counted_by_place_source_and_reason() -> None:
-    counts = {
-        "found:slot": 5,
-        "loads:disk": 2,
-        "load_bytes:disk": 4096,
-        "evicted:slot": 3,
-        "evicted:cached:kv": 1,
-    }
-    counts |= {"slot_fills": 6, "failed": 7, "loads:peer": 9, "unknown": 1}
-    metrics = adapters(
-        num_by_place={"slot": 2, "disk": 7},
-        host_bytes=300,
-        num_waiting=3,
-        counts=counts,
-        seconds={"load:disk": 2.0},
-    )
+    counts = {"found:slot": 5, "loads:disk": 2, "load_bytes:disk": 4096, "evicted:slot": 3}
+    counts |= {"evicted:cached:kv": 1, "slot_fills": 6, "failed": 7, "loads:peer": 9, "unknown": 1}
+    figures = {"num_by_place": {"slot": 2, "disk": 7}, "host_bytes": 300, "num_waiting": 3}
+    metrics = adapters(counts=counts, seconds={"load:disk": 2.0}, **figures)
     for name, value in {
         'adapters{place="slot"}': 2,
         'adapters{place="host"}': 0,
@@ -82,17 +71,8 @@ def test_what_came_from_other_nodes_is_told_where_there_are_others() -> None:
         stats = TierStats(host=HostStats(num_hits=3), disk=DiskTierStats(num_hits=4), peers=peers)
         return exposed(KvCollector(lambda: stats))
 
-    told = tiers(
-        PeerStats(
-            is_on=True,
-            bytes_fetched=5,
-            bytes_lent=6,
-            num_fetched=7,
-            num_lent=8,
-            misses={"dead": 2},
-            refusals={},
-        )
-    )
+    sums = {"bytes_fetched": 5, "bytes_lent": 6, "num_fetched": 7, "num_lent": 8}
+    told = tiers(PeerStats(is_on=True, misses={"dead": 2}, refusals={}, **sums))
     assert told['kv_hits_total{tier="disk"}'] == 4 and told['kv_peer_misses_total{reason="dead"}'] == 2
     assert [told[f'kv_peer_bytes_total{{direction="{way}"}}'] for way in ("in", "out")] == [5, 6]
     assert [told[f'kv_peer_blocks_total{{direction="{way}"}}'] for way in ("in", "out")] == [7, 8]
@@ -112,9 +92,8 @@ def test_who_waits_is_told_by_reason_and_lane() -> None:
 
 def test_counts_seconds_and_errors_of_lengths_become_counters() -> None:
     errors = LengthErrors(num_answers=7, sum_tokens=90, num_within_p90=6, num_within={1: 2, 10: 5})
-    metrics = scheduling(
-        counts={"bypassed": 2, "predicted:swap": 3}, seconds={"decide": 0.5}, length_errors=errors
-    )
+    counts = {"bypassed": 2, "predicted:swap": 3}
+    metrics = scheduling(counts=counts, seconds={"decide": 0.5}, length_errors=errors)
     assert (metrics["scheduling_bypassed_total"], metrics["scheduling_admitted_total"]) == (2, 0)
     assert metrics["scheduling_decide_seconds_total"] == 0.5
     assert metrics['scheduling_preempted_predicted_total{kind="swap"}'] == 3

@@ -24,20 +24,9 @@ from .parts import passes, settled, until
 OPERATOR, TENANT, OTHER = "ov-an-operators-key", "ov-a-tenants-key", "ov-another-tenants-key"
 KEYS = {"api_keys": (TENANT, OTHER), "operator_keys": (OPERATOR,)}
 LANES = LaneStats(boundaries=(0.5,), num_waiting=(2, 1), quota_tokens=(400, 600), used_tokens=(300, 0))
-SCHEDULING = SchedulingStats(
-    policy="mlq",
-    num_running=4,
-    num_waiting=3,
-    num_by_reason={"lane_quota": 3},
-    lanes=LANES,
-    counts={},
-    seconds={},
-    length_errors=None,
-    num_answer_tokens=70,
-    num_kv_blocks=60,
-    num_free_kv_blocks=20,
-    block_size=16,
-)
+LOAD: dict[str, Any] = {"num_running": 4, "num_waiting": 3, "num_by_reason": {"lane_quota": 3}}
+LOAD |= {"num_answer_tokens": 70, "num_kv_blocks": 60, "num_free_kv_blocks": 20, "block_size": 16}
+SCHEDULING = SchedulingStats(policy="mlq", lanes=LANES, counts={}, seconds={}, length_errors=None, **LOAD)
 TIERS = TierStats(
     host=HostStats(bytes=10, capacity_bytes=100, num_hits=7),
     disk=DiskTierStats(is_on=True, bytes=20, capacity_bytes=200, num_hits=3),
