@@ -1,7 +1,5 @@
 """The gateway's parts on a fake node and a real store, on an event loop whose clock tests can put forward."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

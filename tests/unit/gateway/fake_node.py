@@ -1,7 +1,5 @@
 """A node without a model: it answers what a test tells it to, misbehaves on demand, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,7 +1,5 @@
 """Nodes without a model behind real sockets, and a placement that loses and finds them when a test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping

@@ -1,7 +1,5 @@
 """What the tests of the gateway's parts share: the parts put together, a follower, and an event loop whose clock can be put forward."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import Callable

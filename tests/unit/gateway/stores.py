@@ -1,7 +1,5 @@
 """Turns of session files as tests write and read them, all at one time unless they say otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from collections.abc import Iterable

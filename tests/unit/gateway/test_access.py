@@ -1,7 +1,5 @@
 """Who gets in, and how much of the server one may take: keys, operators, budgets, shares and calls that end with their key."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
@@ -91,9 +89,7 @@ def old_line(name: str, key: str) -> str:
     return f"{name}:sha256${salt.hex()}${hashlib.sha256(salt + key.encode()).hexdigest()}"
 
 
-def test_a_key_is_found_in_a_file_of_any_length_with_one_hash(
-    tmp_path: Path, num_hashes: Callable[[], int]
-) -> None:
+def test_a_key_is_found_in_any_long_file_with_one_hash(tmp_path: Path, num_hashes: Callable[[], int]) -> None:
     keys = [generate_key() for _ in range(500)]
     lines = [key_file_line(f"n{number}", key) for number, key in enumerate(keys)]
     ring = ring_of(tmp_path, *lines)
@@ -124,7 +120,7 @@ def test_a_key_on_an_older_line_is_looked_for_once(
     assert ring.authenticate(keys[50]).is_operator and not ring.authenticate(keys[51]).is_operator
 
 
-def test_wrong_keys_cannot_make_the_server_look_for_them_without_end(
+def test_wrong_keys_cannot_keep_the_server_looking_for_them(
     tmp_path: Path, num_hashes: Callable[[], int]
 ) -> None:
     old, new, known = generate_key(), generate_key(), generate_key()

@@ -1,7 +1,5 @@
 """Adapters of several nodes: one list that all of them follow, whoever comes, goes, fails or comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -211,7 +209,7 @@ async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
+async def test_whatever_happens_all_nodes_end_with_the_list(
     cluster: Cluster, at_once: None, seed: int
 ) -> None:
     random, one_at_a_time = Random(seed), asyncio.Lock()
@@ -277,7 +275,7 @@ async def test_a_restart_knows_pins(cluster: Cluster) -> None:
         assert shown(sync, "pirate").is_pinned
 
 
-async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
+async def test_what_a_full_disk_kept_out_is_served_once_there_is_room(
     cluster: Cluster, at_once: None
 ) -> None:
     store = Elsewhere(cluster.folder / "n3", free_bytes=1 << 60)
@@ -299,9 +297,7 @@ async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
         assert set(far.served()) == {"pirate"}
 
 
-async def test_a_node_that_joins_while_files_are_replaced_gets_the_version_that_the_others_serve(
-    cluster: Cluster,
-) -> None:
+async def test_a_node_that_joins_while_files_are_replaced_gets_what_others_serve(cluster: Cluster) -> None:
     pirate = cluster.adapter("pirate")
     folders = {"state_dir": cluster.folder / "state", "folder": cluster.folder / "adapters"}
     async with synced(cluster, **folders) as sync:

@@ -1,7 +1,5 @@
 """Advisories: merged, replaced, bounded, expired and scored, on a node that says what a test has it say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,13 +1,8 @@
 """The chat socket and its frames as events, in front of a node without a model: docs/protocol.md, frame by frame."""
 
-from __future__ import annotations
-
 import asyncio
-import base64
 import contextlib
 import json
-import os
-import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,7 +19,7 @@ from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 
 from .fake_node import PATIENCE_S
-from .front import Frame, Gateway, Gateways
+from .front import Gateway, Gateways
 from .parts import passes, settled, until
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
@@ -78,7 +73,7 @@ ASKING = {"type": "message", "id": "x", "content": "a"}
         ({"type": "stop"}, "bad_request", None),
     ],
 )
-async def test_a_wrong_frame_is_named_and_the_socket_goes_on(
+async def test_a_wrong_frame_ends_no_socket(
     gateway: Gateway, frame: Any, code: str, name: str | None
 ) -> None:
     async with gateway.socket(hello={}) as socket:
@@ -90,30 +85,17 @@ async def test_a_wrong_frame_is_named_and_the_socket_goes_on(
     assert not gateway.node.answers
 
 
-async def unread_socket(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A greeted socket by hand, whose replies nobody reads."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port, limit=1024)
-    key = base64.b64encode(os.urandom(16)).decode()
-    writer.write(
-        f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
-    )
-    writer.write(masked({"type": "hello"}))
-    return reader, writer
-
-
-def masked(frame: Frame) -> bytes:
-    """A client's text frame with a mask of zeros."""
-    data = json.dumps(frame).encode()
-    return struct.pack(">BBH", 0x81, 0x80 | 126, len(data)) + bytes(4) + data
-
-
 async def test_who_takes_nothing_is_not_read_from_either_and_costs_others_nothing(gateway: Gateway) -> None:
-    _, writer = await unread_socket(gateway)
-    ping = masked({"type": "ping", "t": "x" * 60_000})
-    # Far more than the sockets of both sides, the transport and the server's own queue hold.
-    writing = asyncio.ensure_future(flood(writer, ping, 1000))
-    async with gateway.socket(hello={}) as other:
+    async with gateway.socket(hello={}) as socket, gateway.socket(hello={}) as other:
+        transport = socket.raw.transport
+        transport.pause_reading()
+
+        async def flood() -> None:
+            # Far more than the sockets of both sides, the transport and the server's own queue hold.
+            for _ in range(1000):
+                await socket.send(type="ping", t="x" * 60_000)
+
+        writing = asyncio.ensure_future(flood())
         await other.ask("a")
         (await gateway.node.asked()).finish("Quickly.")
         assert (await other.rest())[0] == "Quickly."
@@ -123,22 +105,14 @@ async def test_who_takes_nothing_is_not_read_from_either_and_costs_others_nothin
         # What is on its way when the server stops reading still leaves, and the server rests for a moment between frames.
         while turns < 100 and not writing.done():
             await asyncio.sleep(0.001)
-            turns = turns + 1 if writer.transport.get_write_buffer_size() > 0 else 0
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
-    assert writer.transport.get_write_buffer_size() > 0, "the server reads no more of who does not read"
-    writer.transport.abort()
+            turns = turns + 1 if transport.get_write_buffer_size() > 0 else 0
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        assert transport.get_write_buffer_size() > 0, "the server reads no more of who does not read"
+        transport.abort()
 
 
-async def flood(writer: asyncio.StreamWriter, frame: bytes, number: int) -> None:
-    for _ in range(number):
-        writer.write(frame)
-        await writer.drain()
-
-
-async def test_a_server_that_goes_down_says_so_to_every_socket(
-    gateways: Gateways, store: SessionStore
-) -> None:
+async def test_a_server_that_goes_down_says_so_to_sockets(gateways: Gateways, store: SessionStore) -> None:
     gateway = await gateways()
     async with gateway.socket(hello={}) as socket:
         await socket.ask("a")
@@ -219,8 +193,7 @@ async def test_advisories_of_one_address_without_keys_leave_a_pages_alone(
 class Stream:
     """A page's side of one stream."""
 
-    def __init__(self, http: aiohttp.ClientSession, response: aiohttp.ClientResponse) -> None:
-        self.http = http
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
         self.response = response
         self.path = ""
 
@@ -238,48 +211,32 @@ class Stream:
                     return name, data
         return "end", None
 
-    async def next(self) -> dict[str, Any]:
-        name, data = await self.event()
-        assert name == "message", (name, data)
-        return dict(data)
-
-    async def post(self, body: str | bytes) -> tuple[int, str]:
-        async with self.http.post(self.path, data=body) as reply:
-            return reply.status, await reply.text()
-
-    async def send(self, **frame: Any) -> None:
-        assert await self.post(json.dumps(frame)) == (204, "")
-
 
 @contextlib.asynccontextmanager
-async def stream_of(gateway: Gateway, *, greeted: bool = True) -> AsyncIterator[Stream]:
-    http = aiohttp.ClientSession(gateway.server.url, read_bufsize=1 << 26)  # a line may be a whole answer
-    async with http, http.get("/sse") as response:
+async def stream_of(gateway: Gateway) -> AsyncIterator[Stream]:
+    async with aiohttp.ClientSession(gateway.server.url) as http, http.get("/sse") as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
-        stream = Stream(http, response)
+        stream = Stream(response)
         name, data = await stream.event()
         assert name == "stream"
         stream.path = f"/sse/{data['id']}"
-        if greeted:
-            await stream.send(type="hello")
-            assert (await stream.next())["type"] == "ready"
+        reply = await gateway.call("POST", stream.path, {"type": "hello"})
+        assert (reply.status, reply.body) == (204, None)
+        name, ready = await stream.event()
+        assert (name, ready["type"]) == ("message", "ready")
         yield stream
 
 
-async def test_only_who_knows_the_stream_may_send_and_only_while_it_is_open(gateways: Gateways) -> None:
-    gateway = await gateways()
+async def test_only_who_knows_the_stream_may_send_and_only_while_it_is_open(gateway: Gateway) -> None:
     async with stream_of(gateway) as stream:
-        path, stream.path = stream.path, "/sse/guessed"
-        assert (await stream.post("{}"))[0] == 404
-        stream.path = path
+        assert (await gateway.call("POST", "/sse/guessed", {})).status == 404
         await gateway.server.services.connections.copy().pop().close(1001, "going away")
         assert (await stream.event())[0] == "close" and (await stream.event())[0] == "end"
-        assert (await stream.post("{}"))[0] == 404
+        assert (await gateway.call("POST", stream.path, {})).status == 404
 
 
-async def test_a_page_that_is_gone_is_found_out(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_is_gone_is_found_out(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_events, "BEAT_S", 0.05)
-    gateway = await gateways()
     async with stream_of(gateway) as stream:
         async with asyncio.timeout(PATIENCE_S):
             assert b": still here" in await stream.response.content.readuntil(b"\n")

@@ -1,7 +1,5 @@
 """The Python client and `overture chat` choose among the versions of a message, from the gateway itself."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Several nodes of one machine: what each is told to be, and where it keeps its things."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path
@@ -59,7 +57,7 @@ def test_nodes_are_named_by_number_and_share_a_token_that_is_made_once(tmp_path:
     assert (tmp_path / "cluster-token").read_bytes() == token
 
 
-def test_a_folder_that_another_process_runs_a_node_in_is_refused(
+def test_a_folder_in_which_another_node_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "FORMER_S", 0.0)

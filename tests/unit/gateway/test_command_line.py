@@ -1,7 +1,5 @@
 """The command line: what it says, the exit codes that scripts rely on, and vLLM's flags as ours understands them (docs/from-vllm.md)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

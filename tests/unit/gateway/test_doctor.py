@@ -1,7 +1,5 @@
 """What `overture doctor` and `overture kv` make of a machine, its folders and its stores."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Computing ahead after a pause in typing, and conversations that the model names once nothing else wants the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -60,9 +58,7 @@ async def test_words_typed_while_the_node_computes_come_next(parts: Parts) -> No
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["answered", "stopped"])
-async def test_what_is_typed_while_an_answer_is_written_is_computed_behind_that_answer(
-    parts: Parts, is_stopped: bool
-) -> None:
+async def test_a_draft_typed_during_an_answer_is_computed_behind_it(parts: Parts, is_stopped: bool) -> None:
     turn = await parts.answered("a", "Yes.")
     parts.node.prefills.clear()
     second = await parts.ask("b", "Why?", session_id=turn.session_id)
@@ -100,9 +96,7 @@ async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_comp
     assert said(parts.node.prefills[-1]) == ["Hello!", "Yes.", "Why?", "So.", "And what"]
 
 
-async def test_a_history_that_is_to_be_computed_waits_for_the_answer_and_tells_when_all_is_there(
-    parts: Parts,
-) -> None:
+async def test_a_history_to_be_computed_waits_for_the_answer_and_tells_its_end(parts: Parts) -> None:
     turn = await parts.answered("a", "Yes.")
     second = await parts.ask("b", "Why?", session_id=turn.session_id)
     answer = await parts.node.asked(1)

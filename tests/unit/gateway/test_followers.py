@@ -1,7 +1,5 @@
 """Who follows whom: planted graphs are found, noise is not taken for one, nothing grows without bound, and what is learned is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -291,7 +289,7 @@ def test_a_flood_of_names_costs_its_owner_alone(ends: bool) -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 100), st.floats(0, 100))
-def test_what_is_worth_it_stays_so_when_it_is_likelier(
+def test_what_is_worth_it_stays_so_if_likelier(
     low: float, high: float, saved_s: float, cost_s: float
 ) -> None:
     low, high = sorted((low, high))
@@ -307,9 +305,7 @@ steps = st.lists(
 
 
 @given(steps, st.sampled_from([0.0, 0.25, 2.0]))
-def test_waste_stays_within_its_budget_in_any_sequence(
-    steps: list[tuple[str, int, int]], share: float
-) -> None:
+def test_waste_stays_within_its_budget_always(steps: list[tuple[str, int, int]], share: float) -> None:
     budget = WasteBudget(share, allowance_bytes=100, refill_s=100)
     now = latest_s = 0
     out_bytes = wasted_bytes = used_bytes = 0
@@ -394,9 +390,7 @@ async def test_a_damaged_file_is_put_aside_and_learning_begins_anew(
     await again.load()
 
 
-async def test_where_nothing_was_learned_or_it_is_off_no_file_is_written(
-    parts: Parts, tmp_path: Path
-) -> None:
+async def test_where_nothing_was_learned_or_it_is_off_there_is_no_file(parts: Parts, tmp_path: Path) -> None:
     clock = Clock()
     await made(parts, clock, tmp_path / NAME).save()
     switched_off = made(parts, clock, tmp_path / NAME, is_on=False)

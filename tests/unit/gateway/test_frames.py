@@ -3,8 +3,6 @@
 The clauses of RFC 6455 are in tests/integration/test_websocket_conformance.py.
 """
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

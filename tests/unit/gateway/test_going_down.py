@@ -1,7 +1,5 @@
 """The server goes down whatever fails on the way, and what is over is held by nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ async def down(store: SessionStore, tmp_path: Any) -> Gateway:
     return Gateway(store, Config(port=0, data_dir=tmp_path, drain_timeout_s=0.1, kv_host_gib=0.25))
 
 
-async def test_all_is_closed_though_each_step_fails(
+async def test_all_is_closed_though_all_fails(
     down: Gateway, store: SessionStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed: list[str] = []
@@ -74,9 +72,7 @@ async def test_all_is_closed_though_each_step_fails(
         assert what in caplog.text
 
 
-async def test_a_node_that_says_nothing_of_its_drain_holds_nobody_up(
-    down: Gateway, store: SessionStore
-) -> None:
+async def test_a_node_whose_drain_never_ends_holds_nobody_up(down: Gateway, store: SessionStore) -> None:
     async def hangs(timeout_s: float) -> bool:
         return await asyncio.Event().wait()
 
@@ -127,9 +123,7 @@ async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
     return str(accepted["session_id"])
 
 
-async def test_nothing_is_left_of_turns_sockets_and_drafts_that_are_over(
-    gateway: Gateway, only_new: None
-) -> None:
+async def test_nothing_is_left_of_turns_sockets_and_drafts(gateway: Gateway, only_new: None) -> None:
     session_id = None
     for number in range(30):
         session_id = await visit(gateway, number, session_id)

@@ -1,7 +1,5 @@
 """Text that a client chose costs its reader time in proportion to its length, whatever it says."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

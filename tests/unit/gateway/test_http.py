@@ -1,7 +1,5 @@
 """The HTTP door: who may connect, heads, names of the server, bodies that ask for too much, the page's files, lists and description."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -90,7 +88,7 @@ def test_the_operator_names_others_with_their_origins() -> None:
         assert is_own_host(host, origins=origins, own_names=(), is_loopback=False) == is_own
 
 
-async def test_a_request_without_a_host_asks_no_name_server(
+async def test_without_a_host_no_name_server_is_asked(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: object) -> str:

@@ -1,7 +1,5 @@
 """The log's two formats: one record a line, of which no text of a request and no key is a part."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """What Prometheus reads of a node's adapters, its KV tiers and of who starts next."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Nodes as people see and steer them: over REST, in metrics, and live on the chat socket."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -81,7 +79,7 @@ def test_what_a_node_cannot_load_is_shown_to_operators() -> None:
         ("/v1/nodes/local/drain", [], 400),
     ],
 )
-async def test_what_is_wrong_with_a_change_is_said(
+async def test_what_is_wrong_in_a_change_is_said(
     gateway: Gateway, route: str, body: Any, status: int
 ) -> None:
     reply = await gateway.call("POST", route, body)

@@ -1,7 +1,5 @@
 """What is read from API calls and their replies, so that they can be kept, followed in the background and gone on from."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
@@ -82,9 +80,7 @@ def response(text: str, answer: str, previous: str | None = None) -> StoredRespo
     return StoredResponse(reply=reply, items=items, previous=previous)
 
 
-async def test_a_session_has_the_ids_of_its_last_call_and_a_response_those_up_to_its_own(
-    store: SessionStore,
-) -> None:
+async def test_a_session_has_the_ids_of_its_last_call_and_a_response_its_own(store: SessionStore) -> None:
     for name, previous, ids in (("a", None, [1, 2, 3]), ("b", "resp_a", [1, 2, 3, 4, 5])):
         call = {"answer": "hi", "response_id": f"resp_{name}", "makes_session": True}
         call["response"] = response("hello", "hi", previous)
@@ -209,9 +205,7 @@ async def test_a_follower_goes_on_by_number_whatever_comments_stand_between() ->
     assert [each async for each in job.follow(3)] == []
 
 
-async def test_items_that_are_named_often_are_no_way_around_the_bounds_of_a_body(
-    store: SessionStore, tmp_path: Path
-) -> None:
+async def test_items_named_often_are_no_way_around_the_bounds(store: SessionStore, tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path, max_body_bytes=10_000, max_messages=100)
     services: Any = SimpleNamespace(store=store, config=config)
     text = {"type": "output_text", "text": "x" * 500}

@@ -1,7 +1,5 @@
 """Several nodes are one: sessions stay where their KV is, a node that fails costs as little as it can, and figures add up."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any, get_origin
@@ -173,9 +171,7 @@ async def test_a_draining_node_gets_nothing_new_ends_what_it_has_and_gives_its_k
         assert [node.num_sessions for node in router.nodes_state()] == [0, 1]
 
 
-async def test_a_node_that_says_nothing_gets_nothing_and_then_its_answers_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_silent_node_gets_nothing_and_then_its_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "LOOK_EVERY_S", 0.005)
     async with routed("a", "b") as (router, placement):
         begun, waiting = router.generate(question()), asking(router, question())

@@ -1,7 +1,5 @@
 """A session file or a log of it that goes bad: said as such, remembered, and forgotten once it can be read again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import resource
@@ -47,9 +45,7 @@ async def fails(store: SessionStore) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_damaged_file_is_said_remembered_and_mended_by_a_sound_one(
-    store: SessionStore, path: Path, damage: str
-) -> None:
+async def test_damage_is_said_remembered_and_mended(store: SessionStore, path: Path, damage: str) -> None:
     """Reads fail as `storage_failed`, the store says that it has failed, and with the old bytes back all is well."""
     good = await asyncio.to_thread(path.read_bytes)
     assert not store.has_failed
@@ -200,7 +196,7 @@ POWER = pytest.mark.parametrize("has_power", [True, False], ids=["after kill", "
 
 
 @POWER
-async def test_a_bit_flipped_in_the_middle_is_said(
+async def test_a_flipped_bit_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_power: bool
 ) -> None:
     """The error counts the commits, and a private copy of the log holds what SQLite threw away."""
@@ -228,7 +224,7 @@ async def test_a_bit_flipped_anywhere_in_a_frame_is_said(tmp_path: Path, at: int
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "empty"])
 @pytest.mark.parametrize("checkpointed", [True, False])
-async def test_a_log_that_is_gone_is_said_unless_the_file_has_it_all(
+async def test_a_log_that_is_gone_and_was_needed_is_said(
     tmp_path: Path, is_gone: bool, checkpointed: bool
 ) -> None:
     """The shared memory knows what was committed, and what of that has reached the file."""
@@ -255,7 +251,7 @@ def torn_tails(data: bytes) -> dict[str, bytes]:
 
 
 @POWER
-async def test_what_a_crash_leaves_is_no_loss(
+async def test_a_crash_alone_is_no_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_power: bool
 ) -> None:
     """Nobody was told that the last transaction is stored, so nothing is said and nothing copied."""
@@ -270,7 +266,7 @@ async def test_what_a_crash_leaves_is_no_loss(
         assert "damaged" not in caplog.text and not server.copies(), kind
 
 
-async def test_damage_to_what_is_in_the_file_already_loses_nothing(
+async def test_damage_to_what_the_file_has_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SQLite would read old pages out of the sound half of such a log; it is set aside instead."""

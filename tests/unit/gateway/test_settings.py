@@ -1,7 +1,5 @@
 """Settings: which source wins, what a mistake is answered with, and a data folder that others could read."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
@@ -118,9 +116,7 @@ def test_a_wrong_flag_or_line_of_the_file_is_named_with_what_is_expected(
     assert said.startswith(f"{path}: ") == is_file
 
 
-def test_a_wrong_variable_is_named_and_an_unknown_one_is_only_warned_about(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_wrong_variable_is_named_and_an_unknown_one_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="environment: OVERTURE_PORT: expected an integer"):
         load(environ={"OVERTURE_PORT": "x"})
     load(environ={"OVERTURE_PROT": "1", "OVERTURE_URL": "for the chat client"})
@@ -252,9 +248,7 @@ def test_a_linked_data_folder_is_followed_and_links_in_it_are_not(folder: Path, 
     assert mode_of(outside) == 0o644
 
 
-def test_a_folder_that_others_use_too_keeps_its_rights(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_use_keeps_its_rights(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "somebody").mkdir()
     tighten(folder, folder / "kv")
     assert mode_of(folder) == 0o775 and mode_of(folder / "sessions.sqlite3") == 0o600

@@ -1,7 +1,5 @@
 """Turns: stored before said, answered once, resumed without loss or repetition, and ended whatever breaks."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -140,9 +138,7 @@ async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(pa
     assert said == ["What is two and two?", "It is four.", "And three?"]
 
 
-async def test_a_session_that_is_deleted_while_it_answers_keeps_the_answer_for_its_return(
-    parts: Parts,
-) -> None:
+async def test_a_session_deleted_while_it_answers_keeps_the_answer_for_its_return(parts: Parts) -> None:
     turn = await parts.ask("a")
     answer = await parts.node.asked()
     listener = parts.follow(turn)
@@ -224,9 +220,7 @@ async def test_a_drain_does_not_wait_for_a_disk_that_stays_full(parts: Parts) ->
         await parts.turns.drain(1.0)
 
 
-async def test_a_question_that_cannot_be_put_ends_its_turn(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_question_that_fails_ends_its_turn(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(conversation: Any) -> Any:
         raise RecursionError("too deep")
 
