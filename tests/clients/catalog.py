@@ -113,23 +113,17 @@ CLIENTS = (
     ),
     Client("aider", "aider-chat", "aider", remarks=COMMAND),
     Client("codex", "@openai/codex", "codex", has_long_prompts=True, remarks=f"{COMMAND}, by responses"),
-    Client(
-        "opencode-chat",
-        "opencode-ai",
-        "opencode",
-        shared_script="opencode",
-        arguments=("chat",),
-        has_long_prompts=True,
-        remarks=f"{COMMAND}, by chat completions",
-    ),
-    Client(
-        "opencode-responses",
-        "opencode-ai",
-        "opencode",
-        shared_script="opencode",
-        arguments=("responses",),
-        has_long_prompts=True,
-        remarks=f"{COMMAND}, by responses",
+    *(
+        Client(
+            f"opencode-{api}",
+            "opencode-ai",
+            "opencode",
+            shared_script="opencode",
+            arguments=(api,),
+            has_long_prompts=True,
+            remarks=f"{COMMAND}, by {words}",
+        )
+        for api, words in (("chat", "chat completions"), ("responses", "responses"))
     ),
     Client(
         "qwen-code-4k",

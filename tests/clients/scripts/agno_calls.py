@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from agno.agent import Agent
 from agno.models.openai import OpenAIResponses
 from agno.models.openai.like import OpenAILike
 from agno.tools.function import Function
 from harness import KEY, MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call
-from pydantic import BaseModel, Field
-
-
-class Weather(BaseModel):
-    """Where somebody asks about the weather."""
-
-    city: str = Field(max_length=20)
-
+from weather import Weather
 
 asked = []
 
@@ -89,10 +84,7 @@ def structured(model):
 
 if __name__ == "__main__":
     for name, model in {"chat completions": chat, "responses": responses}.items():
-        call(f"run, {name}", lambda model=model: run(model))
-        call(f"arun, {name}", lambda model=model: arun(model))
-        call(f"streamed, {name}", lambda model=model: streamed(model))
-        call(f"several turns, {name}", lambda model=model: several_turns(model))
-        call(f"tool, required, {name}", lambda model=model: tool(model, stream=False))
-        call(f"tool, required and streamed, {name}", lambda model=model: tool(model, stream=True))
-        call(f"output_schema, {name}", lambda model=model: structured(model))
+        for check in (run, arun, streamed, several_turns, structured):
+            call(f"{check.__name__.replace('_', ' ')}, {name}", partial(check, model))
+        for stream in (False, True):
+            call(f"tool, required{' and streamed' * stream}, {name}", partial(tool, model, stream))

@@ -9,7 +9,7 @@ from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from harness import KEY, MODEL, QUESTION, V1_URL, call_all, has_city
-from pydantic import BaseModel, Field
+from weather import Weather, get_weather
 
 INFO = {
     "vision": False,
@@ -19,15 +19,6 @@ INFO = {
     "family": "unknown",
     "multiple_system_messages": True,
 }
-
-
-class Weather(BaseModel):
-    city: str = Field(max_length=20)
-
-
-def get_weather(city: str) -> str:
-    """Today's weather in a city."""
-    return f"Sunny in {city}."
 
 
 TOOL = FunctionTool(get_weather, description="Today's weather in a city.")

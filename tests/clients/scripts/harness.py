@@ -10,10 +10,13 @@ import asyncio
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +45,7 @@ WEATHER_TOOL = {
 SHOWN_LINES = 12
 # A busy machine needs a minute and a half for a coding agent's prompt of 30,000 tokens.
 COMMAND_TIMEOUT_S = 240
+SERVER_START_TIMEOUT_S = 240
 # One loop for all calls: clients keep connections that belong to it.
 _loop = asyncio.Runner()
 
@@ -115,6 +119,50 @@ def run_command(*arguments: str, status: int = 0) -> str:
     said = f"{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
     assert done.returncode == status, f"{arguments[0]} ended with status {done.returncode}: {said}"
     return done.stdout.strip()
+
+
+@contextmanager
+def server_of_the_client(*command: str, folder: Path, ready_path: str, **settings: str) -> Iterator[str]:
+    """The address of a server that is part of the client, once it answers at `ready_path`.
+
+    It runs in `folder`, with `settings` in its environment. Raises RuntimeError, with the end of its log, where it does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program, *flags = command
+    started = [
+        str(Path(sys.executable).with_name(program)),
+        *flags,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(started, cwd=folder, env=os.environ | settings, stdout=file, stderr=file)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(url + ready_path, process, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_ready(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + SERVER_START_TIMEOUT_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"it did not start: {log.read_text(errors='replace')[-1500:]}")
 
 
 def json_lines(text: str) -> list[Any]:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import instructor
 import openai
 from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
-from pydantic import BaseModel, Field
-
-
-class Weather(BaseModel):
-    city: str = Field(max_length=20)
-
+from weather import Weather
 
 ASK = {
     "model": MODEL,

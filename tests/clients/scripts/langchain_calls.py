@@ -6,24 +6,11 @@ from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from weather import Weather, get_weather
 
 SETTINGS = {"base_url": V1_URL, "api_key": KEY, "model": MODEL, "max_retries": 0}
 llm = ChatOpenAI(**SETTINGS, max_tokens=64)
-
-
-class Weather(BaseModel):
-    """Where somebody asks about the weather."""
-
-    city: str = Field(max_length=20)
-
-
-@tool
-def get_weather(city: str) -> str:
-    """Today's weather in a city."""
-    return f"Sunny in {city}."
 
 
 def invoke():

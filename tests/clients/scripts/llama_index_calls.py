@@ -8,22 +8,11 @@ from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, Field
+from weather import Weather, get_weather
 
 SETTINGS = {"model": MODEL, "api_base": V1_URL, "api_key": KEY, "max_tokens": 64, "max_retries": 0}
 llm = OpenAILike(**SETTINGS, is_chat_model=True, is_function_calling_model=True, context_window=4096)
 HELLO = [ChatMessage(role="user", content="Hello!")]
-
-
-class Weather(BaseModel):
-    """Where somebody asks about the weather."""
-
-    city: str = Field(max_length=20)
-
-
-def get_weather(city: str) -> str:
-    """Today's weather in a city."""
-    return f"Sunny in {city}."
 
 
 TOOL = FunctionTool.from_defaults(get_weather)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from harness import MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call_all, has_city
+from harness import MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call_all, empty_home, has_city, run_command
 
 LLM = str(Path(sys.executable).with_name("llm"))
 
 
 def run(*arguments):
-    done = subprocess.run(
-        [LLM, *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_command(LLM, *arguments)
 
 
 def models():
@@ -53,8 +47,8 @@ def text_completion():
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
+    with empty_home() as folder:
+        os.environ |= {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
         chat = {"model_id": "overture", "model_name": MODEL, "api_base": V1_URL, "supports_schema": True}
         text = {"model_id": "overture-text", "model_name": MODEL, "api_base": V1_URL, "completion": True}
         # JSON is YAML.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import agents
 from agents import Agent, ModelSettings, Runner, function_tool
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import Field
+from weather import Weather
 
 agents.set_tracing_disabled(True)
-
-
-class Weather(BaseModel):
-    city: str = Field(max_length=20)
 
 
 @function_tool
@@ -68,14 +66,7 @@ async def several_turns():
 
 
 if __name__ == "__main__":
-    chat, responses = agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel
-    call("run", lambda: run(chat))
-    call("run_streamed", lambda: streamed(chat))
-    call("tool, required", lambda: tool(chat))
-    call("output_type", lambda: structured(chat))
-    call("handoff", handoff)
-    call("several turns", several_turns)
-    call("run, responses", lambda: run(responses))
-    call("run_streamed, responses", lambda: streamed(responses))
-    call("tool, required, responses", lambda: tool(responses))
-    call("output_type, responses", lambda: structured(responses))
+    call_all()
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        for check in (run, streamed, tool, structured):
+            call(f"{check.__name__}, {kind.__name__}", partial(check, kind))

@@ -6,7 +6,7 @@ import json
 
 import openai
 from harness import KEY, MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, WEATHER_TOOL, call_all, has_city, raises
-from pydantic import BaseModel, Field
+from weather import Weather
 
 client = openai.OpenAI(base_url=V1_URL, api_key=KEY, max_retries=0)
 HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
@@ -16,10 +16,6 @@ SCHEMA_FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True},
 }
-
-
-class Weather(BaseModel):
-    city: str = Field(max_length=20)
 
 
 def chat(**more):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 from harness import (
@@ -17,6 +18,7 @@ from harness import (
     V1_URL,
     WEATHER_SCHEMA,
     WEATHER_TOOL,
+    call,
     call_all,
     empty_home,
     run_command,
@@ -104,9 +106,10 @@ def chat_completions():
     check_usage(evaluate([provider("openai:chat")], "Hello!", asserts))
 
 
-def several_turns_with_variables():
+def says_the_name(kind, **settings):
+    """Several turns, with variables in them."""
     asserts = [{"type": "contains", "value": "{{name}}"}]
-    check_usage(evaluate([provider("openai:chat")], TALK, asserts, NAMES))
+    check_usage(evaluate([provider(kind, **settings)], TALK, asserts, NAMES))
 
 
 def adapters_beside_their_model():
@@ -152,34 +155,11 @@ def a_judge():
     assert graded["tokensUsed"]["completion"] > 0, graded
 
 
-def responses():
-    asserts = [{"type": "contains", "value": "{{name}}"}]
-    settings = {"max_output_tokens": 32, "store": False}
-    check_usage(evaluate([provider("openai:responses", **settings)], TALK, asserts, NAMES))
-
-
-def responses_streamed():
-    asserts = [{"type": "contains", "value": "{{name}}"}]
-    settings = {"max_output_tokens": 32, "stream": True}
-    check_usage(evaluate([provider("openai:responses", **settings)], TALK, asserts, NAMES))
-
-
 def responses_with_structured_output():
     asserts = [{"type": "is-json", "value": WEATHER_SCHEMA}]
     form = {"type": "json_schema", "name": "weather", "strict": True, "schema": WEATHER_SCHEMA}
     settings = {"max_output_tokens": 64, "response_format": form}
     evaluate([provider("openai:responses", **settings)], QUESTION, asserts)
-
-
-def messages():
-    asserts = [{"type": "contains", "value": "{{name}}"}]
-    check_usage(evaluate([provider("anthropic:messages", base_url=BASE_URL)], TALK, asserts, NAMES))
-
-
-def messages_streamed():
-    asserts = [{"type": "contains", "value": "{{name}}"}]
-    streamed = provider("anthropic:messages", base_url=BASE_URL, stream=True)
-    check_usage(evaluate([streamed], TALK, asserts, NAMES))
 
 
 def text_completions():
@@ -223,3 +203,11 @@ if __name__ == "__main__":
     with empty_home() as home:
         os.environ |= SWITCHED_OFF | {"PROMPTFOO_CONFIG_DIR": str(home / ".promptfoo")}
         call_all()
+        for name, kind, settings in (
+            ("chat completions of several turns", "openai:chat", {}),
+            ("responses", "openai:responses", {"max_output_tokens": 32, "store": False}),
+            ("responses streamed", "openai:responses", {"max_output_tokens": 32, "stream": True}),
+            ("messages", "anthropic:messages", {"base_url": BASE_URL}),
+            ("messages streamed", "anthropic:messages", {"base_url": BASE_URL, "stream": True}),
+        ):
+            call(name, partial(says_the_name, kind, **settings))

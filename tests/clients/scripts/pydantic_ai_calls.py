@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from weather import Weather, get_weather
 
 provider = OpenAIProvider(base_url=V1_URL, api_key=KEY)
 model = OpenAIChatModel(MODEL, provider=provider)
 SETTINGS = {"max_tokens": 64}
-
-
-class Weather(BaseModel):
-    """Where somebody asks about the weather."""
-
-    city: str = Field(max_length=20)
 
 
 def run_sync():
@@ -46,12 +40,7 @@ def output_of(kind):
 
 def tool_at_hand():
     agent = Agent(model, model_settings=SETTINGS)
-
-    @agent.tool_plain
-    def get_weather(city: str) -> str:
-        """Today's weather in a city."""
-        return f"Sunny in {city}."
-
+    agent.tool_plain(get_weather)
     assert agent.run_sync("Hello!").output
 
 
