@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -23,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.node import Node
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
@@ -32,6 +34,11 @@ from tests.blocking import checked
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
+HELLO: Any = [{"role": "user", "content": "Hello!"}]
+BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
 PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
@@ -90,6 +97,14 @@ def demo_config(data_dir: Path, **changes: Any) -> Config:
     )
 
 
+@asynccontextmanager
+async def served(config: Config, node: Node | None = None) -> AsyncIterator[Server]:
+    """A gateway with metrics of its own until the block ends, in front of this node or of one that has not been started."""
+    services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
+    async with Server(services) as server:
+        yield server
+
+
 class SharedNode(LocalNode):
     """A node that outlives the gateways in front of it: they drain and close it, it does not mind."""
 
@@ -121,11 +136,8 @@ async def gateways(node: SharedNode, tmp_path: Path) -> AsyncIterator[Gateways]:
     async with AsyncExitStack() as stack:
 
         async def make(**changes: Any) -> Server:
-            data_dir = changes.pop("data_dir", tmp_path / "data")
-            services = await build_services(
-                demo_config(data_dir, **changes), node=node, metrics=Metrics(CollectorRegistry())
-            )
-            return await stack.enter_async_context(Server(services))
+            config = demo_config(changes.pop("data_dir", tmp_path / "data"), **changes)
+            return await stack.enter_async_context(served(config, node))
 
         yield make
 
@@ -208,11 +220,21 @@ async def connected(server: Server, key: str = "", *, hello: bool = True) -> Asy
         yield socket
 
 
-async def settle(is_so: Callable[[], bool]) -> None:
-    """Wait until something has come about; fails if it does not within a minute."""
-    async with asyncio.timeout(60):
-        while not is_so():
+async def settle(look: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """What `look` finds, or what can be awaited from it, once that is something; fails if it is nothing for so long."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            found = look()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return found
             await asyncio.sleep(0.01)
+
+
+def events(stream: str) -> list[Any]:
+    """The JSON of a stream's events."""
+    return [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
 
 
 async def ask(chat: ChatClient, content: str, **options: Any) -> tuple[str, Done]:
@@ -250,20 +272,23 @@ async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
     await node.run_on_engine(forget)
 
 
+async def num_in_engine(node: LocalNode) -> int:
+    """How many requests the engine holds."""
+    stats = await node.stats()
+    return stats.num_running + stats.num_waiting
+
+
 async def engine_has(node: LocalNode, num_requests: int) -> None:
     """Wait until the engine holds as many requests; fails if it does not come to that within a minute."""
     async with asyncio.timeout(60):
-        while (stats := await node.stats()).num_running + stats.num_waiting < num_requests:
+        while await num_in_engine(node) < num_requests:
             await asyncio.sleep(0.01)
 
 
 async def engine_is_empty(node: LocalNode) -> None:
     """Wait until the engine holds no request; fails if it does not come to that within a minute."""
     async with asyncio.timeout(60):
-        while True:
-            stats = await node.stats()
-            if stats.num_running == stats.num_waiting == 0:
-                return
+        while await num_in_engine(node):
             await asyncio.sleep(0.01)
 
 

@@ -6,13 +6,12 @@ Runs before the shared engine starts (conftest), on two engines, one after the o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,74 +20,42 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from engine_bridge.adapters.files import ModelContract
 from engine_bridge.core.adapters.step_layouts import PRIOR_BYTES_PER_S
 from engine_bridge.driver.adapters.layouts import Layout
-from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
+from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.errors import BridgeError, InvalidRequest
 from engine_bridge.protocol.figures import AdapterStats
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply
-from engine_bridge.settings.engine_config import EngineConfig
-from gateway.settings.config import DEMO_MODEL_DIR
 from kvtiers.policy.rates import Rate
 from tests.adapter_corpus import BAD, make_adapter
+
+from . import nodes
+from .conftest import settle
+from .nodes import load, text, unload
 
 NUM_ADAPTERS = 200
 RANKS = (8, 16, 32, 64, 128)
 NUM_KV_BLOCKS = 160
 ANSWER_TOKENS = 12
-MIB = 1 << 20
+# The demo model's attention modules.
+SHAPES = {
+    f"model.layers.{layer}.self_attn.{name}": (256, num_out)
+    for layer in range(4)
+    for name, num_out in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128), ("o_proj", 256))
+}
 
-_ids = itertools.count()
 
-
-@asynccontextmanager
-async def engine(folder: Path, *, state_dir: Path | None = None, **options: Any) -> AsyncIterator[LocalNode]:
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR),
-        served_model_name="demo",
-        dtype="float32",
-        cpu_threads=1,
-        max_model_len=1024,
-        **{"max_num_seqs": 16, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS} | options,
-    )
-    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder, state_dir=state_dir))
-    await node.start()
-    try:
-        yield node
-    finally:
-        await node.close()
+def engine(folder: Path, **options: Any) -> AbstractAsyncContextManager[LocalNode]:
+    usual = {"max_num_seqs": 16, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS}
+    return nodes.engine(adapters_dir=folder, **usual | options)
 
 
 async def ask(
-    node: LocalNode,
-    adapter: str | None,
-    token_ids: Sequence[int],
-    num_tokens: int = ANSWER_TOKENS,
-    tenant: str = "",
+    node: LocalNode, adapter: str | None, token_ids: Sequence[int], num_tokens: int = ANSWER_TOKENS
 ) -> list[int]:
-    request = EngineRequest(
-        request_id=RequestId(f"r{next(_ids)}"),
-        prompt_token_ids=tuple(token_ids),
-        adapter=adapter or "",
-        tenant=tenant,
-        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
-    )
-    return [token async for delta in node.generate(request) for token in delta.token_ids]
-
-
-async def load(node: LocalNode, name: str, path: Path, **options: Any) -> None:
-    reply = await node.load_adapter({"lora_name": name, "lora_path": str(path)} | options)
-    assert reply.status == 200, reply.body
-
-
-def text(seed: int, length: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(20, 900) for _ in range(length)]
+    return (await nodes.generate(node, token_ids, num_tokens, adapter=adapter or "")).token_ids
 
 
 def stats(node: LocalNode) -> AdapterStats:
@@ -97,59 +64,49 @@ def stats(node: LocalNode) -> AdapterStats:
     return found
 
 
-async def residency(node: LocalNode) -> Residency:
-    return await node.run_on_engine(lambda driver: driver.adapters)
-
-
-async def contract(node: LocalNode) -> ModelContract:
-    return (await residency(node)).contract
-
-
 async def num_free_blocks(node: LocalNode) -> int:
     return (await node.stats()).num_free_kv_blocks
 
 
-@contextmanager
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Loads wait until the event is set; every one runs on the loader's thread."""
-    is_open = threading.Event()
-    stock = Loader.load
+def names(node: LocalNode) -> set[str]:
+    return {info.name for info in node.adapters()}
 
-    def load_slowly(self: Loader, record: Any) -> Any:
-        assert threading.current_thread().name.startswith("adapter-loader")
+
+@contextmanager
+def held_up(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, thread: str = ""
+) -> Iterator[threading.Event]:
+    """Calls of this method wait until the event is set; each is made on the thread of that name."""
+    is_open, stock = threading.Event(), getattr(owner, name)
+
+    def wait(*args: Any) -> Any:
+        assert threading.current_thread().name.startswith(thread)
         assert is_open.wait(60)
-        return stock(self, record)
+        return stock(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loader, "load", load_slowly)
+        patched.setattr(owner, name, wait)
         try:
             yield is_open
         finally:
             is_open.set()
 
 
-@pytest.fixture(scope="module")
-def shapes() -> dict[str, tuple[int, int]]:
-    """The demo model's attention modules."""
-    width, kv_width = 256, 128
-    return {
-        f"model.layers.{layer}.self_attn.{name}": (width, num_out)
-        for layer in range(4)
-        for name, num_out in (
-            ("q_proj", width),
-            ("k_proj", kv_width),
-            ("v_proj", kv_width),
-            ("o_proj", width),
-        )
-    }
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[threading.Event]:
+    return held_up(monkeypatch, Loader, "load", "adapter-loader")
+
+
+def late_layouts(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[threading.Event]:
+    """The loader lays nothing out until the event is set."""
+    return held_up(monkeypatch, Layout, "finish")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[int, int]]) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 adapters of mixed ranks that change what the model says."""
     root = tmp_path_factory.mktemp("adapters")
     for number in range(NUM_ADAPTERS):
-        write_adapter(root / f"a{number:03}", shapes, RANKS[number % len(RANKS)], seed=number)
+        write_adapter(root / f"a{number:03}", RANKS[number % len(RANKS)], seed=number)
     return root
 
 
@@ -162,11 +119,11 @@ async def node(folder: Path) -> AsyncIterator[LocalNode]:
             yield node
 
 
-def write_adapter(path: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
-    make_adapter(path, modules=shapes, rank=rank, seed=seed)
+def write_adapter(path: Path, rank: int, seed: int) -> None:
+    make_adapter(path, modules=SHAPES, rank=rank, seed=seed)
     chance = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (num_in, num_out) in shapes.items():
+    for name, (num_in, num_out) in SHAPES.items():
         a = torch.randn(rank, num_in, generator=chance) / num_in**0.5
         b = torch.randn(num_out, rank, generator=chance) / rank**0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a
@@ -182,11 +139,11 @@ def num_bytes(folder: Path) -> int:
 
 
 async def test_without_assist_a_request_waits_and_a_node_closes_while_it_loads(
-    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request waits for its slot, others do not; what is given up while it loads leaves nothing behind, and the node can be closed then."""
     for number in range(3):
-        write_adapter(tmp_path / f"a{number}", shapes, 16, seed=number)
+        write_adapter(tmp_path / f"a{number}", 16, seed=number)
     # Host memory for one: none is loaded before it is asked for.
     async with engine(
         tmp_path, cpu_assist=False, adapter_host_gib=1.5 * num_bytes(tmp_path) / 3 / 1024**3
@@ -215,10 +172,10 @@ async def test_without_assist_a_request_waits_and_a_node_closes_while_it_loads(
 
 
 async def test_worker_processes_compute_until_the_slot_is_ready(
-    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the loader held up, every delta of a prefill comes from a worker; when the slot is ready it takes over. No token is another."""
-    write_adapter(tmp_path / "a0", shapes, 16, seed=0)
+    write_adapter(tmp_path / "a0", 16, seed=0)
     prompt = text(5, 100)
     async with engine(tmp_path, cpu_assist_workers=1) as node:
         expected = await ask(node, "a0", prompt, num_tokens=30)
@@ -242,12 +199,10 @@ class LateStacks(Slots):
         return self.is_open
 
 
-async def test_cold_rows_come_from_the_host_path(
-    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cold_rows_come_from_the_host_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of adapters that are still being copied get their deltas by the operator, beside the base model's; then the slots take over."""
     for number in range(2):
-        write_adapter(tmp_path / f"a{number}", shapes, 16, seed=number)
+        write_adapter(tmp_path / f"a{number}", 16, seed=number)
     prompts = [text(5, 100), text(6, 40), text(7, 60)]
     monkeypatch.setattr("engine_bridge.driver.adapters.slots.make_slots", LateStacks)
     async with engine(tmp_path) as node:
@@ -311,9 +266,7 @@ async def test_an_announced_adapter_waits_in_a_slot_for_its_request(node: LocalN
     before = stats(node).counts
     reports: list[AdvisoryReport] = []
     await node.advise(Advisory(advisory_id="adv", session_id="new", adapter=name), reports.append)
-    async with asyncio.timeout(30):
-        while next(info.place for info in node.adapters() if info.name == name) != "slot":
-            await asyncio.sleep(0.01)
+    await settle(lambda: [info.place for info in node.adapters() if info.name == name] == ["slot"])
     await settled(node)
     assert [report.state for report in reports] == ["unknown"]
     await ask(node, name, text(1, 40))
@@ -360,7 +313,7 @@ def num_given_way(node: LocalNode) -> int:
 
 async def settled(node: LocalNode) -> None:
     """Until nothing is on its way any more."""
-    while (await residency(node)).has_work():
+    while await node.run_on_engine(lambda driver: driver.adapters.has_work()):
         await asyncio.sleep(0.01)
 
 
@@ -387,23 +340,6 @@ def forget_all(driver: Any) -> None:
     """Everything back to disk, and no prefix is known."""
     driver.engine.reset_prefix_cache()
     driver.adapters.put_back(driver.adapters.places(), keeps_host=False)
-
-
-@contextmanager
-def late_layouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The loader lays nothing out until the event is set."""
-    is_open, stock = threading.Event(), Layout.finish
-
-    def finish_late(self: Layout) -> None:
-        assert is_open.wait(60)
-        stock(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Layout, "finish", finish_late)
-        try:
-            yield is_open
-        finally:
-            is_open.set()
 
 
 async def test_with_assist_a_request_starts_before_its_slot_is_ready(
@@ -490,14 +426,12 @@ def forget_slots(driver: Any) -> None:
 # -- versions --------------------------------------------------------------------------------------------------------------------------
 
 
-async def test_replacing_under_load(
-    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]]
-) -> None:
+async def test_replacing_under_load(node: LocalNode, tmp_path: Path) -> None:
     """Requests run on while their adapter is replaced again and again; each answer is that of one version, and none fails."""
     path, prompt = tmp_path / "versioned", text(9, 60)
     versions = {}
     for number in range(3):
-        write_adapter(tmp_path / f"v{number}", shapes, RANKS[number], seed=1000 + number)
+        write_adapter(tmp_path / f"v{number}", RANKS[number], seed=1000 + number)
         await load(node, f"v{number}", tmp_path / f"v{number}")
         versions[number] = await ask(node, f"v{number}", prompt)
     replace(tmp_path / "v0", path)
@@ -524,7 +458,7 @@ async def test_replacing_under_load(
     await settled(node)
     assert stats(node).num_adapters == NUM_ADAPTERS + 4, "no version is left behind"
     for name in ("versioned", *(f"v{number}" for number in versions)):
-        assert (await node.unload_adapter({"lora_name": name})).status == 200
+        await unload(node, name)
 
 
 def replace(source: Path, path: Path) -> None:
@@ -536,16 +470,16 @@ def replace(source: Path, path: Path) -> None:
 
 
 async def test_files_that_went_behind_our_back(
-    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter that is read again and is another, or gone: its request fails with a reason; others and the engine do not notice."""
     monkeypatch.setattr("engine_bridge.driver.serving.adapter_waits.PATIENCE_S", 0.5)
     path = tmp_path / "fickle"
-    write_adapter(path, shapes, 8, seed=77)
+    write_adapter(path, 8, seed=77)
     await load(node, "fickle", path)
     expected = await ask(node, "fickle", text(1, 40))
     await node.run_on_engine(forget_all)
-    write_adapter(path, shapes, 8, seed=78)
+    write_adapter(path, 8, seed=78)
     with pytest.raises(BridgeError, match=r"(?i)again"):
         await ask(node, "fickle", text(1, 40))
     shutil.rmtree(path)
@@ -560,24 +494,25 @@ async def test_files_that_went_behind_our_back(
 
 async def test_the_corpus_of_bad_adapters(node: LocalNode, tmp_path: Path) -> None:
     """Each is refused with a reason, and afterwards the engine, the base model and other adapters answer as before."""
-    prompt, fits = text(4, 80), await contract(node)
+    prompt = text(4, 80)
+    fits = await node.run_on_engine(lambda driver: driver.adapters.contract)
     before = [await ask(node, adapter, prompt) for adapter in (None, "a002")]
     for name, case in BAD.items():
         path = tmp_path / name
         code = case(path, fits.modules, fits.max_rank)
         reply = await node.load_adapter({"lora_name": name, "lora_path": str(path)})
         assert 400 <= reply.status < 500, (name, code, reply.body)
-        assert name not in {info.name for info in node.adapters()}
+        assert name not in names(node)
     assert [await ask(node, adapter, prompt) for adapter in (None, "a002")] == before
     assert (await node.stats()).num_rebuilds == 0
 
 
 async def test_an_adapter_that_overflows_is_at_fault_itself_and_nobody_is_told_to_try_again(
-    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that an earlier release let in, which did not look at scaled weights: found when a request wants it."""
     path = tmp_path / "overflowing"
-    BAD["overflows_when_scaled"](path, shapes, 128)
+    BAD["overflows_when_scaled"](path, SHAPES, 128)
     with monkeypatch.context() as earlier:
         earlier.setattr("engine_bridge.adapters.catalog.check_finite", lambda *args: None)
         await load(node, "overflowing", path)
@@ -595,24 +530,22 @@ async def test_an_adapter_that_overflows_is_at_fault_itself_and_nobody_is_told_t
 # -- the folder ------------------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_folder_is_followed(
-    node: LocalNode, folder: Path, shapes: dict[str, tuple[int, int]]
-) -> None:
+async def test_the_folder_is_followed(node: LocalNode, folder: Path) -> None:
     """What is put into the folder can be asked for, what is taken out cannot."""
-    write_adapter(folder / "new", shapes, 16, seed=2)
-    await until(lambda: "new" in names(node))
+    write_adapter(folder / "new", 16, seed=2)
+    await settle(lambda: "new" in names(node))
     assert await ask(node, "new", text(1, 40)) != await ask(node, "a000", text(1, 40))
     pinned = await node.pin_adapter("new", True)
     assert pinned is not None and pinned.is_pinned and pinned.num_uses == 1
     shutil.rmtree(folder / "new")
-    await until(lambda: "new" not in names(node))
+    await settle(lambda: "new" not in names(node))
     with pytest.raises(BridgeError):
         await ask(node, "new", text(1, 40))
     assert await node.pin_adapter("new", True) is None
 
 
 async def test_an_adapter_is_listed_once_it_can_be_asked_for(
-    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = node._client
     assert client is not None
@@ -624,18 +557,9 @@ async def test_an_adapter_is_listed_once_it_can_be_asked_for(
         return is_added
 
     monkeypatch.setattr(client, "add_lora", add_and_look)
-    write_adapter(tmp_path / "late", shapes, 16, seed=3)
+    write_adapter(tmp_path / "late", 16, seed=3)
     await load(node, "late", tmp_path / "late")
     assert listed == [False] and "late" in names(node)
     assert await ask(node, "late", text(1, 40))
-    assert (await node.unload_adapter({"lora_name": "late"})).status == 200
+    await unload(node, "late")
     assert "late" not in names(node)
-
-
-def names(node: LocalNode) -> list[str]:
-    return [info.name for info in node.adapters()]
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)

@@ -173,10 +173,7 @@ def check_after(state: dict[str, Any], metrics: dict[str, float]) -> None:
 
 
 async def test_vllms_own_queue_tells_what_it_knows(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path, "vllm") as (server, node),
-        aiohttp.ClientSession(server.url) as http,
-    ):
+    async with gateway(tmp_path, "vllm") as (server, node), aiohttp.ClientSession(server.url) as http:
         asked = traffic(http, "any", 5)
         state = await busy_state(http)
         waiting = state["waiting"]["requests"]

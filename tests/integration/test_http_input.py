@@ -23,11 +23,7 @@ from .conftest import MODEL, Gateways, SharedNode, told
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )
-BODY: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Hello!"}],
-    "max_tokens": 4,
-}
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
 
 
 async def refused(http: aiohttp.ClientSession, path: str, body: Any, status: int = 400) -> dict[str, Any]:

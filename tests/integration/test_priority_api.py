@@ -29,17 +29,7 @@ from gateway.access.auth import key_file_line
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
 
-from .conftest import (
-    KEYS,
-    MODEL,
-    SharedNode,
-    bearer,
-    connected,
-    demo_config,
-    engine_is_empty,
-    starts,
-    told,
-)
+from .conftest import KEYS, MODEL, SharedNode, bearer, connected, demo_config, engine_is_empty, starts, told
 from .test_engine_faults import break_next_step, is_ready
 
 SHORT = {"model": MODEL, "max_tokens": 4, "temperature": 0}
@@ -98,10 +88,7 @@ class Place:
     async def taken(self, server: Server) -> AsyncIterator[None]:
         """While somebody else has the slot."""
         body = SHORT | {"prompt": "a", "max_tokens": 3900, "ignore_eos": True, "stream": True}
-        async with (
-            aiohttp.ClientSession(server.url) as http,
-            http.post(COMPLETIONS, json=body) as answer,
-        ):
+        async with aiohttp.ClientSession(server.url) as http, http.post(COMPLETIONS, json=body) as answer:
             await answer.content.readany()
             yield
         # The client has left: the slot is free.
