@@ -1,7 +1,5 @@
 """An engine as the dispatcher sees one: blocks of memory, slots, and requests that hold some."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A store of KV blocks that lives in a dictionary: whatever state machines hold of it is counted, and the disk reads when told to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

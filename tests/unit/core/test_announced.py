@@ -1,7 +1,5 @@
 """Adapters that advisories name: how near they come, who gives way, and the account of their bytes (E4, E6)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -23,9 +21,6 @@ def announce(places: AdapterPlaces, adapter_id: int, probability: float = 1.0, n
 
 def told(state: AdvisoryState, advisory_id: str = "adv1") -> AdvisoryReport:
     return AdvisoryReport(advisory_id=advisory_id, session_id="s", state=state)
-
-
-# -- how near it comes ---------------------------------------------------------------------------------------------------
 
 
 def test_one_that_is_only_guessed_stays_in_host_memory() -> None:
@@ -59,9 +54,6 @@ def test_of_an_unknown_session_a_request_is_not_expected_for_ever() -> None:
     assert places.advance(NOBODY, EXPECTED_FOR_S - 1) == [], "the slot is the first one's"
     places.wanted.something_moved()
     assert Fill(2, 0, "host") in places.advance(NOBODY, EXPECTED_FOR_S)
-
-
-# -- the account ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

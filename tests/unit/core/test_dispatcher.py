@@ -1,7 +1,5 @@
 """A request's life in the queue, without an engine."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -107,9 +105,6 @@ def test_a_step_is_as_long_as_its_target_allows_and_long_prompts_wait_for_a_free
     assert known is not None and known.facts.times_deferred == 1
 
 
-# -- what the policy is fed ----------------------------------------------------------------------------------------------
-
-
 def test_the_speed_of_answers_is_told_without_their_prefill() -> None:
     engine = FakeEngine()
     engine.ask(arrival("a"))
@@ -119,9 +114,6 @@ def test_the_speed_of_answers_is_told_without_their_prefill() -> None:
     engine.step(num_tokens=0, step_s=0.0)
     engine.end("a")
     assert engine.own.token_s == pytest.approx(PRIOR_TOKEN_S + 0.1 * (0.1 - PRIOR_TOKEN_S), rel=1e-3)
-
-
-# -- pauses ------------------------------------------------------------------------------------------------------------
 
 
 def pauses(num_in_time: int = 2) -> Pauses:
@@ -173,9 +165,6 @@ def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a
     engine.end("urgent")
     plan = engine.step()
     assert plan.bounds is not None and plan.bounds.num_tokens == 500
-
-
-# -- any calls ---------------------------------------------------------------------------------------------------------
 
 
 class CheckedMlq(Mlq):
@@ -322,8 +311,6 @@ class DispatcherMachine(RuleBasedStateMachine):
 TestDispatcher = DispatcherMachine.TestCase
 TestDispatcher.settings = settings(max_examples=60, stateful_step_count=30)
 
-
-# -- traffic -----------------------------------------------------------------------------------------------------------
 
 MAX_WAIT_S, STEP_S, STEP_TOKENS = 5.0, 0.1, 5
 

@@ -1,14 +1,8 @@
 """Which of the device's blocks are put behind the others, how many at a time, and what of waiting requests counts as taken."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
-from engine_bridge.core.kv.eviction_order import (
-    MOST_AT_ONCE,
-    EvictionOrder,
-    Resident,
-)
+from engine_bridge.core.kv.eviction_order import MOST_AT_ONCE, EvictionOrder, Resident
 from engine_bridge.core.kv.expected import Hashes
 
 from .shelf import keys_of

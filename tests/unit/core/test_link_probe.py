@@ -1,7 +1,5 @@
 """When the link is measured, by how much at a time, and what is believed of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_bridge.core.kv.link_probe import IDLE_S, NUM_SAMPLES, SLICE_S, LinkProbe

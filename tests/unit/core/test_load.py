@@ -1,7 +1,5 @@
 """What a node has to do: what is counted as requests come and go, against looking at all of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -41,9 +39,6 @@ def test_usual_sizes_follow_what_is_seen() -> None:
     assert load.prompt_tokens == pytest.approx(40, rel=0.05) and load.answer_tokens == pytest.approx(
         30, rel=0.1
     )
-
-
-# -- as the dispatcher tells it ----------------------------------------------------------------------------------------
 
 
 def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:

@@ -1,7 +1,5 @@
 """What an advisory brings to the device, what it costs, and how it ends: once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -12,12 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import BLOCKS_PER_S, Resident
-from engine_bridge.core.kv.promotions import (
-    BUSY_SLICE_S,
-    IDLE_SLICE_S,
-    Beside,
-    Promotions,
-)
+from engine_bridge.core.kv.promotions import BUSY_SLICE_S, IDLE_SLICE_S, Beside, Promotions
 from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 

@@ -1,7 +1,5 @@
 """When lanes and predictor are fitted, and what becomes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, at_once

@@ -1,7 +1,5 @@
 """Where adapters go: what requests need comes, what nobody needs leaves, by the chosen policy and within the memory that there is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,9 +80,6 @@ def keep_copy(places: AdapterPlaces, adapter_id: int) -> None:
     places.table.leave_host(places.table[adapter_id])
 
 
-# -- to where a request needs it -----------------------------------------------------------------------------------------
-
-
 def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> None:
     places = make(host_bytes=2 * SIZE)
     for adapter_id in (1, 2):
@@ -122,9 +117,6 @@ def test_a_pinned_adapter_that_finds_no_room_is_loaded_as_soon_as_there_is_some(
     assert LoadToHost(2, "disk") in [move for _ in range(2) for move in places.advance(NOBODY, 1.0)]
 
 
-# -- memory that KV does not need ----------------------------------------------------------------------------------------
-
-
 def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_from_blocks() -> None:
     places = make(fills_from_copies=True)
     for adapter_id in (1, 2):
@@ -133,9 +125,6 @@ def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_
     places.copies.done(1)
     assert [places.is_assisted(adapter_id) for adapter_id in (1, 2)] == [False, True]
     assert not make(fills_from_copies=True, cpu_assist=False).is_assisted(2)
-
-
-# -- before anybody asks -------------------------------------------------------------------------------------------------
 
 
 def ahead(places: AdapterPlaces, now: float) -> list[WriteCopy]:
@@ -184,9 +173,6 @@ def test_what_was_put_back_for_a_measurement_stays_where_it_is_until_its_next_re
     assert ahead(places, 2.0) == [WriteCopy(1, is_ahead=True)]
 
 
-# -- adapters against KV, by whatever policy was chosen ------------------------------------------------------------------
-
-
 class LargestId(AdapterLru):
     """Says that the adapter with the largest number is worth the least, and that a byte of adapter n saves 1/n seconds a second."""
 
@@ -221,9 +207,6 @@ def test_a_policy_is_one_class_and_one_line_and_its_own_score_ranks_adapters_aga
     assert places.copies.take_less_valuable_than_blocks(prefix(0.6), 0.0) == 2
 
 
-# -- ahead of requests ---------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request() -> None:
     places = AdapterPlaces(Rules(host_bytes=SIZE, num_slots=1), Worth("lru"), HistoryPrefetch())
     places.add(1, SIZE, room=1, is_pinned=False, now=0.0)
@@ -246,8 +229,6 @@ def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or
     assert ahead.expire(1.5 + AHEAD_FOR_S) == [2]
     assert ahead.begin(4, 100, 3.0)
 
-
-# -- arbitrary traffic ---------------------------------------------------------------------------------------------------
 
 HOST_BYTES, NUM_SLOTS, MAX_RUNNING = 250, 3, 2
 

@@ -1,7 +1,5 @@
 """What waits in the tiers for which request, what a step loads and saves, and that nothing of it leaks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -110,9 +108,6 @@ def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
     assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None  # three tokens say little
     assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
-
-
-# -- the way back of a preempted request
 
 
 @pytest.mark.parametrize(("s_per_token", "way"), [(1.0, Way.SWAP), (0.1, Way.RECOMPUTE)])

@@ -1,7 +1,5 @@
 """Long restores go to the device in pieces, take little of host memory, and leave nothing behind, whatever becomes of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which adapters a step lays out itself."""
 
-from __future__ import annotations
-
 from engine_bridge.core.adapters.step_layouts import MOST_SHARE, StepFacts, StepLayouts
 
 MB = 10**6

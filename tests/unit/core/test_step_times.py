@@ -1,7 +1,5 @@
 """What steps of a machine take: learned from made-up machines, whose times are known."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

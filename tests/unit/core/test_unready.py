@@ -1,7 +1,5 @@
 """Requests that cannot start yet, and the cost of asking for them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

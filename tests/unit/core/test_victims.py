@@ -1,7 +1,5 @@
 """Who loses its memory first: the last in the list."""
 
-from __future__ import annotations
-
 from engine_bridge.core.scheduling.victims import most_new_blocks
 
 

@@ -1,7 +1,5 @@
 """An engine that cannot have a mechanism is built without it, and what fails for other reasons is said as it is."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The disk tier on real files: what it promises, and what each fault of a disk costs."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hashlib
@@ -137,9 +135,6 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-# What it keeps.
-
-
 async def test_a_record_of_more_keys_than_one_header_read_is_found_again(opened: Opener) -> None:
     log = await opened()
     assert await append(log, *range(200))
@@ -198,8 +193,6 @@ async def test_what_is_no_file_is_never_waited_for_in_the_stores_folder(
     assert not outside.exists() or outside.read_bytes() == b"somebody else's"
 
 
-# How it makes room.
-
 SINGLE = RecordHead(1, SHAPE).record_bytes
 # Four segments of four single blocks, and what a new store keeps free to carry half a segment.
 SEGMENT = SEGMENT_HEADER_BYTES + 4 * SINGLE
@@ -255,9 +248,6 @@ async def test_a_block_forgotten_while_it_is_carried_forward_stays_forgotten(ope
     files.may_end.set()
     assert await appending
     assert key(0) not in log
-
-
-# What faults cost.
 
 
 async def test_a_segment_put_in_anothers_place_gives_nothing(opened: Opener) -> None:
@@ -397,8 +387,6 @@ async def test_a_disk_too_full_for_a_segment_is_tried_again_later(opened: Opener
     assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
 
 
-# Whose blocks make room.
-
 ADA, BOB = owner_tag("ada"), owner_tag("bob")
 
 
@@ -524,18 +512,12 @@ async def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         await DiskLog.open(tmp_path / "file" / "store", "tiny", SHAPE, ROOMY)
 
 
-# Who may hold it.
-
-
 async def test_a_folder_has_one_holder(opened: Opener) -> None:
     log = await opened()
     with pytest.raises(StoreBusy, match="in use by another process"):
         await opened()
     await log.close()
     await opened()
-
-
-# Looking at it, and making it smaller, from outside.
 
 
 async def test_a_live_store_can_be_looked_at_but_not_pruned(opened: Opener, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The disk tier against a model, in any order of use, damage and restart."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The host tier's memory."""
 
-from __future__ import annotations
-
 from kvtiers.io.host_pool import HostPool
 
 

@@ -1,7 +1,5 @@
 """Who leaves host memory, whether to load or to compute again, and what speed is assumed: decisions without an engine."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +19,6 @@ def group(name: str, idle_s: float, num_bytes: int = MIB, num_uses: int = 1, **f
 
 def order(policy: Lru | ByValue, *groups: GroupFacts, num_layers: int = 8) -> list[Victim]:
     return list(policy.order(groups, num_layers, 1000.0))
-
-
-# -- eviction --------------------------------------------------------------------------------------------------------
 
 
 def test_among_equally_fresh_sessions_last_layers_go_before_first_ones() -> None:
@@ -78,8 +73,6 @@ def test_every_session_can_be_emptied_and_never_grows_back(
     assert set(kept.values()) <= {0}
 
 
-# -- between tenants -------------------------------------------------------------------------------------------------
-
 holdings = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 10_000), min_size=1)
 tenant_weights = st.dictionaries(
     st.sampled_from("abcdefgh"), st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 8.0])
@@ -128,9 +121,6 @@ def test_the_oldest_segment_goes_of_which_half_may_else_that_of_which_most_may()
 )
 def test_what_is_over_or_was_silent_for_long_claims_nothing(facts: GroupFacts, abandoned: bool) -> None:
     assert is_abandoned(facts, 1000.0) is abandoned
-
-
-# -- load or compute -------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_hangs_is_given_up_within_a_fraction_of_a_prefill() -> None:
@@ -184,9 +174,6 @@ def test_a_decision_never_promises_more_than_computing_would_take(drawn: Restore
     assert decision.expected_s <= nothing * (1 + 1e-9)
     if decision.action is Action.WAIT:
         assert drawn.waited_s <= FasterWins().max_wait_s
-
-
-# -- rates -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rate_is_its_prior_until_measured_and_then_follows() -> None:

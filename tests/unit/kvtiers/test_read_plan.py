@@ -1,7 +1,5 @@
 """The order and portions of reads."""
 
-from __future__ import annotations
-
 from kvtiers.io.read_plan import BlockPlace, RecordPlace, plan_reads
 from kvtiers.keys import BlockShape
 

@@ -1,7 +1,5 @@
 """The record format: what was encoded comes back, and nothing else does."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What sessions' requests tell of those to come."""
 
-from __future__ import annotations
-
 from kvtiers.policy.returns import ASSUMED_PAUSE_S, NUM_PAUSES, Returns
 
 

@@ -1,7 +1,5 @@
 """The two tiers behind the device: what is saved comes back, byte for byte, from wherever it is, or not at all."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import tempfile

@@ -1,7 +1,5 @@
 """Any change of a model's files is seen, and what has not changed is not read again."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

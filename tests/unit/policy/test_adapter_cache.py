@@ -1,7 +1,5 @@
 """Who leaves the adapter cache, who may take KV's place, and how uses are counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.adapters.adapter_cache import (
-    POLICIES,
-    ChameleonScore,
-    EqualWeights,
-    choose_victims,
-)
+from engine_bridge.policy.adapters.adapter_cache import POLICIES, ChameleonScore, EqualWeights, choose_victims
 from engine_bridge.policy.adapters.cached_adapter import (
     USE_HALF_LIFE_S,
     AdapterEvictionPolicy,
@@ -52,9 +45,6 @@ caches = st.lists(
 policies = st.sampled_from(list(POLICIES.values()))
 
 
-# -- orders ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_scores_weigh_as_the_paper_does() -> None:
     often, recent, large = (
         adapter(1, idle_s=100, uses=10, num_bytes=1),
@@ -63,9 +53,6 @@ def test_the_scores_weigh_as_the_paper_does() -> None:
     )
     assert ChameleonScore().scores([often, recent, large], NOW) == pytest.approx([0.45, 0.10, 0.45], abs=1e-6)
     assert EqualWeights().scores([often, recent, large], NOW) == pytest.approx([1 / 3] * 3, abs=1e-6)
-
-
-# -- victims -----------------------------------------------------------------------------------------------------------
 
 
 @given(caches, st.integers(-10, 1 << 32), policies)
@@ -94,9 +81,6 @@ def test_a_queued_one_goes_only_if_the_others_do_not_suffice(
         assert not queued & set(choose_victims(cached, needed_bytes, make(), NOW))
 
 
-# -- adapters against KV -----------------------------------------------------------------------------------------------
-
-
 @given(caches, policies)
 def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
     cached: list[CachedAdapter], make: Callable[[], AdapterEvictionPolicy]
@@ -107,9 +91,6 @@ def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
     worths = dict(zip(ids(cached), policy.worths(cached, 100.0, NOW), strict=True))
     order = [each for each in policy.order(cached, NOW) if not each.is_queued]
     assert all(worths[a.adapter_id] <= worths[b.adapter_id] * (1 + 1e-9) for a, b in pairwise(order))
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_use_counts_half_after_the_half_life() -> None:

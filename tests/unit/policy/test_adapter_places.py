@@ -1,7 +1,5 @@
 """Where adapters are over all nodes, what nodes lack, and the list that clients see."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,9 +42,6 @@ def stats(**fields: object) -> AdapterStats:
     return AdapterStats(**plain | fields)  # type: ignore[arg-type]
 
 
-# -- how soon ----------------------------------------------------------------------------------------------------------
-
-
 def test_rates_are_what_a_node_measured_and_guesses_before() -> None:
     assert rates_of(None) == rates_of(stats()) == LoadRates(DISK_BYTES_S, COPY_BYTES_S)
     measured = stats(
@@ -66,8 +61,6 @@ def test_only_nodes_with_the_wanted_version_can_serve_it() -> None:
     ]
     assert loads("a", "v1", nodes) == {"n1": 0.0, "n2": 1.0}
 
-
-# -- in step -----------------------------------------------------------------------------------------------------------
 
 names = st.sampled_from("abcdef")
 served = st.dictionaries(names, st.builds(Served, st.sampled_from(["v1", "v2"]), st.booleans()))
@@ -112,9 +105,6 @@ def test_pinned_adapters_come_first_and_what_goes_goes_before() -> None:
         Pin("b", True),
         LoadAdapter("a"),
     ]
-
-
-# -- the one list ------------------------------------------------------------------------------------------------------
 
 
 def test_a_node_with_another_version_is_told_of_and_does_not_count_as_a_place() -> None:

@@ -1,7 +1,5 @@
 """The policy that learns: how far back to look, and whom of its shadow caches to follow."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -24,9 +22,6 @@ def facts(adapter_id: int, now: float, num_bytes: int = 100, num_requests: int =
         reload_s=num_bytes * RELOAD_S_PER_BYTE,
         num_requests=num_requests,
     )
-
-
-# -- the policy --------------------------------------------------------------------------------------------------------
 
 
 def test_its_worths_are_the_shares_of_requests_a_second() -> None:

@@ -1,7 +1,5 @@
 """Whose next request is predicted by how its earlier ones came, and whose is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 
@@ -9,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.adapters.arrivals import (
-    MAX_GAPS,
-    ArrivalHistogram,
-)
+from engine_bridge.policy.adapters.arrivals import MAX_GAPS, ArrivalHistogram
 
 BEYOND_S = 1e6
 
@@ -27,9 +22,6 @@ def histogram(gaps_s: Iterable[float]) -> ArrivalHistogram:
 def regular(period_s: float, num: int = 30, jitter: float = 0.05, seed: int = 0) -> list[float]:
     rng = random.Random(seed)
     return [period_s * rng.uniform(1 - jitter, 1 + jitter) for _ in range(num)]
-
-
-# -- one adapter -------------------------------------------------------------------------------------------------------
 
 
 def test_gaps_out_of_range_silence_a_histogram_that_they_outnumber() -> None:
@@ -50,12 +42,7 @@ def test_a_new_habit_replaces_an_old_one() -> None:
     assert found.window[0] > 200
 
 
-@given(
-    st.lists(st.floats(-1, 1e6), max_size=300),
-    st.floats(0, 1e5),
-    st.floats(0, 1e5),
-    st.floats(0, 1e5),
-)
+@given(st.lists(st.floats(-1, 1e6), max_size=300), st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e5))
 def test_probabilities_are_ones_and_grow_with_the_lead(
     gaps_s: list[float], idle_s: float, lead_s: float, more_s: float
 ) -> None:

@@ -1,7 +1,5 @@
 """What is done for requests that may come takes a small share of the time of those that run."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +7,7 @@ from hypothesis import strategies as st
 from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE, SHORTEST_TURN_S, WorkShare
 
 
-@given(
-    steps=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=60),
-    overrun=st.floats(0.1, 3.0),
-)
+@given(steps=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=60), overrun=st.floats(0.1, 3.0))
 def test_turns_in_vain_take_their_share_of_the_time_and_no_more_however_long_steps_and_turns_are(
     steps: list[float], overrun: float
 ) -> None:

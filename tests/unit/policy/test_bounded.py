@@ -1,7 +1,5 @@
 """Shortest first, and nobody who would wait for as many tokens as the longest queue had is overtaken."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

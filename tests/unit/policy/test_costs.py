@@ -1,7 +1,5 @@
 """What steps, prefills, swaps and restores are predicted to take, and the way that is chosen by it."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -22,11 +20,7 @@ from engine_bridge.policy.costs.costs import (
     StepTable,
     TablePrefill,
 )
-from engine_bridge.policy.kv.restore_method import (
-    FullCost,
-    SwapOrRecompute,
-    Way,
-)
+from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.policy.rates import HALF_LIFE_S
 from kvtiers.policy.restore import Action
 from tests.unit.facts import LinearPrefill, restore_facts
@@ -58,9 +52,6 @@ tables = st.lists(
         )
     )
 )
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -122,9 +113,6 @@ def test_a_damaged_grid_is_refused(changes: dict[str, Any]) -> None:
         StepTable(StepGrid(**(fields | changes)))
 
 
-# -- prefills ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_prefill_is_the_sum_of_its_chunks() -> None:
     prefill = TablePrefill(table_of(), chunk_tokens=64)
     chunks = [(64, 100), (64, 164), (64, 228), (10, 292)]
@@ -132,8 +120,6 @@ def test_a_prefill_is_the_sum_of_its_chunks() -> None:
     assert prefill.prefill_s(202, 100) == pytest.approx(expected_s)
     assert prefill.prefill_s(0, 100) == 0.0
 
-
-# -- swap or recompute -------------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 2 << 20
 FAST = Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=20e9)
@@ -173,8 +159,6 @@ def test_no_decision_is_slower_than_the_other_way(
     seconds = {Way.SWAP: decision.swap_s, Way.RECOMPUTE: decision.recompute_s}
     assert seconds[decision.way] == min(seconds.values()) >= 0
 
-
-# -- copies ------------------------------------------------------------------------------------------------------------
 
 LINK = Link(d2h_bytes_per_s=8e9, h2d_bytes_per_s=4e9, setup_s=1e-4)
 sizes = st.integers(1, 1 << 31)
@@ -238,9 +222,6 @@ def test_slow_copies_are_forgiven_after_a_while_and_fast_ones_are_not() -> None:
     assert fast.copy_s(1 << 23, 100 * HALF_LIFE_S) == pytest.approx(usual_s / 10, rel=0.05)
     slow.observe(1 << 23, 10 * usual_s, 100 * HALF_LIFE_S)
     assert usual_s < slow.copy_s(1 << 23, 100 * HALF_LIFE_S) < 4 * usual_s
-
-
-# -- restores of sessions ----------------------------------------------------------------------------------------------
 
 
 def test_a_restore_is_computed_behind_what_the_device_holds() -> None:

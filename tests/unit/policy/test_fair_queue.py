@@ -1,7 +1,5 @@
 """Whose job is next on the tokenizer's thread."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_bridge.policy.scheduling.fair_queue import FairQueue

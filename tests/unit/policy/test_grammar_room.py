@@ -1,10 +1,6 @@
 """What grammars of running answers may take together, and each tenant of it."""
 
-from __future__ import annotations
-
-from engine_bridge.policy.limits.grammar_room import (
-    GrammarRoom,
-)
+from engine_bridge.policy.limits.grammar_room import GrammarRoom
 
 
 def test_what_is_given_back_can_be_taken_again() -> None:

@@ -1,7 +1,5 @@
 """Which guess deserves the device's memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Where sessions are and what is on its way: two doors, what reports cannot tell yet, and failures, which only ever cost time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -58,9 +56,6 @@ class Heard:
         self.asks.append(ask)
         self.nodes.append(list(nodes))
         return Route(node_id=nodes[0].node_id)
-
-
-# -- two doors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_queued", "goes_to"), [(0, "n0"), (24, "n1")])
@@ -121,9 +116,6 @@ def test_an_announced_request_goes_elsewhere_after_all_only_where_its_kv_is_near
         assert sent.over == (("n0", "a") if expected != "n0" else None)
 
 
-# -- what reports cannot tell yet --------------------------------------------------------------------------------------
-
-
 def test_requests_count_at_their_node_until_its_report_can_tell_of_them() -> None:
     own = homes(0)
     own.requested(KEY, ask(num_prompt_tokens=100, rank=8, is_urgent=True), 1.0)
@@ -150,9 +142,6 @@ def test_a_node_that_has_not_measured_how_fast_it_is_is_taken_for_a_usual_one() 
     assert own.facts()[1].perf is not None
 
 
-# -- nodes that come and go --------------------------------------------------------------------------------------------
-
-
 def test_a_request_that_failed_goes_elsewhere_and_its_session_is_where_it_was_before() -> None:
     own = homes(0, 1, 2)
     own.placed(KEY, "n2", 64)
@@ -163,8 +152,6 @@ def test_a_request_that_failed_goes_elsewhere_and_its_session_is_where_it_was_be
     again = own.requested(KEY, ask("again"), 1.0, avoid={"n0"})
     assert (again.node_id, again.kv_at) == ("n2", "")
 
-
-# -- whatever happens --------------------------------------------------------------------------------------------------
 
 NODES = st.sampled_from(["n0", "n1", "n2"])
 SESSIONS = st.sampled_from([("t", "a"), ("t", "b"), ("u", "a"), ("t", "c"), ("t", "")])

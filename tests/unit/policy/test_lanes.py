@@ -1,7 +1,5 @@
 """How large a request is, and with which others it shares a lane."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -10,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.scheduling.lanes import (
-    MAX_LANES,
-    exact_centroids,
-    fit,
-    least_squares,
-)
+from engine_bridge.policy.scheduling.lanes import MAX_LANES, exact_centroids, fit, least_squares
 from engine_bridge.policy.scheduling.sizes import HALF_LIFE_REQUESTS, WeightedSize
-
-# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_giant_flattens_the_others_for_a_while_only() -> None:
@@ -31,9 +22,6 @@ def test_a_giant_flattens_the_others_for_a_while_only() -> None:
     for _ in range(10 * HALF_LIFE_REQUESTS):  # 1,000 fold is ten halvings
         sizes.seen(100, 100, 8)
     assert sizes.weighted_size(100, 100, 8) == pytest.approx(before)
-
-
-# -- clusters ----------------------------------------------------------------------------------------------------------
 
 
 def within(sizes: Sequence[float], centroids: Sequence[float]) -> float:

@@ -1,7 +1,5 @@
 """A grammar's matcher may take a little at each token."""
 
-from __future__ import annotations
-
 from engine_bridge.policy.limits.matcher_budget import PER_TOKEN_S, SAVED_S, MatcherBudget
 
 

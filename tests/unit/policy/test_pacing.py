@@ -1,7 +1,5 @@
 """Steps are as long as they may be, and prompts under way always get on."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -27,11 +25,7 @@ def test_prompts_get_their_time_where_decodes_take_long_but_no_more_than_an_slo_
     slow = StepTable.of(
         lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
     )
-    for bound_s, num_tokens in (
-        (math.inf, MIN_PREFILL_TIMES * 500),
-        (0.8, 300),
-        (0.1, MIN_PREFILL_TOKENS),
-    ):
+    for bound_s, num_tokens in ((math.inf, MIN_PREFILL_TIMES * 500), (0.8, 300), (0.1, MIN_PREFILL_TOKENS)):
         step = pace(slow, 0.2, 10, 0, [], 4096, bound_s=bound_s)
         assert step.prefill_tokens == pytest.approx(num_tokens, abs=1)
 

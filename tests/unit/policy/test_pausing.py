@@ -1,7 +1,5 @@
 """Which requests pause for urgent ones, which resume, and how long a pause may last."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

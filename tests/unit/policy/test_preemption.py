@@ -1,7 +1,5 @@
 """Which request gives up device memory, and whether the way back that was chosen for it is still right."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_bridge.policy.kv.restore_method import LossDecision, Way

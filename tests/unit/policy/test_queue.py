@@ -1,7 +1,5 @@
 """Who starts, who waits and why, and that nobody waits without bound."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,13 +13,7 @@ from engine_bridge.policy.scheduling.baselines import Fair
 from engine_bridge.policy.scheduling.lanes import Lanes
 from engine_bridge.policy.scheduling.mlq import Mlq, MlqSettings
 from engine_bridge.policy.scheduling.policies import POLICIES
-from engine_bridge.policy.scheduling.queue_policy import (
-    Decision,
-    QueuePolicy,
-    Running,
-    StepRoom,
-    Waiting,
-)
+from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Running, StepRoom, Waiting
 from tests.unit.facts import running_facts, waiting_facts
 
 TWO_LANES = Lanes.around([0.2, 0.8])
@@ -69,9 +61,6 @@ def decide(
     return policy.decide(known, {each.request_id: each for each in running}, space, now)
 
 
-# -- one order ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
@@ -89,9 +78,6 @@ def test_baselines_start_in_their_order(policy: str, order: list[str]) -> None:
     assert list(decide(POLICIES[policy](1000), waiting).request_ids) == order
 
 
-# -- waiting time over length ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("swapped_wait_s", "first"), [(20.0, "swapped"), (10.0, "swapped"), (5.0, "fresh")])
 def test_fair_starts_the_set_that_is_more_urgent_on_average(swapped_wait_s: float, first: str) -> None:
     waiting = [
@@ -99,9 +85,6 @@ def test_fair_starts_the_set_that_is_more_urgent_on_average(swapped_wait_s: floa
         request("fresh", arrived_s=NOW - 10),
     ]
     assert decide(Fair(), waiting).request_ids == (first,)
-
-
-# -- lanes and quotas --------------------------------------------------------------------------------------------------
 
 
 def test_a_lane_whose_head_can_use_its_quota_does_not_lend_it() -> None:
@@ -134,9 +117,6 @@ def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
     assert policy.ledger.num_used == sum(policy.num_waiting()) == 0
     with pytest.raises(ValueError, match="quota"):
         refit(policy, FOUR_LANES, (1, 2))
-
-
-# -- order in a lane ---------------------------------------------------------------------------------------------------
 
 
 facts_of_many = st.lists(
@@ -208,8 +188,6 @@ def test_warm_ones_go_first_only_where_all_start() -> None:
     assert decide(mlq(), urgent).request_ids == ("urgent", "warm")
 
 
-# -- bypass ------------------------------------------------------------------------------------------------------------
-
 HEAD = request("head", weighted_size=0.1, num_blocks=50)
 SOON = runs("soon", num_blocks=40, predicted_end_s=NOW + 5)
 
@@ -263,8 +241,6 @@ def passing_again(policy: Mlq) -> bool:
     return bool(decision.request_ids)
 
 
-# -- squash ------------------------------------------------------------------------------------------------------------
-
 LATE = runs("late", is_bypasser=True, predicted_end_s=NOW - 1, num_blocks=30)
 
 
@@ -290,9 +266,6 @@ def test_squashes_stay_within_their_share() -> None:
     assert squashes(policy, LATE) == ()
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_what_left_is_forgotten_and_comes_but_once(name: str) -> None:
     policy = POLICIES[name](1000)
@@ -315,9 +288,6 @@ def test_tenants_that_come_and_go_are_forgotten() -> None:
         policy.admitted(str(at), NOW)
         policy.ended(str(at))
     assert len(policy._service._given) <= 1025
-
-
-# -- steps that are kept short, and adapters with memory of their own --------------------------------------------------
 
 
 def mlq_with(*waiting: Waiting, lanes: Lanes = TWO_LANES) -> tuple[Mlq, dict[str, Waiting]]:

@@ -1,7 +1,5 @@
 """How tokens are shared among lanes, and that all of them come back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -37,9 +35,6 @@ loads = st.lists(
 )
 
 
-# -- shares ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_minimum_is_that_of_the_paper() -> None:
     """With it, 1/(μ − λ) is just the SLO."""
     one = load()
@@ -59,9 +54,6 @@ def test_shares_are_all_there_is_in_proportion_to_the_minima(each: list[LaneLoad
         assert num_tokens < sum(minima) + len(each) or quota >= int(minimum)
 
 
-# -- what is free ------------------------------------------------------------------------------------------------------
-
-
 def test_a_lane_borrows_only_from_the_pool_and_leaves_what_is_kept() -> None:
     spare = Ledger([100, 50, 50]).spare(200)
     assert spare.fits(0, 100)
@@ -75,10 +67,7 @@ def test_a_lane_borrows_only_from_the_pool_and_leaves_what_is_kept() -> None:
 def test_what_is_overcharged_is_never_held_at_one_time(running: list[tuple[int, int]]) -> None:
     """Against every step of what runs, one by one; running: tokens held now and still to be made."""
     charged = sum(held + left for held, left in running)
-    most = max(
-        (sum(held + step for held, left in running if step <= left) for step in range(31)),
-        default=0,
-    )
+    most = max((sum(held + step for held, left in running if step <= left) for step in range(31)), default=0)
     assert overcharged_tokens([(held + left, left) for held, left in running], False) == charged - most
 
 

@@ -1,7 +1,5 @@
 """What a request's settings may hold."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

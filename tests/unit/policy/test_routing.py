@@ -1,7 +1,5 @@
 """Which node serves a request: each policy against sums made by hand, and against what must hold whatever the nodes report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -61,8 +59,6 @@ def ask(
     return RequestEstimate(rank=rank, kv=kv or {}, adapter_load_s=loads or {}, usual_load_s=usual, **facts)  # type: ignore[arg-type]
 
 
-# -- Algorithm 1 -------------------------------------------------------------------------------------------------------
-
 # Three requests, one of them queued; four of the new one's rank.
 MIXED, ALIKE = node("mixed", ranks(8, 16), ranks(8)), node("alike", ranks(32, 32, 32, 32))
 
@@ -75,9 +71,6 @@ def test_algorithm_1_by_hand_with_bgmv() -> None:
     assert policy.cost_s(32, ALIKE) == pytest.approx(0.0084 + 0.032)
     # Times three and times four requests: 0.274 and 0.162.
     assert policy.route(ask(rank=32), [MIXED, ALIKE]).node_id == "alike"
-
-
-# -- baselines ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,8 +89,6 @@ def test_urgent_requests_are_spread_and_others_keep_away_from_them() -> None:
     assert policy.route(ask(is_urgent=True), nodes[:2]).node_id == "b"
     assert policy.route(ask(), nodes).node_id == "c"
 
-
-# -- ours --------------------------------------------------------------------------------------------------------------
 
 OURS = Overture(replace(SETTINGS, decode=MBGMV, prefill_step_s=0.02))
 
@@ -150,9 +141,6 @@ def test_a_node_at_half_the_speed_is_full_with_half_as_many() -> None:
     assert ours._within_bounds([busy("slow", 7), busy("fast", 2)]) == [busy("slow", 7), busy("fast", 2)]
 
 
-# -- nodes of unequal speed --------------------------------------------------------------------------------------------
-
-
 def perf(times: float = 1.0, **more: float) -> NodePerf:
     """As SETTINGS, so many times slower."""
     return NodePerf(
@@ -181,9 +169,6 @@ def test_those_who_are_there_count_with_what_they_have_left_to_answer() -> None:
     unknown = OURS.route(ask(), [busy("a", 4)]).cost
     assert nearly_done is not None and long is not None and unknown is not None
     assert nearly_done.others_s < unknown.others_s < long.others_s
-
-
-# -- all of them -------------------------------------------------------------------------------------------------------
 
 
 FACTS = st.builds(
