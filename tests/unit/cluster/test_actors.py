@@ -159,9 +159,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_node_that_errs_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+async def test_a_node_that_errs_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     ray = Ray(bad=[FAULTS[fault]])
     async with driven(ray, tmp_path, monkeypatch, "good", "bad") as (news, _):
         await until(lambda: "bad-1" in places(news, "bad") and "good-0" in places(news, "good"))
@@ -171,9 +169,7 @@ async def test_a_node_that_errs_comes_back(
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
-async def test_a_node_of_others_that_errs_ends_none_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_of_others_that_errs_ends_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Ray()
     ray.others["foreign"] = Actor("foreign", 7, b"what is this?", RayError("its code raised"))
     ray.num_failing_looks = 2

@@ -46,13 +46,11 @@ def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, in
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": (life,)}
     with subprocess.Popen([*guarding, sys.executable, "-c", STRAYS], **pipes, cwd=ROOT) as process:
         os.close(life)
-        assert process.stdout is not None
         stray = Watched(int(process.stdout.readline()))
         try:
             yield process, stray, held
         finally:
             os.close(held)
-            assert process.stdin is not None
             process.stdin.close()
 
 
@@ -60,7 +58,6 @@ def test_strays_end_when_the_command_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "ray"
     folder.mkdir()
     with guarded(folder) as (process, stray, _):
-        assert process.stdin is not None
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
         assert stray.has_ended()
@@ -71,7 +68,6 @@ def test_a_command_outlives_the_gateway_only_to_put_its_things_in_order(tmp_path
     with guarded(tmp_path) as (process, stray, held):
         os.dup2(os.open(os.devnull, os.O_RDONLY), held)  # the gateway's end of the pipe has gone
         assert process.poll() is None and not stray.has_ended(within_s=0)
-        assert process.stdin is not None
         process.stdin.close()  # the command has noticed for itself
         assert process.wait(PATIENCE_S) == 0
         assert stray.has_ended()

@@ -50,8 +50,7 @@ async def test_an_answer_comes_as_the_node_gives_it() -> None:
     async with connected(node) as (remote, _):
         deltas = [delta async for delta in remote.generate(question())]
     assert "".join(delta.text for delta in deltas) == "one two"
-    assert deltas[-1].finish_reason == "stop"
-    assert deltas[-1].usage is not None
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].usage is not None
     assert node.answers[0].request == question()
 
 
@@ -163,9 +162,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("said", NONSENSE, ids=["HTTP", "no UTF-8", "brackets"])
-async def test_a_gateway_that_talks_nonsense_is_cut_off(
-    caplog: pytest.LogCaptureFixture, said: bytes
-) -> None:
+async def test_a_gateway_that_talks_nonsense_is_cut(caplog: pytest.LogCaptureFixture, said: bytes) -> None:
     node = FakeNode(["still here"])
     ours, theirs = socket.socketpair()
     await asyncio.get_running_loop().connect_accepted_socket(NodeServer(node, "n1").connection, theirs)

@@ -105,9 +105,7 @@ async def test_when_the_driver_or_its_guard_dies_all_is_started_again(tmp_path: 
         ({"a": b"cannot be made", "b": b"cannot be made"}, "a: it has no model; b: it has no model"),
     ],
 )
-async def test_what_is_wrong_with_all_nodes_is_raised(
-    tmp_path: Path, nodes: dict[str, bytes], reason: str
-) -> None:
+async def test_what_ails_all_nodes_is_raised(tmp_path: Path, nodes: dict[str, bytes], reason: str) -> None:
     async with placement_of(tmp_path, **nodes) as (placement, _):
         with pytest.raises(EngineUnavailable, match=reason):
             await placement.start()
@@ -116,9 +114,7 @@ async def test_what_is_wrong_with_all_nodes_is_raised(
 @pytest.mark.parametrize(
     ("how", "error"), [(b"cannot be made", "it has no model"), (b"another model", "it serves another-model")]
 )
-async def test_one_ready_node_is_enough_and_the_other_is_named(
-    tmp_path: Path, how: bytes, error: str
-) -> None:
+async def test_one_ready_node_is_enough_and_others_are_named(tmp_path: Path, how: bytes, error: str) -> None:
     async with placement_of(tmp_path, a=how, b=b"") as (placement, _):
         await placement.start()
         node = placement.nodes["a"]

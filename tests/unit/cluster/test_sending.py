@@ -88,7 +88,7 @@ async def test_damaged_once_it_is_sent_again_and_damaged_always_refused(tmp_path
     ("is_gone", "reason"),
     [(False, "changed while they were sent"), (True, "no longer where it was loaded from")],
 )
-async def test_changed_or_gone_before_it_is_sent_it_is_refused(
+async def test_changed_or_gone_before_it_goes_it_is_refused(
     tmp_path: Path, is_gone: bool, reason: str
 ) -> None:
     folder = make_adapter(tmp_path / "source", modules=WIDE)

@@ -67,9 +67,7 @@ def test_of_an_unknown_session_a_request_is_not_expected_for_ever() -> None:
         ("cancelled", False, "cancelled"),
     ],
 )
-def test_the_adapter_counts_in_how_an_advisory_stands(
-    state: AdvisoryState, is_late: bool, expected: str
-) -> None:
+def test_the_adapter_counts_in_an_advisorys_state(state: AdvisoryState, is_late: bool, expected: str) -> None:
     announced = Announcements(Counter())
     announced.begin("adv1", 1, 1.0)
     announced.moved(1, SIZE)

@@ -420,7 +420,5 @@ def test_nobody_waits_beyond_the_bound_where_memory_is_ample(jobs: list[Job]) ->
 
 @settings(max_examples=30, deadline=None)
 @given(traffic(), st.sampled_from(sorted(POLICIES)))
-def test_every_request_ends_under_every_policy_and_the_same_calls_give_the_same_decisions(
-    jobs: list[Job], name: str
-) -> None:
+def test_every_request_ends_under_every_policy_and_decisions_repeat(jobs: list[Job], name: str) -> None:
     assert Played(FakeEngine(name), jobs).plans == Played(FakeEngine(name), jobs).plans

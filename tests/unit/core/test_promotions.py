@@ -213,9 +213,7 @@ def test_what_comes_to_use_is_paid_back() -> None:
 @pytest.mark.parametrize(
     "end, outcome", [("cancel", "cancelled"), ("expire", "wasted"), ("go on otherwise", "wasted")]
 )
-def test_an_advisory_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(
-    end: str, outcome: str
-) -> None:
+def test_one_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(end: str, outcome: str) -> None:
     bench = Bench()
     bench.shelf.ends_reads_late = True
     bench.expect(on_disk=True)

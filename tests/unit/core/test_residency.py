@@ -189,9 +189,7 @@ def prefix(worth: float) -> PrefixFacts:
     return PrefixFacts(num_bytes=1, restore_s=worth, reuse_per_s=1.0)
 
 
-def test_a_policy_is_one_class_and_one_line_and_its_own_score_ranks_adapters_against_kv(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_policy_is_one_class_whose_score_ranks_adapters_against_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(adapter_cache.POLICIES, LargestId.name, LargestId)
     places = make(num_adapters=4, policy=LargestId.name)
     for adapter_id in (2, 4):

@@ -111,9 +111,7 @@ def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
 
 
 @pytest.mark.parametrize(("s_per_token", "way"), [(1.0, Way.SWAP), (0.1, Way.RECOMPUTE)])
-def test_the_cheaper_way_back_is_chosen_when_it_is_preempted_and_gone_when_it_restarts(
-    s_per_token: float, way: Way
-) -> None:
+def test_the_cheaper_way_back_is_chosen_when_preempted_and_gone_after(s_per_token: float, way: Way) -> None:
     prefill, rate = LinearPrefill(s_per_token), float(SHAPE.block_bytes)  # a block takes a second to copy
     bench = Bench(FullCost(prefill=prefill))
     bench.tiers.bytes_per_s = rate

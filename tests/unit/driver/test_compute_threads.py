@@ -40,9 +40,7 @@ def number(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("setting", [1, None])
-def test_a_number_that_was_changed_is_set_again(
-    caplog: pytest.LogCaptureFixture, setting: int | None
-) -> None:
+def test_a_number_that_was_changed_is_mended(caplog: pytest.LogCaptureFixture, setting: int | None) -> None:
     torch._C.set_num_threads(1)
     threads = ComputeThreads(setting)
     threads.mend()

@@ -137,9 +137,7 @@ def test_weights_that_change_while_they_are_loaded_are_no_others(tmp_path: Path,
     assert len({before, found, after, revision_of(model)}) == 3
 
 
-def test_a_hubs_model_in_mistrals_form_has_its_commits_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM makes its configuration of params.json, and notes no commit then."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--org--name"

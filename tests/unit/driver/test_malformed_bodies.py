@@ -72,9 +72,7 @@ BROKEN += [rendered("{{ secret.secret }}"), rendered("{{ 1 + 'secret' }}")]
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=["parser", "value", "runtime", "undefined", "type"])
-def test_what_breaks_on_a_plain_body_stays_in_the_log(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_breaks_on_plain_bodies_is_logged(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     response, told = as_unusable(error, PLAIN), as_bridge_error(error)
     assert response.error.code == 500 and isinstance(told, InternalFailure)
     for message in (response.error.message, str(told), as_error_response(error).error.message):

@@ -24,7 +24,6 @@ def tokenizer() -> Any:
 def split_of(name: str, tokenizer: Any) -> ReasoningSplit:
     names = {"tool_parser_name": None, "reasoning_parser_name": name}
     parser = ParserManager.get_parser(**names, enable_auto_tools=False)
-    assert parser is not None
     return ReasoningSplit(parser(tokenizer, None, chat_template_kwargs={}, model_config=None), REQUEST)
 
 

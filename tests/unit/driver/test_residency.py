@@ -87,7 +87,6 @@ class BreakableSlots(Slots):
         try:
             self.finish(slot)
         except MemoryError as error:
-            assert self.on_failed is not None
             self.on_failed(slot, error)
 
 

@@ -119,9 +119,7 @@ def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(backend: Ma
     assert bounded.grammar_for("greedy", JSON, STREET), "what has ended makes room"
 
 
-def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again_and_one_that_outgrows_itself_not(
-    backend: MakeBackend,
-) -> None:
+def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: MakeBackend) -> None:
     bounded = backend(room_bytes=8 << 20, states=500)
     assert not answer_of(bounded).take(2000)
     failure = take_failure("answer")

@@ -95,9 +95,7 @@ HOST, DISK = {1: "host", 2: "host"}, {1: "disk"}
         *((scheduler(SECOND, **DEFERRED, has_room=True), our, HOST, "kv_on_its_way") for our in (STARTS, None)),
     ],
 )  # fmt: skip
-def test_each_request_says_why_it_waits(
-    scheduler: Any, ours: Any, places: dict[int, str], found: str
-) -> None:
+def test_requests_say_why_they_wait(scheduler: Any, ours: Any, places: dict[int, str], found: str) -> None:
     stats = SchedulingReport(scheduler, ours, None, lambda: places, BLOCKS, 16).stats()
     assert sum(stats.num_by_reason.values()) == stats.num_waiting
     assert dict(stats.num_by_reason) == dict.fromkeys(found.split(), 1)

@@ -59,9 +59,7 @@ def _num_common(one: list[int], other: list[int]) -> int:
 
 
 @pytest.mark.parametrize("schedules_ahead", [False, True])
-def test_a_first_table_knows_what_prefill_takes_beside_what_is_loaded_only_once(
-    monkeypatch: pytest.MonkeyPatch, schedules_ahead: bool
-) -> None:
+def test_the_first_table_knows_prefill_times(monkeypatch: pytest.MonkeyPatch, schedules_ahead: bool) -> None:
     engine = Engine(schedules_ahead=schedules_ahead)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     tiers: Any = SimpleNamespace(is_paused=False)

@@ -101,17 +101,14 @@ def no_files_left() -> Iterator[None]:
 
 def fill_disk(registry: Registry) -> None:
     """From now on the registry finds no room for another page."""
-    assert registry._connection is not None
     (num_pages,) = registry._connection.execute("PRAGMA page_count").fetchone()
     registry._connection.execute(f"PRAGMA max_page_count = {num_pages}")
 
 
 def free_disk(registry: Registry) -> None:
-    assert registry._connection is not None
     registry._connection.execute("PRAGMA max_page_count = 1000000")
 
 
 def set_busy_timeout(registry: Registry, timeout_ms: int) -> None:
     """How long a write waits for another program that holds the file."""
-    assert registry._connection is not None
     registry._connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")

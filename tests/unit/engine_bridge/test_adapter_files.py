@@ -91,9 +91,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_a_good_adapter_is_read_to_the_byte(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
     files, buffer, checksum = loaded(make_adapter(folder, modules=LINEARS, dtype=dtype, seed=3), contract())
     data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
@@ -238,9 +236,7 @@ MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("made", "code", "words"), MADE_BADLY)
-def test_an_adapter_that_does_not_fit_is_refused(
-    folder: Path, made: dict[str, Any], code: str, words: str
-) -> None:
+def test_an_adapter_must_fit_the_model(folder: Path, made: dict[str, Any], code: str, words: str) -> None:
     error = refusal(make_adapter(folder, **{"modules": LINEARS, **made}))
     assert error.code == code and words in str(error)
 
@@ -400,7 +396,7 @@ def replaced(folder: Path, name: str) -> None:
     ],
     ids=["weights cut", "weights touched", "config touched", "config gone", "other config", "other weights"],
 )
-def test_files_changed_after_inspection_or_while_they_are_read_are_noticed(
+def test_files_changed_after_inspection_are_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], is_begun: bool
 ) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)

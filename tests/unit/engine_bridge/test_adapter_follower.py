@@ -109,9 +109,7 @@ async def test_what_is_the_files_fault_is_not_read_over_and_over(served: Served)
     assert served.server.served_paths() and served.follower.problems() == {}
 
 
-async def test_one_that_is_named_at_the_start_goes_before_the_folders(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_named_at_the_start_goes_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = put(tmp_path / "elsewhere", "twin", seed=1)
     served = Served(tmp_path, (("twin", str(path)),))
     with database_in_use(served):

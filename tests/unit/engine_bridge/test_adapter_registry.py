@@ -129,9 +129,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_that_is_no_registry_is_set_aside(
-    path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_registry_is_set_aside(path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     first = Registry(path)
     old = register(first)
     first.close()
@@ -150,7 +148,6 @@ def test_adapters_of_version_1_keep_number_pin_and_counts_and_are_read_once_more
     first = Registry(path)
     register(first)
     old = first.set_pinned("law", True)
-    assert old is not None
     first.note_uses({old.version_id: (3, NOW)})
     first.close()
     sql(*TO_VERSION_1)(path)

@@ -141,9 +141,7 @@ def test_room_is_made_of_what_nobody_wants_the_longest_unused_first_or_after_a_w
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
-def test_what_came_before_the_disk_was_full_goes_at_once(
-    tmp_path: Path, source: Path, num_pieces: int
-) -> None:
+def test_what_came_before_a_full_disk_goes_at_once(tmp_path: Path, source: Path, num_pieces: int) -> None:
     contents = contents_of(source)
     store = store_at(tmp_path / "store")
     store.begin(contents.content_hash, contents.sizes)
@@ -212,9 +210,7 @@ def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path)
     server.catalog.close()
 
 
-def test_no_version_is_served_without_a_copy(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_version_is_without_a_copy(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written over between the reading and the copying, it would be served, and could not be read any more."""
     server = CatalogServer(tmp_path / "state")
     record = server.load("law", source)

@@ -152,9 +152,7 @@ def test_a_new_one_is_told_when_it_rests_whatever_the_clock_says(watched: Watche
     watched.tells(30, added="law")
 
 
-def test_what_is_no_adapter_is_skipped_and_odd_names_are_logged_once(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_adapter_is_passed_over(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     (watched.root / "notes.txt").write_text("hello")
     (watched.root / "empty").mkdir()
     write_config(watched.root / "deep" / "adapter", MODULES)

@@ -110,7 +110,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=INCO
 
 @settings(max_examples=300)
 @given(TEXTS, TEXTS, TEXTS, st.integers(0, 2**32), st.floats(0, 1))
-def test_any_spelling_is_kept_as_far_as_it_goes(
+def test_any_spelling_is_kept_while_it_fits(
     same: str, other: str, rest: str, seed: int, share: float
 ) -> None:
     rng = random.Random(seed)

@@ -64,9 +64,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("what", GRAMMARS)
-async def test_grammars_are_accepted_or_refused_in_the_compilers_words(
-    checker: GrammarChecker, what: str
-) -> None:
+async def test_grammars_are_accepted_or_refused_in_its_words(checker: GrammarChecker, what: str) -> None:
     grammar, words = GRAMMARS[what]
     reason = await checker.check(grammar, "")
     assert words in reason and bool(reason) == bool(words)
@@ -74,9 +72,7 @@ async def test_grammars_are_accepted_or_refused_in_the_compilers_words(
 
 
 @pytest.mark.parametrize("grammar", [chain(5000), chain(50_000), references(1000)], ids=["5k", "50k", "refs"])
-async def test_a_grammar_that_overflows_the_stack_ends_its_helper(
-    checker: GrammarChecker, grammar: str
-) -> None:
+async def test_what_overflows_the_stack_ends_its_helper(checker: GrammarChecker, grammar: str) -> None:
     reasons = await asyncio.gather(*(checker.check(grammar, "") for _ in range(3)))
     assert all("too deeply" in reason for reason in reasons)
     assert (checker.num_checked, checker.num_deaths) == (1, 1), "a verdict is reached once for equal grammars"
@@ -115,7 +111,6 @@ async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goe
     checker = GrammarChecker(BYTES, timeout_s=2.0, memory_mib=512)
     for helper in checker.processes:  # in the middle of their work they neither read nor answer nor end
         helper.start()
-        assert helper.pid is not None
         os.kill(helper.pid, signal.SIGSTOP)
     # More than a socket holds, so that it cannot even be written.
     large = values(50_000)
@@ -126,9 +121,7 @@ async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goe
     checker.close()
 
 
-async def test_what_one_tenant_has_asked_is_not_held_against_another(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_verdict_tells_of_others(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = values(20_000)
     with monkeypatch.context() as hurry:
         hurry.setattr(checker, "_timeout_s", 0.0)
@@ -171,9 +164,7 @@ async def test_a_helper_that_was_killed_or_dies_of_earlier_grammars_is_replaced_
     assert end is starve or any(helper.pid not in (*pids, None) for helper in checker.processes)
 
 
-async def test_tenants_and_grammars_are_forgotten(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tenants_are_forgotten_too(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_bridge.grammars.checker.MAX_TENANTS", 3)
     monkeypatch.setattr("engine_bridge.grammars.checker.MAX_REMEMBERED", 2)
     for number in range(5):

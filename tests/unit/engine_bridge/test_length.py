@@ -158,9 +158,7 @@ def test_templates_and_system_prompts_have_lengths_of_their_own() -> None:
         (lambda tenant: features(session="s", tenant=tenant), "session"),
     ],
 )
-def test_one_tenants_lengths_tell_others_nothing(
-    asked_by: Callable[[str], EngineRequest], source: str
-) -> None:
+def test_lengths_are_their_tenants_own(asked_by: Callable[[str], EngineRequest], source: str) -> None:
     predictor = OnlineLengths()
     for _ in range(MIN_KEY):
         predictor.observe(asked_by("ann"), 1000)
@@ -272,9 +270,7 @@ def test_a_damaged_file_is_put_aside_and_nothing_of_it_is_taken(
 
 
 @pytest.mark.parametrize("data", [b"", b"not a file of ours", b"PK\x03\x04" + b"\0" * 50])
-def test_a_file_of_something_else_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
-) -> None:
+def test_a_strangers_file_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     path = tmp_path / "lengths"
     path.write_bytes(data)
     assert len(loaded(path)) == 0

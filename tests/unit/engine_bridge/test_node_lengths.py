@@ -35,9 +35,7 @@ def fed(lengths: NodeLengths, num: int, seed: int = 1) -> NodeLengths:
     return lengths
 
 
-def test_it_is_kept_after_each_refit_and_at_the_end_for_its_owner_only_and_without_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_kept_without_text_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fed(NodeLengths.open(None, "model"), 5).close()
     assert list(tmp_path.iterdir()) == [], "without a folder nothing is written"
@@ -149,7 +147,6 @@ def test_it_answers_and_what_it_raises_is_logged_once(mine: Own, caplog: pytest.
 
     def answer(**fields: Any) -> LengthGuess:
         future = own.ask(features(**fields))
-        assert future is not None
         return future.result(60)
 
     assert answer() == LengthGuess(5, 9, "mine") and answer(max_tokens=3) == LengthGuess(3, 3, "mine")

@@ -30,7 +30,6 @@ async def test_what_comes_together_is_one_delta_and_the_last_one_has_the_figures
     stream.put(output("d", finish="length"))
     last = await asyncio.wait_for(stream.next(), 60)
     assert (last.text, len(last.token_ids), last.prompt) == ("bcd", 3, stream.prompt)
-    assert last.usage is not None and last.timings is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (10, 4, 4)
     kv = last.timings.kv
     assert kv.device + kv.host + kv.disk + kv.recomputed == 10 and kv.device == 4

@@ -140,9 +140,7 @@ def test_a_stage_that_gives_way_leaves_its_memory_to_requests_and_to_saves(tiers
     tiers.store.release(again)
 
 
-def test_what_a_device_copies_stays_until_it_has_and_is_then_the_first_that_an_expected_session_loses(
-    make: Callable[..., Tiers],
-) -> None:
+def test_what_a_device_copies_stays_until_it_has_and_goes_first_then(make: Callable[..., Tiers]) -> None:
     tiers = make(host_blocks=8)
     tiers.put_on_disk("a", KEYS[:16])
     stages = []
@@ -199,9 +197,7 @@ class HeldReads(Files):
         return super().preadv(fd, buffers, offset)
 
 
-def test_a_stage_that_joins_a_reading_just_as_it_is_stopped_gets_all_blocks(
-    make: Callable[..., Tiers],
-) -> None:
+def test_a_stage_that_joins_a_reading_as_it_is_stopped_gets_all_blocks(make: Callable[..., Tiers]) -> None:
     files = HeldReads()
     tiers = make(files=files)
     tiers.put_on_disk("a", KEYS[:4])
@@ -218,9 +214,7 @@ def test_a_stage_that_joins_a_reading_just_as_it_is_stopped_gets_all_blocks(
 
 
 @pytest.mark.parametrize("how", ["leave", "leave_all"])
-def test_the_kv_of_requests_in_the_engine_outlives_that_of_sessions_that_may_come_back(
-    make: Callable[..., Tiers], how: str
-) -> None:
+def test_the_kv_of_requests_outlives_that_of_other_sessions(make: Callable[..., Tiers], how: str) -> None:
     tiers = make(host_blocks=8, disk_bytes=0)
     tiers.store.enter("runs")  # before it holds anything, and twice
     tiers.store.enter("runs")

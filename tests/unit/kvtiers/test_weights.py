@@ -66,9 +66,7 @@ def replace_keeping_size_and_time(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [edit_keeping_size_and_time, replace_keeping_size_and_time])
 @pytest.mark.parametrize("restarts", [False, True], ids=["same process", "next process"])
-def test_a_change_of_one_byte_is_seen(
-    model: Path, tmp_path: Path, change: Callable[[Path], None], restarts: bool
-) -> None:
+def test_any_byte_counts(model: Path, tmp_path: Path, change: Callable[[Path], None], restarts: bool) -> None:
     memory = tmp_path / "weights.json"
     before = folder_revision(model, memory)
     change(model / "model-2.safetensors")
@@ -87,9 +85,7 @@ def test_what_people_lay_beside_a_model_does_not_count(model: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"/a": 1}', b"\xff", b'{"a": "' + bytes(5 * MIB) + b'"}'])
-def test_a_memory_that_is_damaged_is_made_anew(
-    model: Path, tmp_path: Path, read: list[str], content: bytes
-) -> None:
+def test_a_damaged_memory_is_made_anew(model: Path, tmp_path: Path, read: list[str], content: bytes) -> None:
     memory = tmp_path / "weights.json"
     memory.write_bytes(content)
     revision = folder_revision(model, memory)
@@ -98,9 +94,7 @@ def test_a_memory_that_is_damaged_is_made_anew(
     assert len(read) == 3
 
 
-def test_a_file_that_changes_while_it_is_read_is_like_no_other(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_when_read_is_like_no_other(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, path = weights._digest, model / "model-1.safetensors"
 
     def while_written(read_into: Any, progress: Any) -> str:

@@ -82,9 +82,7 @@ def done(there: dict[str, Served], wanted: dict[str, Served], todo: list[Step]) 
 
 
 @given(served, served)
-def test_steps_bring_a_node_to_what_is_wanted_and_no_further(
-    wanted: dict[str, Served], there: dict[str, Served]
-) -> None:
+def test_steps_bring_a_node_to_what_is_wanted(wanted: dict[str, Served], there: dict[str, Served]) -> None:
     todo = steps(wanted, there)
     after = done(there, wanted, todo)
     assert {name: each.version for name, each in after.items()} == {

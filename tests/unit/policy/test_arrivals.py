@@ -38,14 +38,11 @@ def test_the_next_request_becomes_likelier_as_its_time_comes_near() -> None:
 
 def test_a_new_habit_replaces_an_old_one() -> None:
     found = histogram([*regular(60.0, 200), *regular(300.0, 400)])
-    assert found.window is not None
     assert found.window[0] > 200
 
 
 @given(st.lists(st.floats(-1, 1e6), max_size=300), st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e5))
-def test_probabilities_are_ones_and_grow_with_the_lead(
-    gaps_s: list[float], idle_s: float, lead_s: float, more_s: float
-) -> None:
+def test_longer_leads_are_likelier(gaps_s: list[float], idle_s: float, lead_s: float, more_s: float) -> None:
     found = histogram(gaps_s)
     assert found.num_gaps < MAX_GAPS
     soon, later = found.probability(idle_s, lead_s), found.probability(idle_s, lead_s + more_s)

@@ -8,9 +8,7 @@ from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE, 
 
 
 @given(steps=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=60), overrun=st.floats(0.1, 3.0))
-def test_turns_in_vain_take_their_share_of_the_time_and_no_more_however_long_steps_and_turns_are(
-    steps: list[float], overrun: float
-) -> None:
+def test_turns_in_vain_take_no_more_than_their_share_of_the_time(steps: list[float], overrun: float) -> None:
     share, now, taken_s, last_s = WorkShare(), 50.0, 0.0, 0.0
     for step_s in steps:
         now += step_s

@@ -56,9 +56,7 @@ tables = st.lists(
 
 @settings(max_examples=150)
 @given(tables, works, st.floats(0.01, 3))
-def test_a_real_step_moves_the_prediction_towards_it_and_never_past_it(
-    table: StepTable, work: tuple[int, int, int], share: float
-) -> None:
+def test_a_step_moves_its_prediction(table: StepTable, work: tuple[int, int, int], share: float) -> None:
     seconds = max(share * table.step_s(*work), 1e-6)
     before = table.step_s(*work)
     table.observe(*work, seconds)
@@ -149,7 +147,7 @@ def test_the_faster_way_is_chosen_and_both_costs_are_told() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.floats(1e6, 1e11), st.floats(1e-6, 1e-2))
-def test_no_decision_is_slower_than_the_other_way(
+def test_the_faster_way_is_taken(
     num_tokens: int, num_kept: int, bytes_per_s: float, s_per_token: float
 ) -> None:
     link = Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s, setup_s=1e-4)
@@ -184,9 +182,7 @@ SLOPE_OVERSHOOTS = [(1, 1.0, 0.0)] * 4 + [
 @settings(max_examples=50)
 @example(SLOPE_OVERSHOOTS, 763_368_038, 5_496_896)
 @given(st.lists(st.tuples(sizes, st.floats(1e-6, 100), st.floats(0, 200)), max_size=30), sizes, sizes)
-def test_more_bytes_never_take_less_whatever_was_seen(
-    copies: list[tuple[int, float, float]], one: int, other: int
-) -> None:
+def test_more_bytes_never_take_less(copies: list[tuple[int, float, float]], one: int, other: int) -> None:
     table, now = CopyTable(LINK.in_s), 0.0
     for num_bytes, seconds, pause_s in copies:
         now += pause_s

@@ -40,9 +40,7 @@ guesses = st.lists(
 
 
 @given(guesses, st.integers(0, 200), st.floats(0, 100))
-def test_guesses_get_no_more_than_is_free_and_each_is_told(
-    facts: list[GuessFacts], num_free: int, now: float
-) -> None:
+def test_guesses_get_no_more_than_is_free(facts: list[GuessFacts], num_free: int, now: float) -> None:
     targets = plan(facts, num_free, 200, now)
     assert sorted(target.name for target in targets) == sorted(fact.name for fact in facts)
     assert sum(target.num_device_blocks for target in targets) <= max(num_free - int(200 * MARGIN_SHARE), 0)

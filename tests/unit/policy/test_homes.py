@@ -59,9 +59,7 @@ class Heard:
 
 
 @pytest.mark.parametrize(("num_queued", "goes_to"), [(0, "n0"), (24, "n1")])
-def test_an_unannounced_request_leaves_its_kv_only_where_that_node_is_overloaded(
-    num_queued: int, goes_to: str
-) -> None:
+def test_an_unannounced_request_leaves_only_an_overloaded_home(num_queued: int, goes_to: str) -> None:
     own = homes()
     told = facts(4, perf=structs.replace(UNKNOWN, kv_fetch_token_s=1e-5))
     own.reported("n1", structs.replace(told, running=Ranks()), 0.0)

@@ -47,9 +47,7 @@ def test_prompts_under_way_share_what_others_leave(starting: int, chunk: int) ->
     under_way=st.lists(st.integers(2, 5000), max_size=5),
     starting=st.integers(0, 5000),
 )
-def test_prompts_under_way_always_get_on_and_a_step_is_never_overfull(
-    target_s: float, under_way: list[int], starting: int
-) -> None:
+def test_prompts_get_on_and_no_step_is_overfull(target_s: float, under_way: list[int], starting: int) -> None:
     step = pace(LINEAR, target_s, 4, 100, under_way, 2048)
     assert 0 <= step.starting_tokens <= step.prefill_tokens
     started = min(starting, step.starting_tokens)
