@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import random
 import socket
 import struct
@@ -17,31 +16,17 @@ from engine_bridge.cluster import peer_wire, peers
 from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.cluster.trust import Trust
 from kvtiers.blocks import Stage
-from kvtiers.io.disk_log import DiskLog
-from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.eviction import ByValue
 from kvtiers.stats import PeerStats
-from kvtiers.store import KvStore
 from tests.unit.cluster.certificates import certified
+from tests.unit.kvtiers.stored import SETTLE_S, Stored, key_of
 
 SHAPE = BlockShape(num_layers=4, layer_bytes=512)
-SETTLE_S = 10.0
 TOKEN = b"of the cluster"
-
-
-def key_of(number: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(b"%d" % number).digest())
-
-
 KEYS = [key_of(number) for number in range(40)]
 
 
-def content(key: BlockKey, layer: int) -> bytes:
-    return hashlib.shake_128(key + bytes([layer])).digest(SHAPE.layer_bytes)
-
-
-class Node:
+class Node(Stored):
     """The tiers of a node, without an engine."""
 
     def __init__(
@@ -52,22 +37,13 @@ class Node:
         fingerprint: str = "same",
         host_blocks: int = 64,
         shape: BlockShape = SHAPE,
-        has_disk: bool = True,
+        disk_bytes: int = 8 << 20,
         trust: Trust | None = None,
     ) -> None:
-        self.io = IoThread("test-io")
-        disk = self.io.start(DiskLog.open(folder, "test", shape, 8 << 20)).result() if has_disk else None
-        self.store = KvStore(shape, host_blocks * shape.block_bytes, self.io, disk, ByValue())
+        super().__init__(folder, shape, host_blocks, disk_bytes)
         self.peering = Peering(PeerConfig(trust=trust or Trust(token=token)))
         self.address = self.peering.open()
         self.peering.attach(self.store, fingerprint, self.io)
-
-    def save(self, keys: Sequence[BlockKey], *, group: str = "a") -> None:
-        save = self.store.begin_save(group, keys)
-        for position, slots in zip(save.positions, save.slots, strict=True):
-            for layer, slot in enumerate(slots):
-                self.store.pool.slot(slot)[:] = content(keys[position], layer)
-        self.store.commit(save)
 
     def to_disk(self) -> None:
         assert self.store.flush()
@@ -81,10 +57,7 @@ class Node:
         stage = self.stage(keys, peer)
         assert self.store.wait_for_reads(SETTLE_S)
         num_blocks = self.store.progress(stage).num_ready_blocks
-        for key, slots in zip(keys, stage.slots[:num_blocks], strict=False):
-            assert [bytes(self.store.pool.slot(slot)) for slot in slots] == [
-                content(key, layer) for layer in range(SHAPE.num_layers)
-            ]
+        self.check_content(stage, keys, num_blocks)
         origins = stage.origins[:num_blocks]
         self.store.release(stage)
         self.store.check_invariants()
@@ -99,8 +72,7 @@ class Node:
 
     def close(self) -> None:
         self.peering.close()
-        self.store.close()
-        self.io.close()
+        super().close()
 
 
 MakeNode = Callable[..., Node]
@@ -122,7 +94,7 @@ def make(tmp_path: Path) -> Iterator[MakeNode]:
 def home(make: MakeNode) -> Node:
     """A node that has the first ten blocks."""
     node = make("home")
-    node.save(KEYS[:10])
+    node.save("a", KEYS[:10])
     return node
 
 
@@ -147,7 +119,7 @@ def test_what_a_peer_has_comes_from_its_memory_and_its_disk(home: Node, other: N
 
 
 def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: Node) -> None:
-    other.save(KEYS[:2])
+    other.save("a", KEYS[:2])
     stage = other.stage(KEYS[:14], home.address)
     assert other.store.wait_for_reads(SETTLE_S)
     pool = other.store.pool
@@ -156,13 +128,13 @@ def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: No
     )
     other.store.release(stage)
     assert other.fetch(KEYS[:14], home.address) == ["host"] * 10
-    other.save(KEYS[8:14])
+    other.save("a", KEYS[8:14])
     assert other.fetch(KEYS[:14]) == ["host"] * 14
 
 
 def test_only_the_layers_that_are_lacking_are_asked_for(home: Node, other: Node) -> None:
     """Blocks whose last layers were dropped, and whose file has gone."""
-    other.save(KEYS[:10])
+    other.save("a", KEYS[:10])
     assert other.store.flush()
     for block in other.store._host.blocks.values():
         other.store._host.trim(block, 3)
@@ -184,7 +156,7 @@ def test_a_conversation_comes_in_pieces(home: Node, other: Node, monkeypatch: py
     monkeypatch.setattr("kvtiers.lending.BAND_BYTES", 3 * SHAPE.layer_bytes)
     monkeypatch.setattr("kvtiers.lending.CHUNK_BYTES", 2 * SHAPE.layer_bytes)
     assert other.fetch(KEYS[:14], home.address) == ["peer"] * 10
-    home.save(KEYS[10:30])
+    home.save("a", KEYS[10:30])
     home.to_disk()
     home.fetch(KEYS[4:11])
     assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
@@ -194,9 +166,9 @@ def test_a_loan_neither_touches_nor_evicts(make: MakeNode, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
     node = make("full", host_blocks=8)
     for first in (0, 4):  # as much as may wait for the disk
-        node.save(KEYS[first : first + 4], group="old")
+        node.save("old", KEYS[first : first + 4])
         node.to_disk()
-    node.save(KEYS[8:16], group="new")
+    node.save("new", KEYS[8:16])
     before = {name: group.last_used_s for name, group in node.store._host.groups.items()}
     assert other.fetch(KEYS[:20], node.address) == ["peer"] * 16
     assert {name: group.last_used_s for name, group in node.store._host.groups.items()} == before
@@ -208,7 +180,7 @@ def test_a_block_that_the_disk_cannot_give_ends_a_loan(home: Node, other: Node, 
     home.to_disk()
     (segment,) = (tmp_path / "home").glob("segment-*")
     data = bytearray(segment.read_bytes())
-    at = data.index(content(KEYS[6], 2))
+    at = data.index(home.content(KEYS[6], 2))
     data[at] ^= 1
     segment.write_bytes(data)
     assert other.fetch(KEYS[:10], home.address) == ["peer"] * 6
@@ -267,7 +239,7 @@ def test_who_makes_no_sense_is_given_up(other: Node, monkeypatch: pytest.MonkeyP
 def test_what_nobody_waits_for_any_more_is_not_read_on_and_may_be_computed_and_saved(other: Node) -> None:
     with asked_by(other) as (stage, connection):
         other.store.release(stage)
-        other.save(KEYS[:3])
+        other.save("a", KEYS[:3])
         connection.settimeout(SETTLE_S)
         with suppress(ConnectionError):
             while connection.recv(1 << 10):
@@ -284,7 +256,7 @@ def test_what_peers_lack_is_asked_for_again(home: Node, other: Node, monkeypatch
     assert other.figures.share_found == 1.0
     assert other.fetch(KEYS[20:30], home.address) == [] and other.figures.misses == {"absent": 1}
     assert 0.8 < other.figures.share_found < 0.9, "ten of twenty, beside what was assumed"
-    home.save(KEYS[20:30])
+    home.save("a", KEYS[20:30])
     assert other.fetch(KEYS[20:30], home.address) == ["peer"] * 10, "it is asked again at once"
     now[0] += 10 * peers.FOUND_HALF_LIFE_S
     assert other.figures.share_found > 0.999
@@ -335,7 +307,7 @@ class Asker:
 
 def test_who_reads_nothing_lets_go_of_what_was_lent(make: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "STALL_S", 0.05)
-    node = make("wide", shape=BlockShape(num_layers=4, layer_bytes=4 << 20), host_blocks=3, has_disk=False)
+    node = make("wide", shape=BlockShape(num_layers=4, layer_bytes=4 << 20), host_blocks=3, disk_bytes=0)
     node.store.commit(node.store.begin_save("a", KEYS[:3]))
     asker = Asker(node).greet().ask(KEYS[:3])
     assert until(lambda: node.figures.refusals == {"late": 1})
@@ -394,7 +366,7 @@ def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
 ) -> None:
     trust = replace(certified(tmp_path, "cluster"), token=TOKEN)
     first, second = (make(name, trust=trust) for name in ("first", "second"))
-    first.save(KEYS[:10])
+    first.save("a", KEYS[:10])
     assert second.fetch(KEYS[:10], first.address) == ["peer"] * 10
     monkeypatch.setattr(peers, "STALL_S", 0.05)
     assert other.fetch(KEYS[:10], first.address) == []

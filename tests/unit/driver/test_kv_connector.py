@@ -15,7 +15,7 @@ from engine_bridge.driver.kv.kv_connector import _gives_blocks_up, _Step
 from kvtiers.blocks import Stage
 from kvtiers.keys import BlockKey
 
-from .test_promoter import SHAPE, Bench, content, keys_of
+from .test_promoter import SHAPE, Bench, keys_of
 
 READ = [BlockKey(key) for key in keys_of("read", 2)]
 SAVED = [BlockKey(key) for key in keys_of("saved", 2)]
@@ -94,8 +94,8 @@ def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepp
     stepped.run()
     assert not stepped.step.take_failed()
     assert stepped.num_saved == 2
-    for layer in stepped.device:
-        assert bytes(layer[2].tolist()) == content(READ[1])
+    for number, layer in enumerate(stepped.device):
+        assert bytes(layer[2].tolist()) == stepped.content(READ[1], number)
         assert not layer[1].any()
 
 

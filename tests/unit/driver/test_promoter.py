@@ -12,12 +12,9 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.memory.block_copy import CpuCopier
 from engine_bridge.protocol.node import Advisory
-from kvtiers.io.disk_log import DiskLog
-from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.eviction import ByValue
-from kvtiers.store import KvStore
+from kvtiers.keys import BlockShape
 from tests.unit.core.shelf import LoadsAll
+from tests.unit.kvtiers.stored import Stored
 
 BLOCK_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 16, 32, 8
 SHAPE = BlockShape(num_layers=2, layer_bytes=64)
@@ -43,15 +40,13 @@ class LateCopier(CpuCopier):
             act()
 
 
-class Bench:
-    """A device and a host tier. What a block holds is told by its key."""
+class Bench(Stored):
+    """A device and a host tier, with a disk if there is a folder."""
 
     def __init__(self, folder: Path | None = None, num_host_blocks: int = NUM_HOST_BLOCKS) -> None:
-        self.io = io = IoThread("test-io")
+        super().__init__(folder or Path(), SHAPE, num_host_blocks, disk_bytes=1 << 20 if folder else 0)
         self.pool = BlockPool(NUM_DEVICE_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tiers = KvTiers(TiersConfig(host_bytes=num_host_blocks * SHAPE.block_bytes), policy=LoadsAll())
-        disk = io.start(DiskLog.open(folder, "test", SHAPE, 1 << 20)).result() if folder else None
-        self.store = KvStore(SHAPE, num_host_blocks * SHAPE.block_bytes, io, disk, ByValue())
         self.tiers.store = self.store
         self.device = [
             torch.zeros(NUM_DEVICE_BLOCKS, SHAPE.layer_bytes, dtype=torch.uint8)
@@ -67,35 +62,23 @@ class Bench:
     def close(self) -> None:
         self.restores.close()
         self.store.check_invariants()
-        self.store.close()
-        self.io.close()
-
-    def save(self, session: str, keys: Sequence[bytes]) -> int:
-        save = self.store.begin_save(session, [BlockKey(key) for key in keys])
-        for block in save.blocks:
-            for slot in block.slots:
-                self.store.pool.slot(slot)[:] = content(block.key)
-        self.store.commit(save)
-        return len(save.blocks)
+        super().close()
 
     def expect(self, session: str, keys: Sequence[bytes]) -> None:
         left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=keys)
         self.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
         self.promoter.advise(Advisory(advisory_id=session, session_id=session), (), None, lambda report: None)
 
-    def on_device(self, keys: Sequence[bytes]) -> list[list[bytes]]:
-        """What lies, layer by layer, in the blocks that the engine would take for these."""
-        found = [self.pool.get_cached_block(key, [0]) for key in keys]
-        assert all(found)
-        return [[bytes(layer[block[0].block_id].tolist()) for layer in self.device] for block in found]
+    def check_device(self, keys: Sequence[bytes]) -> None:
+        """The blocks that the engine would take for these hold what they should, in each layer."""
+        for key in keys:
+            (block,) = self.pool.get_cached_block(key, [0])
+            for number, layer in enumerate(self.device):
+                assert bytes(layer[block.block_id].tolist()) == self.content(key, number)
 
 
 def keys_of(name: str, num: int) -> list[bytes]:
     return [f"{name}-{at}".encode().ljust(32, b"-") for at in range(num)]
-
-
-def content(key: bytes) -> bytes:
-    return key.ljust(SHAPE.layer_bytes, b".")
 
 
 class Waiting(Bench):
@@ -146,8 +129,7 @@ def test_what_is_larger_than_host_memory_comes_to_the_device_in_pieces(waiting: 
 
     num_loaded, num = waiting.until_it_starts(copy), waiting.num_on_device
     assert num + num_loaded == len(waiting.keys) and waiting.tiers.num_carried == num
-    found = waiting.on_device(waiting.keys[:num])
-    assert found == [[content(key)] * SHAPE.num_layers for key in waiting.keys[:num]]
+    waiting.check_device(waiting.keys[:num])
     free = waiting.pool.free_block_queue.get_all_free_blocks()
     assert len(free) == NUM_DEVICE_BLOCKS - 1, "they are anybody's"
     cached = [waiting.pool.get_cached_block(key, [0]) for key in waiting.keys[:num]]
@@ -189,5 +171,5 @@ def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
         bench.promoter.retract("a", is_expired=False)
         assert bench.save("b", keys_of("b", 8)) == 4, "the rest of host memory"
         bench.copier.catch_up()
-        assert bench.on_device(keys) == [[content(key)] * SHAPE.num_layers for key in keys]
+        bench.check_device(keys)
         assert bench.save("c", keys_of("c", 8)) == 8, "nothing is held any more"

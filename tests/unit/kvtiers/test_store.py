@@ -1,7 +1,6 @@
 """The two tiers behind the device: what is saved comes back, byte for byte, from wherever it is, or not at all."""
 
 import asyncio
-import hashlib
 import tempfile
 import threading
 import time
@@ -15,56 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtiers.blocks import Stage
-from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
-from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
-from kvtiers.store import KvStore
+from tests.unit.kvtiers.stored import SETTLE_S, Stored, key_of
 
 SHAPE = BlockShape(num_layers=6, layer_bytes=64)
-SETTLE_S = 10.0
 
 
-def key_of(number: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(b"%d" % number).digest())
-
-
-def content(key: BlockKey, layer: int) -> bytes:
-    return hashlib.shake_128(key + bytes([layer])).digest(SHAPE.layer_bytes)
-
-
-class Tiers:
+class Tiers(Stored):
     """A store on a folder, with what tests do to it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        host_blocks: int = 8,
-        disk_bytes: int = 1 << 20,
-        eviction: EvictionPolicy | None = None,
-        files: Files | None = None,
-    ) -> None:
-        self.io = IoThread("test-io")
-        disk = (
-            self.io.start(DiskLog.open(folder, "test", SHAPE, disk_bytes, files=files)).result()
-            if disk_bytes
-            else None
-        )
-        self.store = KvStore(SHAPE, host_blocks * SHAPE.block_bytes, self.io, disk, eviction or ByValue())
-
-    def save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", spoil: bool = False) -> int:
-        """Save what is not held yet; returns how many blocks that were."""
-        save = self.store.begin_save(group, keys, tenant=tenant)
-        for position, slots in zip(save.positions, save.slots, strict=True):
-            for layer, slot in enumerate(slots):
-                self.store.pool.slot(slot)[:] = (
-                    bytes(SHAPE.layer_bytes) if spoil else content(keys[position], layer)
-                )
-        (self.store.abandon if spoil else self.store.commit)(save)
-        return len(save.blocks)
+    def __init__(self, folder: Path, host_blocks: int = 8, disk_bytes: int = 1 << 20, **options: Any) -> None:
+        super().__init__(folder, SHAPE, host_blocks, disk_bytes, **options)
 
     def restore(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> tuple[int, int]:
         """(blocks that came, those of them that the disk gave); every byte of them is checked."""
@@ -88,14 +51,8 @@ class Tiers:
         num_blocks = len(stage.blocks)
         for layer in range(num_layers):
             num_blocks = min(num_blocks, self.store.wait_for_layer(stage, num_blocks, layer, SETTLE_S))
-        for key, slots in zip(keys, stage.slots[:num_blocks], strict=False):
-            for layer, slot in enumerate(slots):
-                assert bytes(self.store.pool.slot(slot)) == content(key, layer)
+        self.check_content(stage, keys, num_blocks)
         return num_blocks
-
-    def close(self) -> None:
-        self.store.close()
-        self.io.close()
 
 
 @pytest.fixture
