@@ -1,7 +1,7 @@
 """A request's life in the queue, without an engine."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -90,11 +90,14 @@ def test_only_answers_that_ended_by_themselves_tell_of_lengths() -> None:
     assert engine.own.guess_errors.num_answers == 1
 
 
+def step_table() -> StepTable:
+    """A millisecond for each token of a prompt and each decode."""
+    axes = ((0, 4096), (0, 64), (0, 4096))
+    return StepTable.of(lambda points: [p * 0.001 + d * 0.001 for p, d, _ in points], *axes)
+
+
 def test_a_step_is_as_long_as_its_target_allows_and_long_prompts_wait_for_a_free_one() -> None:
-    table = StepTable.of(
-        lambda points: [p * 0.001 + d * 0.001 for p, d, _ in points], (0, 4096), (0, 64), (0, 4096)
-    )
-    engine = FakeEngine(num_slots=8, pacer=Pacer(table, 0.2, 1000))
+    engine = FakeEngine(num_slots=8, pacer=Pacer(step_table(), 0.2, 1000))
     engine.ask(arrival("long", 300))
     engine.ask(arrival("short", 20))
     plan = engine.step()
@@ -152,9 +155,7 @@ def test_one_that_is_given_up_while_it_stands_is_forgotten() -> None:
 
 
 def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a_step() -> None:
-    table = StepTable.of(
-        lambda points: [p * 0.001 + d * 0.001 for p, d, _ in points], (0, 4096), (0, 64), (0, 4096)
-    )
+    table = step_table()
     own = Pauses(lambda num_requests, num_tokens: table.step_s(0, num_requests, num_tokens), 0.1)
     engine = FakeEngine("mlq", num_slots=8, pacer=Pacer(table, 0.5, 1000), pauses=own)
     engine.ask(arrival("urgent", priority=-1))
@@ -167,6 +168,16 @@ def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a
     assert plan.bounds is not None and plan.bounds.num_tokens == 500
 
 
+def told_to_both(name: str) -> Callable[..., None]:
+    """A method that tells a policy and its twin."""
+
+    def tell(policy: Any, *facts: Any) -> None:
+        getattr(Mlq, name)(policy, *facts)
+        getattr(policy.twin, name)(*facts)
+
+    return tell
+
+
 class CheckedMlq(Mlq):
     """Checks each decision. Its twin is told the same, but gets new lanes at once, when this one has placed all requests in them."""
 
@@ -175,25 +186,8 @@ class CheckedMlq(Mlq):
         self.twin = Mlq(num_tokens, settings)
         self.fitted: tuple[Any, ...] = ()
 
-    def arrived(self, facts: Waiting, now: float) -> None:
-        super().arrived(facts, now)
-        self.twin.arrived(facts, now)
-
-    def admitted(self, request_id: str, now: float) -> None:
-        super().admitted(request_id, now)
-        self.twin.admitted(request_id, now)
-
-    def outgrew(self, request_id: str, size_tokens: int) -> None:
-        super().outgrew(request_id, size_tokens)
-        self.twin.outgrew(request_id, size_tokens)
-
-    def ended(self, request_id: str) -> None:
-        super().ended(request_id)
-        self.twin.ended(request_id)
-
-    def squashed(self, request_id: str) -> None:
-        super().squashed(request_id)
-        self.twin.squashed(request_id)
+    arrived, admitted, outgrew = told_to_both("arrived"), told_to_both("admitted"), told_to_both("outgrew")
+    ended, squashed = told_to_both("ended"), told_to_both("squashed")
 
     def begin_refit(self, *fitted: Any) -> None:
         super().begin_refit(*fitted)

@@ -10,10 +10,9 @@ from engine_bridge.protocol.node_facts import Ranks
 from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
 
 
-def one(
-    name: str, rank: int = 0, tokens: int = 100, prefill: int = 100, answer: int = 50, **more: bool
-) -> Counted:
-    return Counted(name, rank, tokens, prefill, tokens + answer, **more)
+def one(name: str, rank: int = 0, prefill: int = 100, **more: bool) -> Counted:
+    """A prompt of 100 tokens, of which so many are to be computed; 50 are expected of its answer."""
+    return Counted(name, rank, 100, prefill, 150, **more)
 
 
 def test_what_waits_takes_its_prompt_and_what_runs_has_it() -> None:
@@ -36,9 +35,8 @@ def test_usual_sizes_follow_what_is_seen() -> None:
         load.waits(one(str(number), prefill=40))
         load.runs(one(str(number), prefill=40))
         load.ended(str(number), num_answer_tokens=30)
-    assert load.prompt_tokens == pytest.approx(40, rel=0.05) and load.answer_tokens == pytest.approx(
-        30, rel=0.1
-    )
+    assert load.prompt_tokens == pytest.approx(40, rel=0.05)
+    assert load.answer_tokens == pytest.approx(30, rel=0.1)
 
 
 def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:

@@ -72,16 +72,8 @@ def test_pieces_end_before_a_block_that_cannot_be_read() -> None:
 
 
 def test_a_step_loads_of_several_stages_what_it_starts_with_and_the_others_are_let_go() -> None:
-    for num_blocks, expected in (
-        (
-            10,
-            [
-                ([3, 4, 5, 6, 7], [103, 104, 105, 106, 107], True),
-                ([0, 1, 2, 3, 4], [108, 109, 110, 111, 112], False),
-            ],
-        ),
-        (2, [([3, 4], [103, 104], True)]),
-    ):
+    first, second = ([*range(3, 8)], [*range(103, 108)], True), ([*range(5)], [*range(108, 113)], False)
+    for num_blocks, expected in ((10, [first, second]), (2, [([3, 4], [103, 104], True)])):
         bench = Pieces()
         bench.shelf.put(keys_of("a", 8))
         bench.shelf.put(keys_of("a", 16)[8:], on_disk=True)
