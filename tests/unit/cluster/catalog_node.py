@@ -124,10 +124,8 @@ async def connected(
     tasks = []
     if through is not None:
         near, far = socket.socketpair()
-        tasks = [
-            asyncio.create_task(_pump(theirs, near, through)),
-            asyncio.create_task(_pump(near, theirs, bytes)),
-        ]
+        pumps = _pump(theirs, near, through), _pump(near, theirs, bytes)
+        tasks = [asyncio.create_task(pump) for pump in pumps]
         theirs = far
     await loop.connect_accepted_socket(server.connection, theirs)
     remote = remote or RemoteNode("fake-model")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine_bridge.cluster import peer_wire
 from engine_bridge.cluster.peer_wire import (
-    Challenge,
     Cut,
     Done,
     Offer,
@@ -49,7 +48,7 @@ class Asking:
         return peer_wire.PeerWelcome(**usual | other)
 
     def offered(self, num_blocks: int = 4) -> Asking:
-        self.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
+        self.take(peer_wire.Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
         assert self.take(self.welcome()) == peer_wire.encode(
             peer_wire.BlocksWanted("same", 0, b"".join(KEYS))
         )
@@ -97,14 +96,14 @@ def test_blocks_that_are_damaged_not_offered_or_cut_off_are_bad_at_once_and_once
     assert Asking().offered(0).question.is_over
 
 
-CHALLENGE = Challenge(NONCE, peer_wire.PEER_PROTOCOL)
+CHALLENGE = peer_wire.Challenge(NONCE, peer_wire.PEER_PROTOCOL)
 OWN_PROOF = peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([Challenge(b"", 99)], "foreign"),
+        ([peer_wire.Challenge(b"", 99)], "foreign"),
         ([peer_wire.Refused("foreign")], "foreign"),
         ([peer_wire.Refused("whatever")], "busy"),
         ([CHALLENGE, {"proof": b"a guess"}], "token"),
@@ -130,20 +129,16 @@ def test_who_is_not_of_our_cluster_or_kind_is_told_no_key_and_offers_only_what_w
     assert getattr(fault.value, "reason", "") == reason
 
 
+# Parts that are not the next ones, more than there are, and of another size.
+WRONG_PARTS = [(0, 1, 8, 16), (1, 0, 8, 16), (0, 0, 40, 80), (0, 0, 8, 15), (0, 0, 7, 16), (0, 0, 0, 0)]
+OUT_OF_TURN = [Cut(4), Cut(-1), Done(), Offer(KEYS[0]), peer_wire.Challenge(b"again")]
+
+
 @pytest.mark.parametrize(
     ("message", "num_raw"),
     [
-        (Parts(0, 1, bytes(8)), 16),  # not the next
-        (Parts(1, 0, bytes(8)), 16),
-        (Parts(0, 0, bytes(40)), 80),  # more than there are
-        (Parts(0, 0, bytes(8)), 15),  # of another size
-        (Parts(0, 0, bytes(7)), 16),
-        (Parts(0, 0, b""), 0),
-        (Cut(4), 0),
-        (Cut(-1), 0),
-        (Done(), 0),
-        (Offer(KEYS[0]), 0),
-        (Challenge(b"again"), 0),
+        *((Parts(layer, first, bytes(sums)), num_raw) for layer, first, sums, num_raw in WRONG_PARTS),
+        *((message, 0) for message in OUT_OF_TURN),
     ],
 )
 def test_what_is_out_of_turn_or_does_not_fit_is_refused(message: peer_wire.Message, num_raw: int) -> None:

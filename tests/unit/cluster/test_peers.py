@@ -122,10 +122,8 @@ def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: No
     other.save("a", KEYS[:2])
     stage = other.stage(KEYS[:14], home.address)
     assert other.store.wait_for_reads(SETTLE_S)
-    pool = other.store.pool
-    assert pool.num_slots - pool.num_free == 10 * SHAPE.num_layers, (
-        "blocks that the peer lacks take no memory"
-    )
+    num_used = other.store.pool.num_slots - other.store.pool.num_free
+    assert num_used == 10 * SHAPE.num_layers, "blocks that the peer lacks take no memory"
     other.store.release(stage)
     assert other.fetch(KEYS[:14], home.address) == ["host"] * 10
     other.save("a", KEYS[8:14])

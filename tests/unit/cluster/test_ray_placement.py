@@ -98,13 +98,14 @@ async def test_when_the_driver_or_its_guard_dies_all_is_started_again(tmp_path: 
         assert await answer_of(node) == "I am a"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "reason"),
-    [
-        ({"a": b"no cluster"}, "there is no cluster"),
-        ({"a": b"cannot be made", "b": b"cannot be made"}, "a: it has no model; b: it has no model"),
-    ],
-)
+NO_MODEL = {"a": b"cannot be made", "b": b"cannot be made"}
+NO_NODES = [
+    ({"a": b"no cluster"}, "there is no cluster"),
+    (NO_MODEL, "a: it has no model; b: it has no model"),
+]
+
+
+@pytest.mark.parametrize(("nodes", "reason"), NO_NODES)
 async def test_what_ails_all_nodes_is_raised(tmp_path: Path, nodes: dict[str, bytes], reason: str) -> None:
     async with placement_of(tmp_path, **nodes) as (placement, _):
         with pytest.raises(EngineUnavailable, match=reason):

@@ -41,24 +41,19 @@ def test_settings_for_the_machine_are_divided(whole: dict[str, object], part: di
     assert {name: getattr(divided, name) for name in part} == part
 
 
-ON_GPU = {"device": "cuda", "kv_cache_gib": 50, "kv_host_gib": 1}
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_nodes", "weights_bytes", "node_bytes", "gib"),
-    [
-        ({"kv_cache_gib": 2, "kv_host_gib": 1}, 2, GIB // 2, shares.NODE_BYTES + GIB // 2 + 3 * GIB, "9.6"),
-        (ON_GPU, 1, 100 * GIB, shares.NODE_BYTES + GIB, "2.3"),
-    ],
-)
-def test_nodes_that_do_not_fit_into_memory_are_refused(
-    settings: dict[str, object], num_nodes: int, weights_bytes: int, node_bytes: int, gib: str
-) -> None:
+def test_nodes_that_do_not_fit_into_memory_are_refused() -> None:
     """On GPUs weights and KV take no memory of the host."""
-    part, need = engine(**settings), num_nodes * node_bytes
-    shares.check_memory(part, num_nodes, weights_bytes, need)
-    with pytest.raises(ClusterError, match=rf"{num_nodes} nodes need {gib} GiB .*--kv-host-gib"):
-        shares.check_memory(part, num_nodes, weights_bytes, need - 1)
+    on_cpu, on_gpu = (
+        engine(kv_cache_gib=2, kv_host_gib=1),
+        engine(device="cuda", kv_cache_gib=50, kv_host_gib=1),
+    )
+    for part, num_nodes, weights_bytes, node_bytes, gib in (
+        (on_cpu, 2, GIB // 2, shares.NODE_BYTES + GIB // 2 + 3 * GIB, "9.6"),
+        (on_gpu, 1, 100 * GIB, shares.NODE_BYTES + GIB, "2.3"),
+    ):
+        shares.check_memory(part, num_nodes, weights_bytes, num_nodes * node_bytes)
+        with pytest.raises(ClusterError, match=rf"{num_nodes} nodes need {gib} GiB .*--kv-host-gib"):
+            shares.check_memory(part, num_nodes, weights_bytes, num_nodes * node_bytes - 1)
 
 
 def test_each_node_needs_a_core_and_on_gpus_a_gpu() -> None:

@@ -74,17 +74,16 @@ def test_what_is_no_message_of_a_gateways_is_refused(data: bytes) -> None:
         list(trusting(wire.ToNode).feed(data))
 
 
+NO_ARGUMENTS = (b"\xc1", b"\x91\xa2\xff\xfe", b"\x91" * 5000 + b"\x01")
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Call("close", wire.raw(())),
-        wire.Call("start", wire.raw(())),
-        wire.Call("__class__", wire.raw(())),
+        *(wire.Call(name, wire.raw(())) for name in ("close", "start", "__class__")),
         wire.Notice("drain", wire.raw((1.0,))),
         wire.Call("cancel", wire.raw((1,))),
-        wire.Call("cancel", msgspec.Raw(b"\xc1")),
-        wire.Call("cancel", msgspec.Raw(b"\x91\xa2\xff\xfe")),
-        wire.Call("load_adapter", msgspec.Raw(b"\x91" * 5000 + b"\x01")),
+        *(wire.Call("load_adapter", msgspec.Raw(arguments)) for arguments in NO_ARGUMENTS),
     ],
 )
 def test_methods_are_those_of_the_table_with_their_arguments(message: wire.Call | wire.Notice) -> None:
@@ -98,11 +97,8 @@ def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None
         wire.raw(({"temperature": value},))
 
 
-ERRORS = [
-    InvalidRequest("no", param="prompt", code="prompt_too_long"),
-    InternalFailure("failure 7"),
-    NotSupported("never"),
-]
+ERRORS = [InvalidRequest("no", param="prompt", code="prompt_too_long"), NotSupported("never")]
+ERRORS += [InternalFailure("failure 7")]
 ERRORS += [EngineUnavailable("later", code="draining"), TooBusy("later", retry_after_s=1.5)]
 
 

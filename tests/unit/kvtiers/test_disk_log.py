@@ -238,9 +238,7 @@ async def test_a_block_forgotten_while_it_is_carried_forward_stays_forgotten(ope
     assert await bad_of(log, 0) == []
     files.may_end.clear()
     files.has_begun.clear()
-    appending = asyncio.create_task(
-        append(log, 16)
-    )  # carries block 0 forward, and waits for the read for that
+    appending = asyncio.create_task(append(log, 16))  # carries block 0 forward, which it waits to read
     await asyncio.to_thread(files.has_begun.wait)
     log.forget([key(0)])
     files.may_end.set()
@@ -477,29 +475,26 @@ async def test_a_real_small_file_system_is_never_filled(tmp_path: Path) -> None:
         await asyncio.to_thread(subprocess.run, ["umount", str(place)], check=True)
 
 
-async def test_a_vanished_folder_costs_its_blocks_and_is_made_again(opened: Opener) -> None:
+@pytest.mark.parametrize("is_in_the_way", [False, True])
+async def test_a_vanished_folder_costs_its_blocks_and_is_made_again(
+    opened: Opener, is_in_the_way: bool
+) -> None:
+    """Where it cannot be made again that is a write error, until it can."""
     log = await opened()
     assert await append(log, "a", "b")
     shutil.rmtree(opened.directory)
+    if is_in_the_way:
+        opened.directory.write_text("in the way")
+        assert not await append(log, "a")
     assert await bad_of(log, "a") == ["a"]
-    assert opened.dropped == [key("b")]
+    assert opened.dropped == [key(name) for name in ("ab" if is_in_the_way else "b")]
+    if is_in_the_way:
+        opened.directory.unlink()
+        opened.clock.now_s += RETRY_AFTER_S
     assert await append(log, "a")
     assert await bad_of(log, "a", "b") == ["b"]
     await log.close()
     assert await bad_of(await opened(), "a") == []
-
-
-async def test_a_folder_that_cannot_be_made_again_is_a_write_error_until_it_can(opened: Opener) -> None:
-    log = await opened()
-    assert await append(log, "a")
-    shutil.rmtree(opened.directory)
-    opened.directory.write_text("in the way")
-    assert not await append(log, "a")
-    assert await bad_of(log, "a") == ["a"]
-    opened.directory.unlink()
-    opened.clock.now_s += RETRY_AFTER_S
-    assert await append(log, "a")
-    assert await bad_of(log, "a") == []
 
 
 async def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
@@ -528,9 +523,7 @@ async def test_a_live_store_can_be_looked_at_but_not_pruned(opened: Opener, tmp_
     assert len(opened.segments()) == 2
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["by-size", "by-age"]
-)
+@pytest.mark.parametrize("limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["size", "age"])
 async def test_pruning_deletes_the_oldest(opened: Opener, tmp_path: Path, limits: dict[str, float]) -> None:
     log = await opened(segment_bytes=SEGMENT)
     await append_each(log, range(6))

@@ -27,12 +27,8 @@ def test_among_equally_fresh_sessions_last_layers_go_before_first_ones() -> None
 
 
 def test_what_is_over_goes_first_and_what_is_expected_last() -> None:
-    victims = order(
-        ByValue(),
-        group("expected", 5000, expected_s=1002.0),
-        group("fresh", 0, num_uses=50),
-        group("over", 0, is_over=True),
-    )
+    expected = group("expected", 5000, expected_s=1002.0)
+    victims = order(ByValue(), expected, group("fresh", 0, num_uses=50), group("over", 0, is_over=True))
     assert victims[0] == Victim("over", 0)
     assert [victim.group for victim in victims[-NUM_BANDS:]] == ["expected"] * NUM_BANDS
 
@@ -79,20 +75,16 @@ tenant_weights = st.dictionaries(
 
 @given(holdings, tenant_weights, st.integers(1, 100_000))
 def test_nobody_below_its_share_gives(held: dict[str, int], weights: dict[str, float], to_free: int) -> None:
-    kept = held | floors(held, weights, to_free)
-    assert sum(held.values()) - sum(kept.values()) >= min(to_free, sum(held.values()))
+    found = floors(held, weights, to_free)
+    assert all(0 <= found[tenant] < held[tenant] for tenant in found)
+    kept = held | found
+    given_up = sum(held.values()) - sum(kept.values())
+    assert given_up >= min(to_free, sum(held.values()))
     for giver in held:
         if kept[giver] < held[giver]:
             for other in held:  # nobody is left with more for its weight, but for what rounding takes
                 assert kept[other] / weights.get(other, 1.0) <= (kept[giver] + 1) / weights.get(giver, 1.0)
-
-
-@given(holdings, tenant_weights, st.integers(1, 100_000))
-def test_no_more_is_taken_than_needed(held: dict[str, int], weights: dict[str, float], to_free: int) -> None:
-    kept = floors(held, weights, to_free)
-    assert all(0 <= kept[tenant] < held[tenant] for tenant in kept)
-    given_up = sum(held[tenant] - kept[tenant] for tenant in kept)
-    assert given_up < to_free + len(held) or given_up == sum(held.values())
+    assert given_up < to_free + len(held) or given_up == sum(held.values()), "no more is taken than needed"
 
 
 def test_the_oldest_segment_goes_of_which_half_may_else_that_of_which_most_may() -> None:
@@ -120,11 +112,8 @@ def test_what_is_over_or_was_silent_for_long_claims_nothing(facts: GroupFacts, a
 def test_a_disk_that_hangs_is_given_up_within_a_fraction_of_a_prefill() -> None:
     policy = FasterWins()
     step_s = 0.001
-    waited_s = next(
-        waited * step_s
-        for waited in range(10_000)
-        if policy.decide(restore_facts(waited_s=waited * step_s)).action is Action.LOAD
-    )
+    waits = (step_s * number for number in range(10_000))
+    waited_s = next(s for s in waits if policy.decide(restore_facts(waited_s=s)).action is Action.LOAD)
     prefill_s = 64 * 32 / 5000
     assert waited_s <= prefill_s * (READ_BYTES / (24 * MIB)) + step_s
 
@@ -170,18 +159,13 @@ def test_a_decision_never_promises_more_than_computing_would_take(drawn: Restore
         assert drawn.waited_s <= FasterWins().max_wait_s
 
 
-def test_a_rate_is_its_prior_until_measured_and_then_follows() -> None:
-    rate = Rate(100.0)
+def test_a_rate_is_its_prior_until_measured_and_a_bad_measurement_fades() -> None:
+    rate, slow, fast = (Rate(100.0) for _ in range(3))
     assert rate.at(0.0) == 100.0
-    rate.note(1000, 1.0, now=0.0)
-    assert rate.at(0.0) == 1000.0
-    for _ in range(20):
-        rate.note(200, 1.0, now=0.0)
-    assert rate.at(0.0) == pytest.approx(200, rel=0.01)
-
-
-def test_a_bad_measurement_fades_and_a_good_one_stays() -> None:
-    slow, fast = Rate(100.0), Rate(100.0)
+    for num, bytes_per_s in ((1, 1000), (20, 200)):
+        for _ in range(num):
+            rate.note(bytes_per_s, 1.0, now=0.0)
+        assert rate.at(0.0) == pytest.approx(bytes_per_s, rel=0.01)
     slow.note(10, 1.0, now=50.0)
     fast.note(1000, 1.0, now=50.0)
     assert slow.at(50.0) == 10.0

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtiers.blocks import Stage
 from kvtiers.io.files import Files
-from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 from tests.unit.kvtiers.stored import SETTLE_S, Stored, key_of
@@ -210,14 +209,7 @@ class GivenUpPeer:
         self.is_asked = threading.Event()
 
     async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: Part,
-        *,
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: Callable[[int], None],
-        on_bytes: Callable[[int], None],
+        self, keys: Sequence[BlockKey], *_: Any, on_layer: Any, on_bad: Any, **others: Any
     ) -> None:
         self.is_asked.set()
         try:

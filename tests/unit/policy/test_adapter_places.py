@@ -29,24 +29,15 @@ def info(name: str = "a", place: AdapterPlace = "disk", **fields: object) -> Ada
 
 
 def stats(**fields: object) -> AdapterStats:
-    plain: dict[str, object] = {
-        "num_adapters": 1,
-        "num_by_place": {"disk": 1},
-        "host_bytes": 10,
-        "host_capacity_bytes": 100,
-        "cached_bytes": 1,
-        "num_waiting": 0,
-        "counts": {},
-        "seconds": {},
-    }
+    plain: dict[str, object] = {"num_adapters": 1, "num_by_place": {"disk": 1}, "num_waiting": 0}
+    plain |= {"host_bytes": 10, "host_capacity_bytes": 100, "cached_bytes": 1, "counts": {}, "seconds": {}}
     return AdapterStats(**plain | fields)  # type: ignore[arg-type]
 
 
 def test_rates_are_what_a_node_measured_and_guesses_before() -> None:
     assert rates_of(None) == rates_of(stats()) == LoadRates(DISK_BYTES_S, COPY_BYTES_S)
-    measured = stats(
-        counts={"load_bytes:disk": 4 << 20, "slot_bytes": 8 << 20}, seconds={"load:disk": 2.0, "layout": 0.5}
-    )
+    seen = {"load_bytes:disk": 4 << 20, "slot_bytes": 8 << 20}
+    measured = stats(counts=seen, seconds={"load:disk": 2.0, "layout": 0.5})
     assert rates_of(measured) == LoadRates(2 << 20, 16 << 20)
     few = stats(counts={"load_bytes:disk": 10}, seconds={"load:disk": 2.0})
     assert rates_of(few).disk_bytes_s == DISK_BYTES_S, "a few bytes tell nothing of a byte's time"
@@ -85,9 +76,8 @@ def done(there: dict[str, Served], wanted: dict[str, Served], todo: list[Step]) 
 def test_steps_bring_a_node_to_what_is_wanted(wanted: dict[str, Served], there: dict[str, Served]) -> None:
     todo = steps(wanted, there)
     after = done(there, wanted, todo)
-    assert {name: each.version for name, each in after.items()} == {
-        name: each.version for name, each in wanted.items()
-    }
+    assert after.keys() == wanted.keys()
+    assert all(after[name].version == wanted[name].version for name in wanted)
     again = done(after, wanted, steps(wanted, after))
     assert again == wanted, "a pin that came over from an old version goes the second time"
     assert steps(wanted, again) == []
@@ -97,12 +87,8 @@ def test_steps_bring_a_node_to_what_is_wanted(wanted: dict[str, Served], there: 
 
 def test_pinned_adapters_come_first_and_what_goes_goes_before() -> None:
     wanted = {"a": Served("v1"), "b": Served("v1", is_pinned=True)}
-    assert steps(wanted, {"c": Served("v1")}) == [
-        Unload("c"),
-        LoadAdapter("b"),
-        Pin("b", True),
-        LoadAdapter("a"),
-    ]
+    expected = [Unload("c"), LoadAdapter("b"), Pin("b", True), LoadAdapter("a")]
+    assert steps(wanted, {"c": Served("v1")}) == expected
 
 
 def test_a_node_with_another_version_is_told_of_and_does_not_count_as_a_place() -> None:

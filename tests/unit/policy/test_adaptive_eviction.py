@@ -13,15 +13,9 @@ from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, 
 RELOAD_S_PER_BYTE = 1e-3
 
 
-def facts(adapter_id: int, now: float, num_bytes: int = 100, num_requests: int = 0) -> CachedAdapter:
-    return CachedAdapter(
-        adapter_id=adapter_id,
-        num_bytes=num_bytes,
-        last_used_s=now,
-        uses=0.0,
-        reload_s=num_bytes * RELOAD_S_PER_BYTE,
-        num_requests=num_requests,
-    )
+def facts(adapter_id: int, now: float, num_requests: int = 0) -> CachedAdapter:
+    used = {"last_used_s": now, "uses": 0.0, "num_requests": num_requests}
+    return CachedAdapter(adapter_id=adapter_id, num_bytes=100, reload_s=100 * RELOAD_S_PER_BYTE, **used)
 
 
 def test_its_worths_are_the_shares_of_requests_a_second() -> None:
@@ -56,11 +50,8 @@ def lost_ms(policy: AdapterEvictionPolicy, adapter_ids: Sequence[int], num_place
 
 def rounds(rng: random.Random, num: int) -> list[int]:
     """Popular adapters that are soon given up for others: what was asked for often is not asked for again."""
-    return [
-        adapter_id
-        for first in range(0, 8 * num, 8)
-        for adapter_id in rng.choices(range(first, first + 8), k=60)
-    ]
+    chosen = (rng.choices(range(first, first + 8), k=60) for first in range(0, 8 * num, 8))
+    return [adapter_id for each in chosen for adapter_id in each]
 
 
 def test_it_returns_to_lru_before_it_has_lost_what_it_had_gained() -> None:

@@ -73,13 +73,10 @@ def test_who_is_near_the_longest_wait_is_not_overtaken() -> None:
     assert behind_a_long_one(after_a_long_queue(0.9)).start_all() == "shortest short long"
 
 
-@given(
-    st.integers(0, 2 * BLOCK),
-    st.lists(
-        st.tuples(st.sampled_from(["append", "remove", "raise", "lower", "copy"]), st.integers(0, 10**6)),
-        max_size=80,
-    ),
-)
+EVENTS = st.sampled_from(["append", "remove", "raise", "lower", "copy"])
+
+
+@given(st.integers(0, 2 * BLOCK), st.lists(st.tuples(EVENTS, st.integers(0, 10**6)), max_size=80))
 def test_waits_are_those_of_a_plain_list(num: int, events: list[tuple[str, int]]) -> None:
     """A number stands for a place that still waits, and for tokens."""
     waits, plain = Waits(), dict[int, float]()

@@ -10,16 +10,8 @@ from engine_bridge.policy.kv.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts
 
 
 def guess(name: str, **fields: Any) -> GuessFacts:
-    defaults: dict[str, Any] = {
-        "tenant": "",
-        "num_blocks": 10,
-        "probability": 0.7,
-        "priority": 0,
-        "arrival_s": None,
-        "issued_s": 0.0,
-        "saved_s": 0.1,
-        "copy_s": 0.01,
-    }
+    defaults: dict[str, Any] = {"tenant": "", "num_blocks": 10, "probability": 0.7, "priority": 0}
+    defaults |= {"arrival_s": None, "issued_s": 0.0, "saved_s": 0.1, "copy_s": 0.01}
     return GuessFacts(name=name, **(defaults | fields))
 
 

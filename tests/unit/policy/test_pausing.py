@@ -38,6 +38,8 @@ def of(num_urgent: int, running: list[Other], paused: list[Other] | None = None)
 
 
 DONE = other("done", ran_s=3.0, paused_s=3.0 + GRACE_S)
+NOT_YET = other("not yet", ran_s=3.0, paused_s=4.5)
+LOW = other("late", priority=5, arrived_s=-9.0)
 TIRED = other("tired", ran_s=3.0, paused_s=3.0 + GRACE_S - MIN_PAUSE_S / 2, arrived_s=99.0)
 
 
@@ -47,21 +49,12 @@ TIRED = other("tired", ran_s=3.0, paused_s=3.0 + GRACE_S - MIN_PAUSE_S / 2, arri
         pytest.param(1, others(4), [], (), (), id="urgent ones decode in time"),
         pytest.param(0, others(50), [], (), (), id="none is urgent"),
         pytest.param(1, others(7), [], ("4", "5", "6"), (), id="as few as it takes, the youngest"),
-        pytest.param(
-            1, [*others(4), other("late", priority=5, arrived_s=-9.0)], [], ("late",), (), id="priority"
-        ),
+        pytest.param(1, [*others(4), LOW], [], ("late",), (), id="priority"),
         pytest.param(0, [], others(30)[::-1], (), tuple(map(str, range(30))), id="all resume, oldest first"),
         pytest.param(1, [other("runs")], others(9)[::-1], (), ("0", "1"), id="some of the time is left"),
         pytest.param(1, others(3), others(9), (), (), id="none could resume"),
         pytest.param(9, others(9), [], tuple(map(str, range(9))), (), id="SLO missed, but much is gained"),
-        pytest.param(
-            9,
-            [],
-            [DONE, other("not yet", ran_s=3.0, paused_s=4.5)],
-            (),
-            ("done",),
-            id="paused for long enough",
-        ),
+        pytest.param(9, [], [DONE, NOT_YET], (), ("done",), id="paused for long enough"),
         pytest.param(9, [*others(3), TIRED], [], ("0", "1", "2"), (), id="a moment is no pause"),
     ],
 )
