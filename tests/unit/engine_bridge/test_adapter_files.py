@@ -20,32 +20,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from engine_bridge.adapters import files as adapter_files
 from engine_bridge.adapters.config import ranks_of
 from engine_bridge.adapters.errors import AdapterRejected, quoted
-from engine_bridge.adapters.files import (
-    CHUNK_ITEMS,
-    AdapterFiles,
-    ModelContract,
-    check_finite,
-    content_hash,
-    inspect,
-    read,
-    signature_of,
-)
-from tests.adapter_corpus import (
-    BAD,
-    BASE_MODEL,
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    Tensor,
-    Tensors,
-    encode,
-    make_adapter,
-    make_tensors,
-    names_of,
-    rename,
-    reshape,
-    write_config,
-    write_safetensors,
-)
+from engine_bridge.adapters.files import AdapterFiles, ModelContract, check_finite, inspect, read
+from tests import adapter_corpus as corpus
+from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, Tensor, Tensors, make_adapter, names_of
 from tests.unit.cluster import catalog_node
 
 EMBEDDING = "model.embed_tokens"
@@ -58,7 +35,7 @@ MAX_RANK = 64
 
 
 def contract(**changes: Any) -> ModelContract:
-    own = {"modules": {EMBEDDING: (100, 32), **LINEARS}, "base_models": (BASE_MODEL, "/models/base")}
+    own = {"modules": {EMBEDDING: (100, 32), **LINEARS}, "base_models": (corpus.BASE_MODEL, "/models/base")}
     return catalog_node.contract(**own | {"embedding_modules": frozenset({EMBEDDING})} | changes)
 
 
@@ -98,33 +75,32 @@ def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPa
     assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
     starts = [tensor.offset - files.data_offset for tensor in files.tensors]
     found = {
-        tensor.name: Tensor(tensor.dtype, tensor.shape, data[start : start + tensor.num_bytes])
-        for tensor, start in zip(files.tensors, starts, strict=True)
+        each.name: Tensor(each.dtype, each.shape, data[start : start + each.num_bytes])
+        for each, start in zip(files.tensors, starts, strict=True)
     }
-    assert found == make_tensors(LINEARS, dtype=dtype, seed=3)
+    assert found == corpus.make_tensors(LINEARS, dtype=dtype, seed=3)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_file_changed_in_place_is_another_whatever_its_time_and_size(folder: Path, name: str) -> None:
     """As a copying tool that keeps times leaves it."""
     make_adapter(folder, modules=LINEARS)
-    before, path = signature_of(folder), folder / name
+    before, path = adapter_files.signature_of(folder), folder / name
     status = path.stat()
     with path.open("r+b") as file:
         file.seek(status.st_size // 2)
         file.write(b"~")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_mtime_ns == status.st_mtime_ns and path.stat().st_size == status.st_size
-    assert signature_of(folder) != before
+    assert adapter_files.signature_of(folder) != before
 
 
 def test_the_reference_library_writes_what_is_accepted_and_reads_the_corpus(tmp_path: Path) -> None:
     ours = make_adapter(tmp_path / "blobs", modules=LINEARS, dtype="F32", seed=5)
     arrays = load_file(ours / WEIGHTS_FILE)
-    made = make_tensors(LINEARS, dtype="F32", seed=5)
-    assert {name: array.tobytes() for name, array in arrays.items()} == {
-        name: made[name].data for name in made
-    }
+    made = corpus.make_tensors(LINEARS, dtype="F32", seed=5)
+    assert arrays.keys() == made.keys()
+    assert all(array.tobytes() == made[name].data for name, array in arrays.items())
     save_file(arrays, ours / "theirs", metadata={"format": "pt"})
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -146,9 +122,9 @@ def test_an_adapter_of_an_embedding_has_the_vocabulary_in_lora_a(folder: Path) -
 def test_oddities_that_are_no_errors_are_notes(folder: Path) -> None:
     left_out = next(iter(LINEARS))
     cases: list[tuple[dict[str, Any], ModelContract, str | None, str]] = [
-        ({"peft_type": None}, contract(), BASE_MODEL, ""),
-        ({"ensure_weight_tying": True}, contract(), BASE_MODEL, ""),
-        ({}, contract(unused_modules=frozenset({left_out})), BASE_MODEL, "q_proj are not applied"),
+        ({"peft_type": None}, contract(), corpus.BASE_MODEL, ""),
+        ({"ensure_weight_tying": True}, contract(), corpus.BASE_MODEL, ""),
+        ({}, contract(unused_modules=frozenset({left_out})), corpus.BASE_MODEL, "q_proj are not applied"),
         ({"base_model_name_or_path": None}, contract(), None, ""),
         ({"base_model_name_or_path": "/models/base/"}, contract(), "/models/base/", ""),
         ({"base_model_name_or_path": "/me/other\n"}, contract(), "/me/other\n", "'/me/other\\n'"),
@@ -182,9 +158,8 @@ KEYS = st.one_of(
 @given(pattern=st.dictionaries(KEYS, st.integers(1, 64), max_size=6), parts=NAME_PARTS)
 def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) -> None:
     module = ".".join(parts)
-    fitting = (
-        rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module)
-    )  # PEFT, get_pattern_key
+    # PEFT, get_pattern_key.
+    fitting = (rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
     assert ranks_of(99, pattern)(module) == next(fitting, 99)
 
 
@@ -195,9 +170,9 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", corpus.BAD)
 def test_every_bad_adapter_of_the_corpus_is_refused_for_its_reason(folder: Path, name: str) -> None:
-    code = BAD[name](folder, LINEARS, MAX_RANK)
+    code = corpus.BAD[name](folder, LINEARS, MAX_RANK)
     error = refusal(folder)
     assert error.code == code and WORDS.get(name, "") in str(error)
     assert str(folder.parent) not in str(error), "messages may be shown to clients: no paths"
@@ -205,7 +180,7 @@ def test_every_bad_adapter_of_the_corpus_is_refused_for_its_reason(folder: Path,
 
 def tensors_with(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """Arguments for an adapter with a tensor more."""
-    return {"edit": lambda tensors: reshape(tensors, name, shape)}
+    return {"edit": lambda tensors: corpus.reshape(tensors, name, shape)}
 
 
 def overridden(code: str, *overrides: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
@@ -319,18 +294,16 @@ def test_weights_that_contradict_themselves_are_refused(folder: Path, damage: st
 
 
 def test_a_header_larger_than_any_adapter_needs_is_not_parsed(folder: Path) -> None:
-    write_config(folder, LINEARS)
+    corpus.write_config(folder, LINEARS)
     weights = folder / WEIGHTS_FILE
     weights.write_bytes((1 << 30).to_bytes(8, "little"))
     os.truncate(weights, (1 << 30) + 8)  # a sparse file
     assert "more than" in str(refusal(folder))
 
 
-@pytest.mark.parametrize(
-    "value", ["x" * 10**6, "\x00" * 10**6, 10**4000, [1] * 10**6, {"a": 1}, None, "\ud800"]
-)
-def test_quoting_is_short_and_printable(value: object) -> None:
-    assert len(quoted(value)) <= 100 and quoted(value).isprintable()
+def test_quoting_is_short_and_printable() -> None:
+    for value in ("x" * 10**6, "\x00" * 10**6, 10**4000, [1] * 10**6, {"a": 1}, None, "\ud800"):
+        assert len(quoted(value)) <= 100 and quoted(value).isprintable()
 
 
 def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> None:
@@ -364,7 +337,7 @@ def test_paths_and_links_that_lead_nowhere_are_told_as_what_they_lack(folder: Pa
     for nowhere in (folder, "/nowhere/at/all", "a\0b", "/" + "x" * 300, "\ud800", "/dev/null/x"):
         assert refusal(nowhere).code == "adapter_not_found"
     folder.unlink()
-    write_config(folder, LINEARS)
+    corpus.write_config(folder, LINEARS)
     (folder / WEIGHTS_FILE).symlink_to("gone")
     assert refusal(folder).code == "no_weights"
 
@@ -434,16 +407,16 @@ def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, CHUNK_ITEMS - 1, CHUNK_ITEMS, -1])
+@pytest.mark.parametrize("place", [0, adapter_files.CHUNK_ITEMS - 1, adapter_files.CHUNK_ITEMS, -1])
 def test_one_value_that_is_not_finite_is_named(folder: Path, dtype: str, value: float, place: int) -> None:
-    num_in = CHUNK_ITEMS // 8 + 1  # lora_A spans two chunks
+    num_in = adapter_files.CHUNK_ITEMS // 8 + 1  # lora_A spans two chunks
     modules = {"model.layers.0.mlp.up_proj": (num_in, 16), Q: (32, 48)}
     values = np.zeros((8, num_in), np.float32)
     values.flat[place] = value
     name = names_of("model.layers.0.mlp.up_proj")[0]
 
     def spoil(tensors: Tensors) -> None:
-        tensors[name] = encode(values, dtype)
+        tensors[name] = corpus.encode(values, dtype)
 
     make_adapter(folder, modules=modules, dtype=dtype, edit=spoil)
     error = refusal(folder, contract(modules=modules))
@@ -466,7 +439,7 @@ def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
     in_engine = written.to(TORCH_DTYPES[engine_dtype]) * (alpha / 8)
 
     def stretch(tensors: Tensors) -> None:
-        tensors[Q_A] = encode(np.zeros((8, 32), np.float32), dtype)
+        tensors[Q_A] = corpus.encode(np.zeros((8, 32), np.float32), dtype)
         tensors[Q_B] = Tensor(dtype, (48, 8), written.view(torch.uint8).numpy().tobytes())
 
     make_adapter(folder, modules={Q: LINEARS[Q]}, edit=stretch, config_overrides={"lora_alpha": alpha})
@@ -480,22 +453,21 @@ def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
 
 def hash_of(folder: Path) -> str:
     files, buffer = load(folder)
-    return content_hash(files, memoryview(buffer))
+    return adapter_files.content_hash(files, memoryview(buffer))
 
 
 def swap_layers(tensors: Tensors) -> None:
     """A weight under another module's name changes the header alone."""
-    rename(tensors, lambda name: re.sub(r"[01](?=\.self_attn)", lambda match: str(1 - int(match[0])), name))
+    corpus.rename(
+        tensors, lambda name: re.sub(r"[01](?=\.self_attn)", lambda match: str(1 - int(match[0])), name)
+    )
 
 
 def test_the_hash_is_that_of_the_content_and_of_nothing_else(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{}, {"seed": 2}, {"dtype": "F16"}, {"edit": swap_layers}]
     changes += [{"config_overrides": each} for each in ({"lora_alpha": 17}, {"some_new_option": 1})]
-    made = [
-        make_adapter(tmp_path / str(number), **{"modules": LINEARS, "seed": 1, **change})
-        for number, change in enumerate(changes)
-    ]
-    hashes = [hash_of(path) for path in made]
+    usual = {"modules": LINEARS, "seed": 1}
+    hashes = [hash_of(make_adapter(tmp_path / str(n), **usual | change)) for n, change in enumerate(changes)]
     assert len(set(hashes)) == len(changes) and re.fullmatch("[0-9a-f]{64}", hashes[0])
     twin = make_adapter(tmp_path / "twin", modules=LINEARS, seed=1)
     config = json.loads((twin / CONFIG_FILE).read_text())
@@ -508,7 +480,7 @@ def test_the_hash_of_known_content_does_not_change_from_release_to_release(folde
     shapes = {Q_A: (8, 32), Q_B: (48, 8)}
     folder.mkdir()
     zeros = {name: Tensor("F32", shape, bytes(4 * math.prod(shape))) for name, shape in shapes.items()}
-    write_safetensors(folder / WEIGHTS_FILE, zeros)
+    corpus.write_safetensors(folder / WEIGHTS_FILE, zeros)
     (folder / CONFIG_FILE).write_text('{"target_modules": ["q_proj"], "r": 8, "lora_alpha": 16}')
     raw = (folder / WEIGHTS_FILE).read_bytes()
     length = int.from_bytes(raw[:8], "little")

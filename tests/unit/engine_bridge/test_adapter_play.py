@@ -47,9 +47,8 @@ class Play:
         self.random = Random(seed)
         self.root, self.state, self.other = tmp_path / "adapters", tmp_path / "state", tmp_path / "other"
         self.root.mkdir()
-        self.versions = [
-            make_adapter(tmp_path / "versions" / str(n), modules=MODULES, seed=n) for n in range(NUM_VERSIONS)
-        ]
+        places = [tmp_path / "versions" / str(number) for number in range(NUM_VERSIONS)]
+        self.versions = [make_adapter(place, modules=MODULES, seed=n) for n, place in enumerate(places)]
         self.hashes = [contents_of(path).content_hash for path in self.versions]
         self.clock, self.copies_clock, self.num_changes = Clock(), Clock(), 0
         self.whole: dict[str, set[str]] = {}

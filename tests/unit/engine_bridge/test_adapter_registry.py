@@ -52,11 +52,9 @@ def test_only_its_owner_can_read_it_while_it_is_in_use(path: Path) -> None:
 def versions_in(path: Path) -> dict[int, AdapterRecord]:
     """The versions in a registry's file."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        rows = connection.execute(
-            f"SELECT {', '.join(AdapterRecord.__struct_fields__)} FROM versions"
-        ).fetchall()
-    fields = [dict(zip(AdapterRecord.__struct_fields__, row, strict=True)) for row in rows]
-    records = [each | {"target_modules": json.loads(each["target_modules"])} for each in fields]
+        connection.row_factory = sqlite3.Row
+        rows = [dict(row) for row in connection.execute("SELECT * FROM versions")]
+    records = [row | {"target_modules": json.loads(row["target_modules"])} for row in rows]
     return {each["version_id"]: msgspec.convert(each, AdapterRecord, strict=False) for each in records}
 
 
@@ -195,9 +193,8 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(path: Path, caplog: pytes
         with pytest.raises(RegistryFailed) as caught:
             register(registry, content="h2" * 100_000)
         assert caught.value.code == "disk_full"
-    assert [record.levelname for record in caplog.records if "full" in record.message] == ["ERROR"], (
-        "the log says it once, however often it is tried"
-    )
+    told = [record.levelname for record in caplog.records if "full" in record.message]
+    assert told == ["ERROR"], "the log says it once, however often it is tried"
     assert current_in(path) == [old], "the old version is still the current one"
     registry.close()
     again = Registry(path)

@@ -52,9 +52,8 @@ def test_what_lies_at_the_gateways_path_is_known_by_its_content(tmp_path: Path, 
     assert [store.find(contents.content_hash, str(source)) for store in stores] == [str(source)] * 2
     with pytest.raises(NotSupported):
         stores[1].begin(contents.content_hash, contents.sizes)
-    known = contents_of(
-        source, lambda *files: ("hash", 7) if files == (str(source), contents.signature) else None
-    )
+    files = (str(source), contents.signature)
+    known = contents_of(source, lambda *asked: ("hash", 7) if asked == files else None)
     assert (known.content_hash, known.checksum) == ("hash", 7), "what is known of files is not read again"
     make_adapter(source, modules=MODULES, seed=1)
     assert stores[0].find(contents.content_hash, str(source)) == "", "another adapter lies there now"
@@ -109,10 +108,8 @@ def test_only_an_adapters_two_files_are_let_in_by_pieces_that_follow_each_other(
 
 
 def test_room_is_made_of_what_nobody_wants_the_longest_unused_first_or_after_a_while(tmp_path: Path) -> None:
-    old, wanted, newer, last = (
-        contents_of(make_adapter(tmp_path / f"source-{seed}", modules=MODULES, seed=seed))
-        for seed in range(4)
-    )
+    made = (make_adapter(tmp_path / f"source-{seed}", modules=MODULES, seed=seed) for seed in range(4))
+    old, wanted, newer, last = map(contents_of, made)
     clock = Clock()
 
     def there() -> set[str]:
@@ -190,9 +187,8 @@ def test_what_is_gone_or_another_or_a_gateways_is_not_copied(tmp_path: Path, sou
             copies.make(wanted, str(source), [])
         assert refused.value.code == "changed"
         make_adapter(source, modules=MODULES, seed=1)
-    assert nowhere.path_of(wanted) == copies.path_of(wanted) == "" and not list(
-        tmp_path.glob(f"{FOLDER_NAME}/*")
-    )
+    assert nowhere.path_of(wanted) == copies.path_of(wanted) == ""
+    assert not list(tmp_path.glob(f"{FOLDER_NAME}/*"))
 
 
 def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path) -> None:

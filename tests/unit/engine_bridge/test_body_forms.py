@@ -49,10 +49,8 @@ def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
 
 def test_items_with_a_role_are_messages_and_all_their_text_is_kept() -> None:
     parts = [{"type": "output_text", "text": "Nice, "}, {"type": "refusal", "refusal": "no."}]
-    for item in (
-        {"role": "assistant", "content": parts},
-        {"type": "message", "role": "assistant", "content": parts},
-    ):
+    said = {"role": "assistant", "content": parts}
+    for item in (said, said | {"type": "message"}):
         (found,) = formed("responses", input=[item | {"id": None, "status": None}])["input"]
         assert found["type"] == "message" and "id" not in found and "status" not in found
         assert [part["text"] for part in found["content"]] == ["Nice, no."]

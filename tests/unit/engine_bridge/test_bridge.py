@@ -84,9 +84,8 @@ class Harness:
 
     def break_down(self) -> None:
         """Let the next step fail."""
-        self.thread.submit(
-            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
-        )
+        fault = RuntimeError("boom")
+        self.thread.submit(lambda driver: (driver.left.update(a=1), setattr(driver, "fault", fault)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -102,10 +101,8 @@ class Harness:
 
 
 @asynccontextmanager
-async def running(
-    make: Callable[[], ScriptedDriver] = ScriptedDriver, delivery_s: float = 0.05
-) -> AsyncIterator[Harness]:
-    harness = Harness(make, delivery_s)
+async def running(*settings: Any) -> AsyncIterator[Harness]:
+    harness = Harness(*settings)
     await harness.thread.start()
     try:
         yield harness
@@ -116,7 +113,7 @@ async def running(
 async def test_outputs_gather_until_one_is_urgent() -> None:
     """While the engine is busy, the event loop is woken for urgent outputs only (and now and then: here never)."""
     start, urgent = 10**9, 10**9 - 100
-    async with running(delivery_s=3600) as harness:
+    async with running(ScriptedDriver, 3600) as harness:
         harness.built[0].is_urgent = lambda outputs: ("a", urgent) in outputs  # type: ignore[method-assign]
         harness.thread.submit(lambda driver: driver.left.update(a=start))
         # The very first output goes at once: the last delivery was long ago.
@@ -128,13 +125,11 @@ async def test_outputs_gather_until_one_is_urgent() -> None:
         assert len(harness.outputs) == num_delivered
         harness.thread.submit(lambda driver: driver.left.clear())
         await harness.until(lambda: len(harness.outputs) > num_delivered + 1000)
-    assert [left for _, left in harness.outputs] == list(
-        range(start - 1, start - 1 - len(harness.outputs), -1)
-    )
+    assert [start - left for _, left in harness.outputs] == list(range(1, len(harness.outputs) + 1))
 
 
 async def test_without_an_interval_nothing_waits_for_an_urgent_output() -> None:
-    async with running(delivery_s=0) as harness:
+    async with running(ScriptedDriver, 0) as harness:
         harness.built[0].is_urgent = lambda outputs: False  # type: ignore[method-assign]
         harness.thread.submit(lambda driver: driver.left.update(a=10**9))
         # With an interval of an hour only the first of them would have come.
@@ -333,10 +328,8 @@ async def test_an_engine_that_cannot_take_over_is_built_anew(monkeypatch: pytest
 async def test_when_the_thread_cannot_go_on_every_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0,))
     entered, release = threading.Event(), threading.Event()
-    async with (
-        running(Building(later=SystemExit("a library ends the thread"))) as harness,
-        asyncio.timeout(60),
-    ):
+    building = Building(later=SystemExit("a library ends the thread"))
+    async with running(building) as harness, asyncio.timeout(60):
 
         def fall(driver: ScriptedDriver) -> None:
             entered.set()

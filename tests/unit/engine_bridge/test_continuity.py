@@ -184,11 +184,8 @@ def test_a_history_in_which_a_token_stands_where_now_a_text_spells_it_is_kept_up
     assert check_between(history, text, rendered) == ("cut", 1)
 
 
-ROLES, SAYINGS = (
-    st.sampled_from(["<|user|>", "<|assistant|>"]),
-    st.sampled_from(["Hi.", "é🙂", "", "a<|end|>b"]),
-)
-TURNS = st.lists(st.tuples(ROLES, SAYINGS))
+ROLES, SAYINGS = ["<|user|>", "<|assistant|>"], ["Hi.", "é🙂", "", "a<|end|>b"]
+TURNS = st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(SAYINGS)))
 
 
 @given(TURNS, TURNS, st.integers(0, 4), st.booleans())

@@ -33,10 +33,8 @@ def schema(value: object) -> str:
 
 
 def references(num: int) -> str:
-    defs: dict[str, object] = {
-        f"d{number}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{number + 1}"}}}
-        for number in range(num)
-    }
+    links = ({"x": {"$ref": f"#/$defs/d{number + 1}"}} for number in range(num))
+    defs = {f"d{number}": {"type": "object", "properties": link} for number, link in enumerate(links)}
     return schema({"$defs": defs | {f"d{num}": {"type": "string"}}, "$ref": "#/$defs/d0"})
 
 
@@ -99,9 +97,8 @@ async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_not
 
 async def test_a_slow_check_of_one_tenant_does_not_delay_another_tenants(checker: GrammarChecker) -> None:
     slow = values(30_000)
-    waiting = [
-        asyncio.create_task(checker.check(slow.replace("value 7", f"v{number}"), "a")) for number in range(4)
-    ]
+    grammars = [slow.replace("value 7", f"v{number}") for number in range(4)]
+    waiting = [asyncio.create_task(checker.check(grammar, "a")) for grammar in grammars]
     assert await checker.check(SMALL, "b") == ""
     assert sum(task.done() for task in waiting) < len(waiting)
     await asyncio.gather(*waiting)

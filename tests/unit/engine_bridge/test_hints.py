@@ -52,10 +52,8 @@ def test_the_doors_read_the_same_from_the_same_conversation() -> None:
     least = {"question_marks": 0.0, "parts": 2.0, "tools": 0.0, "num_turns": math.log1p(2)}
     assert named(read.hints).items() >= (least | {"system_chars": math.log1p(10)}).items()
     assert read_body({"messages": messages}) == read
-    parts = [
-        {"role": role, "content": [{"type": "text", "text": text}, {"type": "image"}]}
-        for role, text in CONVERSATION
-    ]
+    contents = [[{"type": "text", "text": text}, {"type": "image"}] for _, text in CONVERSATION]
+    parts = [message | {"content": content} for message, content in zip(messages, contents, strict=True)]
     assert read_body({"messages": parts}) == read  # OpenAI's and Anthropic's parts
     assert read_body({"system": "x" * 10, "messages": messages[1:]}) == read  # Anthropic
     assert read_body({"instructions": "x" * 10, "input": messages[1:]}) == read  # Responses
@@ -66,9 +64,8 @@ def test_the_doors_read_the_same_from_the_same_conversation() -> None:
 
 
 def test_settings_are_numbers_in_their_order() -> None:
-    given = hints.setting_hints(
-        is_structured=True, temperature=0.5, is_bounded=False, has_stop=True, ignores_eos=False
-    )
+    settings = {"is_structured": True, "is_bounded": False, "has_stop": True, "ignores_eos": False}
+    given = hints.setting_hints(temperature=0.5, **settings)
     assert given == (1.0, 0.5, 0.0, 1.0, 0.0)
     assert len(hints.HINTS) == len(NOTHING_ASKED.hints) + len(given)
 
@@ -103,12 +100,11 @@ def asked(system: str, question: str) -> Asked:
 
 
 def test_what_a_template_is_filled_with_leaves_its_key_as_it_is() -> None:
-    one, other = (
-        asked("Be kind.", f"Summarize the following text, please: {text}") for text in ("A b.", "17 C d")
-    )
+    summarize = "Summarize the following text, please:"
+    one, other = (asked("Be kind.", f"{summarize} {text}") for text in ("A b.", "17 C d"))
     assert one.template == other.template != ""
     assert one.template != asked("Be kind.", "Translate the following text, please: A b.").template
-    assert one.template != asked("Be rude.", "Summarize the following text, please: A b.").template
+    assert one.template != asked("Be rude.", f"{summarize} A b.").template
     assert one.system == read_body({"instructions": "Be kind.", "input": "Hi"}).system != ""
     assert one.system != asked("Be kind!", "Hello").system and asked("", "Hello").system == ""
     assert NOTHING_ASKED.system == NOTHING_ASKED.template == ""

@@ -248,20 +248,17 @@ def test_a_class_a_factory_and_a_ready_one_will_do(module: str, name: str) -> No
         assert made.context == CONTEXT
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("M:Half", "has no method observe and no refit"),
-        ("M:Mute", "could not answer a first question: AttributeError"),
-        ("M:Broken", "could not be made: OSError: no weights"),
-        ("M:number", "neither a class nor a function"),
-        ("M:Missing", "cannot be imported .*: AttributeError"),
-        *(
-            (name, "length_predictor")
-            for name in ("no_such_module_here:X", "json:", "json", "json:a:b", ":X")
-        ),
-    ],
-)
+WRONG = {
+    "M:Half": "has no method observe and no refit",
+    "M:Mute": "could not answer a first question: AttributeError",
+    "M:Broken": "could not be made: OSError: no weights",
+    "M:number": "neither a class nor a function",
+    "M:Missing": "cannot be imported .*: AttributeError",
+}
+WRONG |= dict.fromkeys(("no_such_module_here:X", "json:", "json", "json:a:b", ":X"), "length_predictor")
+
+
+@pytest.mark.parametrize(("name", "reason"), WRONG.items())
 def test_what_is_wrong_with_it_is_said_at_the_start(module: str, name: str, reason: str) -> None:
     """M: the module above."""
     with pytest.raises(PredictorRefused, match=reason):

@@ -67,13 +67,10 @@ def test_a_setting_goes_before_the_family_and_can_switch_it_off() -> None:
 
 def test_every_family_is_reached() -> None:
     """None is hidden by one before it."""
-    for families, choose in (
-        (TOOL_FAMILIES, choose_tool_parser),
-        (REASONING_FAMILIES, choose_reasoning_parser),
-    ):
-        for family in families:
-            template = " ".join((*family.marks, "tools"))
-            assert choose("auto", (*family.model_types, "llama")[0], template).name == family.parser, family
+    choices = [(choose_tool_parser, family) for family in TOOL_FAMILIES]
+    for choose, family in choices + [(choose_reasoning_parser, family) for family in REASONING_FAMILIES]:
+        template = " ".join((*family.marks, "tools"))
+        assert choose("auto", (*family.model_types, "llama")[0], template).name == family.parser, family
 
 
 def test_only_calls_of_the_demo_models_template_are_held_to_the_tools() -> None:

@@ -6,16 +6,8 @@ import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 from engine_bridge.calls.plain_content import KnownToken, Marks
 from engine_bridge.driver.apis.content_tokens import ContentTokens
@@ -39,9 +31,8 @@ def metaspace_bpe() -> Tokenizer:
     """As Llama 2's: a blank before each text, bytes for what is unknown, and special tokens that are words of the vocabulary."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(parts))
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=words))
     definition = json.loads(tokenizer.to_str())
@@ -66,7 +57,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     made.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     made.add_tokens([AddedToken(text, normalized=False, special=False) for text in TAGS])
     start = made.token_to_id("<s>")
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
     return made
 
 
