@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.cluster import peer_wire
-from engine_bridge.cluster.peer_wire import (
-    Cut,
-    Done,
-    Offer,
-    Parts,
-    PeerFault,
-    PeerFrames,
-    WireError,
-)
+from engine_bridge.cluster.peer_wire import Cut, Done, Offer, Parts, PeerFault, PeerFrames, WireError
 from kvtiers.keys import BlockKey, BlockShape
 
 SHAPE = BlockShape(num_layers=2, layer_bytes=16)

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.cluster import wire
+from engine_bridge.protocol import errors
 from engine_bridge.protocol.engine_request import EngineRequest, RequestId
-from engine_bridge.protocol.errors import (
-    BridgeError,
-    EngineUnavailable,
-    InternalFailure,
-    InvalidRequest,
-    NotSupported,
-    TooBusy,
-)
+from engine_bridge.protocol.errors import EngineUnavailable, InternalFailure, InvalidRequest, NotSupported
 
 STREAM = (
     wire.encode(wire.Generate(EngineRequest(request_id=RequestId("a"))), 1)
@@ -99,11 +93,11 @@ def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None
 
 ERRORS = [InvalidRequest("no", param="prompt", code="prompt_too_long"), NotSupported("never")]
 ERRORS += [InternalFailure("failure 7")]
-ERRORS += [EngineUnavailable("later", code="draining"), TooBusy("later", retry_after_s=1.5)]
+ERRORS += [EngineUnavailable("later", code="draining"), errors.TooBusy("later", retry_after_s=1.5)]
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_errors_are_the_same_at_the_other_end_and_bugs_say_nothing_of_their_texts(error: BridgeError) -> None:
+def test_errors_are_the_same_at_the_other_end_and_bugs_say_nothing(error: errors.BridgeError) -> None:
     sent = msgspec.msgpack.encode(wire.problem_of(error))
     there = wire.error_of(msgspec.msgpack.decode(sent, type=wire.Problem))
     assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))

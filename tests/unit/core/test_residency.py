@@ -8,18 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.adapters import adapter_moves
 from engine_bridge.core.adapters.adapter_copies import AHEAD_WRITE_S, IDLE_WRITE_S, USED_WRITE_S
-from engine_bridge.core.adapters.adapter_moves import (
-    DropCopy,
-    DropHost,
-    Fill,
-    Forget,
-    LeaveSlot,
-    LoadToHost,
-    Move,
-    Refuse,
-    WriteCopy,
-)
+from engine_bridge.core.adapters.adapter_moves import Fill, LoadToHost, Move, Refuse, WriteCopy
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
@@ -278,9 +269,9 @@ class Traffic(RuleBasedStateMachine):
                     assert adapter_id in self.host if source == "host" else self.copies[adapter_id]
                     self.slots[slot] = adapter_id
                     self.laying_out.append(move)
-                case LeaveSlot(adapter_id, slot):
+                case adapter_moves.LeaveSlot(adapter_id, slot):
                     assert self.slots.pop(slot) == adapter_id
-                case DropHost(adapter_id):
+                case adapter_moves.DropHost(adapter_id):
                     assert adapter_id not in self.busy_host_copies(), "its host copy is being read"
                     assert not self.needs_host(adapter_id), "evicted while its requests run"
                     self.host.remove(adapter_id)
@@ -288,12 +279,12 @@ class Traffic(RuleBasedStateMachine):
                     assert adapter_id in self.host
                     assert not (is_ahead and self.places.table[adapter_id].requests), "requests fill a slot"
                     self.write_copy(adapter_id, is_ahead)
-                case DropCopy(adapter_id):
+                case adapter_moves.DropCopy(adapter_id):
                     del self.copies[adapter_id]
                 case Refuse(adapter_id):
                     pinned = [each for each in self.places.table if each.is_pinned and each.id != adapter_id]
                     assert pinned and not self.running.get(adapter_id)
-                case Forget(adapter_id):
+                case adapter_moves.Forget(adapter_id):
                     assert adapter_id not in {*self.host, *self.slots.values(), *self.copies}
 
     def needs_host(self, adapter_id: int) -> bool:

@@ -7,15 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.kv import kv_transfers
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
-from engine_bridge.core.kv.kv_transfers import (
-    MIN_PREFILL_TOKENS,
-    NewRequest,
-    PrefillMeter,
-    Restores,
-    Sources,
-    StepMoves,
-)
+from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, Sources, StepMoves
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.blocks import Block
@@ -101,9 +95,10 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
 
 def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     meter = PrefillMeter()
-    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
-    assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
-    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None  # three tokens say little
+    assert meter.stepped(kv_transfers.MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
+    assert meter.stepped(3, has_running=True, now=1.5) == (kv_transfers.MIN_PREFILL_TOKENS, 0.5)
+    # Three tokens say little.
+    assert meter.stepped(kv_transfers.MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None
     assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
 
 

@@ -10,15 +10,8 @@ import pytest
 from engine_bridge.adapters.follower import FolderFollower
 from engine_bridge.adapters.retries import LONGEST_WAIT_S
 from tests.adapter_corpus import WEIGHTS_FILE
-from tests.unit.engine_bridge.catalog_server import (
-    CatalogServer,
-    Clock,
-    fill_disk,
-    free_disk,
-    no_files_left,
-    put,
-    set_busy_timeout,
-)
+from tests.unit.engine_bridge import catalog_server
+from tests.unit.engine_bridge.catalog_server import CatalogServer, Clock, no_files_left, put
 
 
 class Served:
@@ -45,16 +38,16 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @contextmanager
 def full_disk(served: Served) -> Iterator[None]:
-    fill_disk(served.server.registry)
+    catalog_server.fill_disk(served.server.registry)
     try:
         yield
     finally:
-        free_disk(served.server.registry)
+        catalog_server.free_disk(served.server.registry)
 
 
 @contextmanager
 def database_in_use(served: Served) -> Iterator[None]:
-    set_busy_timeout(served.server.registry, 1)
+    catalog_server.set_busy_timeout(served.server.registry, 1)
     other = sqlite3.connect(served.state / "adapters.db")
     other.execute("BEGIN IMMEDIATE")
     try:

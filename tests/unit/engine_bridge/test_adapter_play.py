@@ -21,14 +21,8 @@ from engine_bridge.adapters.retries import LONGEST_WAIT_S
 from engine_bridge.adapters.watch import SETTLE_S
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES
-from tests.unit.engine_bridge.catalog_server import (
-    CatalogServer,
-    Clock,
-    fill_disk,
-    free_disk,
-    no_files_left,
-    put,
-)
+from tests.unit.engine_bridge import catalog_server
+from tests.unit.engine_bridge.catalog_server import CatalogServer, Clock, no_files_left, put
 
 NAMES = ("a", "b", "c")
 NUM_ACTIONS = 60
@@ -138,7 +132,7 @@ class Play:
         fault = self.random.choice(["registry", *(["copies"] if self.has_copy_faults else [])])
         self.faults.add(fault)
         if fault == "registry":
-            fill_disk(self.server.registry)
+            catalog_server.fill_disk(self.server.registry)
         else:
             self.set_free_bytes(1 << 60)
 
@@ -151,7 +145,7 @@ class Play:
 
     def end_faults(self) -> None:
         self.faults.clear()
-        free_disk(self.server.registry)
+        catalog_server.free_disk(self.server.registry)
         self.set_free_bytes(0)
 
     def set_free_bytes(self, num_bytes: int) -> None:

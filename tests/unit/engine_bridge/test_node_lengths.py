@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.predict.custom_predictor import (
-    MAX_PENDING,
-    CustomPredictor,
-    PredictorContext,
-    PredictorRefused,
-    load_predictor,
-)
+from engine_bridge.predict import custom_predictor
+from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorRefused, load_predictor
 from engine_bridge.predict.hints import HINTS
 from engine_bridge.predict.node_lengths import MAX_FILES, PREFIX, SUFFIX, NodeLengths, fingerprint, tidy
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
 
-CONTEXT = PredictorContext(model="m", folder=Path("there"))
+CONTEXT = custom_predictor.PredictorContext(model="m", folder=Path("there"))
 
 
 def fed(lengths: NodeLengths, num: int, seed: int = 1) -> NodeLengths:
@@ -176,8 +171,8 @@ def test_what_waits_for_it_is_bounded_and_what_nobody_waits_for_is_not_asked(min
     own.ask(features(question="hang"))
     mine.entered.wait(60)
     own._busy_since_s = None  # as if it had begun just now, and would for as long as this test takes
-    futures = [own.ask(features(question="fail")) for _ in range(MAX_PENDING + 5)]
-    assert sum(future is not None for future in futures) == MAX_PENDING
+    futures = [own.ask(features(question="fail")) for _ in range(custom_predictor.MAX_PENDING + 5)]
+    assert sum(future is not None for future in futures) == custom_predictor.MAX_PENDING
     for future in futures:
         if future is not None:
             assert future.cancel()

@@ -3,12 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.settings.parser_choice import (
-    REASONING_FAMILIES,
-    TOOL_FAMILIES,
-    choose_reasoning_parser,
-    choose_tool_parser,
-)
+from engine_bridge.settings import parser_choice
+from engine_bridge.settings.parser_choice import choose_reasoning_parser, choose_tool_parser
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
 HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}</tool_call>{% endif %}"
@@ -67,8 +63,9 @@ def test_a_setting_goes_before_the_family_and_can_switch_it_off() -> None:
 
 def test_every_family_is_reached() -> None:
     """None is hidden by one before it."""
-    choices = [(choose_tool_parser, family) for family in TOOL_FAMILIES]
-    for choose, family in choices + [(choose_reasoning_parser, family) for family in REASONING_FAMILIES]:
+    choices = [(choose_tool_parser, family) for family in parser_choice.TOOL_FAMILIES]
+    choices += [(choose_reasoning_parser, family) for family in parser_choice.REASONING_FAMILIES]
+    for choose, family in choices:
         template = " ".join((*family.marks, "tools"))
         assert choose("auto", (*family.model_types, "llama")[0], template).name == family.parser, family
 

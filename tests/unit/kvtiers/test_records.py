@@ -3,16 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.io.records import (
-    SEGMENT_HEADER_BYTES,
-    Record,
-    RecordHead,
-    RecordStream,
-    decode_head,
-    decode_keys,
-    decode_segment_header,
-    encode_segment_header,
-)
+from kvtiers.io import records
+from kvtiers.io.records import Record, RecordHead, RecordStream, decode_head, decode_keys
 from kvtiers.keys import BlockKey, BlockShape
 
 SHAPE = BlockShape(3, 10)
@@ -43,11 +35,11 @@ def test_a_record_cut_off_within_its_keys_is_none(length: int) -> None:
 
 
 def test_a_segment_header_gives_its_fingerprint_unless_a_byte_is_damaged() -> None:
-    header = encode_segment_header("tiny-1234")
-    assert len(header) == SEGMENT_HEADER_BYTES
-    assert decode_segment_header(header) == "tiny-1234"
+    header = records.encode_segment_header("tiny-1234")
+    assert len(header) == records.SEGMENT_HEADER_BYTES
+    assert records.decode_segment_header(header) == "tiny-1234"
     assert len(header.rstrip(b"\0")) == 128
     for i in range(128):
         damaged = bytearray(header)
         damaged[i] ^= 0x80
-        assert decode_segment_header(bytes(damaged)) is None
+        assert records.decode_segment_header(bytes(damaged)) is None

@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_bridge.policy.adapters import cached_adapter
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, ChameleonScore, EqualWeights, choose_victims
-from engine_bridge.policy.adapters.cached_adapter import (
-    USE_HALF_LIFE_S,
-    AdapterEvictionPolicy,
-    CachedAdapter,
-    UseWindow,
-)
+from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
 
 MIB = 1 << 20
 NOW = 1000.0
@@ -85,7 +81,7 @@ def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
 def test_a_use_counts_half_after_the_half_life() -> None:
     window = UseWindow()
     window.used(1, 0.0)
-    window.used(1, USE_HALF_LIFE_S)
-    assert window.uses(1, USE_HALF_LIFE_S) == pytest.approx(1.5)
-    assert window.uses(1, 2 * USE_HALF_LIFE_S) == pytest.approx(0.75)
+    window.used(1, cached_adapter.USE_HALF_LIFE_S)
+    assert window.uses(1, cached_adapter.USE_HALF_LIFE_S) == pytest.approx(1.5)
+    assert window.uses(1, 2 * cached_adapter.USE_HALF_LIFE_S) == pytest.approx(0.75)
     assert window.uses(2, 0.0) == 0.0

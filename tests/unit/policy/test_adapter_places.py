@@ -1,23 +1,12 @@
 """Where adapters are over all nodes, what nodes lack, and the list that clients see."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.adapters.adapter_places import (
-    COPY_BYTES_S,
-    DISK_BYTES_S,
-    LoadAdapter,
-    LoadRates,
-    Pin,
-    Served,
-    Step,
-    Unload,
-    loads,
-    merged,
-    merged_stats,
-    rates_of,
-    steps,
-)
+from engine_bridge.policy.adapters import adapter_places
+from engine_bridge.policy.adapters.adapter_places import LoadAdapter, LoadRates, Pin, Served, Unload, steps
 from engine_bridge.protocol.figures import AdapterStats
 from engine_bridge.protocol.node import AdapterInfo, AdapterPlace
 
@@ -35,12 +24,14 @@ def stats(**fields: object) -> AdapterStats:
 
 
 def test_rates_are_what_a_node_measured_and_guesses_before() -> None:
-    assert rates_of(None) == rates_of(stats()) == LoadRates(DISK_BYTES_S, COPY_BYTES_S)
+    guessed = LoadRates(adapter_places.DISK_BYTES_S, adapter_places.COPY_BYTES_S)
+    assert adapter_places.rates_of(None) == adapter_places.rates_of(stats()) == guessed
     seen = {"load_bytes:disk": 4 << 20, "slot_bytes": 8 << 20}
     measured = stats(counts=seen, seconds={"load:disk": 2.0, "layout": 0.5})
-    assert rates_of(measured) == LoadRates(2 << 20, 16 << 20)
+    assert adapter_places.rates_of(measured) == LoadRates(2 << 20, 16 << 20)
     few = stats(counts={"load_bytes:disk": 10}, seconds={"load:disk": 2.0})
-    assert rates_of(few).disk_bytes_s == DISK_BYTES_S, "a few bytes tell nothing of a byte's time"
+    found = adapter_places.rates_of(few).disk_bytes_s
+    assert found == guessed.disk_bytes_s, "a few bytes tell nothing of a byte's time"
 
 
 def test_only_nodes_with_the_wanted_version_can_serve_it() -> None:
@@ -50,14 +41,14 @@ def test_only_nodes_with_the_wanted_version_can_serve_it() -> None:
         ("n3", {"a": info(version="v0", place="slot")}, RATES),
         ("n4", {"b": info("b")}, RATES),
     ]
-    assert loads("a", "v1", nodes) == {"n1": 0.0, "n2": 1.0}
+    assert adapter_places.loads("a", "v1", nodes) == {"n1": 0.0, "n2": 1.0}
 
 
 names = st.sampled_from("abcdef")
 served = st.dictionaries(names, st.builds(Served, st.sampled_from(["v1", "v2"]), st.booleans()))
 
 
-def done(there: dict[str, Served], wanted: dict[str, Served], todo: list[Step]) -> dict[str, Served]:
+def done(there: dict[str, Served], wanted: dict[str, Served], todo: list[Any]) -> dict[str, Served]:
     """What a node serves after these steps: a new version takes the pin of the old one."""
     there = dict(there)
     for step in todo:
@@ -93,16 +84,16 @@ def test_pinned_adapters_come_first_and_what_goes_goes_before() -> None:
 
 def test_a_node_with_another_version_is_told_of_and_does_not_count_as_a_place() -> None:
     nodes = {"n1": {"a": info(version="v0", place="slot")}, "n2": {"a": info()}}
-    (shown,) = merged([info()], nodes)
+    (shown,) = adapter_places.merged([info()], nodes)
     assert (shown.version, shown.place) == ("v1", "disk")
     assert (shown.nodes, shown.other_versions) == ({"n2": "disk"}, {"n1": "v0"})
 
 
 def test_figures_add_up_and_an_adapter_counts_once() -> None:
-    assert merged_stats([], [], {}) is None
+    assert adapter_places.merged_stats([], [], {}) is None
     one = stats(counts={"loads:disk": 1}, seconds={"step": 0.5})
     two = stats(counts={"loads:disk": 2, "failed": 1}, seconds={"step": 0.25, "layout": 1.0})
-    total = merged_stats([one, two], [info(place="host")], {"late": "The disk is full."})
+    total = adapter_places.merged_stats([one, two], [info(place="host")], {"late": "The disk is full."})
     assert total == stats(
         num_by_place={"host": 1},
         host_bytes=20,

@@ -9,17 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.policy.costs.costs import (
-    LEARNING_RATE,
-    OUTLIER_ERRORS,
-    SLOWNESS_RATE,
-    CopyTable,
-    CopyTimes,
-    Link,
-    StepGrid,
-    StepTable,
-    TablePrefill,
-)
+from engine_bridge.policy.costs import costs
+from engine_bridge.policy.costs.costs import CopyTable, CopyTimes, Link, StepGrid, StepTable, TablePrefill
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.policy.rates import HALF_LIFE_S
 from kvtiers.policy.restore import Action
@@ -62,9 +53,9 @@ def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
     table = table_of()
     work = (32, 4, 500)
     usual_s = table.step_s(*work)
-    most = OUTLIER_ERRORS * table.usual_error
+    most = costs.OUTLIER_ERRORS * table.usual_error
     table.observe(*work, 1000 * usual_s)
-    longer = (1 + LEARNING_RATE * most) * (1 + SLOWNESS_RATE * most)
+    longer = (1 + costs.LEARNING_RATE * most) * (1 + costs.SLOWNESS_RATE * most)
     assert table.step_s(*work) <= usual_s * longer * (1 + 1e-9)
     for _ in range(200):
         table.observe(*work, 2 * usual_s)

@@ -1,5 +1,6 @@
 """Where sessions are and what is on its way: two doors, what reports cannot tell yet, and failures, which only ever cost time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,20 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from engine_bridge.policy.nodes.routing import (
-    LOAD_BALANCE,
-    CachedKv,
-    Relieve,
-    RequestEstimate,
-    Route,
-    Sticky,
-    relief,
-    settings_of,
-)
+from engine_bridge.policy.nodes import routing
+from engine_bridge.policy.nodes.routing import CachedKv, Relieve, RequestEstimate, Route, Sticky
 from engine_bridge.policy.nodes.session_locations import Doors, Homes, Sent, doors_of
 from engine_bridge.protocol.node_facts import UNKNOWN, NodeFacts, PerfModel, Ranks
 
-DOORS = Doors(LOAD_BALANCE, Sticky(), LOAD_BALANCE)
+DOORS = Doors(routing.LOAD_BALANCE, Sticky(), routing.LOAD_BALANCE)
 KEY = ("t", "s")
 
 
@@ -102,7 +95,8 @@ def test_an_announced_request_goes_elsewhere_after_all_only_where_its_kv_is_near
         (400, ("one", "one", ""), "n1"),  # 4 ms where it shares host memory, though another is emptier
         (5_000, ("one", "one", "one"), "n0"),  # 50 ms
     ):
-        own = Homes(Doors(LOAD_BALANCE, Sticky(), LOAD_BALANCE, relief(settings_of([facts(perf=perf)]))))
+        settings = routing.settings_of([facts(perf=perf)])
+        own = Homes(replace(DOORS, second=routing.relief(settings)))
         for at, store in enumerate(stores):
             own.reported(f"n{at}", facts(perf=perf, store=store), 0.0)
         own.placed(KEY, "n0", num_tokens)
@@ -160,7 +154,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = Homes(Doors(Relieve(), Sticky(), LOAD_BALANCE), max_sessions=3)
+        self.own = Homes(Doors(Relieve(), Sticky(), routing.LOAD_BALANCE), max_sessions=3)
         self.now = 0.0
         self.num = 0
         self.open: dict[str, bool] = {}

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.policy.costs.costs import StepTable
-from engine_bridge.policy.scheduling.pacing import (
-    MIN_PREFILL_TIMES,
-    MIN_PREFILL_TOKENS,
-    UNDER_WAY_SHARE,
-    StepPace,
-    most_prefill_tokens,
-    pace,
-    table_from,
-)
+from engine_bridge.policy.scheduling import pacing
+from engine_bridge.policy.scheduling.pacing import StepPace, most_prefill_tokens, pace, table_from
 
 # A step takes 20 ms, and 1 ms more for each token of a prompt.
 LINEAR = table_from([(32, 0.052), (512, 0.532)], 0.02)
@@ -25,15 +18,16 @@ def test_prompts_get_their_time_where_decodes_take_long_but_no_more_than_an_slo_
     slow = StepTable.of(
         lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
     )
-    for bound_s, num_tokens in ((math.inf, MIN_PREFILL_TIMES * 500), (0.8, 300), (0.1, MIN_PREFILL_TOKENS)):
+    most, least = pacing.MIN_PREFILL_TIMES * 500, pacing.MIN_PREFILL_TOKENS
+    for bound_s, num_tokens in ((math.inf, most), (0.8, 300), (0.1, least)):
         step = pace(slow, 0.2, 10, 0, [], 4096, bound_s=bound_s)
         assert step.prefill_tokens == pytest.approx(num_tokens, abs=1)
 
 
-@given(st.floats(0.1, 2.5), st.integers(MIN_PREFILL_TOKENS, 4096))
+@given(st.floats(0.1, 2.5), st.integers(pacing.MIN_PREFILL_TOKENS, 4096))
 def test_no_more_tokens_would_have_fitted(target_s: float, most_tokens: int) -> None:
     num = most_prefill_tokens(LINEAR, target_s, 4, 0, most_tokens)
-    assert num == MIN_PREFILL_TOKENS or LINEAR.step_s(num, 4, 0) <= target_s
+    assert num == pacing.MIN_PREFILL_TOKENS or LINEAR.step_s(num, 4, 0) <= target_s
     assert num == most_tokens or LINEAR.step_s(num + 1, 4, 0) > target_s
 
 
@@ -55,7 +49,7 @@ def test_prompts_get_on_and_no_step_is_overfull(target_s: float, under_way: list
     assert chunk >= 1
     assert started + chunk * len(under_way) <= max(step.prefill_tokens, started + len(under_way))
     if under_way:
-        kept = min(sum(under_way), int(step.prefill_tokens * UNDER_WAY_SHARE))
+        kept = min(sum(under_way), int(step.prefill_tokens * pacing.UNDER_WAY_SHARE))
         assert step.prefill_tokens - step.starting_tokens >= kept
     else:
         assert step.starting_tokens == step.prefill_tokens

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.scheduling.pausing import (
-    GRACE_S,
-    MIN_PAUSE_S,
-    Batch,
-    Other,
-    PauseDecision,
-    decide,
-    kept_from_starting,
-)
+from engine_bridge.policy.scheduling import pausing
+from engine_bridge.policy.scheduling.pausing import Batch, Other, PauseDecision, decide, kept_from_starting
 
 SLO_S = 0.1
 
@@ -37,10 +30,10 @@ def of(num_urgent: int, running: list[Other], paused: list[Other] | None = None)
     return decide(decode_s, SLO_S, Batch(num_urgent, 1000 * num_urgent), running, paused or [])
 
 
-DONE = other("done", ran_s=3.0, paused_s=3.0 + GRACE_S)
+DONE = other("done", ran_s=3.0, paused_s=3.0 + pausing.GRACE_S)
 NOT_YET = other("not yet", ran_s=3.0, paused_s=4.5)
 LOW = other("late", priority=5, arrived_s=-9.0)
-TIRED = other("tired", ran_s=3.0, paused_s=3.0 + GRACE_S - MIN_PAUSE_S / 2, arrived_s=99.0)
+TIRED = other("tired", ran_s=3.0, paused_s=3.0 + pausing.GRACE_S - pausing.MIN_PAUSE_S / 2, arrived_s=99.0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_which_pause_and_which_resume(
     [
         (1, 3, others(4, ran_s=0.0), {"2", "3"}),
         (1, 3, [other("large", num_tokens=20_000), other("small", num_tokens=10)], {"large"}),
-        (9, 9, [other("due", ran_s=0.0, paused_s=GRACE_S)], set()),
+        (9, 9, [other("due", ran_s=0.0, paused_s=pausing.GRACE_S)], set()),
     ],
 )
 def test_requests_start_with_which_urgent_ones_decode_in_time(
@@ -95,10 +88,10 @@ def test_pauses_help_within_their_share(num_urgent: int, running: list[Other], p
     decision = of(num_urgent, running, paused)
     by_id = {each.request_id: each for each in (*running, *paused)}
     assert set(decision.pause) <= {each.request_id for each in running}
-    assert all(by_id[each].left_s >= MIN_PAUSE_S for each in decision.pause)
+    assert all(by_id[each].left_s >= pausing.MIN_PAUSE_S for each in decision.pause)
     assert all(each.left_s > 0 for each in paused if each.request_id not in decision.resume)
     if decision.pause:
         left = [each for each in running if each.request_id not in decision.pause]
         left += [by_id[each] for each in decision.resume]
         after_s = decode_s(num_urgent + len(left), 1000 * num_urgent + sum(each.num_tokens for each in left))
-        assert after_s <= SLO_S or not any(each.left_s >= MIN_PAUSE_S for each in left)
+        assert after_s <= SLO_S or not any(each.left_s >= pausing.MIN_PAUSE_S for each in left)

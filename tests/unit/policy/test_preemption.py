@@ -3,12 +3,8 @@
 import pytest
 
 from engine_bridge.policy.kv.restore_method import LossDecision, Way
-from engine_bridge.policy.scheduling.preemption import (
-    MAX_REGRET,
-    RunningFacts,
-    is_still_right,
-    least_fair_first,
-)
+from engine_bridge.policy.scheduling import preemption
+from engine_bridge.policy.scheduling.preemption import RunningFacts, is_still_right, least_fair_first
 
 
 def running(request_id: str, fairness: float, started_s: float = 0.0, urgency: int = 0) -> RunningFacts:
@@ -26,9 +22,9 @@ def test_victims_are_the_least_urgent_then_the_least_fair_then_the_last_started(
 @pytest.mark.parametrize(
     ("way", "swap_s", "is_right"),
     [
-        (Way.SWAP, MAX_REGRET * 0.9, True),
-        (Way.SWAP, MAX_REGRET * 1.1, False),
-        (Way.RECOMPUTE, 0.9 / MAX_REGRET, False),
+        (Way.SWAP, preemption.MAX_REGRET * 0.9, True),
+        (Way.SWAP, preemption.MAX_REGRET * 1.1, False),
+        (Way.RECOMPUTE, 0.9 / preemption.MAX_REGRET, False),
         (Way.RECOMPUTE, 0.9, True),
     ],
 )

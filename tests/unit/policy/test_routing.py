@@ -8,19 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.nodes.routing import (
-    LATE_WEIGHT,
-    POLICIES,
-    SLO_TIMES,
-    START_WEIGHT,
-    CachedKv,
-    Overture,
-    RankAware,
-    Relieve,
-    RequestEstimate,
-    Settings,
-    settings_of,
-)
+from engine_bridge.policy.nodes import routing
+from engine_bridge.policy.nodes.routing import CachedKv, Overture, Relieve, RequestEstimate, Settings
 from engine_bridge.protocol.node_facts import NodeFacts, NodePerf, PerfModel, Ranks
 
 BGMV, MBGMV = PerfModel("bgmv", 0.001, 0.01), PerfModel("mbgmv", 0.001, 0.01)
@@ -64,7 +53,7 @@ MIXED, ALIKE = node("mixed", ranks(8, 16), ranks(8)), node("alike", ranks(32, 32
 
 
 def test_algorithm_1_by_hand_with_bgmv() -> None:
-    policy = RankAware(SETTINGS)
+    policy = routing.RankAware(SETTINGS)
     # mixed: prompts (2·32·2 + 20) - (1·8·2 + 20) = 112 ms, a tenth of it; decoding (4·32 + 10) - (3·16 + 10) = 80 ms.
     assert policy.cost_s(32, MIXED) == pytest.approx(0.0112 + 0.080)
     # alike: prompts 1·32·2 + 20 = 84 ms, since nobody is queued; decoding (5·32 + 10) - (4·32 + 10) = 32 ms.
@@ -82,7 +71,7 @@ def test_relieve_leaves_a_node_that_has_far_more(num_home: int, num_other: int, 
 
 
 def test_urgent_requests_are_spread_and_others_keep_away_from_them() -> None:
-    policy = POLICIES["priority"](SETTINGS)
+    policy = routing.POLICIES["priority"](SETTINGS)
     nodes = [busy("a", 1, num_urgent=1), busy("b", 4), busy("c", 1)]
     assert policy.route(ask(is_urgent=True), nodes[:2]).node_id == "b"
     assert policy.route(ask(), nodes).node_id == "c"
@@ -105,7 +94,8 @@ def test_costs_by_hand() -> None:
     assert (cost.start_s, cost.decode_s, cost.others_s, cost.late_s) == pytest.approx(
         (start_s, 0.89, others_s, late_s)
     )
-    assert cost.total_s == pytest.approx(START_WEIGHT * start_s + 0.89 + others_s + LATE_WEIGHT * late_s)
+    weighted_s = routing.START_WEIGHT * start_s + routing.LATE_WEIGHT * late_s
+    assert cost.total_s == pytest.approx(weighted_s + 0.89 + others_s)
 
 
 def test_kv_that_takes_longer_to_the_device_than_computing_it_counts_for_nothing() -> None:
@@ -153,11 +143,11 @@ def test_settings_are_those_of_the_node_in_the_middle() -> None:
         msgspec.structs.replace(busy(str(at), 0), perf=perf(times, answer_tokens=answer))
         for at, (times, answer) in enumerate([(1.0, 10.0), (9.0, 30.0), (2.0, 20.0)])
     ]
-    found = settings_of([busy("silent", 0), *nodes])
+    found = routing.settings_of([busy("silent", 0), *nodes])
     assert (found.decode, found.prefill) == (nodes[2].perf.decode, nodes[2].perf.prefill)  # type: ignore[union-attr]
     assert (found.prompt_token_s, found.answer_tokens) == pytest.approx((0.002, 20.0))
-    assert found.slo_s == pytest.approx(SLO_TIMES * 0.02), "one of rank 0 alone"
-    assert settings_of(nodes, slo_s=0.3).slo_s == 0.3
+    assert found.slo_s == pytest.approx(routing.SLO_TIMES * 0.02), "one of rank 0 alone"
+    assert routing.settings_of(nodes, slo_s=0.3).slo_s == 0.3
 
 
 def test_those_who_are_there_count_with_what_they_have_left_to_answer() -> None:
@@ -186,7 +176,7 @@ FACTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", routing.POLICIES)
 @given(
     facts=st.lists(FACTS, max_size=6),
     able=st.sets(st.integers(0, 5)),
@@ -205,7 +195,7 @@ def test_a_node_is_chosen_that_can_serve_it(
         loads={str(at): 0.1 for at in able},
         usual=0.2 if has_everywhere else None,
     )
-    policy = POLICIES[name](SETTINGS)
+    policy = routing.POLICIES[name](SETTINGS)
     route = policy.route(request, nodes)
     assert policy.route(request, nodes) == route, "deciding changed something"
     may = [one for one in nodes if one.is_open and (has_everywhere or int(one.node_id) in able)]
