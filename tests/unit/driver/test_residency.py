@@ -39,13 +39,16 @@ def record(number: int, num_bytes: int) -> AdapterRecord:
 
 
 class Disk:
-    """Where adapters come from; those in `broken` cannot be read."""
+    """Where adapters come from; those in `broken` cannot be read, and none while it is held."""
 
     def __init__(self) -> None:
+        self.is_free = threading.Event()
+        self.is_free.set()
         self.buffers = host_buffers(is_pinned=False, max_idle_bytes=1000)
         self.broken: set[int] = set()
 
     def load(self, record: AdapterRecord) -> AdapterWeights:
+        self.is_free.wait()
         if record.version_id in self.broken:
             raise AdapterRejected("It cannot be read.", code="unreadable")
         buffer = self.buffers.take(record.num_bytes)
@@ -190,11 +193,22 @@ class Traffic(RuleBasedStateMachine):
         elif num_blocks <= self.pool.get_num_free_blocks():
             self.taken.append(self.pool.get_new_blocks(num_blocks))
 
-    @rule()
-    def step(self) -> None:
-        """As the driver does: advance, schedule, enter."""
+    @rule(is_slow=st.booleans())
+    def step(self, is_slow: bool) -> None:
+        """What is being read comes before the step's requests are chosen, or after it: not by chance, which could not be played again."""
+        if is_slow:
+            self.disk.is_free.clear()
         self.now += 0.01
-        self.residency.advance()
+        try:
+            self.residency.advance()
+            if not is_slow:
+                self.residency.loader.rest()
+            self.compute()
+        finally:
+            self.disk.is_free.set()
+
+    def compute(self) -> None:
+        """As the driver does behind `advance`: schedule, enter."""
         self.residency.begin_step()
         in_batch = set(self.running.values())
         for request_id, number in list(self.waiting.items()):
@@ -232,7 +246,7 @@ class Traffic(RuleBasedStateMachine):
         """Whatever went before: requests end one after the other, without a step in which nothing can move."""
         for _ in range(40 * (1 + len(self.waiting) + len(self.running))):
             self.residency.loader.rest()
-            self.step()
+            self.step(is_slow=False)
             if self.running:
                 request_id = next(iter(self.running))
                 self.residency.released(request_id, self.running.pop(request_id))
