@@ -27,13 +27,14 @@ class Family(Struct, frozen=True):
     """Models that one parser reads.
 
     model_types: as config.json has them; empty: any. marks: texts that all must stand in the chat template; empty: any template.
-    holds_calls: see `Choice`.
+    holds_calls: see `Choice`. has_own_form: vLLM writes its prompts without a chat template, and takes no other parser for it.
     """
 
     parser: str
     model_types: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     holds_calls: bool = False
+    has_own_form: bool = False
 
     def has(self, model_type: str, template: str) -> bool:
         """Return whether a model of this type, with this chat template, is of the family."""
@@ -49,7 +50,7 @@ TOOL_FAMILIES = (
     Family("deepseek_v41", ("deepseek_v41",)),
     Family("deepseek_v3", marks=("<｜tool▁calls▁begin｜>", "```json")),
     Family("deepseek_v31", marks=("<｜tool▁calls▁begin｜>",)),
-    Family("openai", ("gpt_oss",)),
+    Family("openai", ("gpt_oss",), has_own_form=True),
     Family("gemma4", ("gemma4", "gemma4_text", "gemma4_unified")),
     Family("kimi_k3", ("kimi_k3",)),
     Family("kimi_k2", marks=("<|tool_calls_section_begin|>",)),
@@ -134,7 +135,7 @@ def _choose(
     if setting != AUTO:
         return Choice(setting, "it was set", is_set=True)
     for family in families:
-        if family.has(model_type, template) and needed in template.lower():
+        if family.has(model_type, template) and (needed in template.lower() or family.has_own_form):
             said = f"its chat template has {family.marks[0]!r}" if family.marks else f"it is a {model_type}"
             return Choice(family.parser, said, holds_calls=family.holds_calls)
     return Choice("", "its chat template has no form of one")

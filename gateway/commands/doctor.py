@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from engine_bridge.settings.engine_config import kv_cache_bytes
@@ -112,16 +114,26 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     """Run all checks, which takes seconds. `vllm_source`: a folder or wheel to check by its source in place of the installed vLLM."""
     device = config.device if config.device != "auto" else _detected_device()
     machine, versions = look(), _versions()
-    features, failure = _check_vllm(vllm_source)
+    model = model_facts(config)
+    with ThreadPoolExecutor(1) as beside:  # both import vLLM, which keeps a core busy
+        is_known = vllm_source is None and model.has_config
+        asked = beside.submit(_ask_for_model, config) if is_known else None
+        features, failure = _check_vllm(vllm_source)
+        answer = asked.result() if asked is not None else {}
+    left_out: dict[str, str] = answer.get("left_out", {})
     matter = [
         each for each in features if each["at_start"] and each["device"] in (None, device) and each["moved"]
     ]
-    build, model = _vllm_build(), model_facts(config)
+    build = _vllm_build()
     folders = list(_folders(config))
     problems = [
         *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
         *remedies.about_device(device, machine, build, is_checkout=IS_CHECKOUT),
         *remedies.about_model(model),
+        *remedies.about_refusal(answer.get("why", ""), answer.get("remedy", "")),
+        *remedies.about_adapters(
+            left_out.get("adapters", ""), is_asked=bool(config.adapters == "on" or config.lora_modules)
+        ),
     ]
     for each in folders:
         problems += remedies.about_folder(each.what, each.path, each.problem, each.flag)
@@ -133,7 +145,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
         vllm=str(vllm_source) if vllm_source is not None else versions["vllm"],
         features=features,
         profiles=list(profiles_of(config, versions["vllm"])),
-        off=[*_moved_away(matter), *switched_off(config)],
+        off=[*_moved_away(matter), *switched_off(config), *(Off(*each) for each in left_out.items())],
         folders=folders,
         problems=problems,
         advice=[
@@ -205,6 +217,24 @@ def _check_vllm(source: Path | None) -> tuple[list[dict[str, Any]], str]:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     reason = lines[-1] if lines else f"exit status {done.returncode}"
     return [], f"vLLM could not be checked: {reason}"
+
+
+def _ask_for_model(config: Config) -> dict[str, Any]:
+    """Ask vLLM what the model can have, in a process of its own that does not read the weights.
+
+    Returns nothing where that failed: the server's start would say better why.
+    """
+    from gateway.app import engine_config
+
+    done = subprocess.run(
+        [sys.executable, "-m", "engine_bridge.driver.engine.model_facts"],
+        input=msgspec.json.encode(engine_config(config), enc_hook=str),  # paths
+        capture_output=True,
+        timeout=IMPORT_S,
+        env=_quiet_environment(),
+        check=False,
+    )
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
 
 
 def _quiet_environment() -> Mapping[str, str]:

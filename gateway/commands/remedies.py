@@ -119,6 +119,23 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
         )
 
 
+def about_refusal(why: str, remedy: str) -> Iterator[DoctorFinding]:
+    """Return the finding about a model that vLLM refuses; none if `why` is empty. remedy: "" where none is known."""
+    if why:
+        yield DoctorFinding(
+            problem=why, remedy=remedy or "serve another model, or try a newer release of vLLM"
+        )
+
+
+def about_adapters(why_not: str, *, is_asked: bool) -> Iterator[DoctorFinding]:
+    """Return the finding about adapters that are asked for and cannot be had; none if `why_not` is empty."""
+    if why_not and is_asked:
+        yield DoctorFinding(
+            problem=f"this model cannot have adapters: {why_not}",
+            remedy="take away --adapters on and --lora-module",
+        )
+
+
 def advice(
     device: str,
     machine: Machine,

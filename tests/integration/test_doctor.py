@@ -16,13 +16,18 @@ def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_this_machine_can_serve_and_one_with_another_vllm_cannot(tmp_path: Path) -> None:
-    done = doctor("--json", "--data-dir", str(tmp_path / "data"), "--max-step-ms", "0")
+    model = tmp_path / "model"  # what it can have is known without weights
+    model.mkdir()
+    described = {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(described))
+    done = doctor("--json", "--data-dir", str(tmp_path / "data"), "--max-step-ms", "0", "--model", str(model))
     found = json.loads(done.stdout)
     assert (done.returncode, found["can_serve"], found["problems"]) == (0, True, []), done.stderr
     assert found["versions"]["vllm"] == f"{found['vllm']}" and found["machine"]["num_cores"] > 0
     assert sum(feature["num_names"] for feature in found["features"]) > 300
     assert not any(feature["moved"] for feature in found["features"])
     assert {"what": "short steps", "why": "--max-step-ms 0"} in found["off"]
+    assert {"what": "adapters", "why": "vLLM has no LoRA for StableLmForCausalLM"} in found["off"]
     assert not (tmp_path / "data").exists()
 
     other = tmp_path / "vllm"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.live.correct import plays
 from bench.live.correct.asking import prompt_of
-from bench.live.correct.families import FAMILIES, SEVERAL_GROUPS, folder_of
+from bench.live.correct.families import FAMILIES, folder_of
 from bench.live.correct.oracle import Oracle
 from bench.live.correct.plays import Checked, Note
 from bench.live.shared.report import Progress, figures, options, report
@@ -47,7 +47,7 @@ def all_plays() -> dict[str, Play]:
     }
     return found | {
         "changes between two starts": partial(plays.changes_play, llama),
-        "adapters in shared KV memory": partial(plays.adapters_play, SEVERAL_GROUPS),
+        "adapters in shared KV memory": partial(plays.adapters_play, BY_NAME["gemma3"]),
         "an adapter of the output head": partial(plays.head_play, llama),
         "a replaced adapter": partial(plays.replaced_play, llama),
         "prompts that end inside a character": partial(plays.characters_play, llama),

@@ -53,6 +53,7 @@ class Family(Struct, frozen=True, kw_only=True):
         num_adapters: beside the model; 0 where vLLM's class takes none.
         adapted: module names that the adapters change.
         kv_token_bytes: of one token's KV over all layers.
+        has_chat: whether vLLM renders its conversations by the chat template; else by a vocabulary that it would fetch.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family(Struct, frozen=True, kw_only=True):
     num_adapters: int = 2
     adapted: Sequence[str] = tuple(ADAPTED)
     kv_token_bytes: int = KV_TOKEN_BYTES
+    has_chat: bool = True
 
 
 _MLA = _SIZES | {
@@ -86,6 +88,23 @@ _MLA_EXTRA = {
     "scoring_func": "sigmoid",
     "norm_topk_prob": True,
     "moe_layer_freq": 1,
+}
+
+_LAST_IS_FULL = ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"]
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 
 FAMILIES = (
@@ -147,18 +166,92 @@ FAMILIES = (
         config=_SIZES | {"partial_rotary_factor": 0.5},
         adapted=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
     ),
-)
-# Its layers are of two kinds, whose KV caches share memory.
-SEVERAL_GROUPS = Family(
-    name="gemma3",
-    config_class="Gemma3TextConfig",
-    config=_WITH_HEAD_DIM
-    | {
-        "sliding_window": WINDOW_TOKENS,
-        "query_pre_attn_scalar": HEAD_DIM,
-        "layer_types": ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"],
-    },
-    num_adapters=8,
+    Family(name="stablelm", config_class="StableLmConfig", config=_SIZES, num_adapters=0),
+    Family(name="gpt-neox", config_class="GPTNeoXConfig", config=_SIZES, num_adapters=0),
+    Family(name="smollm3", config_class="SmolLM3Config", config=_SIZES),
+    # Layers of two kinds, whose KV caches share memory.
+    Family(
+        name="gemma2",
+        config_class="Gemma2Config",
+        config=_WITH_HEAD_DIM | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM},
+    ),
+    Family(
+        name="gemma3",
+        config_class="Gemma3TextConfig",
+        config=_WITH_HEAD_DIM
+        | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _LAST_IS_FULL},
+        num_adapters=8,
+    ),
+    Family(
+        name="cohere2",
+        config_class="Cohere2Config",
+        config=_SIZES
+        | {"sliding_window": WINDOW_TOKENS, "layer_types": _LAST_IS_FULL}
+        | {"tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    Family(
+        name="olmo3",
+        config_class="Olmo3Config",
+        config=_SIZES | {"sliding_window": WINDOW_TOKENS, "layer_types": _LAST_IS_FULL},
+    ),
+    # Experts.
+    Family(name="mixtral", config_class="MixtralConfig", config=_SIZES | {"num_local_experts": 4}),
+    Family(name="qwen3-moe", config_class="Qwen3MoeConfig", config=_WITH_HEAD_DIM | _EXPERTS),
+    Family(
+        name="olmoe", config_class="OlmoeConfig", config=_SIZES | {"num_experts": 8, "num_experts_per_tok": 2}
+    ),
+    Family(
+        name="gpt-oss",
+        config_class="GptOssConfig",
+        config=_WITH_HEAD_DIM
+        | {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        has_chat=False,
+    ),
+    Family(
+        name="llama4",
+        config_class="Llama4TextConfig",
+        config=_WITH_HEAD_DIM
+        | {"intermediate_size_mlp": 2 * HIDDEN, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW_TOKENS, "use_qk_norm": True}
+        | {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    Family(
+        name="deepseek-experts",
+        config_class="DeepseekV3Config",
+        config=_MLA | {"first_k_dense_replace": 1},
+        extra=_MLA_EXTRA,
+        reuses_kv=False,
+        adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
+    ),
+    # Layers that keep a state.
+    Family(
+        name="qwen3-next",
+        config_class="Qwen3NextConfig",
+        config=_WITH_HEAD_DIM
+        | _EXPERTS
+        | _DELTA_NET
+        | {"shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.25},
+        reuses_kv=False,
+        kv_token_bytes=64 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        name="granite4",
+        config_class="GraniteMoeHybridConfig",
+        config=_SIZES
+        | {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0}
+        | {"num_experts_per_tok": 0, "shared_intermediate_size": 256, "position_embedding_type": "nope"}
+        | {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_expand": 2,
+        },
+        reuses_kv=False,
+        kv_token_bytes=64 * KV_TOKEN_BYTES,
+    ),
 )
 
 

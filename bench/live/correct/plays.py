@@ -97,35 +97,41 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 # -- one family ----------------------------------------------------------------------------------------------------------------------
 
 
-async def family_play(family: Family, scratch: Path, note: Note) -> None:
-    """Every tier, adapters, sessions, batches, and a restart, with one model."""
+async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, str]:
+    """Every tier, adapters, sessions, batches, and a restart, with one model. Returns what its server goes without, and why."""
     adapters = named(adapter_folders_of(family))
     judge = Judge(family.name, Oracle(folder_of(family)), adapters, note, family.reuses_kv)
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
+    adapter = next(iter(adapters), "")
     async with serving(folder_of(family), data, *family.flags, **start) as server:
-        await _tiers(judge, server, next(iter(adapters)))
+        [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
+        await _tiers(judge, server, adapter)
         await _mixed_batch(judge, server, [*adapters])
-        await _prompt_logprobs(judge, server, next(iter(adapters)))
-        await _conversations(judge, server, next(iter(adapters)))
+        await _prompt_logprobs(judge, server, adapter)
+        if family.has_chat:
+            await _conversations(judge, server, adapter)
     async with serving(folder_of(family), data, *family.flags, **start) as server:
         # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
-        for adapter, seeds in {"": (1, 0, 3), next(iter(adapters)): (1, 4)}.items():
-            asked = (await server.complete(prompt_of(seed), adapter) for seed in seeds)
-            await _until_reused(judge, f"from disk after a restart {adapter}", asked)
-        told = (await server.chat(*turn) for turn in _turns_before(next(iter(adapters))))
-        await _until_reused(judge, "a conversation after a restart", told)
+        for name, seeds in {adapter: (1, 4), "": (1, 0, 3)}.items():
+            asked = (await server.complete(prompt_of(seed), name) for seed in seeds)
+            await _until_reused(judge, f"from disk after a restart {name}", asked)
+        if family.has_chat:
+            told = (await server.chat(*turn) for turn in _turns_before(adapter))
+            await _until_reused(judge, "a conversation after a restart", told)
+    return {each["mechanism"]: each["why"] for each in node["left_out"]}
 
 
 async def _tiers(judge: Judge, server: Asker, adapter: str) -> None:
     judge.check("cold", await server.complete(prompt_of(1)), may_reuse=False)
     judge.check("from the device", await server.complete(prompt_of(1)), must_reuse=True)
-    judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
-    judge.check("adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True)
+    if adapter:
+        judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
+        judge.check("adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True)
     shared = [*prompt_of(1)[:320], *prompt_of(2, 200)]
     judge.check("another end, from the device", await server.complete(shared))
     judge.check("another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False)
-    for name in ("", adapter):
+    for name in dict.fromkeys(("", adapter)):
         case = f"from host memory {name}"
         await _until_reused(judge, case, _later(server, prompt_of(1), name))
     await server.fill_device()

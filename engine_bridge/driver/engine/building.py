@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MODEL_FACTS, ROTARY, SEEDS
-from engine_bridge.policy.limits.model_support import CannotHave, Mechanism, left_out
+from engine_bridge.policy.limits.model_support import CannotHave
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -124,17 +124,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
 def _check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
     """Raise CannotHave where the model's facts rule out what these settings ask for, and UnusableModel where vLLM refuses it."""
-    from engine_bridge.driver.engine.model_facts import configuration_of, facts_of
+    from engine_bridge.driver.engine.model_facts import configuration_of, left_out_of
 
     vllm_config = configuration_of(engine_args(config, tiers))
-    is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    asked: dict[Mechanism, bool] = {
-        "adapters": config.enable_lora,
-        "KV tiers": tiers is not None,
-        "hybrid KV cache": tiers is not None and is_apart,
-    }
-    reasons = {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
-    if reasons:
+    if reasons := left_out_of(vllm_config, config, has_tiers=tiers is not None):
         raise CannotHave(reasons)
 
 

@@ -1,18 +1,23 @@
-"""What vLLM knows of a model before it loads the weights."""
+"""What vLLM knows of a model before it loads the weights. `overture doctor` runs this module."""
 
 from __future__ import annotations
 
+import json
+import sys
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
+
 from engine_bridge.driver.in_process import reuses_kv
-from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
+from engine_bridge.policy.limits.model_support import Mechanism, ModelFacts, UnusableModel, left_out
+from engine_bridge.settings.engine_config import EngineConfig
 
 # How pydantic writes that vLLM refuses a model.
 _REFUSED, _WHY = "error for ModelConfig", "Value error, "
-_NEEDS_PICTURES = (
-    "Models of families that can read pictures need torchvision for text, too, and it is not installed: install the build for your torch, such as "
-    "`pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu`"
+_NEEDS_TORCHVISION = (
+    "Models of families that can read pictures need torchvision for text, too: install the build for your torch, such as "
+    "`pip install torchvision==0.28.0+cpu --index-url https://download.pytorch.org/whl/cpu`"
 )
 
 
@@ -28,10 +33,44 @@ def configuration_of(args: Any) -> Any:
         head, _, text = str(error).partition(_WHY)
         if _REFUSED not in head:
             raise
-        text = text.partition(" [type=")[0]
-        if "failed to be inspected" in text and find_spec("torchvision") is None:
-            text = f"{text.partition('. Please')[0]}. {_NEEDS_PICTURES}"
-        raise UnusableModel(text) from error
+        why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
+        is_inspected = "failed to be inspected" not in why
+        needs_torchvision = not is_inspected and find_spec("torchvision") is None
+        raise UnusableModel(why, _NEEDS_TORCHVISION if needs_torchvision else "") from error
+
+
+def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> dict[Mechanism, str]:
+    """Return which of the mechanisms that an engine's settings ask for its model cannot have, and why.
+
+    Args:
+        vllm_config: see `configuration_of`.
+        config: the settings.
+        has_tiers: whether KV is to be kept in tiers.
+    """
+    is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    asked: dict[Mechanism, bool] = {
+        "adapters": config.enable_lora,
+        "KV tiers": has_tiers,
+        "hybrid KV cache": has_tiers and is_apart,
+    }
+    return {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
+
+
+def main() -> None:
+    """Read an engine's settings as JSON, and print what its model cannot have, as JSON: {"left_out"} or {"why", "remedy"}."""
+    from engine_bridge.driver.engine.building import configure_environment, engine_args
+
+    given = sys.stdin.buffer.read()
+    config = msgspec.json.decode(given, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
+    configure_environment(config)
+    try:
+        vllm_config = configuration_of(engine_args(config, None))
+        found: dict[str, Any] = {
+            "left_out": left_out_of(vllm_config, config, has_tiers=config.kv_host_gib > 0)
+        }
+    except UnusableModel as error:
+        found = {"why": error.why, "remedy": error.remedy}
+    print(json.dumps(found))
 
 
 def facts_of(vllm_config: Any) -> ModelFacts:
@@ -53,3 +92,7 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         has_several_kinds=len(kinds) > 1,
         reuses_kv=reuses_kv(vllm_config),
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,17 @@ class CannotHave(NotSupported):
 
 
 class UnusableModel(NotSupported):
-    """vLLM refuses a model, or its settings, before it loads the weights. The text says why, and what helps where that is known."""
+    """vLLM refuses a model before it loads the weights.
+
+    Attributes:
+        why: in vLLM's words.
+        remedy: what helps; "" where that is not known.
+    """
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(f"{why.rstrip('.')}. {remedy}".rstrip())
+        self.why = why
+        self.remedy = remedy
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}<
         ("kimi_k2", "tools <|tool_calls_section_begin|>", "kimi_k2"),
         ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
         ("gpt_oss", "namespace functions for tools", "openai"),
+        ("gpt_oss", "no word of them", "openai"),
         ("granite", "tools <|tool_call|>", "granite"),
         ("granitemoehybrid", "tools <tool_call>", "granite4"),
         ("minimax_m2", "tools <minimax:tool_call>", "minimax_m2"),
