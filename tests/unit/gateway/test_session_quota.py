@@ -1,5 +1,7 @@
 """What each key may store, and what a person sets for one conversation: counted as texts come and go, in front of every prompt."""
 
+import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,17 @@ async def store(path: Path) -> AsyncIterator[SessionStore]:
 
 def counted(path: Path, owner: str = "ann") -> int:
     return rows_of(path, "SELECT num_bytes FROM owners WHERE name = ?", owner)[0][0]
+
+
+async def test_reasoning_is_given_back_with_its_turn(store: SessionStore, path: Path) -> None:
+    await store.create_session("ann", session_id="s", now=NOW)
+    await ask(store, "s", "t", "abc")
+    await end(store, "s", "t", "de", reasoning="thöught")
+    assert counted(path) == SESSION_BYTES + TURN_BYTES + 3 + 2 + 8
+    with contextlib.closing(sqlite3.connect(path)) as conn, conn:
+        conn.execute("PRAGMA foreign_keys = ON")
+        conn.execute("DELETE FROM turns")
+    assert counted(path) == SESSION_BYTES
 
 
 async def test_an_answer_under_way_is_kept_whole(store: SessionStore) -> None:

@@ -18,14 +18,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import initialize, invariant
 
 from engine_bridge.protocol.node import pack_token_ids
 from gateway.errors import GatewayError, StartupError
@@ -33,6 +26,7 @@ from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, FinishResult, Ses
 from gateway.sessions.excerpt import AFTER_CHARS, BEFORE_CHARS, MATCH_CHARS, Excerpt, excerpt
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
+from .machine import Machine, action
 from .parts import IN_MEMORY, NOW, refused
 from .stores import ask, chat, rows_of, talk, turn_ids
 
@@ -244,7 +238,11 @@ async def test_a_cancelled_call_leaves_no_transaction_open(store: SessionStore) 
 
 
 OWNERS = ("ann", "bob")
-TURN_IDS = tuple("tuvw")
+Key = tuple[str, str]
+KEYS = st.tuples(st.sampled_from(OWNERS), st.sampled_from("xxy"))
+TURN_IDS = st.sampled_from("tuv")
+MESSAGES = st.sampled_from([("t", "one"), ("u", "two"), ("v", "one"), ("v", "two")])
+AFTER = st.just("unset") | st.just("unset") | st.none() | TURN_IDS
 
 
 @dataclass
@@ -253,6 +251,7 @@ class ModelTurn:
     content: str
     status: str = "running"
     answer: str = ""
+    reasoning: str = ""
     token_ids: bytes = b""
     parent: ModelTurn | None = None
     children: list[ModelTurn] = field(default_factory=list)
@@ -312,20 +311,19 @@ class ModelSession:
         return self.deleted_at is not None and now - self.deleted_at > RESTORE_WINDOW_S
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(Machine):
     """Random histories of two owners that use the same ids; after each step the store must say what a plain dictionary says."""
-
-    sessions = Bundle("sessions")
 
     @initialize()
     def open(self) -> None:
         self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.path = Path(self.folder.name) / "sessions.db"
-        self.runner = asyncio.Runner()
         self.store = self.runner.run(SessionStore.open(self.path))
         self.now = NOW
-        self.model: dict[tuple[str, str], ModelSession] = {}
+        self.model: dict[Key, ModelSession] = {}
         self.num_nameless = 0  # deleted ones that wait for a purge, while another has their id
+        self.create(("ann", "x"), False)
+        self.create(("bob", "x"), False)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -340,39 +338,37 @@ class StoreMachine(RuleBasedStateMachine):
         except GatewayError as error:
             return error.code
 
-    def live(self, key: tuple[str, str]) -> ModelSession | None:
+    @property
+    def running(self) -> list[tuple[Key, str]]:
+        turns = [(key, turn) for key, session in self.model.items() for turn in session.turns]
+        return [(key, turn.id) for key, turn in turns if turn.status == "running"]
+
+    def live(self, key: Key) -> ModelSession | None:
         session = self.model.get(key)
         return session if session is not None and session.deleted_at is None else None
 
-    @rule(target=sessions, session_id=st.sampled_from("xy"), exist_ok=st.booleans())
-    def create(self, session_id: str, exist_ok: bool) -> Any:
-        keys = [(owner, session_id) for owner in OWNERS]
-        for owner, _ in keys:
-            known = self.model.get((owner, session_id))
-            result = self.call(
-                self.store.create_session(owner, session_id=session_id, exist_ok=exist_ok, now=self.now)
-            )
-            if known is not None and known.is_gone(self.now):
-                known = None
-                self.num_nameless += 1
-                del self.model[owner, session_id]
-            if known is not None and (known.deleted_at is not None or not exist_ok):
-                assert result == "conflict"
-            else:
-                assert result.id == session_id
-                self.model.setdefault((owner, session_id), ModelSession())
-        return multiple(*keys)
+    @action(key=KEYS, exist_ok=st.booleans())
+    def create(self, key: Key, exist_ok: bool) -> None:
+        owner, session_id = key
+        known = self.model.get(key)
+        result = self.call(
+            self.store.create_session(owner, session_id=session_id, exist_ok=exist_ok, now=self.now)
+        )
+        if known is not None and known.is_gone(self.now):
+            known = None
+            self.num_nameless += 1
+            del self.model[key]
+        if known is not None and (known.deleted_at is not None or not exist_ok):
+            assert result == "conflict"
+        else:
+            assert result.id == session_id
+            self.model.setdefault(key, ModelSession())
 
-    @rule(
-        key=sessions,
-        turn_id=st.sampled_from(TURN_IDS),
-        content=st.sampled_from(["one", "two"]),
-        after=st.sampled_from(["unset", None, *TURN_IDS]),
-    )
-    def begin(self, key: tuple[str, str], turn_id: str, content: str, after: str | None) -> None:
+    @action(often=3, key=KEYS, message=MESSAGES, after=AFTER)
+    def begin(self, key: Key, message: tuple[str, str], after: str | None) -> None:
         options = {} if after == "unset" else {"after": after}
-        result = self.call(self.store.begin_turn(*key, turn_id, content, now=self.now, **options))
-        expected = self.model_begin(self.live(key), turn_id, content, after)
+        result = self.call(self.store.begin_turn(*key, *message, now=self.now, **options))
+        expected = self.model_begin(self.live(key), *message, after)
         if isinstance(expected, str):
             assert getattr(result, "outcome", result) == expected
             return
@@ -405,7 +401,7 @@ class StoreMachine(RuleBasedStateMachine):
         if known is None:
             session.add(ModelTurn(turn_id, content), parent)
         else:
-            known.status, known.answer, known.token_ids = "running", "", b""
+            known.status, known.answer, known.reasoning, known.token_ids = "running", "", "", b""
             session.choose(known)
         session.title = session.title or content
         before = parent.path()
@@ -413,8 +409,8 @@ class StoreMachine(RuleBasedStateMachine):
         token_ids = next((turn.token_ids for turn in reversed(before) if turn.token_ids), b"")
         return "new" if known is None else "retried", history, token_ids
 
-    @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS))
-    def choose(self, key: tuple[str, str], turn_id: str) -> None:
+    @action(key=KEYS, turn_id=TURN_IDS)
+    def choose(self, key: Key, turn_id: str) -> None:
         result = self.call(self.store.choose_version(*key, turn_id))
         session = self.live(key)
         turn = None if session is None else session.find(turn_id)
@@ -426,31 +422,25 @@ class StoreMachine(RuleBasedStateMachine):
             session.choose(turn)
             assert [turn.id for turn in result.turns] == [turn.id for turn in session.shown]
 
-    @rule(
+    @action(
+        when=lambda self: self.running,
+        often=4,
         data=st.data(),
-        key=sessions,
-        turn_id=st.sampled_from(TURN_IDS),
+        key=KEYS,
+        turn_id=TURN_IDS,
         status=st.sampled_from(["done", "stopped", "failed"]),
         answer=st.sampled_from(["", "x", "lông answer"]),
         token_ids=st.lists(st.sampled_from([1, 2, 70_000]), max_size=12).map(pack_token_ids),
     )
-    def finish(
-        self, data: Any, key: tuple[str, str], turn_id: str, status: Any, answer: str, token_ids: bytes
-    ) -> None:
+    def finish(self, data: Any, key: Key, turn_id: str, status: Any, answer: str, token_ids: bytes) -> None:
         """One that runs more often than another one, whose end is known already."""
-        running = [
-            (key, turn.id)
-            for key, session in self.model.items()
-            for turn in session.turns
-            if turn.status == "running"
-        ]
-        key, turn_id = data.draw(st.sampled_from([*running * 3, (key, turn_id)]))
+        key, turn_id = data.draw(st.sampled_from([*self.running * 3, (key, turn_id)]))
         end = {"answer": answer, "status": status, "token_ids": token_ids, "reasoning": answer[1:]}
         result: FinishResult | None = self.call(self.store.finish_turn(*key, turn_id, now=self.now, **end))
         session = self.model.get(key)
         turn = None if session is None else session.find(turn_id)
         if turn is not None and turn.status == "running":
-            turn.status, turn.answer = status, answer
+            turn.status, turn.answer, turn.reasoning = status, answer, answer[1:]
             if token_ids and status != "failed":
                 turn.token_ids = token_ids
                 for later in turn.below():
@@ -461,8 +451,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert result is not None and result.title == self.model[key].title
             assert (result.turn.status, result.turn.answer) == (turn.status, turn.answer)
 
-    @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS), content=st.sampled_from(["one", "two"]))
-    def record(self, key: tuple[str, str], turn_id: str, content: str) -> None:
+    @action(key=KEYS, message=MESSAGES)
+    def record(self, key: Key, message: tuple[str, str]) -> None:
+        turn_id, content = message
         result = self.call(self.store.record_turn(*key, turn_id, content, answer="api", now=self.now))
         session = self.live(key)
         if session is None:
@@ -475,8 +466,8 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert result == "conflict" if known.content != content else result.status == known.status
 
-    @rule(key=sessions, title=st.sampled_from([None, "named"]))
-    def rename(self, key: tuple[str, str], title: str | None) -> None:
+    @action(key=KEYS, title=st.sampled_from([None, "named"]))
+    def rename(self, key: Key, title: str | None) -> None:
         result = self.call(self.store.patch(*key, title=title))
         session = self.live(key)
         if session is None:
@@ -484,23 +475,30 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             session.title = title
 
-    @rule(key=sessions)
-    def delete(self, key: tuple[str, str]) -> None:
-        result = self.call(self.store.delete(*key, self.now))
-        session = self.live(key)
-        assert result == ("not_found" if session is None else None)
-        if session is not None:
+    @action(key=KEYS)
+    def delete_or_restore(self, key: Key) -> None:
+        session, is_live = self.model.get(key), self.live(key) is not None
+        assert self.call(self.store.delete(*key, self.now)) == (None if is_live else "not_found")
+        if session is not None and is_live:
             session.deleted_at = self.now
-
-    @rule(key=sessions)
-    def restore(self, key: tuple[str, str]) -> None:
+            return
         result = self.call(self.store.restore(*key, self.now))
-        session = self.model.get(key)
         if session is not None and not session.is_gone(self.now):
             session.deleted_at = None
         assert (result == "not_found") == (self.live(key) is None)
 
-    @rule()
+    @action(
+        often=2,
+        seconds=st.sampled_from([31.0, 31.0, 1.0, 16.0]),
+        then=st.sampled_from(["purge", "purge", "nothing", "open", "index"]),
+    )
+    def time_passes(self, seconds: float, then: str) -> None:
+        self.now += seconds
+        if then == "purge":
+            self.purge()
+        elif then != "nothing":
+            self.reopen(full_text=then == "index")
+
     def purge(self) -> None:
         old = [key for key, session in self.model.items() if session.is_gone(self.now)]
         assert self.call(self.store.purge(self.now)) == len(old) + self.num_nameless
@@ -509,11 +507,6 @@ class StoreMachine(RuleBasedStateMachine):
             del self.model[key]
         check_counts(self.path)
 
-    @rule(seconds=st.sampled_from([1.0, 16.0, 31.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(full_text=st.booleans())
     def reopen(self, full_text: bool) -> None:
         self.runner.run(self.store.close())
         self.store = self.runner.run(SessionStore.open(self.path, full_text=full_text))
@@ -540,8 +533,8 @@ class StoreMachine(RuleBasedStateMachine):
                 expected = live[summary.id].shown
                 versions = [[version.id for version in turn.parent.children] for turn in expected]
                 assert [turn.versions for turn in turns] == versions
-                assert [(t.id, t.content, t.status, t.answer) for t in turns] == [
-                    (t.id, t.content, t.status, t.answer) for t in expected
+                assert [(t.id, t.content, t.status, t.answer, t.reasoning) for t in turns] == [
+                    (t.id, t.content, t.status, t.answer, t.reasoning) for t in expected
                 ]
                 assert summary.num_turns == len(turns)
                 assert sum(turn.status == "running" for turn in turns) <= 1
@@ -552,8 +545,9 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=30,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import tempfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant
 
 from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.errors import GatewayError
@@ -19,6 +16,7 @@ from gateway.sessions import SessionStore
 from gateway.turns.turns import LiveTurn
 
 from .fake_node import Answer
+from .machine import Machine, action
 from .parts import IN_MEMORY, NOW, Parts, SkippingLoop, passes, settled
 
 READERS = st.integers(0, 1)
@@ -42,34 +40,24 @@ class Reader:
             self.seq = self.turn.seq
 
 
-def on_its_loop(step: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a step of the machine below that is run by its event loop."""
-
-    @functools.wraps(step)
-    def run(self: TurnsMachine, **drawn: Any) -> None:
-        self.runner.run(step(self, **drawn))
-
-    return run
-
-
-class TurnsMachine(RuleBasedStateMachine):
+class TurnsMachine(Machine):
     """One message at a time, two windows that ask and follow it, one node. Text is unique to each try, so a mixture of two shows.
 
     The more messages at once, the seldomer do the few steps meet that a fault takes.
     """
 
+    loop_factory = SkippingLoop
+
     def __init__(self) -> None:
         super().__init__()
-        self.runner = asyncio.Runner(loop_factory=SkippingLoop)
         self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.written: dict[str, list[str]] = {}  # by request id: what the node has said in that try
         self.all_readers = [Reader("a"), Reader("a")]
         self.names = ["a"]
 
     @initialize()
-    @on_its_loop
-    async def start(self) -> None:
-        await self._open()
+    def start(self) -> None:
+        self.runner.run(self._open())
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
@@ -80,8 +68,7 @@ class TurnsMachine(RuleBasedStateMachine):
     def running(self) -> list[Answer]:
         return [a for a in self.parts.node.answers if not (a.is_over or a.is_closed or a.is_cancelled)]
 
-    @rule(number=READERS)
-    @on_its_loop
+    @action(often=2, number=READERS)
     async def asks(self, number: int) -> None:
         """A message, or its repetition by the same or another client, which then reads from the first piece."""
         reader = self.all_readers[number]
@@ -96,9 +83,7 @@ class TurnsMachine(RuleBasedStateMachine):
         await settled()
         reader.read()
 
-    @precondition(lambda self: any(reader.turn for reader in self.all_readers))
-    @rule(number=READERS)
-    @on_its_loop
+    @action(when=lambda self: any(reader.turn for reader in self.all_readers), number=READERS)
     async def drops(self, number: int) -> None:
         self._drop(self.all_readers[number])
 
@@ -108,9 +93,7 @@ class TurnsMachine(RuleBasedStateMachine):
             self.parts.turns.unfollow(reader.turn, reader)
             reader.turn = None
 
-    @precondition(lambda self: any(reader.seq for reader in self.all_readers))
-    @rule(number=READERS)
-    @on_its_loop
+    @action(when=lambda self: any(reader.seq for reader in self.all_readers), number=READERS)
     async def comes_back(self, number: int) -> None:
         """As a socket does: from the last `seq`; what is not under way any more is read from the start."""
         reader = self.all_readers[number]
@@ -124,9 +107,12 @@ class TurnsMachine(RuleBasedStateMachine):
         self.parts.turns.follow(live, reader)
         reader.read()
 
-    @precondition(lambda self: self.running)
-    @rule(pieces=st.integers(0, 3), end=st.sampled_from([None, "fail", "stop"]))
-    @on_its_loop
+    @action(
+        when=lambda self: self.running,
+        often=3,
+        pieces=st.integers(0, 3),
+        end=st.sampled_from([None, "fail", "stop"]),
+    )
     async def says_and_may_end(self, pieces: int, end: str | None) -> None:
         (answer,) = self.running
         said = self.written.setdefault(answer.request.request_id, [])
@@ -139,32 +125,24 @@ class TurnsMachine(RuleBasedStateMachine):
             answer.fail(EngineUnavailable("The engine is being rebuilt."))
         await self._caught_up()
 
-    @precondition(lambda self: self.running)
-    @rule()
-    @on_its_loop
+    @action(when=lambda self: self.running)
     async def stops(self) -> None:
         await self.parts.turns.stop("ann", self.all_readers[0].name)
         await self._caught_up()
 
-    @precondition(lambda self: self.parts.node.answers)
-    @rule(seconds=st.sampled_from([5.0, 31.0, 121.0]))
-    @on_its_loop
+    @action(when=lambda self: self.parts.node.answers, seconds=st.sampled_from([5.0, 31.0, 121.0]))
     async def time_passes(self, seconds: float) -> None:
         await passes(seconds)
         await self._caught_up()
 
-    @precondition(lambda self: self.parts.node.answers and not self.running)
-    @rule()
-    @on_its_loop
+    @action(when=lambda self: self.parts.node.answers and not self.running)
     async def another_message(self) -> None:
         for reader in self.all_readers:
             self._drop(reader)
         self.names.append(self.names[-1] + "a")
         self.all_readers = [Reader(self.names[-1]), Reader(self.names[-1])]
 
-    @precondition(lambda self: self.running)
-    @rule()
-    @on_its_loop
+    @action(when=lambda self: self.running)
     async def server_is_started_again(self) -> None:
         """All that was under way is lost; readers come back with what they saw in the server's last life."""
         for reader in self.all_readers:

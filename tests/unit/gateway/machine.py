@@ -1,0 +1,45 @@
+"""State machines of which each step may be any action.
+
+Hypothesis leaves out most of the rules of a machine in each example, so that long chains of different steps are rare: what a store or a turn
+does wrong takes such chains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+
+def action(when: Callable[[Any], Any] = lambda machine: True, often: int = 1, **drawn: Any) -> Any:
+    """Make a method of a machine an action. when: whether it may be taken. often: its weight among all. drawn: strategies for its arguments."""
+
+    def mark(method: Any) -> Any:
+        method.when, method.often, method.drawn = when, often, drawn
+        return method
+
+    return mark
+
+
+class Machine(RuleBasedStateMachine):
+    """Takes actions; those that are coroutines run on its loop."""
+
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=self.loop_factory)
+
+    @rule(data=st.data())
+    def step(self, data: Any) -> None:
+        actions = {name: each for name, each in vars(type(self)).items() if hasattr(each, "drawn")}
+        names = [name for name, each in actions.items() for _ in range(each.often) if each.when(self)]
+        names.sort(key=lambda name: -actions[name].often)  # for what is first is drawn most often
+        name = data.draw(st.sampled_from(names), "action")
+        given = {field: data.draw(drawn, field) for field, drawn in actions[name].drawn.items()}
+        done = actions[name](self, **given)
+        if done is not None:
+            self.runner.run(done)
