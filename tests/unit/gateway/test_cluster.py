@@ -28,8 +28,8 @@ def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "look", lambda: structs.replace(here, available_bytes=64 * shares.GIB))
 
 
-def config_of(folder: Path, **settings: Any) -> Config:
-    return Config(data_dir=folder, device="cpu", kv_host_gib=0.5, **{"nodes": 2} | settings)
+def config_of(folder: Path) -> Config:
+    return Config(data_dir=folder, device="cpu", kv_host_gib=0.5, nodes=2)
 
 
 def placement_of(config: Config, **options: Any) -> RayPlacement:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -162,9 +162,8 @@ def test_a_follower_of_unknown_session_is_not_guessed() -> None:
     now = run_chain(followers, "ABAB" * 5, "other", now)
     request = arrival("A", "other", session="5eed")
     guesses = followers.expected(request, serve(followers, request, now))
-    assert {guess.agent: guess.session_id for guess in guesses}[
-        "B"
-    ] == "other:B"  # what it last used in this run
+    # What it last used in this run.
+    assert "other:B" in [guess.session_id for guess in guesses if guess.agent == "B"]
 
 
 @pytest.mark.parametrize("pattern", ["{agent}99", "7f{agent}", "7f{agent}99"])
@@ -172,10 +171,8 @@ def test_a_letter_within_a_word_is_no_agents_name(pattern: str) -> None:
     followers, now = Followers(), 0.0
     for i in range(10):
         for agent in "ab":
-            now = (
-                serve(followers, AgentCall("o", f"run{i}", agent, f"{i}-" + pattern.format(agent=agent)), now)
-                + 5
-            )
+            session = f"{i}-" + pattern.format(agent=agent)
+            now = serve(followers, AgentCall("o", f"run{i}", agent, session), now) + 5
     request = AgentCall("o", "last", "a", "last-" + pattern.format(agent="a"))
     assert followers.expected(request, serve(followers, request, now)) == []
 
@@ -229,14 +226,13 @@ def test_what_was_learned_is_the_same_after_a_restart() -> None:
     assert num_agents(after, "o") == 3
 
 
+Event = tuple[str, AgentCall, int]
 names = st.sampled_from(["", "A", "B", "C", "run:A", "x"])
 arrivals = st.builds(AgentCall, st.sampled_from("op"), st.sampled_from(["", "r", "s"]), names, names)
 events = st.lists(st.tuples(st.sampled_from(["note", "ended"]), arrivals, st.integers(0, 4000)), max_size=50)
 
 
-def play(
-    followers: Followers, events: Iterable[tuple[str, AgentCall, int]]
-) -> Iterator[tuple[AgentCall, float]]:
+def play(followers: Followers, events: Iterable[Event]) -> Iterator[tuple[AgentCall, float]]:
     now = 0.0
     for kind, request, step_s in events:
         now += step_s / 100 if step_s < 3000 else step_s
@@ -245,12 +241,9 @@ def play(
 
 
 @given(events, st.integers(1, 4), st.integers(1, 6))
-def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
-    events: list[tuple[str, AgentCall, int]], max_agents: int, max_sessions: int
-) -> None:
-    followers = Followers(
-        max_agents=max_agents, max_sessions=max_sessions, max_guesses=2, min_probability=0.0
-    )
+def test_any_traffic_keeps_bounds(events: list[Event], max_agents: int, max_sessions: int) -> None:
+    bounds = {"max_agents": max_agents, "max_sessions": max_sessions, "max_guesses": 2}
+    followers = Followers(min_probability=0.0, **bounds)
     for request, now in play(followers, events):
         assert num_agents(followers, request.owner) <= max_agents
         assert followers.num_sessions(request.owner) <= max_sessions
@@ -262,7 +255,7 @@ def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
 
 
 @given(events)
-def test_owners_do_not_learn_from_each_other(events: list[tuple[str, AgentCall, int]]) -> None:
+def test_owners_do_not_learn_from_each_other(events: list[Event]) -> None:
     """One owner's guesses are what they are where the other was never there."""
     together, alone = Followers(min_probability=0.0), Followers(min_probability=0.0)
     played = list(play(together, events))
@@ -296,12 +289,8 @@ def test_what_is_worth_it_stays_so_if_likelier(
     assert worth(high, saved_s, cost_s) or not worth(low, saved_s, cost_s)
 
 
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(["start", "used", "wasted", "not_moved"]), st.integers(-10, 150), st.integers(-5, 50)
-    ),
-    max_size=50,
-)
+kinds = st.sampled_from(["start", "used", "wasted", "not_moved"])
+steps = st.lists(st.tuples(kinds, st.integers(-10, 150), st.integers(-5, 50)), max_size=50)
 
 
 @given(steps, st.sampled_from([0.0, 0.25, 2.0]))
@@ -325,19 +314,15 @@ def test_waste_stays_within_its_budget_always(steps: list[tuple[str, int, int]],
         assert wasted_bytes + out_bytes <= 100 + share * used_bytes + latest_s + 1e-6
 
 
-def call(learned: Learned, clock: Clock, run: str, agent: str) -> None:
-    """A request of an agent that takes a second, half a second after the one before it."""
-    arrival = AgentCall("ann", run, agent, f"{run}:{agent}")
-    learned.arrived(arrival)
-    clock.now_s += 1.0
-    learned.ended(arrival)
-    clock.now_s += 0.5
-
-
 def teach(learned: Learned, clock: Clock) -> None:
+    """In each of twenty runs a planner takes a second and then, half a second later, a coder does."""
     for number in range(20):
         for agent in ("planner", "coder"):
-            call(learned, clock, f"run{number}", agent)
+            arrival = AgentCall("ann", f"run{number}", agent, f"run{number}:{agent}")
+            learned.arrived(arrival)
+            clock.now_s += 1.0
+            learned.ended(arrival)
+            clock.now_s += 0.5
         clock.now_s += 60.0
 
 
@@ -355,31 +340,17 @@ async def test_who_follows_is_told_while_the_one_before_still_works(parts: Parts
     assert not parts.advisories.expects("bob", "last:coder")
 
 
-async def restarted(
-    parts: Parts, file: Path, between: Callable[[], Awaitable[None]] | None = None
-) -> Learned:
-    """A second process's, after the first one has learned and saved."""
-    clock = Clock()
-    before = made(parts, clock, file)
-    teach(before, clock)
-    await before.save()
-    if between is not None:
-        await between()
-    after = made(parts, Clock(), file)
-    await after.load()
-    return after
-
-
 @pytest.mark.parametrize("damage", [b"", b"\xff\x00", b'{"agents":1}\n{"name":', b'{"agents":99}\n'])
 async def test_a_damaged_file_is_put_aside_and_learning_begins_anew(
     parts: Parts, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / NAME
-
-    async def spoil() -> None:
-        await asyncio.to_thread(file.write_bytes, damage)
-
-    after = await restarted(parts, file, spoil)
+    file, clock = tmp_path / NAME, Clock()
+    before = made(parts, clock, file)
+    teach(before, clock)
+    await before.save()
+    await asyncio.to_thread(file.write_bytes, damage)
+    after = made(parts, Clock(), file)
+    await after.load()
     after.arrived(AgentCall("ann", "next", "planner", "next:planner"))
     assert not parts.advisories.expects("ann", "next:coder")
     assert "learning anew" in caplog.text
@@ -398,11 +369,6 @@ async def test_where_nothing_was_learned_or_it_is_off_there_is_no_file(parts: Pa
     await switched_off.save()
     assert not (tmp_path / NAME).exists()
     assert not parts.advisories.expects("ann", "run19:coder")
-
-
-outcomes = st.lists(
-    st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6)), max_size=40
-)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
@@ -434,7 +400,7 @@ def test_a_clock_that_goes_back_fades_nothing_and_revives_nothing() -> None:
         assert precision.probability("a", now) == steady.probability("a", HALF_LIFE_S)
 
 
-@given(outcomes)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6)), max_size=40))
 def test_owners_are_not_believed_for_each_other(outcomes: list[tuple[str, bool, int]]) -> None:
     together, alone = Precision(), Precision()
     for owner, was_used, at_s in outcomes:

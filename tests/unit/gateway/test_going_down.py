@@ -83,11 +83,6 @@ async def test_a_node_whose_drain_never_ends_holds_nobody_up(down: Gateway, stor
 
 
 @pytest.fixture
-async def gateway(gateways: Gateways) -> Gateway:
-    return await gateways(draft_prefill=True)
-
-
-@pytest.fixture
 def only_new() -> Iterator[None]:
     """The collector looks at nothing that was there before: it takes long, and other tests of the process may have left things behind."""
     gc.collect()
@@ -123,8 +118,8 @@ async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
     return str(accepted["session_id"])
 
 
-async def test_nothing_is_left_of_turns_sockets_and_drafts(gateway: Gateway, only_new: None) -> None:
-    session_id = None
+async def test_nothing_is_left_of_turns_sockets_and_drafts(gateways: Gateways, only_new: None) -> None:
+    gateway, session_id = await gateways(draft_prefill=True), None
     for number in range(30):
         session_id = await visit(gateway, number, session_id)
     await until(lambda: not gateway.server.services.connections)

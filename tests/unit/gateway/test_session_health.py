@@ -172,6 +172,13 @@ class Killed:
         await store.close()
         return len(page), store.wal_lost_frames
 
+    def files(self) -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in self.path.parent.iterdir()}
+
+    def put_back(self, files: dict[Path, bytes]) -> None:
+        for file, data in files.items():
+            file.write_bytes(data)
+
     def copies(self) -> list[Path]:
         return sorted(self.path.parent.glob("*damaged*"))
 
@@ -256,10 +263,9 @@ async def test_a_crash_alone_is_no_loss(
 ) -> None:
     """Nobody was told that the last transaction is stored, so nothing is said and nothing copied."""
     server = await killed(tmp_path)
-    files = {file: await asyncio.to_thread(file.read_bytes) for file in server.path.parent.iterdir()}
+    files = server.files()
     for kind, wal in torn_tails(server.wal).items():
-        for file, data in files.items():
-            file.write_bytes(wal if file == server.wal_path else data)
+        server.put_back(files | {server.wal_path: wal})
         if not has_power:
             server.cut_power()
         assert await server.reopened() == (NUM_SESSIONS, 0), kind
@@ -281,10 +287,9 @@ async def test_the_newest_damaged_log_is_the_one_that_is_kept(tmp_path: Path) ->
     """Damaged starts one after another leave one copy, so that they do not fill the disk."""
     server = await killed(tmp_path)
     server.flip(server.ends[4])
-    files = {file: file.read_bytes() for file in server.path.parent.iterdir()}
+    files = server.files()
     for number in range(3):
-        for file, data in files.items():
-            file.write_bytes(data + (b"x" * number if file == server.wal_path else b""))
+        server.put_back(files | {server.wal_path: server.wal + b"x" * number})
         assert (await server.reopened())[1] > 0
     (copy,) = server.copies()
     assert copy.stat().st_size - len(server.wal) == 2
