@@ -188,9 +188,9 @@ async def test_nobody_waits_for_a_node_that_is_still_being_brought_up_to_date(cl
         assert not joining.done()
         slow.is_let_go.set()
         await joining
-        assert {name: pinned for name, _, pinned in versions(slow.adapters())} == {
-            "pirate": True,
-            "shout": False,
+        assert {(info.name, info.is_pinned) for info in slow.adapters()} == {
+            ("pirate", True),
+            ("shout", False),
         }
 
 

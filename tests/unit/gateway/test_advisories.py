@@ -140,10 +140,8 @@ async def test_who_is_seldom_right_is_believed_less(parts: Parts) -> None:
 
 
 def envelope(*payloads: Any, kind: str = "session.advise") -> dict[str, Any]:
-    actions = [
-        {"action_id": str(n), "action_type": kind, "action_version": "1", "payload": payload}
-        for n, payload in enumerate(payloads)
-    ]
+    action = {"action_id": "a", "action_type": kind, "action_version": "1"}
+    actions = [action | {"payload": payload} for payload in payloads]
     return {"protocol_version": "1", "message_id": "m", "actions": actions}
 
 

@@ -69,11 +69,8 @@ async def test_what_was_imported_is_exported_as_it_was(gateway: Gateway) -> None
 
 
 async def test_a_conversation_goes_on_where_an_import_ends(gateway: Gateway) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Where is Lisbon?"},
-        {"role": "assistant", "content": "In Portugal."},
-    ]
+    texts = {"system": "Be brief.", "user": "Where is Lisbon?", "assistant": "In Portugal."}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
     reply = await gateway.call("POST", "/api/sessions/import", {"messages": messages})
     assert (reply.status, reply.body["title"]) == (201, "Where is Lisbon?")
     await gateway.answered("next", "Answer.", owner="local", session_id=reply.body["id"])

@@ -99,10 +99,8 @@ def turn(name: str) -> Turn:
 
 
 def said(name: str) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": f"question {name}"},
-        {"role": "assistant", "content": f"answer {name}"},
-    ]
+    texts = {"user": f"question {name}", "assistant": f"answer {name}"}
+    return [{"role": role, "content": text} for role, text in texts.items()]
 
 
 def test_a_follow_up_reads_the_chain_and_nothing_that_stood_before_its_beginning() -> None:
@@ -143,14 +141,8 @@ class Call:
 
     async def begin(self) -> BackgroundResponse:
         self.events.put_nowait(CREATED)
-        return await self.all.start(
-            "ann",
-            SseReply(self._events()),
-            is_streamed=True,
-            scope=self._scope,
-            record=self._record,
-            ended=lambda: None,
-        )
+        calls = {"scope": self._scope, "record": self._record, "ended": lambda: None}
+        return await self.all.start("ann", SseReply(self._events()), is_streamed=True, **calls)
 
     async def _events(self) -> AsyncIterator[bytes]:
         while (event := await self.events.get()) is not None:

@@ -174,15 +174,11 @@ def places_in_index(conn: sqlite3.Connection, table: str) -> list[Any]:
 def places_in_texts(conn: sqlite3.Connection, owner: str) -> list[Any]:
     """What `places_in_index` must be, from an index that is made of the tables now."""
     conn.execute("CREATE VIRTUAL TABLE temp.expected USING fts5(title, content, answer, tokenize='trigram')")
-    conn.execute(
-        "INSERT INTO temp.expected (rowid, title) SELECT row * 2 + 1, title FROM sessions WHERE owner = ?",
-        (owner,),
-    )
-    conn.execute(
-        """INSERT INTO temp.expected (rowid, content, answer) SELECT t.seq * 2, content, answer
-           FROM turns t JOIN sessions s ON s.row = t.session WHERE s.owner = ? AND t.status <> 'running'""",
-        (owner,),
-    )
+    sql = """INSERT INTO temp.expected (rowid, title, content, answer)
+        SELECT row * 2 + 1, title, '', '' FROM sessions WHERE owner = ?1 UNION ALL
+        SELECT t.seq * 2, '', content, answer FROM turns t JOIN sessions s ON s.row = t.session
+        WHERE s.owner = ?1 AND t.status <> 'running'"""
+    conn.execute(sql, (owner,))
     places = places_in_index(conn, "expected")
     conn.execute("DROP TABLE temp.expected")
     return places
@@ -194,12 +190,10 @@ def mode_of(path: Path | str) -> int:
 
 async def test_the_file_is_private_and_durable(store: SessionStore, path: Path) -> None:
     assert mode_of(path) == mode_of(f"{path}-wal") == 0o600
-    pragmas = ("journal_mode", "synchronous", "foreign_keys", "user_version", "busy_timeout")
-    values = [
-        await store._writer.transact(lambda conn, p=pragma: conn.execute(f"PRAGMA {p}").fetchone()[0])
-        for pragma in pragmas
-    ]
-    assert values == ["wal", 2, 1, SCHEMA_VERSION, 5000]
+    pragmas = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
+    for pragma, value in (pragmas | {"user_version": SCHEMA_VERSION}).items():
+        read = store._writer.transact(lambda conn, p=pragma: conn.execute(f"PRAGMA {p}").fetchone()[0])
+        assert await read == value
 
 
 async def test_a_damaged_file_is_refused_and_calls_of_a_closed_store_may_come_again(path: Path) -> None:
