@@ -93,10 +93,8 @@ class Venv(Environment):
     def install(self) -> None:
         _run([_system_python(), "-m", "venv", str(self.place)], self.client)
         flags = ["-q", "--no-compile", "--no-input", *(["--no-deps"] if self.client.no_deps else [])]
-        _run(
-            [str(self.python), "-m", "pip", "install", *flags, "-r", str(self.client.requirements)],
-            self.client,
-        )
+        command = [str(self.python), "-m", "pip", "install", *flags, "-r", str(self.client.requirements)]
+        _run(command, self.client)
         packages = next(self.place.glob("lib/python*/site-packages"))
         if self.client.empty_modules:
             (packages / "overture_empty.py").write_text(EMPTY_CLASSES)
@@ -131,18 +129,8 @@ class NodeFolder(Environment):
     def install(self) -> None:
         self.place.mkdir()
         shutil.copy(self.client.requirements, self.place / "package.json")
-        _run(
-            [
-                "npm",
-                "install",
-                f"--prefix={self.place}",
-                "--no-package-lock",
-                "--no-audit",
-                "--no-fund",
-                "--no-update-notifier",
-            ],
-            self.client,
-        )
+        flags = ["--no-package-lock", "--no-audit", "--no-fund", "--no-update-notifier"]
+        _run(["npm", "install", f"--prefix={self.place}", *flags], self.client)
 
     def is_whole(self) -> bool:
         return (self.programs[0] / "node").exists()

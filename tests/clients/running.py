@@ -75,20 +75,9 @@ def run_hook(environment: Environment, base_url: str, model: str) -> list[Outcom
     python, hook = str(environment.python), environment.client.hook
     example = [python, f"demo/agents/{hook}_example.py", "--base-url", f"{base_url}/v1", "--model", model]
     # The conftests above are for the server's tests and import what no client has.
-    tests = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--confcutdir={Path(HOOK_TESTS).parent}",
-    ]
-    tests += [HOOK_TESTS, "-k", hook]
-    return [
-        _example_outcome(*_finished(example, {"PYTHONPATH": str(ROOT)})),
-        _tests_outcome(*_finished(tests, {"PYTHONPATH": str(ROOT)})),
-    ]
+    flags = ["-q", "-p", "no:cacheprovider", f"--confcutdir={Path(HOOK_TESTS).parent}"]
+    tests, ours = [python, "-m", "pytest", *flags, HOOK_TESTS, "-k", hook], {"PYTHONPATH": str(ROOT)}
+    return [_example_outcome(*_finished(example, ours)), _tests_outcome(*_finished(tests, ours))]
 
 
 def _example_outcome(lines: list[str], status: int, errors: str) -> Outcome:

@@ -52,14 +52,8 @@ if __name__ == "__main__":
         settings = [{"name": f"openai/{MODEL}", "extra_params": {"max_tokens": 64}}]
         Path(home, "settings.yml").write_text(json.dumps(settings))  # JSON is YAML
         # Aider knows the model's limits from a table that it would fetch from the network once a day.
-        known = {
-            f"openai/{MODEL}": {
-                "max_input_tokens": 4096,
-                "max_output_tokens": 64,
-                "litellm_provider": "openai",
-                "mode": "chat",
-            }
-        }
+        limits = {"max_input_tokens": 4096, "max_output_tokens": 64}
+        known = {f"openai/{MODEL}": limits | {"litellm_provider": "openai", "mode": "chat"}}
         Path(home, ".aider", "caches").mkdir(parents=True)
         Path(home, ".aider", "caches", "model_prices_and_context_window.json").write_text(json.dumps(known))
         call_all()

@@ -11,14 +11,8 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from harness import KEY, MODEL, QUESTION, V1_URL, call_all, has_city
 from weather import Weather, get_weather
 
-INFO = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": True,
-    "structured_output": True,
-    "family": "unknown",
-    "multiple_system_messages": True,
-}
+CAN = ("function_calling", "json_output", "structured_output", "multiple_system_messages")
+INFO = {"vision": False, "family": "unknown"} | dict.fromkeys(CAN, True)
 
 
 TOOL = FunctionTool(get_weather, description="Today's weather in a city.")

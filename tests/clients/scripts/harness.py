@@ -34,14 +34,8 @@ WEATHER_SCHEMA = {
     "additionalProperties": False,
 }
 # In the form of chat completions.
-WEATHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Today's weather in a city.",
-        "parameters": WEATHER_SCHEMA,
-    },
-}
+_WEATHER = {"name": "get_weather", "description": "Today's weather in a city.", "parameters": WEATHER_SCHEMA}
+WEATHER_TOOL = {"type": "function", "function": _WEATHER}
 SHOWN_LINES = 12
 # A busy machine needs a minute and a half for a coding agent's prompt of 30,000 tokens.
 COMMAND_TIMEOUT_S = 240
@@ -66,11 +60,8 @@ def call(name: str, function: Callable[[], Any]) -> Any:
         if isinstance(error, KeyboardInterrupt):
             raise
         lines = "".join(traceback.format_exception(error.with_traceback(_past_us(error)))).splitlines()
-        line |= {
-            "ok": False,
-            "error": f"{type(error).__name__}: {error}"[:600],
-            "traceback": lines[:SHOWN_LINES],
-        }
+        line |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
+        line |= {"traceback": lines[:SHOWN_LINES]}
     # At once, and on a line of its own: clients print from threads of theirs, without an end of line.
     sys.stdout.write(f"\n{json.dumps(line)}\n")
     sys.stdout.flush()

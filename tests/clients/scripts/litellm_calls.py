@@ -18,13 +18,8 @@ from harness import (
 )
 
 litellm.telemetry = False
-SETTINGS = {
-    "model": f"openai/{MODEL}",
-    "api_base": V1_URL,
-    "api_key": KEY,
-    "max_tokens": 64,
-    "num_retries": 0,
-}
+ADDRESS = {"api_base": V1_URL, "api_key": KEY}
+SETTINGS = ADDRESS | {"model": f"openai/{MODEL}", "max_tokens": 64, "num_retries": 0}
 HELLO = [{"role": "user", "content": "Hello!"}]
 ASK = [{"role": "user", "content": QUESTION}]
 
@@ -66,16 +61,13 @@ def tools(choice):
 
 
 def text_completion():
-    reply = litellm.text_completion(
-        model=f"text-completion-openai/{MODEL}", prompt="Hello", api_base=V1_URL, api_key=KEY, max_tokens=8
-    )
+    model = f"text-completion-openai/{MODEL}"
+    reply = litellm.text_completion(model=model, prompt="Hello", max_tokens=8, **ADDRESS)
     assert reply.choices[0].text
 
 
 def responses():
-    reply = litellm.responses(
-        model=f"openai/{MODEL}", input="Hello!", api_base=V1_URL, api_key=KEY, max_output_tokens=16
-    )
+    reply = litellm.responses(model=f"openai/{MODEL}", input="Hello!", max_output_tokens=16, **ADDRESS)
     assert reply.output[0].content[0].text
 
 

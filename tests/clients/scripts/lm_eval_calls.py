@@ -9,13 +9,9 @@ from pathlib import Path
 
 from harness import MODEL, V1_URL, call_all, empty_home, run_command
 
+CHOICES = {"choices": ["sunny", "rainy"], "label": 0}
 PLACES = [
-    {
-        "prompt": f"What is the weather like in {city}?",
-        "place": city,
-        "choices": ["sunny", "rainy"],
-        "label": 0,
-    }
+    CHOICES | {"prompt": f"What is the weather like in {city}?", "place": city}
     for city in ("Paris", "Rome", "Oslo")
 ]
 COMMON = {
@@ -41,27 +37,12 @@ TASKS = {
 
 def evaluate(task, model, endpoint, *more, **arguments):
     """The task's metrics, and what was answered to each of its questions."""
-    arguments = {
-        "model": MODEL,
-        "base_url": f"{V1_URL}/{endpoint}",
-        "num_concurrent": 2,
-        "max_retries": 1,
-    } | arguments
+    usual = {"base_url": f"{V1_URL}/{endpoint}", "num_concurrent": 2, "max_retries": 1}
+    arguments = {"model": MODEL} | usual | arguments
     given = ",".join(f"{name}={value}" for name, value in arguments.items())
     output = f"--output_path=results-{task}-{model}"
-    run_command(
-        "lm_eval",
-        "run",
-        f"--model={model}",
-        "--model_args",
-        given,
-        "--tasks",
-        task,
-        "--include_path=.",
-        output,
-        "--log_samples",
-        *more,
-    )
+    asked = (f"--model={model}", "--model_args", given, "--tasks", task)
+    run_command("lm_eval", "run", *asked, "--include_path=.", output, "--log_samples", *more)
     [results] = Path(output.partition("=")[2]).rglob("results_*.json")
     [samples] = Path(output.partition("=")[2]).rglob("samples_*.jsonl")
     answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]

@@ -9,14 +9,8 @@ from pathlib import Path
 
 from harness import KEY, MODEL, V1_URL, call
 
-LLM_SETTINGS = {
-    "api_type": "openai",
-    "api_key": KEY,
-    "base_url": V1_URL,
-    "model": MODEL,
-    "max_token": 32,
-    "stream": False,
-}
+LLM_SETTINGS = {"api_type": "openai", "api_key": KEY, "base_url": V1_URL}
+LLM_SETTINGS |= {"model": MODEL, "max_token": 32, "stream": False}
 
 
 def main():

@@ -25,16 +25,10 @@ from harness import (
 )
 
 # Nothing is asked for or told outside this machine: no telemetry, no news of updates, no sharing, no generation elsewhere.
-SWITCHED_OFF = dict.fromkeys(
-    (
-        "PROMPTFOO_DISABLE_TELEMETRY",
-        "PROMPTFOO_DISABLE_UPDATE",
-        "PROMPTFOO_DISABLE_SHARING",
-        "PROMPTFOO_DISABLE_REMOTE_GENERATION",
-        "PROMPTFOO_DISABLE_REDTEAM_REMOTE_GENERATION",
-    ),
-    "1",
-)
+SWITCHED_OFF = {
+    f"PROMPTFOO_DISABLE_{what}": "1"
+    for what in "TELEMETRY UPDATE SHARING REMOTE_GENERATION REDTEAM_REMOTE_GENERATION".split()
+}
 ASSERTION_FAILED, FAILED_STATUS = 1, 100
 NOT_ANSWERED = 2
 TALK = [
@@ -49,13 +43,10 @@ SCHEMA_FORMAT = {
     "json_schema": {"name": "weather", "strict": True, "schema": WEATHER_SCHEMA},
 }
 # The demo model cannot judge: only the reason is left to it.
+REASON = {"type": "string", "minLength": 1, "maxLength": 40}
 VERDICT = {
     "type": "object",
-    "properties": {
-        "reason": {"type": "string", "minLength": 1, "maxLength": 40},
-        "pass": {"const": True},
-        "score": {"const": 1},
-    },
+    "properties": {"reason": REASON, "pass": {"const": True}, "score": {"const": 1}},
     "required": ["reason", "pass", "score"],
     "additionalProperties": False,
 }
@@ -168,24 +159,19 @@ def text_completions():
 
 
 def chat_completions_streamed_over_http():
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "{{prompt}}"}],
-        "stream": True,
-        "max_tokens": 32,
+    messages = [{"role": "user", "content": "{{prompt}}"}]
+    config = {
+        "url": f"{V1_URL}/chat/completions",
+        "method": "POST",
+        "headers": {"Content-Type": "application/json"},
+        "body": {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 32},
+        "transformResponse": JOINED,
     }
-    plain = {
-        "id": "http",
-        "label": "http",
-        "config": {
-            "url": f"{V1_URL}/chat/completions",
-            "method": "POST",
-            "headers": {"Content-Type": "application/json"},
-            "body": body,
-            "transformResponse": JOINED,
-        },
-    }
-    evaluate([plain], "Hello!", [{"type": "regex", "value": "[A-Za-z]{2,}"}])
+    evaluate(
+        [{"id": "http", "label": "http", "config": config}],
+        "Hello!",
+        [{"type": "regex", "value": "[A-Za-z]{2,}"}],
+    )
 
 
 def an_assertion_that_fails():
