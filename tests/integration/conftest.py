@@ -32,13 +32,8 @@ from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
 from tests.blocking import checked
 
-KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
-MODEL = "overture-demo"
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
-HELLO: Any = [{"role": "user", "content": "Hello!"}]
-BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
+from .facts import Http, Patch
+
 PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
@@ -148,8 +143,8 @@ async def server(gateways: Gateways) -> Server:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(server.url) as session:
+async def http(server: Server) -> AsyncIterator[Http]:
+    async with Http(server.url) as session:
         yield session
 
 
@@ -167,9 +162,11 @@ async def told(asked: AbstractAsyncContextManager[aiohttp.ClientResponse], statu
         return json.loads(said) if reply.content_type == "application/json" else said
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that holds a key."""
-    return {"Authorization": f"Bearer {key}"}
+async def metrics_of(http: Http, prefix: str = "overture_") -> dict[str, float]:
+    """The values of `/metrics` whose lines begin so, by name and labels."""
+    lines = (await told(http.get("/metrics"))).splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
+    return {name: float(value) for name, value in pairs}
 
 
 class Socket:
@@ -205,7 +202,6 @@ class Socket:
             async with asyncio.timeout(60):
                 while True:
                     await self.raw.recv()
-        assert closed.value.rcvd is not None
         return closed.value.rcvd.code
 
 
@@ -230,11 +226,6 @@ async def settle(look: Callable[[], Any], timeout_s: float = 60) -> Any:
             if found:
                 return found
             await asyncio.sleep(0.01)
-
-
-def events(stream: str) -> list[Any]:
-    """The JSON of a stream's events."""
-    return [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
 
 
 async def ask(chat: ChatClient, content: str, **options: Any) -> tuple[str, Done]:
@@ -319,7 +310,7 @@ class Seen:
 
 
 @pytest.fixture
-def seen(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Seen:
+def seen(node: SharedNode, monkeypatch: Patch) -> Seen:
     """Reads along between the node and its engine. Replies do not say it all: one of the Messages API has no cached tokens."""
     from engine_bridge.driver.serving.engine_client import BridgeEngineClient  # which imports vLLM
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, LengthGuess, RequestId, Sampling
 from engine_bridge.protocol.node import KvSources, Prompt
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
@@ -29,8 +29,8 @@ async def engine(
     **settings: Any,
 ) -> AsyncIterator[LocalNode]:
     """A node with an engine of its own; `settings` are those of EngineConfig that differ from here."""
-    usual = {"model": str(DEMO_MODEL_DIR), "max_model_len": 1024, "max_num_seqs": 8}
-    config = EngineConfig(served_model_name="demo", dtype="float32", cpu_threads=1, **usual | settings)
+    usual = {"model": str(DEMO_MODEL_DIR), "max_model_len": 1024, "max_num_seqs": 8, "cpu_threads": 1}
+    config = EngineConfig(served_model_name="demo", dtype="float32", **usual | settings)
     node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=adapters_dir, state_dir=state_dir), tiers)
     await node.start()
     try:
@@ -75,6 +75,13 @@ async def generate(node: Any, prompt: Asked, num_tokens: int = 8, **fields: Any)
     return Said(token_ids, "".join(delta.text for delta in deltas), kv, deltas[-1].prompt)
 
 
+async def ask(
+    node: Any, prompt: Asked, num_tokens: int = 8, adapter: str | None = None, **fields: Any
+) -> list[int]:
+    """The token ids of a whole answer."""
+    return (await generate(node, prompt, num_tokens, adapter=adapter or "", **fields)).token_ids
+
+
 def text(seed: object, length: int) -> list[int]:
     """Token ids that say nothing."""
     chance = random.Random(repr(seed))
@@ -98,3 +105,18 @@ class WaitsForTheDisk:
     def decide(self, facts: RestoreFacts) -> RestoreDecision:
         is_there = facts.num_ready_blocks == facts.num_blocks
         return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)
+
+
+class Expects:
+    """A predictor that learns nothing and says with confidence how long an answer will be."""
+
+    def __init__(self, num_tokens: Callable[[EngineRequest], int]) -> None:
+        self._num_tokens = num_tokens
+
+    def predict(self, features: EngineRequest) -> LengthGuess:
+        guess = self._num_tokens(features)
+        return LengthGuess(guess, guess, "made up")
+
+    def observe(self, features: EngineRequest, num_tokens: int) -> None: ...
+
+    def refit(self) -> None: ...

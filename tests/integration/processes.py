@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -19,17 +21,26 @@ from tests.conftest import ROOT
 # Of a server that has only to close what it has. Chosen: between 0.2 and 4.7, as measured.
 MOST_CPU_S = 2.0
 OVERTURE = (sys.executable, "-m", "gateway.cli")
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def overture(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a command that ends by itself says."""
+    command = [*OVERTURE, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=240
+    )
 
 
 @contextlib.asynccontextmanager
 async def serving(
     port: int, data_dir: Path, *flags: str, overture: Sequence[str | Path] = OVERTURE, folder: Path = ROOT
-) -> AsyncIterator[asyncio.subprocess.Process]:
+) -> AsyncIterator[Process]:
     """`overture serve` until the block ends, however it ends. `overture` is the command, `folder` where it is started.
 
     Outside of the checkout, the checkout's modules cannot be imported.
     """
-    environ = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environ = os.environ | QUIET
     if folder != ROOT:
         environ.pop("PYTHONPATH", None)
     # Where the tests run under nohup, the server would inherit that it ignores hang-ups, and would rightly go on ignoring them.
@@ -50,9 +61,8 @@ async def serving(
         await process.wait()
 
 
-async def output_until(process: asyncio.subprocess.Process, word: bytes) -> list[bytes]:
+async def output_until(process: Process, word: bytes) -> list[bytes]:
     """The lines of stdout up to one that holds `word`."""
-    assert process.stdout is not None
     lines = []
     async with asyncio.timeout(180):
         while not (lines and word in lines[-1]):
@@ -63,14 +73,11 @@ async def output_until(process: asyncio.subprocess.Process, word: bytes) -> list
 
 
 async def drains(
-    process: asyncio.subprocess.Process,
-    client: ChatClient,
-    *signals: signal.Signals,
-    session_id: str | None = None,
+    process: Process, client: ChatClient, *signals: signal.Signals, session_id: str = ""
 ) -> None:
     """A running answer may finish after these signals, then the server ends."""
     ending = Ending(process)
-    events = client.ask("Hello, how are you?", session_id=session_id, sampling={"temperature": 0})
+    events = client.ask("Hello, how are you?", session_id=session_id or None, sampling={"temperature": 0})
     async for event in events:
         if isinstance(event, Delta):
             for each in signals:
@@ -84,7 +91,7 @@ async def drains(
 class Ending:
     """A server's end: what it had while it ran is what may be left behind."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Process) -> None:
         self._process, self._server = process, psutil.Process(process.pid)
         self._children = self._server.children(recursive=True)
         self._shared = _shared_memory(process.pid)

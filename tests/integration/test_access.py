@@ -17,29 +17,17 @@ from gateway.app import Server
 from gateway.doors.http import key_changes
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
-from .conftest import (
-    KEYS,
-    MODEL,
-    Gateways,
-    SharedNode,
-    bearer,
-    connected,
-    engine_has,
-    engine_is_empty,
-    settle,
-    told,
-)
+from .conftest import Gateways, SharedNode, connected, engine_has, engine_is_empty, settle, told
+from .facts import BODY, CHAT, KEYS, Http, Log, Patch, bearer
 
-CHAT = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-LONG = BODY | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 LONG_TURN = {"max_tokens": 3000, "ignore_eos": True}
+LONG = BODY | LONG_TURN | {"stream": True}
 OPERATOR = "ov-operators-key-for-tests-only"
 
 
 @contextlib.asynccontextmanager
-async def client(server: Server, key: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(server.url, headers=bearer(key) if key else None) as http:
+async def client(server: Server, key: str | None = None) -> AsyncIterator[Http]:
+    async with Http(server.url, headers=bearer(key) if key else None) as http:
         yield http
 
 
@@ -62,9 +50,7 @@ async def refusal(asked: Any) -> dict[str, Any]:
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_is_above_its_rate_is_told_when_to_come_back_and_others_are_served(
-    gateways: Gateways,
-) -> None:
+async def test_who_is_above_its_rate_is_told_when_to_come_back_others_go_on(gateways: Gateways) -> None:
     """One request or message is what the rate gives. What is refused is not stored."""
     server = await gateways(api_keys=KEYS, max_requests_per_s=0.01)
     async with client(server, KEYS[0]) as loud, client(server, KEYS[1]) as quiet:
@@ -110,8 +96,8 @@ async def test_calls_and_turns_of_one_key_share_its_places(gateways: Gateways, n
         await asyncio.gather(*(told(http.post(CHAT, json=BODY)) for _ in range(2)))
 
 
-async def test_a_key_with_too_much_to_tokenise_is_refused(
-    gateways: Gateways, node: SharedNode, monkeypatch: pytest.MonkeyPatch
+async def test_too_much_to_tokenise_is_refused(
+    gateways: Gateways, node: SharedNode, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(tokenizer_queue, "MAX_WAITING", 0)
     server = await gateways()
@@ -146,14 +132,14 @@ def write_keys(path: Path, *lines: str) -> None:
     new.rename(path)
 
 
-async def comes_in(http: aiohttp.ClientSession) -> None:
+async def comes_in(http: Http) -> None:
     async with asyncio.timeout(60):
         while (await http.get("/api/sessions")).status != 200:
             await asyncio.sleep(0.05)
 
 
 async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
-    gateways: Gateways, node: SharedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateways: Gateways, node: SharedNode, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(key_changes, "LOOK_EVERY_S", 0.05)
     keys = tmp_path / "keys"
@@ -191,7 +177,7 @@ async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
 
 
 async def test_a_broken_key_file_keeps_the_keys_and_is_reported_once(
-    gateways: Gateways, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gateways: Gateways, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.setattr(key_changes, "LOOK_EVERY_S", 0.02)
     keys, line = tmp_path / "keys", key_file_line("me", KEYS[0])
@@ -244,7 +230,7 @@ async def test_what_concerns_everybody_is_the_operators_to_see_and_to_change(gat
 
 
 async def test_the_path_of_an_adapter_may_be_relative_or_in_the_home_and_is_looked_for_on_no_hub(
-    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+    gateways: Gateways, monkeypatch: Patch
 ) -> None:
     """Where there are no keys, each client is the operator."""
     server = await gateways(allow_adapter_loading=True)

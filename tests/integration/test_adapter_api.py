@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-from prometheus_client import CollectorRegistry
-
-from gateway.app import Server, build_services
-from gateway.metrics.metrics import Metrics
+from gateway.app import Server
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
-from .conftest import KEYS, Gateways, bearer, demo_config, told
+from .conftest import Gateways, demo_config, metrics_of, served, told
+from .facts import BODY, CHAT, KEYS, Http, bearer
 
 PLACES = {"slot", "host", "cached", "disk"}
 PIN = "/v1/adapters/shout/pin"
 
 
-async def adapters_of(http: aiohttp.ClientSession) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+async def adapters_of(http: Http) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Name -> adapter, and the stats."""
     body = await told(http.get("/v1/adapters"))
     names = [entry["name"] for entry in body["adapters"]]
@@ -29,15 +26,7 @@ async def adapters_of(http: aiohttp.ClientSession) -> tuple[dict[str, dict[str, 
     return dict(zip(names, body["adapters"], strict=True)), body["stats"]
 
 
-async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:
-    lines = (await told(http.get("/metrics"))).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("overture_adapter"))
-    return {name: float(value) for name, value in pairs}
-
-
-async def test_every_adapter_is_described_and_a_request_shows_in_uses_place_and_metrics(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_every_adapter_is_described_and_a_request_shows_in_uses_place_and_metrics(http: Http) -> None:
     before, stats = await adapters_of(http)
     assert {path.parent.name for path in DEMO_ADAPTERS_DIR.glob("*/adapter_config.json")} <= set(before)
     for adapter in before.values():
@@ -46,14 +35,13 @@ async def test_every_adapter_is_described_and_a_request_shows_in_uses_place_and_
         assert adapter["place"] in PLACES and adapter["is_pinned"] is False
     assert sum(stats["num_by_place"].values()) == stats["num_adapters"] >= len(before)
     assert 0 <= stats["host_bytes"] <= stats["host_capacity_bytes"]
-    first = await metrics_of(http)
-    body = {"model": "pirate", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-    await told(http.post("/v1/chat/completions", json=body))
+    first = await metrics_of(http, "overture_adapter")
+    await told(http.post(CHAT, json=BODY | {"model": "pirate"}))
     after, stats = await adapters_of(http)
     assert after["pirate"]["num_uses"] == before["pirate"]["num_uses"] + 1
     assert abs(after["pirate"]["last_used_at"] - time.time()) < 60
     assert after["pirate"]["place"] != "disk"
-    second = await metrics_of(http)
+    second = await metrics_of(http, "overture_adapter")
     names = [f'overture_adapter_requests_total{{place="{place}"}}' for place in PLACES]
     assert sum(second[name] - first[name] for name in names) == 1
     assert sum(second[f'overture_adapters{{place="{place}"}}'] for place in PLACES) == stats["num_adapters"]
@@ -61,14 +49,12 @@ async def test_every_adapter_is_described_and_a_request_shows_in_uses_place_and_
     assert second["overture_adapter_step_seconds_total"] >= first["overture_adapter_step_seconds_total"]
 
 
-async def test_pins_are_set_where_the_operator_allows_it_and_only_for_what_there_is(
-    server: Server, gateways: Gateways
-) -> None:
-    async with aiohttp.ClientSession(server.url) as http:
+async def test_pins_are_the_operators_and_for_what_there_is(server: Server, gateways: Gateways) -> None:
+    async with Http(server.url) as http:
         error = (await told(http.post(PIN), 400))["error"]
         assert "--allow-adapter-loading" in error["message"]
     allowing = await gateways(allow_adapter_loading=True)
-    async with aiohttp.ClientSession(allowing.url) as http:
+    async with Http(allowing.url) as http:
         for method, is_pinned in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):
             body = await told(http.request(method, PIN))
             assert body["name"] == "shout" and body["is_pinned"] is is_pinned
@@ -83,7 +69,7 @@ async def test_pins_are_set_where_the_operator_allows_it_and_only_for_what_there
 
 async def test_a_key_is_asked_for_where_the_server_does(gateways: Gateways) -> None:
     server = await gateways(api_keys=KEYS, allow_adapter_loading=True)
-    async with aiohttp.ClientSession(server.url) as http:
+    async with Http(server.url) as http:
         for method, path in (
             ("GET", "/v1/adapters"),
             ("POST", PIN),
@@ -97,10 +83,9 @@ async def test_a_key_is_asked_for_where_the_server_does(gateways: Gateways) -> N
 async def test_before_the_engine_is_up_there_is_nothing_to_tell(tmp_path: Path) -> None:
     """Of adapters, of the queue and in the metrics."""
     config = demo_config(tmp_path, allow_adapter_loading=True, kv_host_gib=0)
-    services = await build_services(config, metrics=Metrics(CollectorRegistry()))
-    async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
+    async with served(config) as server, Http(server.url) as http:
         assert await told(http.get("/v1/adapters")) == {"adapters": [], "stats": None}
-        assert await metrics_of(http) == {}
+        assert await metrics_of(http, "overture_adapter") == {}
         text = await told(http.get("/metrics"))
         assert "overture_scheduling" not in text and "overture_lane" not in text
         for method, path in (("POST", PIN), ("GET", "/v1/engine/state")):

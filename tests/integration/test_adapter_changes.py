@@ -24,7 +24,9 @@ from tests.adapter_corpus import make_adapter
 
 from . import nodes
 from .conftest import engine_has, settle
+from .facts import BODY, Patch
 from .nodes import load, text, unload
+from .test_engine_faults import break_next_step
 
 POET_BYTES = 3_670_016  # its weights as float32; the file has them as bfloat16
 CAPACITY = int(1.05 * POET_BYTES)
@@ -56,8 +58,7 @@ async def ask(
     node: LocalNode, adapter: str = "", prompt: list[int] = PROMPT, num_tokens: int = 8, tenant: str = ""
 ) -> list[int]:
     async with asyncio.timeout(60):
-        said = await nodes.generate(node, prompt, num_tokens, adapter=adapter, tenant=tenant)
-    return said.token_ids
+        return await nodes.ask(node, prompt, num_tokens, adapter, tenant=tenant)
 
 
 def names(node: LocalNode) -> set[str]:
@@ -125,7 +126,7 @@ async def test_a_draft_whose_adapter_goes_harms_nobody(node: LocalNode) -> None:
 
 @pytest.mark.parametrize("where", ["when it is begun", "on the loader's thread", "in a step"])
 async def test_an_adapter_that_cannot_be_laid_out_ends_its_own_requests_alone(
-    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    node: LocalNode, tmp_path: Path, monkeypatch: Patch, where: str
 ) -> None:
     """The others' answers go on, the engine is not built again, and what the step left of its rows is never used."""
     contract = await node.run_on_engine(lambda driver: driver.adapters.contract)
@@ -165,7 +166,7 @@ async def test_an_adapter_that_cannot_be_laid_out_ends_its_own_requests_alone(
 
 @pytest.mark.parametrize("is_removed", [False, True])
 async def test_a_request_on_its_way_gets_the_adapter_that_took_the_place_of_its_own(
-    node: LocalNode, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+    node: LocalNode, monkeypatch: Patch, is_removed: bool
 ) -> None:
     """With KV of its own; where none did, it is refused as one for an unknown adapter."""
     new = await ask(node, "pirate")
@@ -234,9 +235,7 @@ async def answers_of(node: LocalNode, *adapters: str) -> list[list[int]]:
     return found
 
 
-async def test_a_trainer_that_writes_over_what_is_served_fails_no_request(
-    node: LocalNode, folder: Path
-) -> None:
+async def test_a_trainer_writing_over_what_is_served_fails_no_request(node: LocalNode, folder: Path) -> None:
     """The version that is served answers until the next one is whole, whatever lies in its place meanwhile."""
     shout, pirate, json = await answers_of(node, "shout", "pirate", "json")
     await found(node, folder, "trained")
@@ -255,9 +254,7 @@ async def test_a_trainer_that_writes_over_what_is_served_fails_no_request(
     await until_answered(node, "trained", pirate, json)
 
 
-async def test_weights_are_never_computed_with_another_versions_configuration(
-    node: LocalNode, folder: Path
-) -> None:
+async def test_weights_never_meet_another_versions_configuration(node: LocalNode, folder: Path) -> None:
     """The weights are the same to the byte; only what they are scaled by is not."""
     await found(node, folder, "scaled")
     old = await ask(node, "scaled")
@@ -270,7 +267,7 @@ async def test_weights_are_never_computed_with_another_versions_configuration(
 
 
 async def test_without_a_copy_a_request_waits_for_the_next_version_and_is_told_if_it_does_not_come(
-    node: LocalNode, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, folder: Path, state: Path, monkeypatch: Patch
 ) -> None:
     """With a code of its own."""
     waits = "engine_bridge.driver.serving.adapter_waits"
@@ -289,15 +286,14 @@ async def test_without_a_copy_a_request_waits_for_the_next_version_and_is_told_i
     with pytest.raises(EngineUnavailable) as refused:
         await ask(node, "broken")
     assert refused.value.code == "adapter_changing"
-    body = {"model": "broken", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-    reply = await asyncio.wait_for(node.serve("chat", body, {}), 60)
+    reply = await asyncio.wait_for(node.serve("chat", BODY | {"model": "broken"}, {}), 60)
     assert isinstance(reply, JsonReply) and reply.status == 503
     assert msgspec.json.decode(reply.body)["error"]["code"] == "adapter_changing"
     shutil.rmtree(folder / "broken")
 
 
-async def test_what_comes_and_goes_while_the_engine_is_built_again_is_served_as_listed(
-    node: LocalNode, folder: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_changes_while_the_engine_is_rebuilt_is_served(
+    node: LocalNode, folder: Path, monkeypatch: Patch
 ) -> None:
     await found(node, folder, "leaving")
     stock, loop = node._make_driver, asyncio.get_running_loop()
@@ -310,14 +306,8 @@ async def test_what_comes_and_goes_while_the_engine_is_built_again_is_served_as_
         assert "leaving" not in names(node)
         return driver
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("made to fail")
-
-    def break_engine(driver: Any) -> None:
-        driver.engine.engine_core.engine_core.model_executor.execute_model = broken
-
     monkeypatch.setattr(node._thread, "_make_driver", build_and_wait)
-    await node.run_on_engine(break_engine)
+    await break_next_step(node)
     with pytest.raises(EngineUnavailable):
         await ask(node, "", text(4, 40))
     await settle(lambda: node.state == "ready")

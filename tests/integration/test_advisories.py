@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
-
-import aiohttp
-import pytest
 
 from gateway.advisories import advisories
 from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.app import Server
 
-from .conftest import KEYS, MODEL, Gateways, Socket, bearer, connected, settle, told
+from .conftest import Gateways, Socket, connected, settle, told
+from .facts import BODY, CHAT, KEYS, MODEL, Http, Patch, bearer
 
-CHAT, ADVISE = "/v1/chat/completions", "/v1/advisories"
+ADVISE = "/v1/advisories"
 LONG_TEXT = "Please remember all of this: " + " ".join(f"the {n}th is called Anna." for n in range(60))
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": LONG_TEXT}], "max_tokens": 4}
+LONG = BODY | {"messages": [{"role": "user", "content": LONG_TEXT}]}
 
 
 async def ask(
@@ -36,14 +33,15 @@ async def until(socket: Socket, state: str) -> dict[str, Any]:
     return frame
 
 
-async def settled(http: aiohttp.ClientSession, advisory_id: str, *states: str, **headers: Any) -> Any:
-    async with asyncio.timeout(60):
-        while (body := await told(http.get(f"{ADVISE}/{advisory_id}", **headers)))["state"] not in states:
-            await asyncio.sleep(0.02)
-    return body
+async def settled(http: Http, advisory_id: str, *states: str, **headers: Any) -> Any:
+    async def look() -> Any:
+        body = await told(http.get(f"{ADVISE}/{advisory_id}", **headers))
+        return body if body["state"] in states else None
+
+    return await settle(look)
 
 
-async def test_typing_warms_a_session_and_done_says_what_it_was_worth(server: Server) -> None:
+async def test_another_adapter_gets_the_history_before_a_word_is_typed(server: Server) -> None:
     """What cannot be acted on is no error."""
     async with connected(server) as socket:
         for fields in (
@@ -54,30 +52,18 @@ async def test_typing_warms_a_session_and_done_says_what_it_was_worth(server: Se
             await socket.send(type="typing", **fields)
             assert (await socket.receive("advisory", "error"))["state"] == "unknown"
         session_id = (await ask(socket, "one", LONG_TEXT))["session_id"]
-        await socket.send(type="typing", session_id=session_id)
+        await socket.send(type="typing", session_id=session_id, adapter="pirate")
+        # Nothing of it is known under that adapter: its history is computed in idle time.
+        await until(socket, "unknown")
         warm = await until(socket, "warm")
         assert warm["tier"] == "device" and warm["device_tokens"] == warm["num_tokens"] > 300
-        await socket.send(type="typing", session_id=session_id)  # renews it, says nothing new
-        done = await ask(socket, "two", "And who is the third?", session_id)
+        done = await ask(socket, "two", "And who is the third?", session_id, adapter="pirate")
         assert done["advisory"]["state"] == "hit" and done["advisory"]["lead_ms"] > 0
         assert done["timings"]["kv"]["device"] >= warm["device_tokens"]
         assert (await ask(socket, "three", "And the fourth?", session_id))["advisory"] is None
 
 
-async def test_another_adapter_gets_the_history_before_a_word_is_typed(server: Server) -> None:
-    async with connected(server) as socket:
-        session_id = (await ask(socket, "one", LONG_TEXT + " Again."))["session_id"]
-        await socket.send(type="typing", session_id=session_id, adapter="pirate")
-        # Nothing of it is known under that adapter: its history is computed in idle time.
-        await until(socket, "unknown")
-        assert (await until(socket, "warm"))["device_tokens"] > 300
-        done = await ask(socket, "two", "And who is the third?", session_id, adapter="pirate")
-        assert done["timings"]["kv"]["device"] > 300
-
-
-async def test_drafts_are_computed_while_they_are_typed_and_stored_nowhere(
-    gateways: Gateways, tmp_path: Path
-) -> None:
+async def test_drafts_are_computed_ahead_and_stored_nowhere(gateways: Gateways, tmp_path: Path) -> None:
     server = await gateways(draft_prefill=True, data_dir=tmp_path / "drafts")
     secret = "Xanthippe"
     async with connected(server) as socket:
@@ -94,8 +80,8 @@ async def test_drafts_are_computed_while_they_are_typed_and_stored_nowhere(
         assert done["timings"]["kv"]["device"] > 300
 
 
-async def test_rest_takes_reads_merges_and_cancels(server: Server, http: aiohttp.ClientSession) -> None:
-    await told(http.post(CHAT, json=BODY, headers={"X-Session-Id": "agent-1"}))
+async def test_rest_takes_reads_merges_and_cancels(server: Server, http: Http) -> None:
+    await told(http.post(CHAT, json=LONG, headers={"X-Session-Id": "agent-1"}))
     wanted = {"session_id": "agent-1", "expected_arrival_s": 0.0}
     first = await told(http.post(ADVISE, json=wanted), 202)
     assert first["object"] == "advisory" and first["expires_in_s"] > 50
@@ -125,18 +111,18 @@ def action(kind: str, **payload: str) -> dict[str, Any]:
     return {"action_id": kind, "action_type": kind, "action_version": "1", "payload": payload}
 
 
-async def test_hints_warm_the_next_agent_and_bad_ones_harm_no_request(http: aiohttp.ClientSession) -> None:
-    await told(http.post(CHAT, json=BODY, headers={"X-Session-Id": "qa"}))
+async def test_hints_warm_the_next_agent_and_bad_ones_harm_no_request(http: Http) -> None:
+    await told(http.post(CHAT, json=LONG, headers={"X-Session-Id": "qa"}))
     hints: dict[str, Any] = {"protocol_version": "1", "message_id": "m1"}
     hints["actions"] = [action("session.advise", session_id="qa"), action("other.thing")]
     (advisory,) = (await told(http.post(ADVISE, json=hints), 202))["advisories"]
     await settled(http, advisory["id"], "warm")
     for sent in ({"actions": 7}, hints | {"actions": [action("session.advise", session_id="")]}, hints):
-        body = BODY | {"kv_hints": sent}
+        body = LONG | {"kv_hints": sent}
         await told(http.post(CHAT, json=body, headers={"X-Session-Id": "architect"}))
 
 
-async def test_bad_advisories_are_told_what_is_wrong(http: aiohttp.ClientSession) -> None:
+async def test_bad_advisories_are_told_what_is_wrong(http: Http) -> None:
     for body, word in (
         ({}, "session_id"),
         ([], "Expected"),
@@ -151,15 +137,13 @@ async def test_bad_advisories_are_told_what_is_wrong(http: aiohttp.ClientSession
     await told(http.get(f"{ADVISE}/adv-0"), 404)
 
 
-async def test_keys_see_their_own_and_a_flood_harms_nobody(
-    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_see_their_own_and_a_flood_harms_nobody(gateways: Gateways, monkeypatch: Patch) -> None:
     # So slow that the bucket does not fill again meanwhile, however slow the machine is.
     monkeypatch.setattr(advisories, "MAX_PER_S", 0.1)
     server = await gateways(api_keys=KEYS)
     loud, quiet = map(bearer, KEYS)
-    async with aiohttp.ClientSession(server.url) as http:
-        await told(http.post(CHAT, json=BODY, headers=quiet | {"X-Session-Id": "mine"}))
+    async with Http(server.url) as http:
+        await told(http.post(CHAT, json=LONG, headers=quiet | {"X-Session-Id": "mine"}))
         for number in range(BURST):
             await told(http.post(ADVISE, json={"session_id": f"x{number}"}, headers=loud), 202)
         for _ in range(4):  # of which the bucket may have had one more meanwhile
@@ -175,7 +159,7 @@ async def test_keys_see_their_own_and_a_flood_harms_nobody(
 async def test_the_gateway_learns_who_follows_whom(gateways: Gateways) -> None:
     server = await gateways(learned_advisories=True)
     registry = server.services.metrics.registry
-    async with aiohttp.ClientSession(server.url) as http:
+    async with Http(server.url) as http:
         for run in range(12):
             for agent in ("architect", "engineer") * 2:
                 headers = {"X-Session-Id": f"run{run}:{agent}", "X-Agent-Name": agent}

@@ -6,31 +6,27 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import uvloop
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from engine_bridge.protocol.node import SseReply
-from gateway.app import Server, build_services
+from gateway.app import Server
 from gateway.doors.http.admission import RareLine
 from gateway.doors.http.connections import MOST_ENDED_AT_ONCE, Connection, State
-from gateway.metrics.metrics import Metrics
 
-from .conftest import KEYS, bearer, demo_config, settle, told
+from .conftest import demo_config, served, settle, told
+from .facts import CHAT, COMPLETIONS, KEYS, MESSAGES, Http, Log, Patch, bearer
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127."
-HELLO = b'{"type":"hello"}'
 STATIC = "/static/vendor/dompurify/purify.es.js"
-Servers = Callable[..., Awaitable[Server]]
 
 
 def request(path: str, key: str = "", *, body_bytes: int | None = None) -> bytes:
@@ -58,15 +54,14 @@ def text(payload: bytes) -> bytes:
     return text_head(len(payload)) + payload
 
 
+HELLO = text(b'{"type":"hello"}')
+
+
 class Peer:
     """A client that sends what it likes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def of(cls, server: Server) -> Peer:
-        return cls(*await asyncio.open_connection("127.0.0.1", server.port))
 
     def cut(self) -> None:
         self.writer.transport.abort()
@@ -123,6 +118,10 @@ class Peer:
                 return str(frame["code"])
 
 
+async def peer_of(server: Server) -> Peer:
+    return Peer(*await asyncio.open_connection("127.0.0.1", server.port))
+
+
 @asynccontextmanager
 async def dribbling(peer: Peer, byte: bytes) -> AsyncIterator[None]:
     """Meanwhile it sends one byte after the other."""
@@ -138,45 +137,39 @@ async def dribbling(peer: Peer, byte: bytes) -> AsyncIterator[None]:
     task.cancel()
 
 
+class Net:
+    """Servers that answer everything but questions, and clients of theirs."""
+
+    def __init__(self, folder: Path, patch: Patch, stack: AsyncExitStack) -> None:
+        self._folder, self._patch, self._stack = folder, patch, stack
+        patch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
+        patch.setattr("gateway.doors.chat.socket.CLOSE_TIMEOUT_S", 0.2)
+
+    async def server(self, *, has_addresses: bool = False, **changes: Any) -> Server:
+        """has_addresses: addresses of this machine count as one's own."""
+        if has_addresses:
+            self._patch.setattr("gateway.doors.http.connections.is_shared", lambda *args: False)
+        config = demo_config(self._folder / "data", device="cpu", **changes)
+        return await self._stack.enter_async_context(served(config))
+
+    async def connect(self, server: Server) -> Peer:
+        peer = await peer_of(server)
+        self._stack.callback(peer.cut)  # it keeps the peer as well: a stream that nobody holds is closed
+        return peer
+
+    async def socket(self, server: Server, *, hello: bool = False) -> Peer:
+        peer = await self.connect(server)
+        await peer.upgrade()
+        if hello:
+            # The engine has not been started, and a key is not asked for.
+            assert await peer.error_code(HELLO) == "starting"
+        return peer
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    """Makes servers that answer everything but questions; addresses of this machine count as one's own."""
-    monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
-    monkeypatch.setattr("gateway.doors.chat.socket.CLOSE_TIMEOUT_S", 0.2)
+async def net(tmp_path: Path, monkeypatch: Patch) -> AsyncIterator[Net]:
     async with AsyncExitStack() as stack:
-
-        async def make(*, has_addresses: bool = False, **changes: Any) -> Server:
-            if has_addresses:
-                monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda *args: False)
-            config = demo_config(tmp_path / "data", device="cpu", **changes)
-            services = await build_services(config, metrics=Metrics(CollectorRegistry()))
-            return await stack.enter_async_context(Server(services))
-
-        yield make
-
-
-Peers = Callable[[Server], Awaitable[Peer]]
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def connect() -> AsyncIterator[Peers]:
-    async with AsyncExitStack() as stack:
-
-        async def make(server: Server) -> Peer:
-            peer = await Peer.of(server)
-            stack.callback(peer.cut)  # it keeps the peer as well: a stream that nobody holds is closed
-            return peer
-
-        yield make
-
-
-async def socket(connect: Peers, server: Server, *, hello: bool = False) -> Peer:
-    peer = await connect(server)
-    await peer.upgrade()
-    if hello:
-        # The engine has not been started, and a key is not asked for.
-        assert await peer.error_code(text(HELLO)) == "starting"
-    return peer
+        yield Net(tmp_path, monkeypatch, stack)
 
 
 def figure(server: Server, name: str, **labels: str) -> float:
@@ -197,10 +190,10 @@ def check_timeout(reply: bytes) -> Any:
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_head_that_does_not_arrive_is_answered_with_408(servers: Servers, connect: Peers) -> None:
+async def test_a_head_that_does_not_arrive_is_answered_with_408(net: Net) -> None:
     """Nor has one more time that dribbles in; the next request's has its own, and the rest of a body is none."""
-    server = await servers(head_timeout_s=0.3, api_keys=KEYS)
-    half, silent, slow, next_one, early = [await connect(server) for _ in range(5)]
+    server = await net.server(head_timeout_s=0.3, api_keys=KEYS)
+    half, silent, slow, next_one, early = [await net.connect(server) for _ in range(5)]
     assert b" 401 " in await early.whole(request("/api/sessions", body_bytes=20) + b"{")
     await early.send(b" " * 19)
     assert b" 200 " in await next_one.whole(HEALTH)
@@ -215,10 +208,8 @@ async def test_a_head_that_does_not_arrive_is_answered_with_408(servers: Servers
     assert b" 200 " in await early.head(HEALTH), "more time than a head's has gone by"
 
 
-async def test_many_that_are_overdue_together_do_not_hold_up_the_loop(
-    servers: Servers, connect: Peers
-) -> None:
-    server = await servers(head_timeout_s=1)
+async def test_many_overdue_together_do_not_hold_up_the_loop(net: Net) -> None:
+    server = await net.server(head_timeout_s=1)
     num_peers, num_ended = 4 * MOST_ENDED_AT_ONCE, [0.0]
 
     async def count() -> None:
@@ -230,24 +221,24 @@ async def test_many_that_are_overdue_together_do_not_hold_up_the_loop(
     counting = asyncio.create_task(count())
     for _ in range(num_peers):
         with contextlib.suppress(ConnectionError):
-            await (await connect(server)).send(HALF_A_HEAD)
+            await (await net.connect(server)).send(HALF_A_HEAD)
     await counting
     assert max(after - before for before, after in pairwise(num_ended)) <= MOST_ENDED_AT_ONCE
 
 
-async def test_an_idle_connection_is_closed(servers: Servers, connect: Peers) -> None:
-    server = await servers(keepalive_timeout_s=0.2, head_timeout_s=60)
-    assert b" 200 " in await (await connect(server)).rest(HEALTH)
+async def test_an_idle_connection_is_closed(net: Net) -> None:
+    server = await net.server(keepalive_timeout_s=0.2, head_timeout_s=60)
+    assert b" 200 " in await (await net.connect(server)).rest(HEALTH)
 
 
-async def test_a_body_that_stops_is_answered_with_408_in_the_apis_shape_and_one_that_comes_is_waited_for(
-    servers: Servers, connect: Peers
-) -> None:
-    server = await servers(body_timeout_s=0.4)
-    for path in ("/v1/chat/completions", "/v1/messages", "/api/sessions"):
-        error = check_timeout(await (await connect(server)).rest(request(path, body_bytes=999) + b'{"a":'))
-        assert "body" in error["message"] and ("code" in error) != path.startswith("/v1/messages")
-    peer = await connect(server)
+async def test_a_body_that_stops_is_answered_with_408_and_one_that_comes_is_not(net: Net) -> None:
+    server = await net.server(body_timeout_s=0.4)
+    for path in (CHAT, MESSAGES, "/api/sessions"):
+        error = check_timeout(
+            await (await net.connect(server)).rest(request(path, body_bytes=999) + b'{"a":')
+        )
+        assert "body" in error["message"] and ("code" in error) != (path == MESSAGES)
+    peer = await net.connect(server)
     await peer.send(request("/api/sessions", body_bytes=30))
     for _ in range(30):
         await peer.send(b" ")
@@ -255,12 +246,10 @@ async def test_a_body_that_stops_is_answered_with_408_in_the_apis_shape_and_one_
     assert b" 400 " in await peer.head(), "30 blanks are no JSON"
 
 
-async def test_a_body_that_is_too_slow_all_along(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_too_slow_all_along(net: Net, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gateway.doors.http.admission.BODY_GRACE_S", 0.3)
-    server = await servers()
-    peer = await connect(server)
+    server = await net.server()
+    peer = await net.connect(server)
     await peer.send(request("/api/sessions", body_bytes=9999))
     async with dribbling(peer, b"x"):
         assert b" 408 " in await peer.head()
@@ -270,26 +259,24 @@ async def test_a_body_that_is_too_slow_all_along(
 # -- number ----------------------------------------------------------------------------------------------------------
 
 
-async def test_those_who_hold_a_connection_for_nothing_make_room(servers: Servers, connect: Peers) -> None:
-    server = await servers(max_connections=20, head_timeout_s=600)
+async def test_those_who_hold_a_connection_for_nothing_make_room(net: Net) -> None:
+    server = await net.server(max_connections=20, head_timeout_s=600)
     for _ in range(50):
-        await (await connect(server)).send(HALF_A_HEAD)
-        async with aiohttp.ClientSession(server.url) as http:
+        await (await net.connect(server)).send(HALF_A_HEAD)
+        async with Http(server.url) as http:
             await told(http.get("/healthz"))
     assert num_closed(server, "scarce") > 20
 
 
-async def test_what_is_kept_back_is_for_health_and_for_keys_that_cannot_be_guessed(
-    servers: Servers, connect: Peers
-) -> None:
+async def test_what_is_kept_back_is_for_health_and_good_keys(net: Net) -> None:
     """Above all limits a connection is refused in words."""
-    server = await servers(max_connections=20, api_keys=("short-key", *KEYS))  # 18 for all, 2 kept back
+    server = await net.server(max_connections=20, api_keys=("short-key", *KEYS))  # 18 for all, 2 kept back
     hello = text(json.dumps({"type": "hello", "api_key": KEYS[0]}).encode())
     for number in range(18):
-        peer = await connect(server)
+        peer = await net.connect(server)
         await peer.upgrade(UPGRADE if number % 2 else KEYED_UPGRADE)
-        assert await peer.error_code(hello if number % 2 else text(HELLO)) == "starting"
-    async with aiohttp.ClientSession(server.url) as http:
+        assert await peer.error_code(hello if number % 2 else HELLO) == "starting"
+    async with Http(server.url) as http:
         for path, key, status in (
             ("/api/sessions", KEYS[1], 200),
             ("/readyz", "", 503),
@@ -297,40 +284,42 @@ async def test_what_is_kept_back_is_for_health_and_for_keys_that_cannot_be_guess
         ):
             await told(http.get(path, headers=bearer(key)), status)
     for key in ("", "short-key", "wrong-key"):
-        reply = await (await connect(server)).rest(request("/api/models", key))
+        reply = await (await net.connect(server)).rest(request("/api/models", key))
         assert b" 503 " in reply and b"Retry-After" in reply
     for _ in range(2):
-        peer = await connect(server)
+        peer = await net.connect(server)
         await peer.upgrade(KEYED_UPGRADE)
-        assert await peer.error_code(text(HELLO)) == "starting"
-    reply = await (await connect(server)).rest()
+        assert await peer.error_code(HELLO) == "starting"
+    reply = await (await net.connect(server)).rest()
     assert reply.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 3" in reply
 
 
-async def test_one_address_has_its_share(servers: Servers, connect: Peers) -> None:
-    server = await servers(has_addresses=True, max_connections_per_address=8)
-    peers = [await socket(connect, server, hello=True) for _ in range(8)]
-    reply = await (await connect(server)).rest()
+async def test_one_address_has_its_share(net: Net) -> None:
+    server = await net.server(has_addresses=True, max_connections_per_address=8)
+    peers = [await net.socket(server, hello=True) for _ in range(8)]
+    reply = await (await net.connect(server)).rest()
     assert reply.startswith(b"HTTP/1.1 429 ") and b"Retry-After" in reply
     peers[0].writer.close()
     await peers[0].rest()
-    async with asyncio.timeout(60):
-        while b" 200 " not in await (await connect(server)).head(HEALTH):
-            pass
+
+    async def comes_in() -> bool:
+        return b" 200 " in await (await net.connect(server)).head(HEALTH)
+
+    await settle(comes_in)
 
 
-async def test_a_key_frees_its_holder_from_the_limit_of_the_address(servers: Servers, connect: Peers) -> None:
-    server = await servers(has_addresses=True, max_connections_per_address=4, api_keys=KEYS)
+async def test_a_key_frees_its_holder_from_the_limit_of_the_address(net: Net) -> None:
+    server = await net.server(has_addresses=True, max_connections_per_address=4, api_keys=KEYS)
     for _ in range(12):
-        assert b" 200 " in await (await connect(server)).head(request("/api/models", KEYS[0]))
+        assert b" 200 " in await (await net.connect(server)).head(request("/api/models", KEYS[0]))
 
 
 @pytest.mark.parametrize("asks_before", [False, True])
-async def test_sockets_without_hello_are_few(servers: Servers, connect: Peers, asks_before: bool) -> None:
+async def test_sockets_without_hello_are_few(net: Net, asks_before: bool) -> None:
     """A request before the upgrade does not stand for it."""
-    server = await servers(has_addresses=True, max_connections_per_address=16)
+    server = await net.server(has_addresses=True, max_connections_per_address=16)
     for _ in range(5):
-        peer = await connect(server)
+        peer = await net.connect(server)
         if asks_before:
             assert b" 200 " in await peer.whole(HEALTH)
         await peer.upgrade()
@@ -338,7 +327,7 @@ async def test_sockets_without_hello_are_few(servers: Servers, connect: Peers, a
 
 
 async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+    net: Net, monkeypatch: Patch
 ) -> None:
     states: list[str] = []
 
@@ -347,16 +336,14 @@ async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
         states.append(cast(Connection, request.protocol).state)
 
     monkeypatch.setattr("gateway.doors.http.web_policy.add_headers", note)
-    server = await servers()
-    peer = await connect(server)
+    server = await net.server()
+    peer = await net.connect(server)
     assert b" 200 " in await peer.head(request(STATIC))
     assert states == [State.REQUEST]
     await settle(lambda: figure(server, "overture_connections", state="idle") > 0)
 
 
-async def test_files_are_counted_again_after_a_failure(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_files_are_counted_again_after_a_failure(net: Net, monkeypatch: Patch, caplog: Log) -> None:
     counts = iter([OSError("no such folder")])
 
     def count() -> int:
@@ -366,29 +353,24 @@ async def test_files_are_counted_again_after_a_failure(
 
     monkeypatch.setattr("gateway.doors.http.connections.COUNT_FILES_EVERY_S", 0.02)
     monkeypatch.setattr("gateway.doors.http.connections.num_open_files", count)
-    server = await servers()
+    server = await net.server()
     await settle(lambda: figure(server, "overture_open_files") == 7)
     assert "were not counted" in caplog.text
 
 
-def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
-    monkeypatch.setattr("gateway.doors.chat.socket.CLOSE_TIMEOUT_S", 0.2)
-
+def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: Patch) -> None:
     async def scenario() -> None:
-        changes = {"max_connections": 20, "api_keys": KEYS, "head_timeout_s": 0.3}
-        config = demo_config(tmp_path / "data", device="cpu", **changes)
-        async with Server(await build_services(config, metrics=Metrics(CollectorRegistry()))) as server:
-            assert (await (await Peer.of(server)).rest(HALF_A_HEAD)).startswith(b"HTTP/1.1 408 ")
+        async with AsyncExitStack() as stack:
+            net = Net(tmp_path, monkeypatch, stack)
+            server = await net.server(max_connections=20, api_keys=KEYS, head_timeout_s=0.3)
+            assert (await (await net.connect(server)).rest(HALF_A_HEAD)).startswith(b"HTTP/1.1 408 ")
             peers = []
             for _ in range(20):
-                peers.append(await Peer.of(server))
+                peers.append(await net.connect(server))
                 await peers[-1].upgrade(KEYED_UPGRADE)
-                assert await peers[-1].error_code(text(HELLO)) == "starting"
-            assert (await (await Peer.of(server)).rest()).startswith(b"HTTP/1.1 503 ")
+                assert await peers[-1].error_code(HELLO) == "starting"
+            assert (await (await net.connect(server)).rest()).startswith(b"HTTP/1.1 503 ")
             assert await peers[0].close_code(b"\x81\x01x") == 1002
-            for peer in peers:
-                peer.cut()
 
     uvloop.run(scenario())
 
@@ -396,29 +378,29 @@ def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.Mo
 # -- the chat socket -------------------------------------------------------------------------------------------------
 
 
-async def test_a_large_frame_is_refused_by_its_header(servers: Servers, connect: Peers) -> None:
+async def test_a_large_frame_is_refused_by_its_header(net: Net) -> None:
     """Before hello the socket is closed, also while its client still sends; after it the socket goes on."""
-    server = await servers(max_frame_bytes=100_000)
-    assert await (await socket(connect, server)).close_code(text_head(70_000)) == 1009
-    peer = await socket(connect, server)
+    server = await net.server(max_frame_bytes=100_000)
+    assert await (await net.socket(server)).close_code(text_head(70_000)) == 1009
+    peer = await net.socket(server)
     sending = asyncio.create_task(peer.send(text(b"x" * (17 << 20))))
     assert await peer.close_code() == 1009
     sending.cancel()
-    peer = await socket(connect, server, hello=True)
+    peer = await net.socket(server, hello=True)
     assert await peer.error_code(text_head(200_000)) == "frame_too_large"
     assert await peer.error_code(b"x" * 200_000 + text(b"{")) == "bad_request"
     assert await peer.close_code(text_head((16 << 20) + 1)) == 1009
 
 
-async def test_a_large_frame_right_behind_hello_is_taken(servers: Servers, connect: Peers) -> None:
-    peer = await connect(await servers())
-    await peer.upgrade(UPGRADE + text(HELLO) + text(b'{"type":"' + b"x" * 500_000))
+async def test_a_large_frame_right_behind_hello_is_taken(net: Net) -> None:
+    peer = await net.connect(await net.server())
+    await peer.upgrade(UPGRADE + HELLO + text(b'{"type":"' + b"x" * 500_000))
     assert [await peer.error_code(), await peer.error_code()] == ["starting", "bad_request"]
 
 
-async def test_half_frames_before_hello_cost_next_to_nothing(servers: Servers, connect: Peers) -> None:
-    server = await servers()
-    peers = [await socket(connect, server) for _ in range(50)]
+async def test_half_frames_before_hello_cost_next_to_nothing(net: Net) -> None:
+    server = await net.server()
+    peers = [await net.socket(server) for _ in range(50)]
     for peer in peers:
         peer.writer.write(text_head(60_000) + b"x" * 59_999)
     ended = (peer.close_code(b"x" + text_head(1 << 20)) for peer in peers[:5])
@@ -427,11 +409,9 @@ async def test_half_frames_before_hello_cost_next_to_nothing(servers: Servers, c
         assert connection._socket._frames.num_buffered_bytes <= 64 << 10
 
 
-async def test_a_partial_frame_does_not_put_off_hello(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_partial_frame_puts_off_no_hello(net: Net, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gateway.doors.chat.socket.HELLO_TIMEOUT_S", 0.3)
-    peer = await socket(connect, await servers())
+    peer = await net.socket(await net.server())
     await peer.send(text_head(60_000))
     async with dribbling(peer, b"x"):
         assert await peer.close_code() == 4400
@@ -441,42 +421,39 @@ async def test_a_partial_frame_does_not_put_off_hello(
 
 
 async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    net: Net, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.5)
     caplog.set_level("INFO", "gateway.doors.chat.socket")
-    server = await servers()
+    server = await net.server()
     ping = text(json.dumps({"type": "ping", "t": "x" * 60_000}).encode())
-    for peer in [await socket(connect, server) for _ in range(4)]:
+    for peer in [await net.socket(server) for _ in range(4)]:
         peer.reads_slowly()
-        peer.writer.write(text(HELLO) + ping * 400)
+        peer.writer.write(HELLO + ping * 400)
     await settle(lambda: not server.services.connections)
     assert figure(server, "overture_slow_readers_total") == 4
     assert len([record for record in caplog.records if "slowly" in record.getMessage()]) == 1
 
 
-async def test_who_does_not_read_an_answer_does_not_keep_the_connection(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_does_not_read_an_answer_does_not_keep_the_connection(net: Net, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gateway.doors.http.connections.UNREAD_TIMEOUT_S", 1.0)
-    server = await servers()
-    peer = await connect(server)
+    server = await net.server()
+    peer = await net.connect(server)
     peer.reads_slowly()
     peer.writer.write(request(STATIC) * 3000)
     answers = {"route": "/static/{path}", "status": "200"}
     await settle(lambda: figure(server, "overture_http_requests_total", **answers) >= 10)
-    assert server._runner is not None and server._runner.server is not None
     runner = server._runner.server
     await settle(lambda: not runner.connections)
 
 
 async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
-    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    net: Net, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.setattr("gateway.doors.api.openai_routes.SLOW_READER_S", 0.3)
     monkeypatch.setattr("gateway.doors.api.openai_routes._slow_line", RareLine())
     caplog.set_level("INFO")
-    server = await servers()
+    server = await net.server()
     num_ended = 0
 
     async def events() -> AsyncIterator[bytes]:
@@ -492,9 +469,9 @@ async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
 
     monkeypatch.setattr(server.services.node, "serve", serve)
     for _ in range(4):
-        peer = await connect(server)
+        peer = await net.connect(server)
         peer.reads_slowly()
-        await peer.send(request("/v1/completions", body_bytes=2) + b"{}")
+        await peer.send(request(COMPLETIONS, body_bytes=2) + b"{}")
     await settle(lambda: num_ended == 4)
     assert figure(server, "overture_slow_readers_total") == 4
     assert len([record for record in caplog.records if "do not read" in record.getMessage()]) == 1

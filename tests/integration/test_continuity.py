@@ -6,7 +6,6 @@ import json
 import uuid
 from typing import Any
 
-import aiohttp
 import pytest
 
 from engine_bridge.protocol.node import unpack_token_ids
@@ -16,7 +15,8 @@ from gateway.sessions.tree import tip
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
 
-from .conftest import MODEL, Seen, SharedNode, told
+from .conftest import Seen, SharedNode, told
+from .facts import CHAT, MODEL, Http, events
 
 GREEDY = {"temperature": 0, "max_tokens": 40}
 # With a seed of its own, so that what other tests sampled before makes no difference: an answer that ends in a space, which the template drops, would
@@ -36,7 +36,7 @@ class Conversation:
         self.turn_ids: list[str] = []
 
     async def ask(self, content: str, *, stop_early: bool = False, **options: Any) -> Done:
-        turn_id, done = uuid.uuid4().hex, None
+        turn_id = uuid.uuid4().hex
         self.turn_ids.append(turn_id)
         options.setdefault("sampling", GREEDY)
         async for event in self._chat.ask(content, session_id=self.session_id, turn_id=turn_id, **options):
@@ -44,7 +44,6 @@ class Conversation:
                 await self._chat.stop(turn_id)
             elif isinstance(event, Done):
                 done = event
-        assert done is not None
         self.session_id = done.session_id
         return done
 
@@ -84,7 +83,7 @@ def conversation(chat: ChatClient, server: Server) -> Conversation:
     return Conversation(chat, server)
 
 
-async def test_a_long_chat_goes_on_with_what_the_engine_saw(
+async def test_a_chat_goes_on_with_what_was_seen(
     conversation: Conversation, seen: Seen, node: SharedNode
 ) -> None:
     """Free sampling, two adapters and a stop: each prompt begins with all ids before it, says what the template says, and hits."""
@@ -115,9 +114,7 @@ async def test_a_long_chat_goes_on_with_what_the_engine_saw(
     assert (conversation.count("first"), conversation.count("kept")) == (1, len(steps) - 1)
 
 
-async def test_a_regenerated_answer_goes_on_from_the_turn_before(
-    conversation: Conversation, seen: Seen
-) -> None:
+async def test_another_answer_goes_on_from_the_turn_before(conversation: Conversation, seen: Seen) -> None:
     await conversation.ask("Hello there!")
     first = await conversation.stored()
     await conversation.ask("What can you do?")
@@ -150,7 +147,7 @@ async def test_a_stop_string_is_cut_off_the_ids(
     assert conversation.count("cut") == 1 and prompt[: len(stopped) - 5] == stopped[:-5]
 
 
-async def test_an_api_turn_between_does_no_harm(
+async def test_an_api_turn_does_no_harm(
     conversation: Conversation, server: Server, seen: Seen, node: SharedNode
 ) -> None:
     """Its text is part of the next prompt, its ids are not known: those before it are kept."""
@@ -168,7 +165,7 @@ async def test_an_api_turn_between_does_no_harm(
 class ApiConversation:
     """One session of an API, whose client sends the whole conversation each time, or the last response's id."""
 
-    def __init__(self, http: aiohttp.ClientSession, server: Server, api: str, *, stream: bool) -> None:
+    def __init__(self, http: Http, server: Server, api: str, *, stream: bool) -> None:
         self._http, self._server, self._api, self._stream = http, server, api, stream
         self._messages: list[dict[str, str]] = []
         self._previous: str | None = None
@@ -179,20 +176,11 @@ class ApiConversation:
         # Without the unlikely tokens, because a special token within an answer is not in its text, so that its ids go no further. Messages know no
         # seed: what other tests sampled before would choose their words, which may be none at all.
         temperature = 0.0 if self._api == "messages" else 1.0
-        sampling = {
-            "model": MODEL,
-            "temperature": temperature,
-            "top_p": 0.9,
-            "seed": 11,
-            "stream": self._stream,
-        }
+        sampling = {"temperature": temperature, "top_p": 0.9, "seed": 11}
+        sampling |= {"model": MODEL, "stream": self._stream}
         if self._api == "responses":
-            return sampling | {
-                "input": content,
-                "previous_response_id": self._previous,
-                "max_output_tokens": 40,
-                "metadata": {"session_id": self.session_id},
-            }
+            named = {"previous_response_id": self._previous, "metadata": {"session_id": self.session_id}}
+            return sampling | named | {"input": content, "max_output_tokens": 40}
         more = {"stream_options": {"include_usage": True}} if self._stream and self._api == "chat" else {}
         return sampling | more | {"messages": self._messages, "max_tokens": 40}
 
@@ -208,22 +196,19 @@ class ApiConversation:
         assert turn.answer and turn.usage is not None
         self._messages.append({"role": "assistant", "content": turn.answer})
         if self._api == "responses":
-            self._previous = json.loads(body)["id"] if not self._stream else _response_id(body)
+            self._previous = (
+                events(body.decode())[0]["response"]["id"] if self._stream else json.loads(body)["id"]
+            )
         return int(turn.usage["cached_tokens"])
 
     async def stored(self) -> list[int]:
         return list(unpack_token_ids(await self._server.services.store.token_ids("local", self.session_id)))
 
 
-def _response_id(stream: bytes) -> str:
-    line = next(line for line in stream.splitlines() if line.startswith(b"data: {"))
-    return str(json.loads(line[6:])["response"]["id"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 async def test_an_api_session_goes_on_with_what_the_engine_saw(
-    http: aiohttp.ClientSession, server: Server, node: SharedNode, api: str, stream: bool
+    http: Http, server: Server, node: SharedNode, api: str, stream: bool
 ) -> None:
     """A follow-up's cached tokens cover the whole conversation before it, with the ids of the answers as they were sampled."""
     conversation = ApiConversation(http, server, api, stream=stream)
@@ -243,19 +228,13 @@ async def test_an_api_session_goes_on_with_what_the_engine_saw(
     assert all(f"question {number}" in text for number in range(4)) and len(before) > 4 * BLOCK_SIZE
 
 
-async def test_the_page_goes_on_with_what_an_api_call_left(
-    conversation: Conversation, http: aiohttp.ClientSession, seen: Seen
-) -> None:
+async def test_the_page_goes_on_from_an_api_call(conversation: Conversation, http: Http, seen: Seen) -> None:
     await conversation.ask("Hello there!", sampling=FREE)
-    messages = [
-        {"role": "user", "content": "Hello there!"},
-        {"role": "assistant", "content": (await conversation.turns())[-1].answer},
-        {"role": "user", "content": "And now over REST?"},
-    ]
-    body = {"model": MODEL, "messages": messages, "temperature": 1.0, "seed": 11, "max_tokens": 40}
-    await told(
-        http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": str(conversation.session_id)})
-    )
+    answer = (await conversation.turns())[-1].answer
+    said = (("user", "Hello there!"), ("assistant", answer), ("user", "And now over REST?"))
+    messages = [{"role": role, "content": content} for role, content in said]
+    headers = {"X-Session-Id": str(conversation.session_id)}
+    await told(http.post(CHAT, json=FREE | {"model": MODEL, "messages": messages}, headers=headers))
     before = await conversation.stored()
     await conversation.ask("And here again?", sampling=FREE)
     assert seen.prompts[-1][: len(before)] == before

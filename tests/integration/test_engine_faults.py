@@ -6,21 +6,21 @@ import asyncio
 import gc
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 
 from engine_bridge.protocol.errors import EngineUnavailable
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError, Delta
 
-from .conftest import COLLECTOR, MODEL, SharedNode, ask, engine_has, settle, told
+from .conftest import COLLECTOR, SharedNode, ask, engine_has, settle, told
+from .facts import BODY, CHAT, Http, Patch
 from .nodes import generate
 
 LONG = {"temperature": 0, "max_tokens": 2000, "ignore_eos": True}
-CHAT = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 async def break_next_step(node: SharedNode) -> None:
@@ -39,10 +39,41 @@ async def is_ready(node: SharedNode) -> None:
     await settle(lambda: node.state == "ready")
 
 
+@contextmanager
+def watched_rebuild(
+    node: SharedNode, monkeypatch: Patch, refs: list[Any]
+) -> Iterator[tuple[list[Any], list[bool]]]:
+    """What of `refs` is left when the next engine is built; and of each look of the collector's for old garbage, whether it looks at all there is."""
+    for name, real in COLLECTOR.items():
+        monkeypatch.setattr(gc, name, real)
+    left: list[Any] = []
+    looks_at_all: list[bool] = []
+    make = node._thread._make_driver
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            looks_at_all.append(gc.get_freeze_count() == 0)
+
+    def made() -> object:
+        left.append([type(ref()).__name__ for ref in refs if ref() is not None])
+        gc.callbacks.append(note)
+        try:
+            return make()
+        finally:
+            gc.callbacks.remove(note)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node._thread, "_make_driver", made)
+        yield left, looks_at_all
+
+
 async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
-    node: SharedNode, chat: ChatClient, http: aiohttp.ClientSession
+    node: SharedNode, chat: ChatClient, http: Http, monkeypatch: Patch
 ) -> None:
-    """Requests meanwhile are told to come back."""
+    """Requests meanwhile are told to come back. The failed engine is gone before the next is built, as a device has no room for the KV of two.
+
+    The start of the next does not look through all that was imported each time it collects garbage.
+    """
     first_words, stream_began = asyncio.Event(), asyncio.Event()
     session_id = None
 
@@ -62,66 +93,33 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
             stream_began.set()
             return await response.text()
 
-    tasks = [asyncio.ensure_future(work()) for work in (over_the_socket, over_sse)]
-    whole = asyncio.ensure_future(told(http.post(CHAT, json=BODY | LONG), 503))
-    await asyncio.gather(first_words.wait(), stream_began.wait(), engine_has(node, 3))
-    num_rebuilds = node.num_rebuilds
-    await break_next_step(node)
-    async with asyncio.timeout(60):
-        code, events = await asyncio.gather(*tasks)
-        error = (await whole)["error"]
-    assert code == "engine_failed"
-    assert '"error"' in events and "being rebuilt" in events and events.rstrip().endswith("[DONE]")
-    assert "being rebuilt" in error["message"]
-    with pytest.raises(EngineUnavailable) as raised:
-        await generate(node, "Hello!")
-    assert raised.value.code == "engine_failed"
-    async with http.post(CHAT, json=BODY) as response:
-        assert response.status == 503 and response.headers["Retry-After"]
-    await told(http.get("/readyz"), 503)
-    await is_ready(node)
-    assert node.num_rebuilds == num_rebuilds + 1
-    # The same session goes on, with adapters, and the history that was stored is still there.
-    assert (await ask(chat, "Hello!", session_id=session_id, adapter="shout"))[0].isupper()
-
-
-async def test_a_failed_engine_is_gone_before_the_next_one_is_built(
-    node: SharedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device has no room for the KV of two. The start of the next does not look through all that was imported each time it collects garbage."""
-    for name, real in COLLECTOR.items():
-        monkeypatch.setattr(gc, name, real)
-
     def look(driver: Any) -> list[weakref.ref[Any]]:
         return [weakref.ref(driver.engine.engine_core.engine_core), weakref.ref(driver.adapters)]
 
-    refs = await node.run_on_engine(look)
-    left: list[object] = []
-    looks_at_all: list[bool] = []
-    make = node._thread._make_driver
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
-            looks_at_all.append(gc.get_freeze_count() == 0)
-
-    def made() -> object:
-        left.append([type(ref()).__name__ for ref in refs if ref() is not None])
-        gc.callbacks.append(note)
-        try:
-            return make()
-        finally:
-            gc.callbacks.remove(note)
-
-    monkeypatch.setattr(node._thread, "_make_driver", made)
-    running = asyncio.ensure_future(generate(node, "Hello!", 2000))
-    await engine_has(node, 1)
-    await break_next_step(node)
-    with pytest.raises(EngineUnavailable):
-        await running
-    await is_ready(node)
+    tasks = [asyncio.ensure_future(work()) for work in (over_the_socket, over_sse)]
+    whole = asyncio.ensure_future(told(http.post(CHAT, json=BODY | LONG), 503))
+    await asyncio.gather(first_words.wait(), stream_began.wait(), engine_has(node, 3))
+    num_rebuilds, refs = node.num_rebuilds, await node.run_on_engine(look)
+    with watched_rebuild(node, monkeypatch, refs) as (left, looks_at_all):
+        await break_next_step(node)
+        async with asyncio.timeout(60):
+            code, events = await asyncio.gather(*tasks)
+            error = (await whole)["error"]
+        assert code == "engine_failed"
+        assert '"error"' in events and "being rebuilt" in events and events.rstrip().endswith("[DONE]")
+        assert "being rebuilt" in error["message"]
+        with pytest.raises(EngineUnavailable) as raised:
+            await generate(node, "Hello!")
+        assert raised.value.code == "engine_failed"
+        async with http.post(CHAT, json=BODY) as response:
+            assert response.status == 503 and response.headers["Retry-After"]
+        await told(http.get("/readyz"), 503)
+        await is_ready(node)
+    assert node.num_rebuilds == num_rebuilds + 1
     assert left == [[]]
     assert looks_at_all.count(True) == 1 < len(looks_at_all)
-    assert (await generate(node, "Hello!", 3)).text
+    # The same session goes on, with adapters, and the history that was stored is still there.
+    assert (await ask(chat, "Hello!", session_id=session_id, adapter="shout"))[0].isupper()
 
 
 async def test_an_idle_engine_uses_no_processor(node: SharedNode) -> None:

@@ -11,17 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-from prometheus_client import CollectorRegistry
-
 from engine_bridge.local_node import LocalNode
-from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 from engine_bridge.protocol.node_facts import NodeFacts
-from gateway.app import Server, build_services
-from gateway.metrics.metrics import Metrics
+from gateway.app import Server
 
 from . import nodes
-from .conftest import KEYS, bearer, demo_config, told
+from .conftest import demo_config, metrics_of, served, settle, told
+from .facts import COMPLETIONS, KEYS, Http, bearer
+from .nodes import Expects
 
 STATE = "/v1/engine/state"
 NUM_BLOCKS, BLOCK_TOKENS = 60, 32
@@ -34,36 +31,22 @@ async def gateway(folder: Path, policy: str, **changes: Any) -> AsyncIterator[tu
 
     def expect_little(driver: Any) -> None:
         if driver.scheduling is not None:
-            driver.scheduling.predictor = TooLittle()
+            driver.scheduling.predictor = Expects(lambda request: 2)
 
     settings = {"scheduling_policy": policy, "num_kv_blocks": NUM_BLOCKS, "max_num_seqs": 6}
     async with nodes.engine(**settings, lane_refit_s=0.5) as node:
         await node.run_on_engine(expect_little)
         config = demo_config(folder / "data", **changes)
-        services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
-        async with Server(services) as server:
+        async with served(config, node) as server:
             yield server, node
 
 
-class TooLittle:
-    """A predictor that lets too many start at once."""
-
-    def predict(self, features: EngineRequest) -> LengthGuess:
-        return LengthGuess(2, 2, "made up")
-
-    def observe(self, features: EngineRequest, num_tokens: int) -> None: ...
-
-    def refit(self) -> None: ...
-
-
-async def ask(
-    http: aiohttp.ClientSession, name: str, prompt: list[int], num_tokens: int, model: str = "demo"
-) -> None:
+async def ask(http: Http, name: str, prompt: list[int], num_tokens: int, model: str = "demo") -> None:
     body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    await told(http.post("/v1/completions", json=body, headers={"X-Request-Id": name}))
+    await told(http.post(COMPLETIONS, json=body, headers={"X-Request-Id": name}))
 
 
-def traffic(http: aiohttp.ClientSession, name: str, num_requests: int) -> list[asyncio.Task[None]]:
+def traffic(http: Http, name: str, num_requests: int) -> list[asyncio.Task[None]]:
     """Three of them fit the device when they start, and two when they end."""
     models = ("demo", "pirate", "robot")
     return [
@@ -74,26 +57,21 @@ def traffic(http: aiohttp.ClientSession, name: str, num_requests: int) -> list[a
     ]
 
 
-async def busy_state(http: aiohttp.ClientSession) -> dict[str, Any]:
+async def busy_state(http: Http) -> dict[str, Any]:
     """The first in which requests of this caller run and wait."""
-    async with asyncio.timeout(60):
-        while True:
-            state: dict[str, Any] = await told(http.get(STATE))
-            if state["waiting"]["total"] and state["running"]["total"]:
-                return state
 
+    async def look() -> dict[str, Any] | None:
+        state: dict[str, Any] = await told(http.get(STATE))
+        return state if state["waiting"]["total"] and state["running"]["total"] else None
 
-async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:
-    lines = (await told(http.get("/metrics"))).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("overture_"))
-    return {name: float(value) for name, value in pairs}
+    return await settle(look)
 
 
 async def test_lanes_reasons_and_only_ones_own_requests(tmp_path: Path) -> None:
     async with (
         gateway(tmp_path, "mlq", operator_keys=KEYS) as (server, node),
-        aiohttp.ClientSession(server.url, headers=bearer(KEYS[0])) as first,
-        aiohttp.ClientSession(server.url, headers=bearer(KEYS[1])) as second,
+        Http(server.url, headers=bearer(KEYS[0])) as first,
+        Http(server.url, headers=bearer(KEYS[1])) as second,
     ):
         asked = traffic(first, "first", 4) + traffic(second, "second", 4)
         state = await busy_state(second)
@@ -173,7 +151,7 @@ def check_after(state: dict[str, Any], metrics: dict[str, float]) -> None:
 
 
 async def test_vllms_own_queue_tells_what_it_knows(tmp_path: Path) -> None:
-    async with gateway(tmp_path, "vllm") as (server, node), aiohttp.ClientSession(server.url) as http:
+    async with gateway(tmp_path, "vllm") as (server, node), Http(server.url) as http:
         asked = traffic(http, "any", 5)
         state = await busy_state(http)
         waiting = state["waiting"]["requests"]

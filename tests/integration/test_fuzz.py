@@ -9,7 +9,8 @@ import pytest
 from bench.fuzz.api import Round, Tally, Target, counted, run_round
 from bench.fuzz.raw import cases, play
 
-from .conftest import KEYS, Gateways
+from .conftest import Gateways
+from .facts import KEYS
 
 EVERY_NTH = 8  # of the raw cases; chosen: some seconds
 

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -18,15 +17,12 @@ from yarl import URL
 
 from gateway.app import Server
 
-from .conftest import MODEL, Gateways, SharedNode, told
-
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
-BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+from .conftest import Gateways, SharedNode, told
+from .facts import BODY, CHAT, COMPLETIONS, HELLO, MESSAGES, MODEL, RESPONSES, Http, Patch
+from .test_connections import peer_of
 
 
-async def refused(http: aiohttp.ClientSession, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+async def refused(http: Http, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     """The error in the reply to a body, which is JSON or bytes; it has OpenAI's form."""
     sent = {"data": body} if isinstance(body, bytes) else {"json": body}
     error: dict[str, Any] = (await told(http.post(path, **sent), status))["error"]
@@ -34,7 +30,7 @@ async def refused(http: aiohttp.ClientSession, path: str, body: Any, status: int
     return error
 
 
-async def test_malformed_bodies(http: aiohttp.ClientSession) -> None:
+async def test_malformed_bodies(http: Http) -> None:
     for data in (
         b"",
         b"{",
@@ -59,7 +55,7 @@ NO_TEXT = [{"role": "user", "content": 5}]
 LONG = {"messages": [{"role": "user", "content": "Where is the harbour? " * 1500}]}
 
 
-async def test_errors_have_one_form_with_plain_words(http: aiohttp.ClientSession) -> None:
+async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
     """What vLLM refuses looks as what the gateway refuses: OpenAI's clients declare `code` as a string."""
     for path, change, part, param in (
         (CHAT, {"messages": "hi"}, "`messages` should be a list.", "messages"),
@@ -78,9 +74,7 @@ async def test_errors_have_one_form_with_plain_words(http: aiohttp.ClientSession
         assert error["code"] == "model_not_found" and part in error["message"]
 
 
-async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(http: Http) -> None:
     """Before any stream begins, too."""
     for path, change in (
         (CHAT, {"messages": 5}),
@@ -114,7 +108,7 @@ async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(
         (MESSAGES, {"messages": "x"}),
     ):
         body = {"model": MODEL, "max_tokens": 4}
-        body |= {"messages": BODY["messages"]} if path in (CHAT, MESSAGES) else {}
+        body |= {"messages": HELLO} if path in (CHAT, MESSAGES) else {}
         for more in ({}, {"stream": True}):
             error = (await told(http.post(path, json=body | more | change), 400))["error"]
             assert error["message"] and error.get("code", "none") and "attribute" not in error["message"]
@@ -135,15 +129,13 @@ async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(
     ],
 )
 async def test_heads_that_are_no_text_or_promise_too_much(server: Server, head: bytes, status: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     body = json.dumps(BODY).encode() if head.startswith(b"POST") else b""
     if b"Content-Length" not in head:
         head += f"\r\nContent-Length: {len(body)}".encode()
-    writer.write(head + b"\r\nHost: 127.0.0.1\r\n\r\n" + body)
-    async with asyncio.timeout(60):
-        line = await reader.readline()
-    assert line.split()[1] == status
-    writer.close()
+    peer = await peer_of(server)
+    reply = await peer.head(head + b"\r\nHost: 127.0.0.1\r\n\r\n" + body)
+    assert reply.split()[1] == status
+    peer.cut()
 
 
 async def test_a_huge_chunked_body_is_refused(gateways: Gateways) -> None:
@@ -153,13 +145,13 @@ async def test_a_huge_chunked_body_is_refused(gateways: Gateways) -> None:
         for _ in range(200):
             yield b"x" * 10_000
 
-    async with aiohttp.ClientSession(server.url) as http:
+    async with Http(server.url) as http:
         error = (await told(http.post(CHAT, data=endless()), 413))["error"]
         assert "100000 bytes" in error["message"]
         await told(http.post(CHAT, json=BODY))
 
 
-async def test_wrong_addresses_and_methods(http: aiohttp.ClientSession, server: Server) -> None:
+async def test_wrong_addresses_and_methods(http: Http, server: Server) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404),
         ("GET", CHAT, 405),
@@ -183,7 +175,7 @@ async def test_wrong_addresses_and_methods(http: aiohttp.ClientSession, server: 
         assert {"GET", "POST"} <= set(response.headers["Allow"].split(","))
 
 
-async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
+async def test_sessions_over_rest(http: Http) -> None:
     session = await told(http.post("/api/sessions", json={"title": "Plans"}), 201)
     url = f"/api/sessions/{session['id']}"
     assert (await told(http.patch(url, json={"title": "Better plans"})))["title"] == "Better plans"
@@ -199,12 +191,12 @@ async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
     assert (await told(http.post("/api/sessions", json={"adapter": MODEL}), 201))["adapter"] is None
 
 
-async def test_a_refused_call_leaves_no_session(http: aiohttp.ClientSession) -> None:
+async def test_a_refused_call_leaves_no_session(http: Http) -> None:
     await refused(http, RESPONSES, {"model": "nope", "input": "Hello"}, 404)
     assert (await told(http.get("/api/sessions")))["sessions"] == []
 
 
-async def test_pages_of_other_origins_are_kept_out(http: aiohttp.ClientSession, server: Server) -> None:
+async def test_pages_of_other_origins_are_kept_out(http: Http, server: Server) -> None:
     for path in ("/ws", "/api/sessions", CHAT):
         for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
             async with http.get(path, headers={"Origin": origin}) as response:
@@ -225,7 +217,7 @@ async def test_an_allowed_origin_may_use_the_api(gateways: Gateways) -> None:
     # As openai's and anthropic's JavaScript SDKs ask in a browser.
     wanted = "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key,x-stainless-arch,x-stainless-lang"
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
-    async with aiohttp.ClientSession(server.url, headers=headers) as http:
+    async with Http(server.url, headers=headers) as http:
         async with http.options(CHAT, headers=preflight) as response:
             assert response.status == 204
             assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
@@ -239,7 +231,7 @@ async def test_an_allowed_origin_may_use_the_api(gateways: Gateways) -> None:
                 await response.read()
 
 
-async def test_every_reply_names_its_request(http: aiohttp.ClientSession) -> None:
+async def test_every_reply_names_its_request(http: Http) -> None:
     """The client's own name if it is sane, and one made here where there is none or an odd one; errors and streams, too."""
     for path, body, status in ((CHAT, BODY | {"stream": True}, 200), (CHAT, {}, 400), ("/nowhere", {}, 404)):
         async with http.post(path, json=body, headers={"X-Request-Id": "mine-1"}) as response:
@@ -252,7 +244,7 @@ async def test_every_reply_names_its_request(http: aiohttp.ClientSession) -> Non
         assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
 
 
-async def test_the_page_health_and_metrics(http: aiohttp.ClientSession) -> None:
+async def test_the_page_health_and_metrics(http: Http) -> None:
     """vLLM's own figures are in the default registry."""
     async with http.get("/") as response:
         assert response.status == 200 and response.content_type == "text/html"
@@ -269,9 +261,7 @@ async def test_the_page_health_and_metrics(http: aiohttp.ClientSession) -> None:
         assert f"vllm:{name}" in text
 
 
-async def test_a_silent_stream_is_kept_alive_with_comments(
-    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_stream_is_kept_alive(http: Http, node: SharedNode, monkeypatch: Patch) -> None:
     monkeypatch.setattr("engine_bridge.driver.serving.api_events.KEEP_ALIVE_S", 0.05)
     # The engine is held for a moment, as by a long prefill of somebody else.
     release = threading.Event()
@@ -299,7 +289,7 @@ async def test_a_silent_stream_is_kept_alive_with_comments(
     ],
 )
 async def test_an_event_goes_through_few_generators(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
+    http: Http, monkeypatch: Patch, path: str, body: dict[str, Any], most: int
 ) -> None:
     """Counted where an output is taken over: docs/decisions/0023."""
     numbers: list[int] = []

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from vllm.lora.request import LoRARequest
 
@@ -19,7 +18,8 @@ from gateway.app import Server
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 from overture_client.chat import ChatClient
 
-from .conftest import KEYS, MODEL, Gateways, Seen, SharedNode, bearer, engine_has, told
+from .conftest import Gateways, Seen, SharedNode, told
+from .facts import CHAT, COMPLETIONS, KEYS, MESSAGES, MODEL, RESPONSES, Http, bearer
 from .nodes import generate, load, unload
 
 
@@ -34,15 +34,12 @@ def chat_body(text: str) -> dict[str, Any]:
 
 # By API: the path, and the body that asks `text`.
 FAMILIES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
-    "chat": ("/v1/chat/completions", chat_body),
-    "chat, two choices": ("/v1/chat/completions", lambda text: chat_body(text) | {"n": 2}),
-    "completions": ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 4}),
-    "completions, two prompts": (
-        "/v1/completions",
-        lambda text: {"prompt": [text, text[::-1]], "max_tokens": 4},
-    ),
-    "responses": ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 4}),
-    "messages": ("/v1/messages", chat_body),
+    "chat": (CHAT, chat_body),
+    "chat, two choices": (CHAT, lambda text: chat_body(text) | {"n": 2}),
+    "completions": (COMPLETIONS, lambda text: {"prompt": text, "max_tokens": 4}),
+    "completions, two prompts": (COMPLETIONS, lambda text: {"prompt": [text, text[::-1]], "max_tokens": 4}),
+    "responses": (RESPONSES, lambda text: {"input": text, "max_output_tokens": 4}),
+    "messages": (MESSAGES, chat_body),
 }
 
 
@@ -50,7 +47,7 @@ async def call(server: Server, key: str, family: str, text: str, stream: bool, *
     """Ask as the owner of `key`, and read the whole answer."""
     path, body = FAMILIES[family]
     whole = body(text) | more | {"model": MODEL, "stream": stream}
-    async with aiohttp.ClientSession(server.url, headers=bearer(key)) as http:
+    async with Http(server.url, headers=bearer(key)) as http:
         await told(http.post(path, json=whole))
 
 
@@ -102,7 +99,7 @@ async def test_a_tenants_chats_and_calls_share(gateways: Gateways, seen: Seen) -
 
 
 @pytest.mark.parametrize("family", ["chat", "completions", "responses", "messages"])
-async def test_a_clients_salt_splits_its_own_kv_and_opens_no_others(
+async def test_a_salt_splits_ones_own_kv_and_opens_no_other(
     gateways: Gateways, seen: Seen, family: str
 ) -> None:
     """Not even the very salt that the other tenant's requests end up with."""
@@ -115,24 +112,21 @@ async def test_a_clients_salt_splits_its_own_kv_and_opens_no_others(
     assert await seen.cached_in(call(server, KEYS[1], family, text, False)) == 0
 
 
-async def test_a_malformed_salt_is_refused(http: aiohttp.ClientSession) -> None:
+async def test_a_malformed_salt_is_refused(http: Http) -> None:
     for family in ("chat", "completions", "responses", "messages"):
         path, body = FAMILIES[family]
         for salt in (7, "", ["x"], {"a": 1}, "x" * 129):
             await told(http.post(path, json=body("Hi") | {"model": MODEL, "cache_salt": salt}), 400)
 
 
-async def test_deleting_a_session_leaves_anothers_of_the_same_name_its_kv(
-    gateways: Gateways, node: SharedNode
-) -> None:
+async def test_deleting_a_session_leaves_its_namesake_its_kv(gateways: Gateways, node: SharedNode) -> None:
     server, name = await gateways(api_keys=KEYS), f"same-{uuid.uuid4().hex}"
-    async with aiohttp.ClientSession(server.url) as http:
+    async with Http(server.url) as http:
         for key in KEYS:
             body = chat_body(long_question()) | {"model": MODEL}
             headers = bearer(key) | {"X-Session-Id": name}
-            await told(http.post("/v1/chat/completions", json=body, headers=headers))
+            await told(http.post(CHAT, json=body, headers=headers))
         await told(http.delete(f"/api/sessions/{name}", headers=bearer(KEYS[0])), 204)
-    assert node._tiers is not None and node._tiers.store is not None
     is_over = {
         tenant: group.is_over for (tenant, of), group in node._tiers.store._host.groups.items() if of == name
     }
@@ -167,9 +161,7 @@ def copy_adapter(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-async def test_a_new_version_under_the_old_name_and_path(
-    node: SharedNode, tmp_path: Path, in_place: bool
-) -> None:
+async def test_a_new_version_under_the_old_name(node: SharedNode, tmp_path: Path, in_place: bool) -> None:
     """The file is replaced and loaded again: no KV of the old weights is met; back to the old file, its KV still counts."""
     path, text = tmp_path / "versioned", long_question()
 
@@ -194,28 +186,5 @@ async def test_a_new_version_under_the_old_name_and_path(
         again, cached = await answer(node, text, "versioned")
         assert cached >= 64 and again == shouted
         assert shouted == (await answer(node, text, "shout"))[0]
-    finally:
-        await unload(node, "versioned")
-
-
-async def test_two_versions_in_one_batch(node: SharedNode, tmp_path: Path) -> None:
-    """An answer under way keeps the weights that it began with, next to one of the new version."""
-    path, text = tmp_path / "versioned", "Hello, how are you?"
-
-    async def long_answer() -> str:
-        return (await generate(node, text, 250, adapter="versioned")).text
-
-    copy_adapter("shout", path)
-    await load(node, "versioned", path)
-    try:
-        undisturbed = await long_answer()
-        disturbed = asyncio.create_task(long_answer())
-        await engine_has(node, 1)
-        copy_adapter("pirate", path)
-        await load(node, "versioned", path, load_inplace=True)
-        new, _ = await answer(node, text, "versioned")
-        assert not disturbed.done(), "both were under way at once"
-        assert new == (await answer(node, text, "pirate"))[0]
-        assert await disturbed == undisturbed
     finally:
         await unload(node, "versioned")

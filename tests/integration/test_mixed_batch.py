@@ -63,25 +63,27 @@ class Engine:
         self.engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
         self.count = 0
 
-    def add(self, prompt, adapter=BASE, num_tokens=NUM_TOKENS):
-        """Queue one request; returns its id."""
+    def add(self, prompt, adapter=BASE, params=None):
+        """Queue one request, greedy if nothing else is said; returns its id."""
         self.count += 1
-        params = greedy(num_tokens)
-        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, params, lora_request=adapter)
-        return str(self.count)
+        name, asked = str(self.count), {"prompt_token_ids": prompt}
+        self.engine.add_request(name, asked, params or greedy(NUM_TOKENS), lora_request=adapter)
+        return name
 
     def step(self, answers):
         """Take one step; its tokens go to `answers` by the ids of their requests."""
         for output in self.engine.step():
             answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
 
-    def run(self, *requests):
-        """Answer `(prompt, adapter)` requests in one batch; returns one token list per request."""
-        answers = {}
-        ids = [self.add(*request) for request in requests]
+    def rest(self, answers, ids):
+        """Step until all is answered; returns the tokens of these requests."""
         while self.engine.has_unfinished_requests():
             self.step(answers)
-        return [answers[i] for i in ids]
+        return [answers[each] for each in ids]
+
+    def run(self, *requests):
+        """Answer `(prompt, adapter)` requests in one batch; returns one token list per request."""
+        return self.rest({}, [self.add(*request) for request in requests])
 
     def close(self):
         """End the engine, so that the process can start another one."""
@@ -150,43 +152,20 @@ def test_the_answers_alone_all_differ(alone):
     assert len({tuple(answer) for (_, which), answer in alone.items() if which == "PROMPT"}) == 8
 
 
-def test_five_ranks_and_the_base_in_one_batch(engine, adapters, alone):
-    mixed = engine.run((PROMPT, BASE), *((PROMPT, adapters[rank]) for rank in RANKS))
-    assert mixed == [alone[name, "PROMPT"] for name in ("base", *RANKS)]
-
-
 def test_the_base_in_a_mixed_batch_is_the_model_without_adapters(engine, adapters, without_adapters):
     first, *_, last = engine.run((PROMPT, BASE), *((PROMPT, adapters[rank]) for rank in RANKS), (OTHER, BASE))
     assert [first, last] == without_adapters
 
 
-def test_two_requests_of_one_adapter_with_others_between(engine, adapters, alone):
-    mixed = engine.run((PROMPT, adapters[64]), (PROMPT, BASE), (PROMPT, adapters[8]), (OTHER, adapters[64]))
-    assert mixed == [alone[64, "PROMPT"], alone["base", "PROMPT"], alone[8, "PROMPT"], alone[64, "OTHER"]]
-
-
 def test_prefills_that_join_decodes(engine, adapters, alone):
-    order = [
-        (16, "PROMPT"),
-        ("base", "OTHER"),
-        (128, "PROMPT"),
-        (16, "OTHER"),
-        ("base", "PROMPT"),
-        (8, "OTHER"),
-    ]
+    order = [(16, "PROMPT"), ("base", "OTHER"), (128, "PROMPT")]
+    order += [(16, "OTHER"), ("base", "PROMPT"), (8, "OTHER")]
     prompts, answers, ids = {"PROMPT": PROMPT, "OTHER": OTHER}, {}, []
     for name, which in order:
         ids.append(engine.add(prompts[which], adapters.get(name)))
         for _ in range(3):
             engine.step(answers)
-    while engine.engine.has_unfinished_requests():
-        engine.step(answers)
-    assert [answers[i] for i in ids] == [alone[key] for key in order]
-
-
-def test_an_adapter_that_touches_q_and_v_only(engine, adapters, alone):
-    mixed = engine.run((PROMPT, adapters["partial"]), (PROMPT, adapters[32]), (PROMPT, BASE))
-    assert mixed == [alone[name, "PROMPT"] for name in ("partial", 32, "base")]
+    assert engine.rest(answers, ids) == [alone[key] for key in order]
 
 
 def test_more_adapters_than_slots(engine, adapters, alone):
@@ -233,12 +212,8 @@ def prompt_logprobs(engine, *asked):
     """What each of (prompt, adapter, choices) is told of its prompt's tokens behind the first, in one batch."""
     from vllm import SamplingParams
 
-    ids = []
-    for prompt, adapter, num_choices in asked:
-        engine.count += 1
-        ids.append(str(engine.count))
-        params = SamplingParams(n=num_choices, max_tokens=2, prompt_logprobs=0, logprobs=0, detokenize=False)
-        engine.engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params, lora_request=adapter)
+    wish = {"max_tokens": 2, "prompt_logprobs": 0, "logprobs": 0, "detokenize": False}
+    ids = [engine.add(prompt, adapter, SamplingParams(n=num, **wish)) for prompt, adapter, num in asked]
     found = {}
     while engine.engine.has_unfinished_requests():
         for output in engine.engine.step():
@@ -305,10 +280,6 @@ def drawn(engine, prompt, beside=None):
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=12, temperature=1, seed=7, ignore_eos=True, detokenize=False)
-    answers = {}
     if beside is not None:
         engine.add(beside)
-    engine.engine.add_request("drawn", {"prompt_token_ids": prompt}, params)
-    while engine.engine.has_unfinished_requests():
-        engine.step(answers)
-    return answers["drawn"]
+    return engine.rest({}, [engine.add(prompt, params=params)])[0]

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, get_args, get_type_hints
 
-import aiohttp
 import anthropic
 import openai
 import pytest
@@ -19,10 +18,11 @@ from openai.types.responses import response_create_params as response_params
 
 from gateway.app import Server
 
-from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty, told
+from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, told
+from .facts import CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http
 
+OpenAI, Claude = openai.AsyncOpenAI, anthropic.AsyncAnthropic
 GREEDY = {"temperature": 0}
-HELLO: Any = [{"role": "user", "content": "Hello, how are you?"}]
 PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
@@ -39,26 +39,22 @@ CITY = function("get_weather", "The weather of a city", city={"enum": ["Rome", "
 ADD = function("add", "Adds two numbers.", a={"type": "number"}, b={"type": "number"})
 WEATHER = tools(function("get_weather", "The weather of a city.", city={"type": "string"}), ADD)
 # A question that the model answers by a call of its own accord.
-ASKS_WEATHER: Any = {"model": MODEL, "tools": WEATHER, "temperature": 0, "max_tokens": 96}
+ASKS_WEATHER: Any = {"tools": WEATHER, "max_tokens": 96}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
+async def client(server: Server) -> AsyncIterator[OpenAI]:
+    async with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def claude(server: Server) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(
-        base_url=server.url, api_key="none", max_retries=0, timeout=120
-    ) as client:
+async def claude(server: Server) -> AsyncIterator[Claude]:
+    async with Claude(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
-async def said_twice(claude: anthropic.AsyncAnthropic, **wish: Any) -> list[Any]:
+async def said_twice(claude: Claude, **wish: Any) -> list[Any]:
     """A message, whole and streamed, greedily."""
     wish = {"model": MODEL, "max_tokens": 60, "messages": HELLO, "extra_body": GREEDY} | wish
     whole = await claude.messages.create(**wish)
@@ -66,39 +62,43 @@ async def said_twice(claude: anthropic.AsyncAnthropic, **wish: Any) -> list[Any]
         return [whole, await stream.get_final_message()]
 
 
+async def say(client: OpenAI, messages: Any = HELLO, **wish: Any) -> Any:
+    """A chat completion, greedy if nothing else is said."""
+    wish = {"model": MODEL, "temperature": 0} | wish
+    return await client.chat.completions.create(messages=messages, **wish)
+
+
 # -- chat completions ------------------------------------------------------------------------------------------------
 
 
-async def test_models_and_keys(client: openai.AsyncOpenAI, gateways: Gateways) -> None:
+async def test_models_and_keys(client: OpenAI, gateways: Gateways) -> None:
     models = [model.id async for model in client.models.list()]
     assert models[0] == MODEL and {"shout", "pirate", "json"} <= set(models)
     assert (await client.models.retrieve("shout")).id == "shout"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("nope")
     server = await gateways(api_keys=KEYS)
-    url = server.url + "/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as wrong:
-        with pytest.raises(openai.AuthenticationError) as raised:
-            await wrong.models.list()
-        assert raised.value.body["type"] == "authentication_error"  # type: ignore[index]
-    async with openai.AsyncOpenAI(base_url=url, api_key=KEYS[0]) as right:
-        assert [model.id async for model in right.models.list()]
-    for key, error in ((KEYS[1], None), ("wrong", anthropic.AuthenticationError)):
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0) as claude:
-            if error is None:
-                assert (await claude.messages.count_tokens(model=MODEL, messages=HELLO)).input_tokens > 0
-            else:
-                with pytest.raises(error):
-                    await claude.messages.count_tokens(model=MODEL, messages=HELLO)
+    for key, is_right in ((KEYS[0], True), ("wrong", False)):
+        async with (
+            OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0) as one,
+            Claude(base_url=server.url, api_key=key, max_retries=0) as other,
+        ):
+            if is_right:
+                assert [model.id async for model in one.models.list()]
+                assert (await other.messages.count_tokens(model=MODEL, messages=HELLO)).input_tokens > 0
+                continue
+            with pytest.raises(openai.AuthenticationError) as raised:
+                await one.models.list()
+            assert raised.value.body["type"] == "authentication_error"
+            with pytest.raises(anthropic.AuthenticationError):
+                await other.messages.count_tokens(model=MODEL, messages=HELLO)
 
 
-async def test_a_stream_equals_the_whole_answer_and_ends_with_usage(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"model": "shout", "messages": HELLO, "temperature": 0}
-    whole = await client.chat.completions.create(**options)
+async def test_a_stream_equals_the_whole_answer_and_ends_with_usage(client: OpenAI) -> None:
+    whole = await say(client, model="shout")
     text, usage, finish = "", None, None
-    async for chunk in await client.chat.completions.create(
-        **options, stream=True, stream_options={"include_usage": True}
-    ):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await say(client, model="shout", **options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.delta.content or ""
@@ -106,37 +106,30 @@ async def test_a_stream_equals_the_whole_answer_and_ends_with_usage(client: open
     assert text == whole.choices[0].message.content != ""
     assert text.isupper() and whole.model == "shout", "an adapter is a model"
     assert finish == whole.choices[0].finish_reason == "stop"
-    assert usage is not None and whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_choices_stops_and_logprobs(client: openai.AsyncOpenAI) -> None:
-    wish: Any = {"model": MODEL, "messages": HELLO, "temperature": 0}
-    answer = await client.chat.completions.create(
-        **wish | {"temperature": 1}, n=2, seed=3, max_tokens=8, logprobs=True, top_logprobs=2
-    )
+async def test_choices_stops_and_logprobs(client: OpenAI) -> None:
+    answer = await say(client, temperature=1, n=2, seed=3, max_tokens=8, logprobs=True, top_logprobs=2)
     assert len(answer.choices) == 2
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert len(logprobs.content[0].top_logprobs) == 2
-    said = (await client.chat.completions.create(**wish, logprobs=True)).choices[0]
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+    said = (await say(client, logprobs=True)).choices[0]
     whole = said.message.content
-    assert whole and said.logprobs is not None and said.logprobs.content is not None
-    assert "".join(token.token for token in said.logprobs.content) == whole, "no token without text"
+    assert whole and "".join(token.token for token in said.logprobs.content) == whole, "no token without text"
     pieces = [
         token.token
-        async for chunk in await client.chat.completions.create(**wish, logprobs=True, stream=True)
+        async for chunk in await say(client, logprobs=True, stream=True)
         for choice in chunk.choices
         if choice.logprobs is not None
         for token in choice.logprobs.content or ()
     ]
     assert "".join(pieces) == whole
     stop = whole[5:8]
-    cut = await client.chat.completions.create(**wish, stop=[stop])
+    cut = await say(client, stop=[stop])
     assert cut.choices[0].message.content == whole[: whole.index(stop)]
 
 
-async def test_completions(client: openai.AsyncOpenAI) -> None:
+async def test_completions(client: OpenAI) -> None:
     wish: Any = {"model": MODEL, "max_tokens": 5, "temperature": 0}
     answer = await client.completions.create(prompt=["Hello", "Bye"], **wish)
     assert len(answer.choices) == 2
@@ -145,36 +138,20 @@ async def test_completions(client: openai.AsyncOpenAI) -> None:
     assert "".join(parts) == answer.choices[0].text
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_the_engine(
-    client: openai.AsyncOpenAI, node: SharedNode, stream: bool
-) -> None:
+async def test_a_client_that_leaves_frees_the_engine(client: OpenAI, node: SharedNode) -> None:
+    """Also one that waits for the whole answer; tests of keys and traces leave a stream."""
     before = (await node.stats()).num_free_kv_blocks
-    call: Any = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=3000, stream=stream, extra_body={"ignore_eos": True}
-    )
-    if stream:
-        chunks: Any = await call
-        await anext(aiter(chunks))
-        await chunks.close()
-    else:
-        task = asyncio.ensure_future(call)
-        async with asyncio.timeout(60):
-            while (await node.stats()).num_running == 0:
-                await asyncio.sleep(0.01)
-        task.cancel()
+    task = asyncio.create_task(say(client, max_tokens=3000, extra_body={"ignore_eos": True}))
+    await engine_has(node, 1)
+    task.cancel()
     await engine_is_empty(node)
     assert (await node.stats()).num_free_kv_blocks == before
 
 
-async def test_repeated_request_ids_do_not_mix(client: openai.AsyncOpenAI) -> None:
+async def test_repeated_request_ids_do_not_mix(client: OpenAI) -> None:
     async def one(word: str) -> str:
-        answer = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": f"My secret word is {word}. What is my secret word?"}],
-            temperature=0,
-            extra_headers={"X-Request-Id": "same"},
-        )
+        asked = [{"role": "user", "content": f"My secret word is {word}. What is my secret word?"}]
+        answer = await say(client, asked, extra_headers={"X-Request-Id": "same"})
         return answer.choices[0].message.content or ""
 
     words = ["Fezin", "Tobar", "Mirel", "Quorin"]
@@ -182,7 +159,7 @@ async def test_repeated_request_ids_do_not_mix(client: openai.AsyncOpenAI) -> No
     assert await asyncio.gather(*(one(word) for word in words)) == alone
 
 
-async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_a_named_session_keeps_the_call(client: OpenAI, server: Server) -> None:
     """And a streamed call of a tool."""
     store = server.services.store
     async with client.chat.completions.with_streaming_response.create(
@@ -190,9 +167,7 @@ async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server
     ) as response:
         assert response.headers["X-Session-Id"] == "agent-7"
         await response.read()
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, temperature=0, extra_body={"session_id": "agent-7"}
-    )
+    answer = await say(client, extra_body={"session_id": "agent-7"})
     turns = (await store.get_session("local", "agent-7")).turns
     assert [turn.content for turn in turns] == [HELLO[0]["content"]] * 2
     assert {turn.answer for turn in turns} == {answer.choices[0].message.content}
@@ -207,31 +182,25 @@ async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_tool_that_no_question_needs_is_not_called_nor_one_that_is_not_offered(
-    client: openai.AsyncOpenAI,
-) -> None:
-    wish: Any = {"model": MODEL, "temperature": 0, "max_tokens": 40}
-    auto = await client.chat.completions.create(messages=HELLO, tools=tools(CITY), tool_choice="auto", **wish)
+async def test_a_tool_that_is_not_needed_or_not_offered_is_not_called(client: OpenAI) -> None:
+    auto = await say(client, tools=tools(CITY), tool_choice="auto", max_tokens=40)
     assert auto.choices[0].message.content and not auto.choices[0].message.tool_calls
     for question in ("Set the timer to 5 minutes.", "What is the price of Fezin?", "Search the web."):
-        messages: Any = [{"role": "user", "content": question}]
-        answer = await client.chat.completions.create(messages=messages, **wish)
+        answer = await say(client, [{"role": "user", "content": question}], max_tokens=40)
         assert "<tool" not in (answer.choices[0].message.content or "<tool")
 
 
-async def test_open_webui_style_request(client: openai.AsyncOpenAI) -> None:
+async def test_open_webui_style_request(client: OpenAI) -> None:
     """Open WebUI sends tool_choice with every request, and a few fields of its own."""
     own = {"chat_id": "x", "background_tasks": {}, "priority": 99, "vllm_xargs": {"lane": "hi"}}
-    stream: Any = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, stream=True, tool_choice="auto", tools=tools(CITY), extra_body=own
-    )
+    stream = await say(client, stream=True, tool_choice="auto", tools=tools(CITY), extra_body=own)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
-async def streamed(client: openai.AsyncOpenAI, messages: Any, wish: Any) -> tuple[str, str, Any]:
+async def streamed(client: OpenAI, messages: Any, wish: Any) -> tuple[str, str, Any]:
     """A streamed answer's text, and the name and the arguments of its one call. Each chunk holds one thing: there are clients that read no more."""
     text = name = arguments = ""
-    async for chunk in await client.chat.completions.create(messages=messages, stream=True, **wish):
+    async for chunk in await say(client, messages, stream=True, **wish):
         for choice in chunk.choices:
             text += choice.delta.content or ""
             is_end = choice.finish_reason is not None
@@ -239,17 +208,14 @@ async def streamed(client: openai.AsyncOpenAI, messages: Any, wish: Any) -> tupl
             assert len(choice.delta.tool_calls or ()) <= 1
             assert not is_end or not (choice.delta.content or choice.delta.tool_calls)
             for piece in choice.delta.tool_calls or ():
-                assert piece.function is not None
                 name += piece.function.name or ""
                 arguments += piece.function.arguments or ""
     return text, name, json.loads(arguments) if arguments else None
 
 
-async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(client: OpenAI) -> None:
     """`tool_choice` is left to the model, whole and streamed."""
-    whole = (await client.chat.completions.create(messages=PARIS, **ASKS_WEATHER)).choices[0]
+    whole = (await say(client, PARIS, **ASKS_WEATHER)).choices[0]
     assert whole.finish_reason == "tool_calls" and whole.message.tool_calls and not whole.message.content
     (call,) = whole.message.tool_calls
     assert call.type == "function" and call.function.name == "get_weather"
@@ -257,34 +223,32 @@ async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(
     assert await streamed(client, PARIS, ASKS_WEATHER) == ("", "get_weather", {"city": "Paris"})
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}
     messages: Any = [*PARIS, whole.message.model_dump(exclude_none=True), result]
-    answer = (await client.chat.completions.create(messages=messages, **ASKS_WEATHER)).choices[0]
+    answer = (await say(client, messages, **ASKS_WEATHER)).choices[0]
     assert answer.finish_reason == "stop" and not answer.message.tool_calls
     said = answer.message.content
     assert said and "Paris" in said and "sunny" in said
     assert await streamed(client, messages, ASKS_WEATHER) == (said, "", None)
 
 
-async def test_a_tool_whose_schema_no_grammar_can_hold_is_offered_all_the_same(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_a_tool_whose_schema_no_grammar_can_hold_is_still_offered(client: OpenAI) -> None:
     # llguidance knows no look-behind.
     tool = tools(function("get_weather", city={"type": "string", "pattern": "(?<=a)b"}))
-    wish: Any = {"model": MODEL, "messages": HELLO, "tools": tool, "temperature": 0, "max_tokens": 96}
-    answer = await client.chat.completions.create(**wish)
+    wish: Any = {"tools": tool, "max_tokens": 96}
+    answer = await say(client, **wish)
     assert answer.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="grammar"):
-        await client.chat.completions.create(**wish, tool_choice="required")
+        await say(client, **wish, tool_choice="required")
 
 
 async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
-    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
+    client: OpenAI, claude: Claude
 ) -> None:
     """By each API; Messages may also wish for thinking, which a model that does not reason goes without."""
     for tool_choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        wish: Any = {"model": MODEL, "tools": tools(CITY), "tool_choice": tool_choice, "temperature": 0}
-        answer = await client.chat.completions.create(messages=HELLO, **wish)
+        wish: Any = {"tools": tools(CITY), "tool_choice": tool_choice}
+        answer = await say(client, **wish)
         (call,) = answer.choices[0].message.tool_calls or ()
-        arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+        arguments = json.loads(call.function.arguments)
         assert arguments["city"] in ("Rome", "Oslo")
         assert (await streamed(client, HELLO, wish))[1:] == ("get_weather", arguments)
     tool: Any = {"type": "function", "strict": True} | CITY
@@ -308,7 +272,7 @@ async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-async def test_anthropic_messages(claude: anthropic.AsyncAnthropic) -> None:
+async def test_anthropic_messages(claude: Claude) -> None:
     message, _ = await said_twice(claude)
     assert message.content[0].type == "text" and message.content[0].text
     for reply in await said_twice(claude, model="shout"):
@@ -319,7 +283,7 @@ async def test_anthropic_messages(claude: anthropic.AsyncAnthropic) -> None:
     assert counted.input_tokens == used.input_tokens + cached
     with pytest.raises(anthropic.NotFoundError) as missing:
         await claude.messages.create(model="nope", max_tokens=5, messages=HELLO)
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.body["error"]["type"] == "not_found_error"
     for text in ("My name is Ann. " * 1200, "My name is Ann. " * 9000):
         asked: Any = [{"role": "user", "content": text}]
         # The words by which clients know it.
@@ -336,9 +300,7 @@ GO: Any = {
 }
 
 
-async def test_a_call_of_messages_that_is_cut_off_is_a_reply_that_says_so(
-    claude: anthropic.AsyncAnthropic,
-) -> None:
+async def test_a_call_of_messages_that_is_cut_off_says_so(claude: Claude) -> None:
     """By its tokens, with no half of a city in it; or by a stop sequence, and then it is not one to make."""
     for num_tokens in (1, 8, 14):
         replies = await said_twice(claude, max_tokens=num_tokens, **GO)
@@ -352,9 +314,7 @@ async def test_a_call_of_messages_that_is_cut_off_is_a_reply_that_says_so(
     assert cut.content[0].type == "tool_use" and cut.content[0].input == {"mode": "walk"}
 
 
-async def test_what_looks_like_a_call_stays_text_where_messages_offers_no_tool(
-    claude: anthropic.AsyncAnthropic,
-) -> None:
+async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(claude: Claude) -> None:
     """The system prompt is the one by which the demo model's template offers a tool, so that it writes a call."""
     tool = 'Tools:\n{"name": "get_weather", "arguments": {"city": "text"}} The weather of a city.'
     wish: Any = {"messages": PARIS, "system": tool}
@@ -365,7 +325,7 @@ async def test_what_looks_like_a_call_stays_text_where_messages_offers_no_tool(
         await said_twice(claude, **wish, tool_choice={"type": "any"})
 
 
-async def test_an_answer_that_the_client_has_begun_is_continued(claude: anthropic.AsyncAnthropic) -> None:
+async def test_an_answer_that_the_client_has_begun_is_continued(claude: Claude) -> None:
     asked: Any = {"role": "user", "content": "Hello! My name is Ada."}
     fresh, _ = await said_twice(claude, messages=[asked], max_tokens=12)
     text = fresh.content[0].text
@@ -379,9 +339,7 @@ async def test_an_answer_that_the_client_has_begun_is_continued(claude: anthropi
         assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-async def test_a_stream_counts_the_prompts_tokens_as_the_whole_reply_does(
-    claude: anthropic.AsyncAnthropic,
-) -> None:
+async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Claude) -> None:
     """At its beginning and at its end, with a prompt that is in the cache."""
     asked: Any = [{"role": "user", "content": "My name is Quillon and my city is Trondar. " * 8}]
     wish: Any = {"model": MODEL, "max_tokens": 4, "messages": asked, "extra_body": GREEDY}
@@ -397,7 +355,7 @@ async def test_a_stream_counts_the_prompts_tokens_as_the_whole_reply_does(
     assert end.output_tokens == whole.output_tokens
 
 
-async def test_documents_and_search_results_are_read(claude: anthropic.AsyncAnthropic) -> None:
+async def test_documents_and_search_results_are_read(claude: Claude) -> None:
     text = "A long text that the model should have read, about Rome."
     plain = {"type": "text", "text": text}
     source = {"type": "text", "media_type": "text/plain", "data": text}
@@ -425,7 +383,7 @@ async def test_documents_and_search_results_are_read(claude: anthropic.AsyncAnth
         await count({"type": "document", "source": pdf})
 
 
-async def test_models_in_anthropics_form(claude: anthropic.AsyncAnthropic) -> None:
+async def test_models_in_anthropics_form(claude: Claude) -> None:
     page = await claude.models.list(limit=2)
     assert page.data[0].id == page.data[0].display_name == MODEL and page.has_more
     assert page.data[0].type == "model" and page.data[0].max_input_tokens == 4096
@@ -434,15 +392,13 @@ async def test_models_in_anthropics_form(claude: anthropic.AsyncAnthropic) -> No
     assert (await claude.models.retrieve("shout")).id == "shout"
     with pytest.raises(anthropic.NotFoundError) as refused:
         await claude.models.retrieve("nope")
-    assert refused.value.body["error"]["type"] == "not_found_error" and refused.value.request_id  # type: ignore[index]
+    assert refused.value.body["error"]["type"] == "not_found_error" and refused.value.request_id
 
 
 # -- what clients send to all ----------------------------------------------------------------------------------------
 
 
-async def test_more_tokens_than_the_model_reads_are_clipped(
-    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
-) -> None:
+async def test_more_tokens_than_the_model_reads_are_clipped(client: OpenAI, claude: Claude) -> None:
     """Some clients send the same number to every model: LiteLLM 128,000, qwen-code 8,000, Claude Code a thinking budget."""
     for num_tokens in (4096, 128_000):
         reply = await claude.messages.create(
@@ -450,8 +406,7 @@ async def test_more_tokens_than_the_model_reads_are_clipped(
         )
         assert reply.stop_reason == "end_turn"
         for name in ("max_tokens", "max_completion_tokens"):
-            wish: Any = {name: num_tokens}
-            chat = await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, **wish)
+            chat = await say(client, **{name: num_tokens})
             assert chat.choices[0].finish_reason == "stop"
         response = await client.responses.create(
             model=MODEL, input="Hello!", max_output_tokens=num_tokens, temperature=0
@@ -468,64 +423,52 @@ def nullable(params: Any) -> dict[str, None]:
     return {name: None for name, hint in hints.items() if type(None) in get_args(hint)}
 
 
-async def test_every_field_that_may_be_null_is_as_good_as_left_out(http: aiohttp.ClientSession) -> None:
+async def test_every_field_that_may_be_null_is_as_good_as_left_out(http: Http) -> None:
     """The fields are those of the installed SDKs, which are made of the APIs' descriptions."""
     messages = {"messages": HELLO, "max_tokens": 4}
     for path, params, body in (
-        ("/v1/chat/completions", chat_params.CompletionCreateParamsBase, messages),
-        (
-            "/v1/completions",
-            completion_params.CompletionCreateParamsBase,
-            {"prompt": "Hello", "max_tokens": 4},
-        ),
-        (
-            "/v1/responses",
-            response_params.ResponseCreateParamsBase,
-            {"input": "Hello", "max_output_tokens": 4},
-        ),
-        ("/v1/messages", message_params.MessageCreateParamsBase, messages),
+        (CHAT, chat_params.CompletionCreateParamsBase, messages),
+        (COMPLETIONS, completion_params.CompletionCreateParamsBase, {"prompt": "Hello", "max_tokens": 4}),
+        (RESPONSES, response_params.ResponseCreateParamsBase, {"input": "Hello", "max_output_tokens": 4}),
+        (MESSAGES, message_params.MessageCreateParamsBase, messages),
     ):
         sent = nullable(params) | body | {"model": MODEL}
         await told(http.post(path, json=sent))
         assert '"error":{' not in await told(http.post(path, json=sent | {"stream": True}))
 
 
-async def test_an_answer_is_sent_back_with_all_of_its_fields(
-    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, http: aiohttp.ClientSession
-) -> None:
+async def test_an_answer_is_sent_back_with_all_its_fields(client: OpenAI, claude: Claude, http: Http) -> None:
     """Nulls, ids, types and all: what an SDK's objects hold is what many clients send as history."""
-    answer = await client.chat.completions.create(messages=PARIS, **ASKS_WEATHER)
+    answer = await say(client, PARIS, **ASKS_WEATHER)
     message = answer.choices[0].message
     assert message.tool_calls
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
     body: Any = {"model": MODEL, "messages": [*PARIS, message.model_dump(), result], "max_tokens": 4}
-    await told(http.post("/v1/chat/completions", json=body))
+    await told(http.post(CHAT, json=body))
     offered: Any = [{"type": "function"} | tool["function"] for tool in WEATHER]
     for question, given in ((PARIS, offered), (HELLO, [])):
         said = await client.responses.create(model=MODEL, input=question, tools=given, temperature=0)
         items = [*question, *(item.model_dump() for item in said.output)]
         if given:
             output = [{"type": "input_text", "text": "sunny"}]
-            call_id = said.output[0].call_id  # type: ignore[union-attr]
+            call_id = said.output[0].call_id
             items.append({"type": "function_call_output", "call_id": call_id, "output": output})
         items.append({"role": "user", "content": "Thanks."})
-        await told(http.post("/v1/responses", json={"model": MODEL, "input": items}))
+        await told(http.post(RESPONSES, json={"model": MODEL, "input": items}))
     reply, _ = await said_twice(claude, max_tokens=8)
     said_before = {"role": "assistant", "content": [each.model_dump() for each in reply.content]}
     body = {"model": MODEL, "max_tokens": 4, "messages": [*HELLO, said_before, *PARIS]}
-    await told(http.post("/v1/messages", json=body))
+    await told(http.post(MESSAGES, json=body))
 
 
-async def test_what_is_too_long_by_its_characters_is_shortened_as_by_its_tokens(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_what_is_too_long_by_its_characters_is_shortened_as_by_its_tokens(http: Http) -> None:
     one = {"description": "x " * 300, "parameters": {"type": "object", "properties": {}}}
     many = tools(*({"name": f"tool_{at}"} | one for at in range(120)))
     body: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
     for num_tools in (90, 120):  # 60,000 and 80,000 characters, of which 65,536 are read
-        async with http.post("/v1/chat/completions", json=body | {"tools": many[:num_tools]}) as response:
+        async with http.post(CHAT, json=body | {"tools": many[:num_tools]}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["X-Overture-Left-Out"] == f"tools={num_tools}"
     long = body | {"messages": [{"role": "user", "content": "x" * 70_000}]}
-    error = (await told(http.post("/v1/chat/completions", json=long), 400))["error"]
+    error = (await told(http.post(CHAT, json=long), 400))["error"]
     assert error["code"] == "context_length_exceeded" and "max_prompt_chars" in error["message"]

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.local_node import LocalNode
@@ -26,14 +24,13 @@ from engine_bridge.predict.hints import HINTS
 from engine_bridge.protocol.asked import TEXT_HINTS
 from engine_bridge.protocol.engine_request import EngineRequest
 from gateway.access.auth import key_file_line
-from gateway.app import Server, build_services, node_config
-from gateway.metrics.metrics import Metrics
+from gateway.app import Server, node_config
 
-from .conftest import KEYS, MODEL, SharedNode, bearer, connected, demo_config, engine_is_empty, starts, told
+from .conftest import SharedNode, connected, demo_config, engine_is_empty, served, settle, starts, told
+from .facts import CHAT, COMPLETIONS, KEYS, MESSAGES, MODEL, RESPONSES, Http, Patch, bearer
 from .test_engine_faults import break_next_step, is_ready
 
 SHORT = {"model": MODEL, "max_tokens": 4, "temperature": 0}
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 QUESTION = "Is it true? Answer in 2 sentences."
 _ids = itertools.count()
 OWN = '''
@@ -60,7 +57,7 @@ class Own:
 
 
 async def post(server: Server, path: str, body: dict[str, Any], status: int = 200, key: str = "") -> Any:
-    async with aiohttp.ClientSession(server.url, headers=bearer(key)) as http:
+    async with Http(server.url, headers=bearer(key)) as http:
         return await told(http.post(path, json=SHORT | body), status)
 
 
@@ -88,7 +85,7 @@ class Place:
     async def taken(self, server: Server) -> AsyncIterator[None]:
         """While somebody else has the slot."""
         body = SHORT | {"prompt": "a", "max_tokens": 3900, "ignore_eos": True, "stream": True}
-        async with aiohttp.ClientSession(server.url) as http, http.post(COMPLETIONS, json=body) as answer:
+        async with Http(server.url) as http, http.post(COMPLETIONS, json=body) as answer:
             await answer.content.readany()
             yield
         # The client has left: the slot is free.
@@ -96,13 +93,11 @@ class Place:
     async def waiting(self, num_requests: int) -> list[EngineRequest]:
         """What the scheduler was told of all who wait, once as many do."""
 
-        def look(driver: Any) -> list[EngineRequest]:
-            return [facts_of(request) for request in driver.scheduling.queue]
+        def look(driver: Any) -> list[EngineRequest] | None:
+            found = [facts_of(request) for request in driver.scheduling.queue]
+            return found if len(found) >= num_requests else None
 
-        async with asyncio.timeout(60):
-            while len(found := await self.node.run_on_engine(look)) < num_requests:
-                await asyncio.sleep(0.005)
-        return found
+        return await settle(lambda: self.node.run_on_engine(look))
 
     async def queued(
         self, server: Server, *asked: Awaitable[Any]
@@ -132,8 +127,7 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
 
         async def gateway(**changes: Any) -> Server:
             config = config_of(tmp_path_factory.mktemp("gateway"), **changes)
-            services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
-            return await stack.enter_async_context(Server(services))
+            return await stack.enter_async_context(served(config, node))
 
         yield Place(node, gateway)
     await node.really_close()
@@ -146,7 +140,7 @@ async def test_with_one_slot_the_lower_number_starts_first_by_whatever_door(plac
         # In an order that is not the right one.
         post(server, COMPLETIONS, {"prompt": "b", "priority": 1000}),
         post(server, CHAT, user() | {"priority": 2}),
-        post(server, "/v1/responses", {"input": QUESTION, "priority": 5}),
+        post(server, RESPONSES, {"input": QUESTION, "priority": 5}),
         turn(server, priority=4),
         turn(server),
         post(server, MESSAGES, user() | {"priority": 30}),
@@ -164,14 +158,8 @@ async def test_with_one_slot_the_lower_number_starts_first_by_whatever_door(plac
 
 async def test_another_priority_is_refused_in_the_api_s_own_words(place: Place) -> None:
     server = await place.gateway()
-    for priority, reason in (
-        (-1, "from 0 to 1000"),
-        (1001, "from 0 to 1000"),
-        ("5", "integer"),
-        (True, "integer"),
-        (1.5, "integer"),
-        ([1], "integer"),
-    ):
+    wrong = [(-1, "from 0 to 1000"), (1001, "from 0 to 1000")]
+    for priority, reason in wrong + [(each, "integer") for each in ("5", True, 1.5, [1])]:
         error = (await post(server, CHAT, user() | {"priority": priority}, 400))["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", "priority")
         assert reason in error["message"]
@@ -201,13 +189,12 @@ async def test_a_key_s_weight_comes_to_the_scheduler(place: Place, tmp_path: Pat
     assert (await turn(server, priority=3))["code"] == "unauthorized"
 
 
-async def test_what_was_learned_outlives_the_engine_and_the_node(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_was_learned_outlives_engine_and_node(
+    place: Place, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     node, server = place.node, await place.gateway()
     await engine_is_empty(node)
     lengths = node._lengths
-    assert lengths is not None and lengths._path is not None
     before = lengths.num_observed
     assert before > 0
     await break_next_step(node)
@@ -221,17 +208,14 @@ async def test_what_was_learned_outlives_the_engine_and_the_node(
     await node.really_close()
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in (
-        "predict.custom_predictor",
-        "driver.serving.engine_client",
-    ):  # "hang" alone is to be late, not a slow machine
+    # "hang" alone is to be late, not a slow machine.
+    for module in ("predict.custom_predictor", "driver.serving.engine_client"):
         monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", 4.0)
     config = config_of(lengths._path.parent, length_predictor="mine:Own")
     again = SharedNode(node_config(config))
-    services = await build_services(config, node=again, metrics=Metrics(CollectorRegistry()))
     await again.start()
     try:
-        async with Server(services) as server:
+        async with served(config, again) as server:
             assert again._lengths is not None and again._lengths.num_observed == before + 1
             await _own_predictor_is_asked_and_harms_nobody(Place(again, place.gateway), server)
     finally:
@@ -239,9 +223,7 @@ async def test_what_was_learned_outlives_the_engine_and_the_node(
 
 
 async def _own_predictor_is_asked_and_harms_nobody(place: Place, server: Server) -> None:
-    assert place.node._lengths is not None
     own = place.node._lengths.own
-    assert own is not None
     asked = [post(server, CHAT, user(text)) for text in ("well", "fail", "hang", "after")]
     facts, _, _ = await place.queued(server, *asked)
     guesses = [(fact.guess.p50, fact.guess.p90) if fact.guess else None for fact in facts]

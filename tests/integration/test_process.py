@@ -7,15 +7,16 @@ import contextlib
 import os
 import signal
 import socket
+from asyncio.subprocess import Process
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Accepted, ChatError, Delta
-from tests.integration.conftest import ask, told
+from tests.integration.conftest import ask, metrics_of, settle, told
+from tests.integration.facts import Http
 from tests.integration.processes import drains, output_until, serving
 from tests.ports import free_port
 
@@ -25,32 +26,25 @@ SECRET = "My secret word is Fezin. I like long walks by the sea, old maps, and c
 QUESTION = "What is my secret word?"
 
 
-async def figure(http: aiohttp.ClientSession, name: str) -> float:
-    """The value of the line of `/metrics` that starts with `name`."""
-    lines = (await told(http.get("/metrics"))).splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(name))
+async def kv_is_written(http: Http) -> bool:
+    """Whether the disk holds KV and no finished block waits for it."""
+    found = await metrics_of(http)
+    return bool(found[KV_ON_DISK]) and not found['overture_kv_write_queue_blocks{tier="disk"}']
 
 
-async def kv_is_written(http: aiohttp.ClientSession) -> None:
-    """Wait until the disk holds KV and no finished block waits for it."""
-    async with asyncio.timeout(60):
-        while not await figure(http, KV_ON_DISK) or await figure(http, "overture_kv_write_queue_blocks"):
-            await asyncio.sleep(0.3)
-
-
-async def warmed(http: aiohttp.ClientSession, session_id: str) -> None:
+async def warmed(http: Http, session_id: str) -> None:
     """Tell that the session's next request is near, and wait until its KV is on the device."""
-    advisory = await told(http.post("/v1/advisories", json={"session_id": session_id}), 202)
-    async with asyncio.timeout(60):
-        while advisory["state"] != "warm":
-            await asyncio.sleep(0.05)
-            advisory = await told(http.get(f"/v1/advisories/{advisory['id']}"))
+    made = await told(http.post("/v1/advisories", json={"session_id": session_id}), 202)
+
+    async def is_warm() -> bool:
+        return (await told(http.get(f"/v1/advisories/{made['id']}")))["state"] == "warm"
+
+    await settle(is_warm)
 
 
-async def until_ready(http: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(180):
-        while (await http.get("/readyz")).status != 200:
-            await asyncio.sleep(0.2)
+async def is_ready(http: Http) -> bool:
+    async with http.get("/readyz") as reply:
+        return reply.status == 200
 
 
 def engine_of(gateway_pid: int) -> psutil.Process:
@@ -72,9 +66,7 @@ async def crash_within_an_answer(client: ChatClient, session_id: str, pid: int) 
     return failed.value
 
 
-async def kill_within_an_answer(
-    client: ChatClient, session_id: str, gateway: asyncio.subprocess.Process
-) -> None:
+async def kill_within_an_answer(client: ChatClient, session_id: str, gateway: Process) -> None:
     asked = client.ask("Tell me a long story.", session_id=session_id, turn_id="killed", sampling=LONG)
     with contextlib.suppress(ChatError, TimeoutError):
         async with asyncio.timeout(60):
@@ -84,27 +76,20 @@ async def kill_within_an_answer(
                     break
 
 
-def libraries(pid: int) -> str:
-    """What a process has in its memory of files, by their paths."""
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
 @pytest.mark.slow
-async def test_a_crash_of_the_engine_or_of_the_gateway_costs_a_retry_and_no_conversation(
-    tmp_path: Path,
-) -> None:
+async def test_a_crash_of_engine_or_gateway_costs_a_retry_and_no_conversation(tmp_path: Path) -> None:
     """The engine crashes in native code, then the gateway is killed; the next one drains at a hang-up, as there is no key file."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     async with serving(port, tmp_path, "--engine", "process") as gateway:
         lines = await output_until(gateway, b"ready")
         assert url.encode() in lines[0] and len(lines) >= 3, "progress is shown while the engine starts"
-        async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
+        async with ChatClient(url) as client, Http(url) as http:
             (answer, crashed), (_, other), (_, killed), (_, again) = [
                 await ask(client, SECRET) for _ in range(4)
             ]
             undisturbed, _ = await ask(client, QUESTION, session_id=other.session_id)
-            await kv_is_written(http)
+            await settle(lambda: kv_is_written(http))
             dead = engine_of(gateway.pid)
             assert os.getsid(dead.pid) == os.getsid(gateway.pid), "processor time is shared by session"
             assert os.getpgid(dead.pid) == dead.pid, "Ctrl-C is the gateway's"
@@ -113,7 +98,7 @@ async def test_a_crash_of_the_engine_or_of_the_gateway_costs_a_retry_and_no_conv
             with pytest.raises(ChatError) as refused:
                 await ask(client, "Are you there?", session_id=crashed.session_id)
             assert refused.value.retryable, "the socket is still open, and says what to do"
-            await until_ready(http)
+            await settle(lambda: is_ready(http), 180)
             assert engine_of(gateway.pid).pid != dead.pid
             text, done = await ask(client, QUESTION, session_id=again.session_id)
             assert text == undisturbed
@@ -129,15 +114,15 @@ async def test_a_crash_of_the_engine_or_of_the_gateway_costs_a_retry_and_no_conv
         assert not orphan.is_running(), "nothing outlives a gateway that was killed"
     async with serving(port, tmp_path) as gateway:
         await output_until(gateway, b"ready")
-        loaded = libraries(gateway.pid)
+        loaded = await asyncio.to_thread(Path(f"/proc/{gateway.pid}/maps").read_text)
         assert "/uvloop/" in loaded and "/ray/" not in loaded, "one node needs no Ray"
-        async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
+        async with ChatClient(url) as client, Http(url) as http:
             turns = (await told(http.get(f"/api/sessions/{killed.session_id}")))["turns"]
             assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
             assert turns[1]["id"] == "killed"
-            assert await figure(http, KV_ON_DISK) > 0, "KV is found again"
+            assert (await metrics_of(http))[KV_ON_DISK] > 0, "KV is found again"
             await warmed(http, killed.session_id)
-            assert await figure(http, "overture_kv_read_bytes_total") > 0
+            assert sum((await metrics_of(http, "overture_kv_read_bytes_total")).values()) > 0
             recalled, done = await ask(client, QUESTION, session_id=killed.session_id)
             assert "Fezin" in recalled
             assert recalled == undisturbed, "the same, to the letter, as without a restart"
@@ -160,7 +145,6 @@ async def test_a_server_that_is_told_to_stop_while_it_starts_builds_no_engine_fi
     async with serving(free_port(), tmp_path) as process:
         await output_until(process, b"importing vLLM")
         process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None
         async with asyncio.timeout(60):
             assert b"ready" not in await process.stdout.read()
             assert await process.wait() == 0

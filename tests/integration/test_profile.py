@@ -6,9 +6,7 @@ Runs before the shared engine starts (conftest).
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from engine_bridge.driver.profiling.machine import measure, profiling_config
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.profile import MachineProfile
 from gateway.app import engine_config
-from tests.conftest import ROOT
 from tests.integration.conftest import demo_config
+from tests.integration.processes import overture
 
 SECONDS = 3.0
 # Small bounds: in so little time a few dozen steps are to cover them.
@@ -38,18 +36,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed(data_dir: Path) -> subprocess.CompletedProcess[str]:
     """What the command says of the demo model."""
     limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-    return overture_profile("--json", "--seconds", str(SECONDS), "--data-dir", str(data_dir), *limits)
-
-
-def overture_profile(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway.cli", "profile", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        timeout=120,
-    )
+    return overture("profile", "--json", "--seconds", str(SECONDS), "--data-dir", str(data_dir), *limits)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +77,7 @@ def test_the_command_measures_everything_and_says_so(printed: subprocess.Complet
         assert part in printed.stderr
 
 
-def test_nothing_but_the_profile_is_left_in_the_data_folder(
+def test_nothing_but_the_profile_is_left_behind(
     data_dir: Path, printed: subprocess.CompletedProcess[str]
 ) -> None:
     found = sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*"))
@@ -99,16 +86,13 @@ def test_nothing_but_the_profile_is_left_in_the_data_folder(
 
 
 def test_an_engine_with_the_same_settings_finds_it_and_its_table_rises(driver: VllmDriver) -> None:
-    assert driver.profile is not None
     table = driver.profile.steps.table()
     for low, high in (((0, 1, 64), (0, 8, 3000)), ((16, 0, 0), (400, 0, 0)), ((16, 1, 64), (400, 7, 3000))):
         assert 0 < table.step_s(*low) < table.step_s(*high)
     assert len(set(table.grid().seconds)) > 10
 
 
-def test_an_interrupted_measurement_keeps_nothing(
-    config: EngineConfig, driver: VllmDriver, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_keeps_nothing(config: EngineConfig, driver: VllmDriver, tmp_path: Path) -> None:
     """Interrupted while adapters, the disk's records and requests are there. After it the engine still serves."""
     seen: list[str] = []
 
@@ -124,15 +108,7 @@ def test_an_interrupted_measurement_keeps_nothing(
     assert driver.counts().num_running == driver.counts().num_waiting == 0
 
 
-def test_a_model_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
-    result = overture_profile("--model", str(tmp_path / "no-model"), "--data-dir", str(tmp_path))
-    assert result.returncode == 2
-    assert result.stderr.startswith("overture: model: there is no folder")
-    assert not list(tmp_path.rglob("*.json"))
-
-
 def test_the_profile_is_of_this_model_alone(data_dir: Path, driver: VllmDriver) -> None:
-    assert driver.profile is not None
     assert MachineProfile.load(data_dir / "profiles", driver.profile.fingerprint) == driver.profile
     other = replace(driver.profile.subject, revision="of other weights")
     assert MachineProfile.load(data_dir / "profiles", other.fingerprint) is None

@@ -39,21 +39,13 @@ class Watch:
 
     def __init__(self) -> None:
         self.reports: list[AdvisoryReport] = []
-        self._news = asyncio.Event()
-
-    def __call__(self, report: AdvisoryReport) -> None:
-        self.reports.append(report)
-        self._news.set()
 
     @property
     def states(self) -> list[str]:
         return [report.state for report in self.reports]
 
     async def until(self, *states: str) -> AdvisoryReport:
-        async with asyncio.timeout(60):
-            while not self.reports or self.reports[-1].state not in states:
-                self._news.clear()
-                await self._news.wait()
+        await settle(lambda: self.states and self.states[-1] in states)
         return self.reports[-1]
 
 
@@ -66,8 +58,8 @@ async def generate(
 
 async def advise(node: LocalNode, session: str, **fields: object) -> tuple[Watch, str]:
     watch, name = Watch(), f"a{next(_ids)}"
-    advisory = Advisory(advisory_id=name, session_id=session, **fields)  # type: ignore[arg-type]
-    await node.advise(advisory, watch)
+    advisory = Advisory(advisory_id=name, session_id=session, **fields)
+    await node.advise(advisory, watch.reports.append)
     return watch, name
 
 
@@ -99,7 +91,6 @@ async def free_blocks(node: LocalNode) -> int:
 
 
 def num_pins(tiers: KvTiers) -> int:
-    assert tiers.store is not None
     tiers.store.check_invariants()
     return sum(block.pins for block in tiers.store._host.blocks.values())
 
@@ -126,7 +117,12 @@ async def test_promotion(tmp_path: Path) -> None:
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
-    await a_restart_knows_a_session_by_its_ids(tmp_path)
+        history, long = text("restart", HISTORY_TOKENS + 1), text("long", 18 * BLOCK_TOKENS + 2)
+        await generate(node, history, "restart")
+        said, _ = await generate(node, long, "long")
+        host_bytes = 5 * tiers.store.shape.block_bytes
+    async with engine(tmp_path, host_bytes) as (node, tiers):
+        await a_restart_knows_a_session_by_its_ids(node, tiers, history, long, said)
 
 
 async def a_session_comes_up_from_disk_and_says_the_same(node: LocalNode, tiers: KvTiers) -> None:
@@ -173,7 +169,8 @@ async def prefixes_given_as_ids_and_other_tenants(node: LocalNode, tiers: KvTier
 async def an_advisory_that_is_too_late_is_so_scored(node: LocalNode, tiers: KvTiers) -> None:
     history = await left_behind(node, tiers, "late")
     watch = Watch()
-    advising = asyncio.create_task(node.advise(Advisory(advisory_id="late", session_id="late"), watch))
+    late = Advisory(advisory_id="late", session_id="late")
+    advising = asyncio.create_task(node.advise(late, watch.reports.append))
     _, kv = await generate(node, [*history, 7], "late")
     await advising
     assert kv.recomputed < BLOCK_TOKENS  # what the advisory has not brought, the request brings itself
@@ -224,7 +221,7 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
     assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
     assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
     async with asyncio.timeout(30):  # half of an advisory's life
-        long, _ = await generate(node, text("long", 690), "somebody else")  # needs most of the device
+        long, _ = await generate(node, text("needy", 690), "somebody else")  # needs most of the device
     assert len(long) == 4
     for session, history in histories.items():
         _, kv = await generate(node, [*history, 5], session)
@@ -253,7 +250,6 @@ async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None
 
 
 async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvTiers) -> None:
-    assert tiers.store is not None
     await wash(node)
     saved = tiers.store.stats().host.num_saved
     draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(30))
@@ -272,7 +268,6 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
     plain, _ = await generate(node, history, "failing")
     await wash(node)
     copier = tiers.copier
-    assert copier is not None
 
     class Broken:
         """The copier, with a fault in its way to the device."""
@@ -284,7 +279,7 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
             raise RuntimeError("no such address")
 
     free = await free_blocks(node)
-    tiers.copier = Broken()  # type: ignore[assignment]
+    tiers.copier = Broken()
     try:
         watch, _ = await advise(node, "failing")
         await watch.until("cancelled")
@@ -295,24 +290,19 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
     assert (await generate(node, history, "failing"))[0] == plain
 
 
-async def a_restart_knows_a_session_by_its_ids(folder: Path) -> None:
+async def a_restart_knows_a_session_by_its_ids(
+    node: LocalNode, tiers: KvTiers, history: list[int], long: list[int], said: list[int]
+) -> None:
     """And reads a conversation that is larger than its host memory."""
-    history, long = text("restart", HISTORY_TOKENS + 1), text("long", 18 * BLOCK_TOKENS + 2)
-    async with engine(folder) as (node, tiers):
-        await generate(node, history, "restart")
-        said, _ = await generate(node, long, "long")
-        assert tiers.store is not None
-        host_bytes = 5 * tiers.store.shape.block_bytes
-    async with engine(folder, host_bytes) as (node, tiers):
-        answer, kv = await generate(node, long, "long")
-        assert (answer, kv.disk) == (said, 18 * BLOCK_TOKENS)
-        stats = tiers.stats()
-        assert stats is not None and stats.host.num_carried >= 18 - 2, "all but the last pieces"
-        await settle(lambda: num_pins(tiers) == 0)
-        forgotten, _ = await advise(node, "restart")
-        await forgotten.until("unknown")
-        watch, _ = await advise(node, "restart", token_ids=pack_token_ids(history))
-        assert (await watch.until("warm")).device_tokens == HISTORY_TOKENS
-        _, kv = await generate(node, [*history, 9], "restart")
-        assert kv.device == HISTORY_TOKENS
-        await watch.until("hit")
+    answer, kv = await generate(node, long, "long")
+    assert (answer, kv.disk) == (said, 18 * BLOCK_TOKENS)
+    stats = tiers.stats()
+    assert stats is not None and stats.host.num_carried >= 18 - 2, "all but the last pieces"
+    await settle(lambda: num_pins(tiers) == 0)
+    forgotten, _ = await advise(node, "restart")
+    await forgotten.until("unknown")
+    watch, _ = await advise(node, "restart", token_ids=pack_token_ids(history))
+    assert (await watch.until("warm")).device_tokens == HISTORY_TOKENS
+    _, kv = await generate(node, [*history, 9], "restart")
+    assert kv.device == HISTORY_TOKENS
+    await watch.until("hit")

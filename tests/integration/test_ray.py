@@ -8,57 +8,56 @@ import select
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 
+from tests.integration.conftest import settle, told
 from tests.integration.processes import output_until, serving
 from tests.ports import free_port
+
+from .facts import CHAT, Http
 
 PATIENCE_S = 60.0
 NUM_SHORT, SHORT_TOKENS = 4, 24
 STORY: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a long story."}], "temperature": 0}
 
 
-async def nodes_of(http: aiohttp.ClientSession) -> dict[str, Any]:
+async def nodes_of(http: Http) -> dict[str, Any]:
     """Each node's status, by its name."""
-    async with http.get("/v1/nodes") as reply:
-        return {node["id"]: node for node in (await reply.json())["nodes"]}
+    return {node["id"]: node for node in (await told(http.get("/v1/nodes")))["nodes"]}
 
 
-async def until_ready(http: aiohttp.ClientSession, name: str, *, other_than: str = "") -> None:
+async def until_ready(http: Http, name: str, *, other_than: str = "") -> None:
     """Until a node takes requests; other_than: the incarnation that is not meant."""
-    async with asyncio.timeout(4 * PATIENCE_S):
-        while True:
-            node = (await nodes_of(http))[name]
-            if node["state"] == "ready" and node["incarnation"] != other_than:
-                return
-            await asyncio.sleep(0.2)
+
+    async def is_ready() -> bool:
+        node = (await nodes_of(http))[name]
+        return node["state"] == "ready" and node["incarnation"] != other_than
+
+    await settle(is_ready, 4 * PATIENCE_S)
 
 
-async def busy_node(http: aiohttp.ClientSession) -> dict[str, Any]:
+async def busy_node(http: Http) -> dict[str, Any]:
     """The one that works on the endless answer: it has given more tokens than all short ones had, whose count may come late."""
     before = await nodes_of(http)
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            for name, node in (await nodes_of(http)).items():
-                num_tokens = node["load"]["num_answer_tokens"] - before[name]["load"]["num_answer_tokens"]
-                if num_tokens > NUM_SHORT * SHORT_TOKENS:
-                    return dict(node)
-            await asyncio.sleep(0.05)
+
+    async def look() -> Any:
+        for name, node in (await nodes_of(http)).items():
+            num_tokens = node["load"]["num_answer_tokens"] - before[name]["load"]["num_answer_tokens"]
+            if num_tokens > NUM_SHORT * SHORT_TOKENS:
+                return node
+        return None
+
+    return await settle(look)
 
 
-async def story(http: aiohttp.ClientSession) -> str:
-    async with http.post("/v1/chat/completions", json=STORY | {"max_tokens": SHORT_TOKENS}) as reply:
-        return str((await reply.json())["choices"][0]["message"]["content"])
+async def story(http: Http) -> str:
+    reply = await told(http.post(CHAT, json=STORY | {"max_tokens": SHORT_TOKENS}))
+    return str(reply["choices"][0]["message"]["content"])
 
 
 def below(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
-
-
-def guard_of(gateway_pid: int) -> psutil.Process:
-    return psutil.Process(gateway_pid).children()[0]
 
 
 def process_of(gateway_pid: int, node_id: str) -> psutil.Process:
@@ -70,14 +69,9 @@ def process_of(gateway_pid: int, node_id: str) -> psutil.Process:
 
 
 @pytest.mark.slow
-async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outlives_the_gateway(
-    tmp_path: Path,
-) -> None:
+async def test_two_nodes_answer_a_killed_one_comes_back_and_all_end_with_the_gateway(tmp_path: Path) -> None:
     port = free_port()
-    async with (
-        serving(port, tmp_path, "--nodes", "2") as gateway,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
-    ):
+    async with serving(port, tmp_path, "--nodes", "2") as gateway, Http(f"http://127.0.0.1:{port}") as http:
         said = b"".join(await output_until(gateway, b" ready: "))
         assert b"node-1: importing vLLM" in said or b"node-2: importing vLLM" in said
         for name in ("node-1", "node-2"):
@@ -88,7 +82,7 @@ async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outliv
             assert node["load"]["num_answer_tokens"], f"{name} has answered"
 
         endless = STORY | {"max_tokens": 4000, "ignore_eos": True, "stream": True}
-        async with http.post("/v1/chat/completions", json=endless) as reply:
+        async with http.post(CHAT, json=endless) as reply:
             await reply.content.readline()
             dead = await busy_node(http)
             process_of(gateway.pid, dead["id"]).kill()
@@ -98,7 +92,9 @@ async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outliv
         await until_ready(http, dead["id"], other_than=dead["incarnation"])
         assert list(await nodes_of(http)) == ["node-1", "node-2"]
 
-        folder = next(Path(word) for word in guard_of(gateway.pid).cmdline() if "/ov-" in word)
+        folder = next(
+            Path(word) for word in psutil.Process(gateway.pid).children()[0].cmdline() if "/ov-" in word
+        )
         assert folder.stat().st_mode & 0o077 == 0, "Ray's own folder in it may be written to by everybody"
         watched = {os.pidfd_open(process.pid): process for process in below(gateway.pid)}
         gateway.kill()

@@ -8,18 +8,15 @@ import zlib
 from functools import partial
 from typing import Any
 
-import aiohttp
 import pytest
 
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError
 
-from .conftest import MODEL, SharedNode, ask, engine_is_empty, told
+from .conftest import SharedNode, ask, engine_is_empty, told
+from .facts import BODY, CHAT, COMPLETIONS, HELLO, MESSAGES, MODEL, RESPONSES, Http, Log, Patch, events
 
-HELLO = [{"role": "user", "content": "Hello!"}]
-BODY = {"model": MODEL, "messages": HELLO, "max_tokens": 8}
 PROMPT = {"model": MODEL, "prompt": "Hello"}
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "x" | "y"'
 CHOICE = BODY | {"structured_outputs": {"choice": ["yes", "no"]}}
 
@@ -33,6 +30,10 @@ def references(num: int) -> dict[str, Any]:
     return {"$defs": defs | {f"d{num}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 FATAL = references(1000)
 FORM = {"type": "json_schema", "name": "x", "schema": FATAL}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": FATAL, "strict": True}}
@@ -42,19 +43,15 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": FATAL, "stri
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            CHAT,
-            BODY
-            | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FATAL}}},
-        ),
+        (CHAT, BODY | {"response_format": schema_format(FATAL)}),
         (CHAT, BODY | {"tools": [TOOL], "tool_choice": "required"}),
         (COMPLETIONS, PROMPT | {"structured_outputs": {"json": FATAL}}),
-        ("/v1/responses", {"model": MODEL, "input": "Hello", "text": {"format": FORM}}),
+        (RESPONSES, {"model": MODEL, "input": "Hello", "text": {"format": FORM}}),
         (MESSAGES, BODY | {"output_config": {"format": FORM}}),
     ],
 )
 async def test_a_grammar_that_ends_its_helper_process_is_a_bad_request_and_the_server_lives_on(
-    http: aiohttp.ClientSession, node: SharedNode, path: str, body: dict[str, Any], is_stream: bool
+    http: Http, node: SharedNode, path: str, body: dict[str, Any], is_stream: bool
 ) -> None:
     num_rebuilds = node.num_rebuilds
     error = (await told(http.post(path, json=body | {"stream": is_stream}), 400))["error"]
@@ -64,24 +61,17 @@ async def test_a_grammar_that_ends_its_helper_process_is_a_bad_request_and_the_s
     await engine_is_empty(node)
 
 
-async def test_structured_output_is_what_its_schema_says(http: aiohttp.ClientSession) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 2]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = BODY | {"response_format": form, "max_tokens": 64}
+async def test_structured_output_is_what_its_schema_says(http: Http) -> None:
+    known = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    body = BODY | {"response_format": schema_format({"type": "object"} | known), "max_tokens": 64}
     whole = (await told(http.post(CHAT, json=body)))["choices"][0]["message"]["content"]
-    lines = (await told(http.post(CHAT, json=body | {"stream": True}))).split("\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    streamed = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    pieces = events(await told(http.post(CHAT, json=body | {"stream": True})))
+    streamed = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
     assert {json.loads(said)["a"] for said in (whole, streamed)} <= {1, 2}
 
 
-async def test_an_answer_whose_grammar_takes_too_long_ends_alone(
-    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_with_a_slow_grammar_ends_alone(
+    http: Http, node: SharedNode, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(
         "engine_bridge.policy.limits.matcher_budget.MatcherBudget.next_token", lambda self: None
@@ -98,9 +88,7 @@ async def test_an_answer_whose_grammar_takes_too_long_ends_alone(
     await engine_is_empty(node)
 
 
-async def test_grammars_that_take_all_the_memory_are_refused_until_some_have_ended(
-    http: aiohttp.ClientSession, node: SharedNode
-) -> None:
+async def test_grammars_beyond_their_memory_wait_for_others_to_end(http: Http, node: SharedNode) -> None:
     def let_grammars_have(num_bytes: int, driver: Any) -> int:
         backend = driver.engine.engine_core.engine_core.scheduler.structured_output_manager.backend
         before: int = backend._room._total_bytes
@@ -117,9 +105,7 @@ async def test_grammars_that_take_all_the_memory_are_refused_until_some_have_end
     await told(http.post(CHAT, json=CHOICE))
 
 
-async def test_more_than_a_limit_allows_is_a_bad_request_that_names_the_setting(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_more_than_a_limit_allows_is_a_bad_request_that_names_the_setting(http: Http) -> None:
     for path, body, setting in (
         (COMPLETIONS, {"model": MODEL, "prompt": ["a"] * 100, "n": 64}, "max_sequences"),
         (COMPLETIONS, PROMPT | {"prompt": "x" * 100_000, "truncate_prompt_tokens": 5}, "max_prompt_chars"),
@@ -132,11 +118,10 @@ async def test_more_than_a_limit_allows_is_a_bad_request_that_names_the_setting(
         assert setting in (await told(http.post(path, json=body), 400))["error"]["message"]
 
 
-async def test_log_probabilities_beyond_the_limit_come_only_in_a_stream(
-    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
+async def test_too_many_log_probabilities_come_only_in_a_stream(
+    http: Http, node: SharedNode, monkeypatch: Patch
 ) -> None:
     client = node._client
-    assert client is not None
     monkeypatch.setattr(client, "limits", type(client.limits)(max_logprobs=100))
     body = BODY | {"logprobs": True, "top_logprobs": 5, "max_tokens": 20, "ignore_eos": True}
     assert "max_logprobs" in (await told(http.post(CHAT, json=body), 400))["error"]["message"]
@@ -144,16 +129,11 @@ async def test_log_probabilities_beyond_the_limit_come_only_in_a_stream(
 
 
 async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_with_them(
-    chat: ChatClient,
-    http: aiohttp.ClientSession,
-    node: SharedNode,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    chat: ChatClient, http: Http, node: SharedNode, monkeypatch: Patch, caplog: Log
 ) -> None:
     async def breaks(*args: Any, **options: Any) -> None:
         raise KeyError("a parser's secret")
 
-    assert node._serving is not None
     monkeypatch.setattr(node._serving._renderer, "render_chat", breaks)
     for path, body in ((CHAT, BODY), (CHAT, BODY | {"stream": True}), (MESSAGES, BODY)):
         message = (await told(http.post(path, json=body), 500))["error"]["message"]
@@ -181,9 +161,7 @@ ODD_MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-async def test_odd_fields_are_bad_requests_that_name_nothing_of_the_inside(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_odd_fields_are_bad_requests_that_name_nothing_of_the_inside(http: Http) -> None:
     """A field that is of no use may also be left out."""
     for path, more, part in (
         (CHAT, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -203,9 +181,7 @@ async def test_odd_fields_are_bad_requests_that_name_nothing_of_the_inside(
                 assert inside not in text
 
 
-async def test_a_message_that_no_model_could_read_is_refused_and_not_stored(
-    chat: ChatClient, http: aiohttp.ClientSession
-) -> None:
+async def test_a_message_too_long_for_the_model_is_not_stored(chat: ChatClient, http: Http) -> None:
     for num_words in (20_000, 50_000):
         with pytest.raises(ChatError, match="tokens" if num_words == 20_000 else "") as refused:
             await ask(chat, "word " * num_words)
@@ -214,9 +190,7 @@ async def test_a_message_that_no_model_could_read_is_refused_and_not_stored(
     assert (await ask(chat, "Hello!"))[0]
 
 
-async def test_a_compressed_body_is_taken_up_to_the_limit_of_what_it_holds(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_a_compressed_body_is_taken_up_to_the_limit_of_what_it_holds(http: Http) -> None:
     headers = {"Content-Encoding": "deflate", "Content-Type": "application/json"}
     packed, bomb = zlib.compress(json.dumps(BODY).encode()), zlib.compress(b" " * (64 << 20))
     await told(http.post(CHAT, data=packed, headers=headers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +13,8 @@ import pytest_asyncio
 
 from gateway.app import Server
 
-from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
+from .conftest import Gateways, SharedNode, engine_is_empty, settle
+from .facts import KEYS, MODEL
 
 LONG: Any = {"input": "Tell me a story.", "max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
 OVER = ("completed", "incomplete", "cancelled", "failed")
@@ -34,10 +34,11 @@ class Client:
         return [event async for event in await self.say(said, stream=True, **wish)]
 
     async def ended(self, response_id: str) -> Any:
-        async with asyncio.timeout(60):
-            while (response := await self.all.retrieve(response_id)).status not in OVER:
-                await asyncio.sleep(0.02)
-        return response
+        async def look() -> Any:
+            response = await self.all.retrieve(response_id)
+            return response if response.status in OVER else None
+
+        return await settle(look)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -55,7 +56,7 @@ async def test_a_stored_response_is_read_listed_and_deleted(client: Client) -> N
     assert (read.id, read.output_text, read.status) == (made.id, made.output_text, "completed")
     assert read.usage == made.usage
     (item,) = (await client.all.input_items.list(made.id)).data
-    assert item.content[0].text == "My secret word is Fezin."  # type: ignore[union-attr]
+    assert item.content[0].text == "My secret word is Fezin."
     await client.all.delete(made.id)
     for call in (client.all.retrieve, client.all.delete, client.all.input_items.list):
         with pytest.raises(openai.NotFoundError):
@@ -105,7 +106,7 @@ async def test_one_in_the_background_is_answered_at_once_and_read_later(client: 
         await client.say("Hello!", background=True, model="nope")
 
 
-async def test_one_that_is_cancelled_ends_in_the_engine_and_keeps_its_beginning(
+async def test_one_that_is_cancelled_keeps_its_beginning(
     client: Client, node: SharedNode, gateways: Gateways
 ) -> None:
     """By its own key alone; another finds nothing."""

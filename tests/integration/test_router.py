@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
 from msgspec import structs
-from prometheus_client import CollectorRegistry
 
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory, AdvisoryReport, pack_token_ids
-from gateway.app import Server, build_services, node_config
-from gateway.metrics.metrics import Metrics
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, pack_token_ids
+from gateway.app import Server, node_config
 from gateway.nodes import engine_process
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.router import Router
@@ -32,8 +29,10 @@ from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.stats import PeerStats
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError, Delta
-from tests.integration.conftest import MODEL, PEERS, SharedNode, ask, demo_config, settle, told
+from tests.integration.conftest import PEERS, SharedNode, ask, demo_config, served, settle, told
+from tests.integration.facts import CHAT, MODEL, RESPONSES, Http
 from tests.integration.nodes import WaitsForTheDisk, generate, text
+from tests.integration.test_continuity import ApiConversation
 from tests.integration.test_process import LONG, QUESTION, SECRET
 
 pytestmark = pytest.mark.slow
@@ -91,50 +90,17 @@ async def router(placement: Processes) -> AsyncIterator[Router]:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def server(router: Router, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     config = demo_config(tmp_path_factory.mktemp("gateway"))
-    services = await build_services(config, node=router, metrics=Metrics(CollectorRegistry()))
-    async with Server(services) as server:
+    async with served(config, router) as server:
         yield server
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def chat(server: Server) -> AsyncIterator[ChatClient]:
-    async with ChatClient(server.url) as client:
-        yield client
-
-
-def process_of(node: ProcessNode) -> psutil.Process:
-    assert node._process is not None
-    return psutil.Process(node._process.pid)
-
-
-async def listed(http: aiohttp.ClientSession) -> dict[str, Any]:
+async def listed(http: Http) -> dict[str, Any]:
     """The one adapter there is."""
     (shown,) = (await told(http.get("/v1/adapters")))["adapters"]
-    found: dict[str, Any] = shown
-    return found
+    return shown
 
 
-async def until_ready(router: Router, node_id: str, not_as: str = "") -> None:
-    await settle(
-        lambda: any(
-            state.node_id == node_id and state.state == "ready" and state.incarnation != not_as
-            for state in router.nodes_state()
-        )
-    )
-
-
-async def first_words(client: ChatClient, session_id: str | None, words: asyncio.Event) -> ChatError:
-    """Ask for a long story; what ends it."""
-    with pytest.raises(ChatError) as failed:
-        async for event in client.ask("Tell me a long story.", session_id=session_id, sampling=LONG):
-            if isinstance(event, Delta):
-                words.set()
-    return failed.value
-
-
-async def test_new_sessions_spread_and_go_on_where_they_began(
-    router: Router, server: Server, chat: ChatClient
-) -> None:
+async def test_sessions_spread_and_go_on_at_home(router: Router, server: Server, chat: ChatClient) -> None:
     first, second = await asyncio.gather(ask(chat, SECRET), ask(chat, SECRET))
     assert first[0] == second[0], "both nodes say the same"
     homes = {done.session_id: router.home_of("", done.session_id) for _, done in (first, second)}
@@ -147,42 +113,27 @@ async def test_new_sessions_spread_and_go_on_where_they_began(
     assert {session_id: home for _, session_id, home in stored} == homes
 
 
-async def test_sessions_of_the_apis_keep_their_token_ids_across_processes(server: Server) -> None:
+async def test_sessions_of_the_apis_keep_their_token_ids_across_processes(server: Server, http: Http) -> None:
     """Streamed or not; and what a response in the background says is stored by the gateway, whichever node it ran on."""
-    options: dict[str, Any] = {
-        "model": server.services.config.served_model_name,
-        "temperature": 1.0,
-        "seed": 3,
-    }
-    async with aiohttp.ClientSession(server.url) as http:
-        for stream in (False, True):
-            session, messages = {"X-Session-Id": f"rest-{stream}"}, []
-            for question in (
-                f"Over REST, {stream}: where is the old harbour of this town?",
-                "And how far is it?",
-            ):
-                messages.append({"role": "user", "content": question})
-                body = options | {"messages": messages, "max_tokens": 40, "stream": stream}
-                body |= {"stream_options": {"include_usage": True}} if stream else {}
-                before = await server.services.store.token_ids("local", session["X-Session-Id"])
-                async with http.post("/v1/chat/completions", json=body, headers=session) as reply:
-                    assert reply.status == 200 and b"token ids" not in await reply.read()
-                turns = (await server.services.store.get_session("local", session["X-Session-Id"])).turns
-                messages.append({"role": "assistant", "content": turns[-1].answer})
-            num_before = len(before) // TOKEN_ID_BYTES
-            assert turns[-1].usage is not None and num_before > 32
-            assert turns[-1].usage["cached_tokens"] == (num_before - 1) // 32 * 32
-        response = await told(
-            http.post("/v1/responses", json=options | {"input": "Hello!", "background": True})
-        )
-        async with asyncio.timeout(30):
-            while response["status"] in ("queued", "in_progress"):
-                response = await told(http.get(f"/v1/responses/{response['id']}"))
-        assert response["status"] == "completed" and response["output"]
-        assert (await told(http.post("/tokenize", json={"prompt": "Hello!"})))["count"] > 0
+    for stream in (False, True):
+        conversation = ApiConversation(http, server, "chat", stream=stream)
+        await conversation.ask(f"Over REST, {stream}: where is the old harbour of this town?")
+        num_before = len(await conversation.stored())
+        assert num_before > 32
+        assert await conversation.ask("And how far is it?") == (num_before - 1) // 32 * 32
+    asked = {"model": MODEL, "input": "Hello!", "background": True}
+    made = await told(http.post(RESPONSES, json=asked))
+
+    async def ended() -> Any:
+        response = await told(http.get(f"{RESPONSES}/{made['id']}"))
+        return None if response["status"] in ("queued", "in_progress") else response
+
+    response = await settle(ended, 30)
+    assert response["status"] == "completed" and response["output"]
+    assert (await told(http.post("/tokenize", json={"prompt": "Hello!"})))["count"] > 0
 
 
-async def test_a_session_whose_node_is_drained_goes_on_elsewhere_and_its_kv_is_asked_for_there(
+async def test_a_session_of_a_drained_node_goes_on_elsewhere_with_its_kv(
     router: Router, chat: ChatClient
 ) -> None:
     """Whether it is also waited for is up to how fast this machine computes at the moment, and what it says to the tests of peers below."""
@@ -196,33 +147,31 @@ async def test_a_session_whose_node_is_drained_goes_on_elsewhere_and_its_kv_is_a
         assert answer and router.home_of("", begun.session_id) != home
     finally:
         router.reopen_node(home)
-    async with asyncio.timeout(30):
-        while not (stats := router.figures().kv_tiers) or not stats.peers.num_asked:
-            await asyncio.sleep(0.05)
-    assert stats.peers.misses == {}
+
+    def asked_peers() -> Any:
+        stats = router.figures().kv_tiers
+        return stats and stats.peers.num_asked and stats.peers
+
+    assert (await settle(asked_peers, 30)).misses == {}
 
 
-async def test_an_adapter_is_loaded_by_both_engines_which_answer_alike(
-    router: Router, placement: Processes, server: Server
-) -> None:
+async def test_both_engines_load_an_adapter(router: Router, placement: Processes, server: Server) -> None:
     body = {"lora_name": "pirate", "lora_path": str(placement.adapters / "pirate")}
     assert (await router.load_adapter(body)).status == 200
     assert (await router.pin_adapter("pirate", True)) is not None
     question = {"model": "pirate", "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
     answers = []
-    async with aiohttp.ClientSession(server.url) as http:
+    async with Http(server.url) as http:
         # A node that came back a moment ago is brought in step after the load.
-        async with asyncio.timeout(60):
-            while set((await listed(http))["nodes"]) != {"a", "b"}:
-                await asyncio.sleep(0.05)
+        async def has_both() -> bool:
+            return set((await listed(http))["nodes"]) == {"a", "b"}
+
+        await settle(has_both)
         for home in ("a", "b"):
             router.remember([("", f"pirate-{home}", home)])
             headers = {"X-Session-Id": f"pirate-{home}"}
-            answers.append(
-                (await told(http.post("/v1/chat/completions", json=question, headers=headers)))["choices"][0][
-                    "message"
-                ]["content"]
-            )
+            said = await told(http.post(CHAT, json=question, headers=headers))
+            answers.append(said["choices"][0]["message"]["content"])
         await settle(lambda: [info.num_uses for info in router.adapters()] == [2])
         shown = await listed(http)
     assert answers[0] == answers[1]
@@ -243,7 +192,6 @@ class Pair:
 
     def figures(self) -> PeerStats:
         stats = self.away.figures().kv_tiers
-        assert stats is not None
         return stats.peers
 
 
@@ -259,9 +207,8 @@ class SlowComputing:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pair(node: SharedNode, router: Router, placement: Processes) -> AsyncIterator[Pair]:
     tiers = node._tiers
-    assert tiers is not None
     policy, rate = tiers.policy, tiers._prefill_rate
-    tiers.policy, tiers._prefill_rate = WaitsForTheDisk(), SlowComputing()  # type: ignore[assignment]
+    tiers.policy, tiers._prefill_rate = WaitsForTheDisk(), SlowComputing()
     yield Pair(placement.processes["b"], node)
     tiers.policy, tiers._prefill_rate = policy, rate
 
@@ -309,30 +256,20 @@ async def test_nobody_meets_another_tenants_kv_by_way_of_a_peer(pair: Pair) -> N
 
 async def test_an_advisory_brings_a_peers_kv_to_the_device(pair: Pair) -> None:
     prompt = await begun_at_home(pair, "announced")
-    warm: asyncio.Future[AdvisoryReport] = asyncio.get_running_loop().create_future()
-
-    def note(report: AdvisoryReport) -> None:
-        if report.state == "warm" and not warm.done():
-            warm.set_result(report)
-
-    advisory = Advisory(
-        advisory_id="a",
-        session_id="announced",
-        token_ids=pack_token_ids(prompt),
-        kv_from=pair.home.peer_address,
-    )
-    async with asyncio.timeout(60):
-        await pair.away.advise(advisory, note)
-        report = await warm
+    reports: list[AdvisoryReport] = []
+    named = {"session_id": "announced", "kv_from": pair.home.peer_address}
+    advisory = Advisory(advisory_id="a", token_ids=pack_token_ids(prompt), **named)
+    await pair.away.advise(advisory, reports.append)
+    [report, *_] = await settle(lambda: [report for report in reports if report.state == "warm"])
     assert report.device_tokens == HISTORY_TOKENS
-    said = await generate(pair.away, prompt, session_id="announced", kv_from=pair.home.peer_address)
+    said = await generate(pair.away, prompt, **named)
     assert (said.kv.device, said.kv.peer) == (HISTORY_TOKENS, 0)
 
 
 # -- nodes that go ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_node_is_started_again_under_load_without_a_failed_request(
+async def test_a_node_starts_again_under_load_without_a_failed_request(
     router: Router, server: Server
 ) -> None:
     """With half of the requests for the adapter of the test before, pinned, which the node has again by itself."""
@@ -346,10 +283,10 @@ async def test_a_node_is_started_again_under_load_without_a_failed_request(
             "max_tokens": 40,
             "stream": number % 2 == 0,
         }
-        async with aiohttp.ClientSession(server.url) as http:
+        async with Http(server.url) as http:
             while not is_over.is_set():
                 headers = {"X-Session-Id": f"load-{number}"}
-                async with http.post("/v1/chat/completions", json=body, headers=headers) as reply:
+                async with http.post(CHAT, json=body, headers=headers) as reply:
                     text = await reply.text()
                     statuses.append(reply.status if '"error"' not in text else 500)
                 # Somebody reads; else the load, and not the start, would take the test's time.
@@ -375,18 +312,29 @@ async def test_the_death_of_a_node_costs_begun_answers_a_retry_and_nothing_else(
     (_, begun), (_, waiting) = await ask(chat, SECRET), await ask(chat, SECRET)
     home = router.home_of("", begun.session_id)
     router.remember([("", waiting.session_id, home)])
-    incarnation = next(state.incarnation for state in router.nodes_state() if state.node_id == home)
 
+    def states() -> dict[str, Any]:
+        return {state.node_id: state for state in router.nodes_state()}
+
+    incarnation = states()[home].incarnation
     words = asyncio.Event()
-    telling = asyncio.create_task(first_words(chat, begun.session_id, words))
+
+    async def tell() -> ChatError:
+        """A long story; what ends it."""
+        with pytest.raises(ChatError) as failed:
+            async for event in chat.ask("Tell me a long story.", session_id=begun.session_id, sampling=LONG):
+                if isinstance(event, Delta):
+                    words.set()
+        return failed.value
+
+    telling = asyncio.create_task(tell())
     await asyncio.wait_for(words.wait(), 60)
-    process = process_of(placement.processes[home])
+    server_process = placement.processes[home]._process
+    process = psutil.Process(server_process.pid)
     process.suspend()  # so that the next one cannot begin
     async with ChatClient(server.url) as client:
         served = asyncio.create_task(ask(client, QUESTION, session_id=waiting.session_id))
-        async with asyncio.timeout(10):
-            while router.homes.num_requests(home) < 2:
-                await asyncio.sleep(0.01)
+        await settle(lambda: router.homes.num_requests(home) >= 2, 10)
         os.kill(process.pid, signal.SIGKILL)
         error = await asyncio.wait_for(telling, 30)
         assert (error.code, error.retryable) == ("engine_failed", True)
@@ -395,7 +343,7 @@ async def test_the_death_of_a_node_costs_begun_answers_a_retry_and_nothing_else(
     assert router.home_of("", waiting.session_id) != home
     again, _ = await ask(chat, "Are you there?", session_id=begun.session_id)
     assert again, "the session goes on"
-    await until_ready(router, home, not_as=incarnation)
+    await settle(lambda: states()[home].state == "ready" and states()[home].incarnation != incarnation)
 
 
 async def test_a_peer_that_has_died_costs_a_recomputation(pair: Pair) -> None:

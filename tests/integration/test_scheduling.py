@@ -19,18 +19,11 @@ from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.scheduling.mlq import Mlq
-from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from .conftest import engine_is_empty
-from .nodes import WaitsForTheDisk, engine, generate, text
+from .nodes import Expects, WaitsForTheDisk, ask, engine, text
 
 ADAPTERS = (None, "pirate", "robot", "shout")
-
-
-async def ask(
-    node: LocalNode, prompt: list[int], num_tokens: int, adapter: str | None = None, priority: int = 0
-) -> list[int]:
-    return (await generate(node, prompt, num_tokens, adapter=adapter or "", priority=priority)).token_ids
 
 
 def traffic() -> list[tuple[list[int], int, str | None]]:
@@ -40,18 +33,6 @@ def traffic() -> list[tuple[list[int], int, str | None]]:
         (text(seed, chance.choice((20, 60, 200, 400))), chance.choice((4, 20, 60)), chance.choice(ADAPTERS))
         for seed in range(16)
     ]
-
-
-class WrongByTenTimes:
-    """A predictor that knows nothing and says it with confidence."""
-
-    def predict(self, features: EngineRequest) -> LengthGuess:
-        guess = 150 if features.num_prompt_tokens % 2 else 2
-        return LengthGuess(guess, guess, "made up")
-
-    def observe(self, features: EngineRequest, num_tokens: int) -> None: ...
-
-    def refit(self) -> None: ...
 
 
 async def crowd(node: LocalNode) -> list[list[int]]:
@@ -87,7 +68,6 @@ async def with_host() -> AsyncIterator[LocalNode]:
     async with engine(
         scheduling_policy="fcfs", num_kv_blocks=40, max_model_len=512, max_num_seqs=6, kv_host_gib=0.25
     ) as node:
-        assert node._tiers is not None
         node._tiers.policy = WaitsForTheDisk()
         yield node
 
@@ -96,7 +76,6 @@ async def use(node: LocalNode, policy: str, **settings: Any) -> Scheduling:
     """Have the engine start requests in this order, and know nothing of those before."""
 
     def exchange(driver: VllmDriver) -> Scheduling:
-        assert driver.scheduling is not None
         driver.scheduling.close()
         config = replace(node._config.engine, scheduling_policy=policy, **settings)
         driver.scheduling = driver._make_scheduling(config)
@@ -114,7 +93,8 @@ class TestWithoutTiers:
         """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left."""
         own = await use(tight, policy)
         if policy == "mlq":
-            own.predictor = WrongByTenTimes()
+            # Wrong by ten times.
+            own.predictor = Expects(lambda request: 150 if request.num_prompt_tokens % 2 else 2)
         for _ in range(5):  # who meets whom depends on the machine's speed
             assert await crowd(tight) == undisturbed
             state = own.state()
@@ -130,29 +110,6 @@ class TestWithoutTiers:
             assert own.dispatcher.policy.ledger.num_used == 0, "every quota has come back"
         counts = await tight.run_on_engine(lambda driver: driver.counts())
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
-
-    async def test_short_questions_pass_long_ones_and_lanes_are_fitted(self, tight: LocalNode) -> None:
-        """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
-        own = await use(tight, "mlq", lane_refit_s=0.2)
-        for seed in range(24):
-            await ask(tight, text(seed, 20 if seed % 2 else 300), 2 if seed % 2 else 20)
-        while own.dispatcher.counts["refits"] < 2:
-            await ask(tight, text(7, 20), 2)
-            await asyncio.sleep(0.05)
-        assert isinstance(own.dispatcher.policy, Mlq) and own.dispatcher.policy.lanes.num_lanes > 1
-        ended: list[str] = []
-
-        async def one(name: str, *args: Any) -> None:
-            await ask(tight, *args)
-            ended.append(name)
-
-        long = [asyncio.create_task(one("long", text(50 + n, 350), 60)) for n in range(8)]
-        await asyncio.sleep(0.05)
-        short = [asyncio.create_task(one("short", text(80 + n, 20), 2)) for n in range(4)]
-        await asyncio.gather(*long, *short)
-        last_short = max(at for at, name in enumerate(ended) if name == "short")
-        assert ended.index("short") < 4 and ended[-1] == "long"
-        assert ended[:last_short].count("long") < 6
 
 
 class TestWithHostMemory:

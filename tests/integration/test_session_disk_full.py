@@ -239,7 +239,6 @@ def run_until_full_and_kill(path: Path) -> set[str]:
     command = [sys.executable, __file__, str(path)]
     stored = set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line == "full\n":
                 process.send_signal(signal.SIGKILL)

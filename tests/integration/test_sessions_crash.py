@@ -63,7 +63,6 @@ def run_until_killed(
     """Kill a writer once it has acknowledged `num_acks` turns; returns the turns begun and those acknowledged, as (session, turn)."""
     said: dict[str, set[tuple[str, str]]] = {"begin": set(), "ack": set()}
     with start_writer(path, round_number) as writer:
-        assert writer.stdout is not None
         for line in writer.stdout:
             word, session, turn_id = line.split()
             said[word].add((session, turn_id))
@@ -125,7 +124,6 @@ async def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Pat
     """Two servers on one file would declare each other's turns failed; a killed server leaves no lock behind."""
     path = tmp_path / "sessions.db"
     with start_writer(path, 0) as writer:
-        assert writer.stdout is not None
         await asyncio.to_thread(writer.stdout.readline)
         with pytest.raises(StartupError, match="in use by another process"):
             await SessionStore.open(path)

@@ -6,46 +6,36 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
-from gateway.app import Server, build_services
-from gateway.metrics.metrics import Metrics
+from gateway.app import Server
 from gateway.sessions import SessionStore
 from gateway.sessions.schema import SESSION_BYTES
-from gateway.settings.config import DEMO_MODEL_DIR, Config
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError
 
-from .conftest import KEYS, MODEL, Gateways, ask, bearer, settle, told
+from .conftest import Gateways, ask, demo_config, served, settle, told
+from .facts import BODY, CHAT, KEYS, Http, bearer
 
 MIB = 1 << 20
-
-
-def config(data_dir: Path, **changes: object) -> Config:
-    return Config(model=str(DEMO_MODEL_DIR), port=0, data_dir=data_dir, drain_timeout_s=1, **changes)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """Its engine is not started."""
-    services = await build_services(
-        config(tmp_path / "data", max_stored_mib=1, api_keys=KEYS, max_requests_per_s=10_000),
-        metrics=Metrics(CollectorRegistry()),
-    )
-    async with Server(services) as server:
+    limits = {"max_stored_mib": 1, "api_keys": KEYS, "max_requests_per_s": 10_000}
+    async with served(demo_config(tmp_path / "data", **limits)) as server:
         yield server
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(server.url, headers=bearer(KEYS[0])) as session:
+async def http(server: Server) -> AsyncIterator[Http]:
+    async with Http(server.url, headers=bearer(KEYS[0])) as session:
         yield session
 
 
-async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: aiohttp.ClientSession) -> None:
+async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: Http) -> None:
     """429 with OpenAI's type for it, and no Retry-After: nothing comes of repeating."""
     for _ in range(MIB // SESSION_BYTES):
         last = await told(http.post("/api/sessions", json={}), 201)
@@ -58,20 +48,17 @@ async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: aioh
     await told(http.delete(f"/api/sessions/{last['id']}"), 204)
 
 
-async def test_above_its_quota_a_key_is_answered_by_the_api_and_refused_by_the_chat(
-    gateways: Gateways,
-) -> None:
+async def test_above_its_quota_a_key_is_answered_by_api_and_refused_by_chat(gateways: Gateways) -> None:
     """Neither leaves anything behind; deleting, and waiting until it cannot be restored, lets both in again."""
     server = await gateways(max_stored_mib=1)
     store, then = server.services.store, 1_700_000_000.0  # longer ago than what is deleted can be restored
     await store.record_turn("local", "old", "t", "x" * (MIB - 2000), answer="", makes_session=True, now=then)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
 
     async def names_after_a_call() -> set[str]:
-        await told(http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": "api"}))
+        await told(http.post(CHAT, json=BODY, headers={"X-Session-Id": "api"}))
         return {summary.id for summary in (await store.list_sessions("local"))[0]}
 
-    async with aiohttp.ClientSession(server.url) as http, ChatClient(server.url) as chat:
+    async with Http(server.url) as http, ChatClient(server.url) as chat:
         with pytest.raises(ChatError) as refused:
             await ask(chat, "Hello!", session_id="old")
         assert (refused.value.code, refused.value.retryable) == ("quota_exceeded", False)
@@ -80,9 +67,7 @@ async def test_above_its_quota_a_key_is_answered_by_the_api_and_refused_by_the_c
         assert await names_after_a_call() == {"api"}
 
 
-async def test_a_damaged_database_is_not_ready_until_it_is_mended(
-    http: aiohttp.ClientSession, server: Server
-) -> None:
+async def test_a_damaged_database_is_not_ready_until_it_is_mended(http: Http, server: Server) -> None:
     """503 `storage_failed` for what needs it, `/readyz` says so, `/healthz` stays well: a restart mends nothing."""
     kept = (await told(http.post("/api/sessions", json={"title": "kept"}), 201))["id"]
     store, path = server.services.store, server.services.config.data_dir / "sessions.sqlite3"
@@ -121,8 +106,7 @@ async def test_a_log_that_lost_commits_is_a_metric(tmp_path: Path, is_damaged: b
 
     await asyncio.to_thread(kill)
     await live.close()
-    services = await build_services(config(tmp_path / "data"), metrics=Metrics(CollectorRegistry()))
-    async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
+    async with served(demo_config(tmp_path / "data")) as server, Http(server.url) as http:
         num_sessions = len((await told(http.get("/api/sessions")))["sessions"])
-    num_lost = services.metrics.registry.get_sample_value("overture_session_wal_lost_frames")
+    num_lost = server.services.metrics.registry.get_sample_value("overture_session_wal_lost_frames")
     assert ((num_lost or 0) > 0, num_sessions < 10) == (is_damaged, is_damaged)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import pytest
 
 from gateway.settings import logs
 
-from .conftest import KEYS, MODEL, Gateways, bearer
+from .conftest import Gateways
+from .facts import CHAT, COMPLETIONS, KEYS, MESSAGES, MODEL, RESPONSES, Http, bearer
+from .test_connections import peer_of
 
 MARK = "Xyzzyplugh"
 KEY = "ov-" + MARK + "-of-some-length"
@@ -36,21 +37,10 @@ def log() -> Iterator[io.StringIO]:
     logging.captureWarnings(False)
 
 
-async def raw_request(port: int, data: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    async with asyncio.timeout(60):
-        await reader.read()
-    writer.close()
-
-
 def chat(content: Any = "x", role: str = "user", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}], "max_tokens": 2} | more
 
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
 LONG_NAME = MARK * 20_000
 BODIES = [
     *((CHAT, body) for body in (chat(MARK), chat(MARK, stream=True), chat({MARK: MARK}, MARK))),
@@ -91,7 +81,7 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
     server = await gateways(
         api_keys=(KEY,), operator_keys=(KEYS[0],), allow_adapter_loading=True, draft_prefill=True
     )
-    async with aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http:
+    async with Http(server.url, headers=bearer(KEY)) as http:
         session = {"X-Session-Id": MARK, "X-Agent-Name": MARK, "X-Workflow-Id": MARK}
         asked = [http.post(path, json={"model": MODEL} | body, headers=session) for path, body in BODIES]
         for path in (
@@ -117,7 +107,7 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
         f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {MARK}\r\n\r\n",
         f"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{MARK}\r\n",
     ):
-        await raw_request(server.port, head.encode())
+        await (await peer_of(server)).rest(head.encode())
     text = log.getvalue()
     assert "head was not understood" in text, "what is malformed is logged, if not quoted"
     lines = text.splitlines()
@@ -127,7 +117,7 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
     assert all(line[:4].isdigit() or line.startswith("    ") for line in lines)
 
 
-async def over_the_socket(http: aiohttp.ClientSession) -> None:
+async def over_the_socket(http: Http) -> None:
     """All frames, with the mark wherever there is room for it."""
     async with http.ws_connect("/ws") as ws:
         for frame in (

@@ -11,19 +11,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import aiohttp
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from prometheus_client import CollectorRegistry
 
 from engine_bridge.local_node import LocalNode
-from gateway.app import Server, build_services, node_config
-from gateway.metrics.metrics import Metrics
+from gateway.app import node_config
 
-from .conftest import MODEL, connected, demo_config, engine_is_empty
+from .conftest import connected, demo_config, engine_is_empty, served
+from .facts import CHAT, MODEL, Http
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-CHAT = "/v1/chat/completions"
 STAGES = ("render", "queue", "prefill", "decode")
 
 
@@ -86,8 +83,7 @@ async def test_calls_and_turns_are_one_trace_from_the_clients_span_to_the_last_t
     with collecting() as (collector, endpoint):
         config = demo_config(tmp_path, otlp_endpoint=endpoint)
         node = LocalNode(node_config(config))
-        services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
-        async with Server(services) as server, aiohttp.ClientSession(server.url) as http:
+        async with served(config, node) as server, Http(server.url) as http:
             await node.start()
             for trace in (f"{number}{TRACE[1:]}" for number in (1, 2)):
                 headers = {"traceparent": f"00-{trace}-{CLIENT}-01"}

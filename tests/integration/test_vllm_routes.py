@@ -18,28 +18,26 @@ from gateway.settings.config import DEMO_MODEL_DIR
 from overture_client import __version__
 from tests.unit.cluster.test_trust import certified
 
-from .conftest import KEYS, MODEL, Gateways, told
-
-HELLO = [{"role": "user", "content": "Hello, how are you?"}]
-COMPLETIONS = "/v1/completions"
+from .conftest import Gateways, told
+from .facts import BODY, CHAT, COMPLETIONS, HELLO, KEYS, MODEL, Http, events
 
 
-async def tokenize(http: aiohttp.ClientSession, **body: Any) -> Any:
+async def tokenize(http: Http, **body: Any) -> Any:
     return await told(http.post("/tokenize", json=body))
 
 
-async def complete(http: aiohttp.ClientSession, prompt: Any, path: str = COMPLETIONS, **fields: Any) -> Any:
+async def complete(http: Http, prompt: Any, path: str = COMPLETIONS, **fields: Any) -> Any:
     """The whole reply of a greedy completion."""
     return await told(http.post(path, json={"model": MODEL, "prompt": prompt, "temperature": 0} | fields))
 
 
-async def streamed(http: aiohttp.ClientSession, prompt: Any, **fields: Any) -> list[Any]:
+async def streamed(http: Http, prompt: Any, **fields: Any) -> list[Any]:
     """The choices of its events."""
-    lines = (await complete(http, prompt, stream=True, **fields)).split("\n")
-    return [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    found = events(await complete(http, prompt, stream=True, **fields))
+    return [event["choices"][0] for event in found]
 
 
-async def test_probes_and_figures(http: aiohttp.ClientSession, gateways: Gateways) -> None:
+async def test_probes_and_figures(http: Http, gateways: Gateways) -> None:
     """Figures ask for a key, and probes do not."""
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         await told(http.request(method, path))
@@ -47,13 +45,13 @@ async def test_probes_and_figures(http: aiohttp.ClientSession, gateways: Gateway
     assert found["overture"] == __version__ and found["version"][0].isdigit()
     assert await told(http.get("/load")) == {"server_load": 0}
     server = await gateways(api_keys=KEYS)
-    async with aiohttp.ClientSession(server.url) as stranger:
+    async with Http(server.url) as stranger:
         for path, status in (("/health", 200), ("/version", 200), ("/load", 401)):
             await told(stranger.get(path), status)
         await told(stranger.post("/tokenize"), 401)
 
 
-async def test_a_text_comes_back_from_its_tokens(http: aiohttp.ClientSession) -> None:
+async def test_a_text_comes_back_from_its_tokens(http: Http) -> None:
     """And a conversation has those of its prompt."""
     text = "Where is the harbour?"
     found = await tokenize(http, model=MODEL, prompt=text, return_token_strs=True)
@@ -61,12 +59,11 @@ async def test_a_text_comes_back_from_its_tokens(http: aiohttp.ClientSession) ->
     assert found["max_model_len"] == 4096
     assert (await told(http.post("/detokenize", json={"tokens": found["tokens"]})))["prompt"] == text
     found = await tokenize(http, model="pirate", messages=HELLO)
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 1}
-    answer = await told(http.post("/v1/chat/completions", json=body))
+    answer = await told(http.post(CHAT, json=BODY))
     assert found["count"] == answer["usage"]["prompt_tokens"]
 
 
-async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(http: aiohttp.ClientSession) -> None:
+async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(http: Http) -> None:
     for path, body, status in (
         ("/tokenize", {}, 400),
         ("/tokenize", {"messages": "x"}, 400),
@@ -78,7 +75,7 @@ async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(http: aioh
         assert isinstance((await told(http.post(path, json=body), status))["error"]["code"], str)
 
 
-async def test_over_tls_the_api_and_the_socket_work_and_plain_http_does_not(
+async def test_over_tls_api_and_socket_work_and_plain_http_does_not(
     gateways: Gateways, tmp_path: Path
 ) -> None:
     """A certificate that is none stops the start."""
@@ -86,13 +83,13 @@ async def test_over_tls_the_api_and_the_socket_work_and_plain_http_does_not(
     server = await gateways(ssl_certfile=Path(made.cert), ssl_keyfile=Path(made.key))
     assert server.url.startswith("https://")
     trust = await asyncio.to_thread(ssl.create_default_context, cafile=made.cert)
-    async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as http:
+    async with Http(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as http:
         answer = await complete(http, "Hello", max_tokens=2)
         assert answer["usage"]["completion_tokens"] == 2
         async with http.ws_connect("/ws") as socket:
             await socket.send_json({"type": "hello"})
             assert (await socket.receive_json())["type"] == "ready"
-    async with aiohttp.ClientSession() as plain:
+    async with Http() as plain:
         with pytest.raises(aiohttp.ClientError):
             await plain.get(server.url.replace("https", "http") + "/healthz")
     (tmp_path / "c.pem").write_text("no certificate")
@@ -100,9 +97,7 @@ async def test_over_tls_the_api_and_the_socket_work_and_plain_http_does_not(
         await gateways(ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "c.pem")
 
 
-async def test_a_prompt_that_ends_inside_a_character_is_no_part_of_its_answer(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_a_prompt_that_ends_inside_a_character_is_no_part_of_its_answer(http: Http) -> None:
     """Whole, twice, streamed, with a stop string that only the prompt has, and in the turn that a session keeps."""
     known = (await tokenize(http, prompt="my secret is 1234 "))["tokens"]
     prompt = known + (await tokenize(http, prompt="😀"))["tokens"][:-1]
@@ -121,9 +116,7 @@ async def test_a_prompt_that_ends_inside_a_character_is_no_part_of_its_answer(
     assert (await told(http.get("/api/sessions/half")))["turns"][-1]["answer"] == text
 
 
-async def test_bad_words_are_banned_as_they_are_and_with_and_without_their_space(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_bad_words_are_banned_as_they_are_and_with_and_without_their_space(http: Http) -> None:
     """ " tree" is one token of the demo model's, "tree" are four. Many at once, and blanks, too."""
 
     async def said(wanted: str, **fields: Any) -> Any:
@@ -142,18 +135,14 @@ async def test_bad_words_are_banned_as_they_are_and_with_and_without_their_space
     assert "\n" not in await said("\n", bad_words=many, n=2, temperature=1, return_token_ids=True)
 
 
-async def test_a_model_that_is_called_like_an_error_is_a_model_that_there_is_not(
-    http: aiohttp.ClientSession,
-) -> None:
-    body = {"model": "context length", "messages": HELLO, "max_tokens": 4}
+async def test_a_model_that_is_called_like_an_error_is_a_model_that_there_is_not(http: Http) -> None:
+    body = BODY | {"model": "context length"}
     for path in ("messages", "messages/count_tokens", "chat/completions"):
         error = (await told(http.post(f"/v1/{path}", json=body), 404))["error"]
         assert "does not exist" in error["message"], path
 
 
-async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(http: Http) -> None:
     wish: Any = {"max_tokens": 0, "echo": True}
     for more in ({}, {"logprobs": 1}, {"return_token_ids": True}, {"logprobs": 1, "return_token_ids": True}):
         found = await complete(http, "Hello there", **wish, **more)
@@ -166,15 +155,13 @@ async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(
     assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["Hello", " there"]
 
 
-async def test_the_tokenizers_settings_hold_what_clients_need_and_no_paths(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_the_tokenizers_settings_hold_what_clients_need_and_no_paths(http: Http) -> None:
     found = await told(http.get("/tokenizer_info"))
     assert found["tokenizer_class"] and found["eos_token"] and "messages" in found["chat_template"]
     assert str(DEMO_MODEL_DIR) not in json.dumps(found)
 
 
-async def test_a_slash_behind_a_route_leads_to_the_route(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_a_slash_behind_a_route_leads_to_the_route(server: Server, http: Http) -> None:
     async with http.post(f"{COMPLETIONS}/?a=1", json={}, allow_redirects=False) as response:
         assert response.status == 307 and response.headers["Location"] == f"{COMPLETIONS}?a=1"
     answer = await complete(http, "Hello", f"{COMPLETIONS}/", max_tokens=1)
@@ -185,7 +172,7 @@ async def test_a_slash_behind_a_route_leads_to_the_route(server: Server, http: a
             assert "Location" not in response.headers
 
 
-async def test_bodies_in_the_encodings_that_programs_send(http: aiohttp.ClientSession) -> None:
+async def test_bodies_in_the_encodings_that_programs_send(http: Http) -> None:
     text = json.dumps({"prompt": "é"}, ensure_ascii=False)
     packed = gzip.compress(text.encode())
     for data, headers in (

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -25,6 +24,8 @@ from tests.conftest import ROOT
 from tests.integration import environments
 from tests.integration.processes import drains, output_until, serving
 from tests.ports import free_port
+
+from .facts import Http
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ async def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory
 
 async def test_the_wheel_serves_its_page_its_documentation_and_its_demo_model(installed: Installed) -> None:
     headers = {"Authorization": f"Bearer {installed.key}"}
-    async with aiohttp.ClientSession(installed.url, headers=headers, raise_for_status=True) as http:
+    async with Http(installed.url, headers=headers, raise_for_status=True) as http:
         for path in ("/", "/docs", "/engine"):
             async with http.get(path) as page:
                 needed = re.findall(r'(?:src|href)="(static/[^"]+)"', await page.text())
@@ -114,12 +115,10 @@ async def test_the_client_from_its_wheel_chats_without_any_module_of_the_server(
     assert "\n  chat " in commands and "\n  serve " not in commands
 
 
-async def test_sighup_has_the_key_file_read_and_the_server_goes_on_until_sigterm_drains_it(
-    installed: Installed,
-) -> None:
+async def test_sighup_has_the_key_file_read_and_sigterm_drains_the_server(installed: Installed) -> None:
     process, url, keys, old, _ = installed
     new = generate_key()
-    async with aiohttp.ClientSession(url) as http:
+    async with Http(url) as http:
 
         async def status_of(key: str) -> int:
             async with http.get("/api/sessions", headers={"Authorization": f"Bearer {key}"}) as response:

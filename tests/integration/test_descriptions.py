@@ -1,4 +1,4 @@
-"""Every series that the Grafana dashboard asks for is one that `/metrics` has, with the labels that it is grouped by."""
+"""What is written of the server is so: the OpenAPI document, with vLLM's own models in it, and the series that the Grafana dashboard asks for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-import aiohttp
+from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine_bridge.driver.apis.bodies import SERVER_FIELDS
 from engine_bridge.protocol.figures import LaneStats, SchedulingStats
 from gateway.app import Server
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.scheduling import SchedulingCollector
 from tests.conftest import ROOT
 
-from .conftest import MODEL, told
+from .conftest import Gateways, told
+from .facts import BODY, CHAT, KEYS, MODEL, Http
 
 DASHBOARD = ROOT / "docs/deploy/grafana/overture.json"
 SERIES = re.compile(r"\b(?:overture_|vllm:)\w+")
@@ -56,11 +58,8 @@ def of_instruments(metrics: Metrics) -> Iterator[tuple[str, set[str]]]:
                 yield found._name + ending, {*found._labelnames, *(["le"] * (ending == "_bucket"))}
 
 
-async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
-    await told(http.post("/v1/chat/completions", json=body))
+async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(server: Server, http: Http) -> None:
+    await told(http.post(CHAT, json=BODY))
     text = await told(http.get("/metrics"))
     labels_of: dict[str, set[str]] = defaultdict(set)
     vllms = generate_latest(REGISTRY).decode()  # the tests' gateways have registries of their own
@@ -83,3 +82,39 @@ async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(
             )
             num_series += 1
     assert num_series > 50
+
+
+async def test_the_document_is_valid_and_its_examples_work(http: Http) -> None:
+    """The bodies are vLLM's, without what only the server sets."""
+    found = await told(http.get("/openapi.json"))
+    OpenAPIV31SpecValidator(found).validate()
+    assert found["openapi"].startswith("3.1")
+    for name in ("ChatCompletion", "Completion", "Responses", "AnthropicMessages"):
+        fields = found["components"]["schemas"][f"{name}Request"]["properties"]
+        assert {"model", "temperature", "kv_hints", "session_id", "priority"} <= fields.keys()
+        # The gateway has these two of its own.
+        assert not fields.keys() & (set(SERVER_FIELDS) - {"session_id", "priority"})
+        assert fields["priority"]["anyOf"][0]["minimum"] == 0
+    for path, item in found["paths"].items():
+        body = item.get("post", {}).get("requestBody")
+        # Whose example names a folder of somebody's, or whose path a node.
+        if body is None or path.endswith("lora_adapter") or "{" in path:
+            continue
+        example = body["content"]["application/json"]["example"]
+        async with http.post(path, json=example) as response:
+            assert str(response.status) in item["post"]["responses"] and response.status < 300, path
+        assert example.get("model", MODEL) == MODEL
+
+
+async def test_document_and_page_ask_for_no_key(gateways: Gateways, http: Http) -> None:
+    async with http.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    assert paths["/api/sessions"]["get"]["security"] == [{}, {"bearer": []}, {"x-api-key": []}]
+    assert paths["/healthz"]["get"]["security"] == []
+    server = await gateways(api_keys=KEYS)
+    async with Http(server.url) as http:
+        found = await told(http.get("/openapi.json"))
+        assert found["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}, {"x-api-key": []}]
+        async with http.get("/docs") as response:
+            assert response.status == 200 and response.content_type == "text/html"
+            assert "default-src 'self'" in response.headers["Content-Security-Policy"]
