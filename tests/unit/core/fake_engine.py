@@ -21,15 +21,9 @@ def arrival(request_id: str, num_prompt_tokens: int = 16, p50: int = 16, **field
 class FakeEngine:
     """Makes a token for each running request in each step; preempts who is last when blocks lack."""
 
-    def __init__(
-        self,
-        policy: str | QueuePolicy = "fcfs",
-        num_slots: int = 4,
-        num_blocks: int = NUM_BLOCKS,
-        **options: Any,
-    ) -> None:
+    def __init__(self, policy: str | QueuePolicy = "fcfs", num_slots: int = 4, **options: Any) -> None:
         self.now = 0.0
-        self.num_slots, self.num_blocks = num_slots, num_blocks
+        self.num_slots, self.num_blocks = num_slots, options.pop("num_blocks", NUM_BLOCKS)
         self.tokens: dict[str, int] = {}
         self.prompts: dict[str, int] = {}
         self.running: list[str] = []

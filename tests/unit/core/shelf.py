@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from engine_bridge.policy.kv.restore_method import SwapOrRecompute
 from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.restore import Action, FasterWins, RestoreDecision, RestoreFacts, RestorePolicy
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
 SHAPE = BlockShape(num_layers=2, layer_bytes=1000)
 BLOCK_TOKENS = 4
@@ -52,17 +53,8 @@ class Shelf:
     def peer_bytes_per_s(self, address: str) -> float | None:
         return self.peers.get(address)
 
-    def stage(
-        self,
-        group: str,
-        keys: Sequence[BlockKey],
-        *,
-        tenant: str = "",
-        peer: str = "",
-        gives_way: bool = False,
-    ) -> Stage:
-        stage = Stage(0.0)
-        owner = Group(tenant, group)
+    def stage(self, group: str, keys: Sequence[BlockKey], *, peer: str = "", **options: Any) -> Stage:
+        stage, owner = Stage(0.0), Group(options.get("tenant", ""), group)
         num_held = sum(len(each.blocks) for each in self.stages)
         for key in keys:
             if (key not in self.on_disk and not peer) or num_held + len(stage.blocks) == self.room:
@@ -87,6 +79,9 @@ class Shelf:
         assert stage in self.stages, "asked about what was released"
         num_ready = next((i for i, block in enumerate(stage.blocks) if not block.ready), len(stage.blocks))
         left = (len(stage.blocks) - num_ready) * SHAPE.block_bytes
+        unread = [
+            block for each in self.stages if each is not stage for block in each.blocks if not block.ready
+        ]
         return StageProgress(
             num_blocks=len(stage.blocks),
             num_ready_blocks=num_ready,
@@ -94,13 +89,7 @@ class Shelf:
             waited_s=0.0,
             disk_bytes_done=0,
             disk_bytes_left=left,
-            disk_bytes_ahead=sum(
-                SHAPE.block_bytes
-                for each in self.stages
-                if each is not stage
-                for block in each.blocks
-                if not block.ready
-            ),
+            disk_bytes_ahead=len(unread) * SHAPE.block_bytes,
             disk_bytes_per_s=self.disk_rate,
         )
 
@@ -195,6 +184,3 @@ class Tiers:
 
     def host_bytes_per_s(self) -> float:
         return self.bytes_per_s
-
-
-BY_COST = FasterWins()

@@ -11,14 +11,9 @@ from .shelf import keys_of
 class Device:
     """Has everything but what is `gone`."""
 
-    num_blocks = 100_000
-
     def __init__(self) -> None:
         self.gone: set[bytes] = set()
         self.num_before = 0  # blocks that are evicted before any that was moved
-
-    def num_free_blocks(self) -> int:
-        return self.num_blocks
 
     def resident(self, hashes: Hashes, limit: int) -> Resident:
         num = next((at for at, name in enumerate(hashes[:limit]) if name in self.gone), limit)

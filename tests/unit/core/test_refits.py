@@ -9,16 +9,6 @@ SCALE = Scale(1000.0, 1000.0, 1.0)
 NUM_TOKENS = 1000
 
 
-def taught(refits: Refits, num: int = 40) -> Refits:
-    """Small and large requests, half of each, ten in a second; the first fit is done."""
-    for at in range(num):
-        tokens = 10 if at % 2 else 1000
-        refits.arrived(str(at), (float(tokens), 16.0, 0.0), tokens, 1.0, at * 0.1)
-    refits.start_if_due(num * 0.1, SCALE, NUM_TOKENS, True)
-    refits.take()
-    return refits
-
-
 def test_one_that_is_still_at_work_is_not_begun_again() -> None:
     works: list[Callable[[], None]] = []
     calls: list[int] = []
@@ -42,7 +32,12 @@ def quotas(refits: Refits) -> tuple[int, ...]:
 
 
 def test_what_really_was_takes_the_place_of_what_was_predicted() -> None:
-    refits = taught(Refits(at_once, lambda: None, now=0.0))
+    refits = Refits(at_once, lambda: None, now=0.0)
+    for at in range(40):  # small and large ones, half of each, ten in a second
+        tokens = 10 if at % 2 else 1000
+        refits.arrived(str(at), (float(tokens), 16.0, 0.0), tokens, 1.0, at * 0.1)
+    refits.start_if_due(4.0, SCALE, NUM_TOKENS, True)
+    refits.take()
     before = quotas(refits)
     refits.due_s = 0.0
     refits.left("1")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from engine_bridge.core.kv.restoring import LoadBlocks, Restore
+from engine_bridge.core.kv.restoring import Restore
 
 from .shelf import BLOCK_TOKENS, keys_of
 from .test_restores import Bench
@@ -28,12 +28,6 @@ class Pieces(Bench):
     def read(self, num: int = 8) -> None:
         for _ in range(num):
             self.shelf.read_one()
-
-    def start(self, name: str, num_loaded: int) -> list[LoadBlocks]:
-        num_tokens = self.NUM_BLOCKS * BLOCK_TOKENS + 2
-        block_ids = list(range(100, 100 + self.NUM_BLOCKS))
-        self.restores.admit(name, block_ids, num_loaded * BLOCK_TOKENS, num_tokens, is_resumed=False)
-        return self.restores.next_step([(name, num_tokens)], lambda name: block_ids).loads
 
     @property
     def held(self) -> list[int]:

@@ -22,9 +22,6 @@ class Source:
         self._steps = iter(steps)
         self.is_closed = False
 
-    def __aiter__(self) -> Source:
-        return self
-
     async def __anext__(self) -> str:
         for step in self._steps:
             if isinstance(step, str):

@@ -12,10 +12,12 @@ from engine_bridge.driver.corrections.bad_words import Forms, apply_bad_words, p
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_tokens_are_banned_as_by_vllm(seed: int) -> None:
     chance = random.Random(seed)
-    words = {
-        row: [[chance.randrange(4) for _ in range(chance.randint(1, 4))] for _ in range(12)] for row in (0, 2)
-    }
-    answers = [[chance.randrange(4) for _ in range(length)] for length in (0, 3, chance.randrange(7))]
+
+    def tokens(num: int) -> list[int]:
+        return [chance.randrange(4) for _ in range(num)]
+
+    words = {row: [tokens(chance.randint(1, 4)) for _ in range(12)] for row in (0, 2)}
+    answers = [tokens(length) for length in (0, 3, chance.randrange(7))]
     ours, theirs = torch.zeros(3, 6), torch.zeros(3, 6)
     apply_bad_words(ours, {row: copy.copy(Forms(forms)) for row, forms in words.items()}, answers)
     of_vllm(theirs, words, answers)

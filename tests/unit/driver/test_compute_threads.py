@@ -57,9 +57,8 @@ def test_a_later_engine_computes_on_as_many_threads_as_the_first(caplog: pytest.
     assert not caplog.records
     ComputeThreads(1)
     assert torch.get_num_threads() == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "an engine before this one computed on 2 threads, so this one does, too"
-    ]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "an engine before this one computed on 2 threads, so this one does, too"
 
 
 def test_numbas_parallel_loops_leave_the_number_alone() -> None:

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,8 @@ def byte_fallback() -> Any:
     pieces = ["▁", *LETTERS, "▁word", "�"]
     vocab |= {piece: 256 + number for number, piece in enumerate(pieces)}
     model = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<0x00>"))
-    model.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    model.decoder = decoders.Sequence(list(parts))
     model.add_special_tokens(["<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
@@ -50,16 +48,11 @@ def ids_of(tokenizer: Any, data: str | bytes) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(SIGNS[byte]) for byte in data]
 
 
-def answered(
-    tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], **settings: Any
-) -> tuple[str, Any]:
+def answered(tokenizer: Any, prompt: list[int], answer: list[int], **settings: Any) -> tuple[str, Any]:
     """The answer's text, and the stop string that ended it."""
-    params = SamplingParams(**settings)
-    request: Any = SimpleNamespace(
-        request_id="r", sampling_params=params, prompt_token_ids=list(prompt), prompt_embeds=None
-    )
-    kind = SlowDetokenizer if tokenizer is SLOW else FastDetokenizer
-    detokenizer = kind(tokenizer, request)
+    asked = {"request_id": "r", "prompt_token_ids": prompt, "prompt_embeds": None}
+    request: Any = SimpleNamespace(**asked, sampling_params=SamplingParams(**settings))
+    detokenizer = (SlowDetokenizer if tokenizer is SLOW else FastDetokenizer)(tokenizer, request)
     for token_id in answer:
         if stopped := detokenizer.update([token_id], False):
             return detokenizer.get_next_output_text(True, False), stopped

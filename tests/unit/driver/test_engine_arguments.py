@@ -16,13 +16,10 @@ def test_values_have_the_types_that_vllm_gives_them() -> None:
     found = {"cpu_offload_gb": 4.0, "hf_overrides": {"a": 1}}
     found |= {"disable_cascade_attn": True, "enable_eplb": False}
     assert typed(parse([*given, "load_format=dummy"], {})) == found | {"load_format": "dummy"}
-    for name, value, reason in (
-        ("cpu_offload_gb", "much", "much"),
-        ("cpu_offload", "4", "did you mean cpu_offload_gb"),
-        ("enable_eplb", "perhaps", "true or false"),
-    ):
+    wrong = {"cpu_offload_gb": "much", "cpu_offload": "4", "enable_eplb": "perhaps"}
+    for name, reason in zip(wrong, ("much", "did you mean cpu_offload_gb", "true or false"), strict=True):
         with pytest.raises(InvalidRequest, match=reason):
-            typed({name: value})
+            typed({name: wrong[name]})
     assert typed({}) == {}
 
 

@@ -26,9 +26,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def keys_of(
-    path: str = "/here/shout", content: str = "c1", tenant: str = "", name: str = "shout", version: int = 1
-) -> list[bytes]:
+def keys_of(path="/here/shout", content="c1", tenant="", name="shout", version=1) -> list[bytes]:
     adapter = version_of(LoRARequest(name, version, path), content) if path else None
     salt = cache_salt(tenant, content if path else "", None)
     hasher = hash_by_content(kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, sha256))

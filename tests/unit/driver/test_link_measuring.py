@@ -19,9 +19,8 @@ class Measured(Bench):
         super().__init__(num_host_blocks=num_host_blocks)
         self.use(CpuCopier(self.device, self.store.pool.region))
         self.num_requests = 0
-        self.measuring = LinkMeasuring(
-            self.tiers, NUM_DEVICE_BLOCKS, lambda: (self.num_requests, 0), lambda: self.now
-        )
+        asks = (lambda: (self.num_requests, 0), lambda: self.now)
+        self.measuring = LinkMeasuring(self.tiers, NUM_DEVICE_BLOCKS, *asks)
 
     def use(self, copier: CpuCopier) -> None:
         self.tiers.copier = copier

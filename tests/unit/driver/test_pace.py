@@ -29,12 +29,10 @@ def output(new: list[tuple[int, int]], *running: Running) -> SchedulerOutput:
         SimpleNamespace(req_id=f"new{i}", num_computed_tokens=done) for i, (_, done) in enumerate(new)
     ]
     nothing = {"resumed_req_ids": set(), "new_token_ids": [], "all_token_ids": {}, "req_ids": names}
-    result.scheduled_cached_reqs = CachedRequestData(
-        **nothing,
-        new_block_ids=[None] * len(running),
-        num_computed_tokens=[request.computed for request in running],
-        num_output_tokens=[request.outputs for request in running],
-    )
+    computed, outputs = [old.computed for old in running], [old.outputs for old in running]
+    counts = {"num_computed_tokens": computed, "num_output_tokens": outputs}
+    nothing["new_block_ids"] = [None] * len(running)
+    result.scheduled_cached_reqs = CachedRequestData(**nothing, **counts)
     olds = dict(zip(names, running, strict=True))
     result.num_scheduled_tokens = {f"new{i}": num for i, (num, _) in enumerate(new)}
     result.num_scheduled_tokens |= {name: request.scheduled for name, request in olds.items()}

@@ -45,16 +45,12 @@ def test_a_part_gets_its_share_of_what_is_left_and_tells_the_progress_of_the_who
     assert told.said == [("copies", 0.5, 50.0), ("copies", 1.0, 0.0)]
 
 
-@given(
-    st.builds(
-        Bounds,
-        num_seqs=st.integers(1, 300),
-        num_batched_tokens=st.integers(300, 10_000),
-        num_kv_tokens=st.integers(64, 2_000_000),
-        max_model_len=st.integers(64, 100_000),
-        max_prefill_tokens=st.integers(16, 100_000),
-    )
-)
+# Of requests, tokens in a batch and in KV, tokens that the model reads, and of prompts in a step.
+BOUNDS_OF_ANY = st.integers(1, 300), st.integers(300, 10_000), st.integers(64, 2_000_000)
+MORE_BOUNDS = st.integers(64, 100_000), st.integers(16, 100_000)
+
+
+@given(st.builds(Bounds, *BOUNDS_OF_ANY, *MORE_BOUNDS))
 def test_every_point_can_be_run(bounds: Bounds) -> None:
     points = grid(bounds)
     assert points

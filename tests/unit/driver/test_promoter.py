@@ -48,10 +48,8 @@ class Bench(Stored):
         self.pool = BlockPool(NUM_DEVICE_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tiers = KvTiers(TiersConfig(host_bytes=num_host_blocks * SHAPE.block_bytes), policy=LoadsAll())
         self.tiers.store = self.store
-        self.device = [
-            torch.zeros(NUM_DEVICE_BLOCKS, SHAPE.layer_bytes, dtype=torch.uint8)
-            for _ in range(SHAPE.num_layers)
-        ]
+        memory = torch.zeros(SHAPE.num_layers, NUM_DEVICE_BLOCKS, SHAPE.layer_bytes, dtype=torch.uint8)
+        self.device = list(memory)
         self.copier = LateCopier(self.device, self.store.pool.region)
         self.tiers.copier = self.copier
         self.now = 0.0

@@ -32,9 +32,8 @@ def outputs(tokenizer: Any, text: str, size: int) -> list[Any]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     parts = [ids[i : i + size] for i in range(0, len(ids), size)]
     texts = [SimpleNamespace(text=tokenizer.decode(part), token_ids=part) for part in parts]
-    return [
-        SimpleNamespace(outputs=[text], prompt_token_ids=[3], finished=text is texts[-1]) for text in texts
-    ]
+    answers = {"prompt_token_ids": [3]}
+    return [SimpleNamespace(**answers, outputs=[text], finished=text is texts[-1]) for text in texts]
 
 
 def joined(split: ReasoningSplit, given: list[Any]) -> tuple[str, str]:

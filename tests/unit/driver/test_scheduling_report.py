@@ -114,7 +114,6 @@ def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:
 
 def test_where_vllm_no_longer_tells_why_requests_wait_they_are_just_queued() -> None:
     """As `VllmDriver` makes it when the names behind it have moved: none of those is looked at."""
-    bare = SimpleNamespace(
-        num_ended_tokens=0, waiting=[request("a-1"), compiling(None)], running=[], num_preempted=0
-    )
+    waiting = [request("a-1"), compiling(None)]
+    bare = SimpleNamespace(num_ended_tokens=0, waiting=waiting, running=[], num_preempted=0)
     assert SchedulingReport(bare, None, None, dict, BLOCKS, 16, False).stats().num_by_reason == {"queued": 2}

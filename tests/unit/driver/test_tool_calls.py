@@ -85,6 +85,5 @@ def test_a_parser_that_cannot_be_used_is_refused_if_it_was_set_and_else_left_out
         with pytest.raises(ParserRefused, match=reason):
             use(Choice(name, "it was set", is_set=True), tokenizer)
     assert install_tool_parser(Choice("deepseek_v3", "its chat template says so"), tokenizer) == NO_FORM
-    assert (
-        tool_calls.check_reasoning_parser(Choice("deepseek_r1", "its chat template says so"), tokenizer) == ""
-    )
+    choice = Choice("deepseek_r1", "its chat template says so")
+    assert tool_calls.check_reasoning_parser(choice, tokenizer) == ""
