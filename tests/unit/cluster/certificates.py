@@ -16,9 +16,8 @@ def certified(folder: Path, name: str, *addresses: str) -> Trust:
     """A cluster of its own, with a certificate that it signed itself. addresses: of its machines."""
     key, subject = Ed25519PrivateKey.generate(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-    made = x509.CertificateBuilder(
-        subject, subject, key.public_key(), 1, begin, begin + datetime.timedelta(36500)
-    )
+    end, public = begin + datetime.timedelta(36500), key.public_key()
+    made = x509.CertificateBuilder(subject, subject, public, 1, begin, end)
     if addresses:
         named = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
         made = made.add_extension(x509.SubjectAlternativeName(named), critical=False)

@@ -41,9 +41,8 @@ class Asking:
 
     def offered(self, num_blocks: int = 4) -> Asking:
         self.take(peer_wire.Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
-        assert self.take(self.welcome()) == peer_wire.encode(
-            peer_wire.BlocksWanted("same", 0, b"".join(KEYS))
-        )
+        wanted = peer_wire.BlocksWanted("same", 0, b"".join(KEYS))
+        assert self.take(self.welcome()) == peer_wire.encode(wanted)
         self.take(Offer(b"".join(KEYS[:num_blocks])))
         return self
 

@@ -61,9 +61,8 @@ async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_pat
     nodes = {"a": b"takes its time to close", "b": b"names no place at first"}
     async with placement_of(tmp_path, **nodes, follows_all=True) as (placement, said):
         await placement.start()
-        await until(
-            lambda: len(placement.nodes) == 3 and all(node.is_up for node in placement.nodes.values())
-        )
+        await until(lambda: len(placement.nodes) == 3)
+        await until(lambda: all(node.is_up for node in placement.nodes.values()))
         answers = {name: await answer_of(node) for name, node in placement.nodes.items()}
         assert answers == {name: f"I am {name}" for name in ("a", "b", "of-others")}
         assert ("", "starting the stand-in") in said

@@ -19,10 +19,8 @@ async def greeting(server: ssl.SSLContext | None, client: ssl.SSLContext | None)
         writer.write(b"hello")
         writer.close()
 
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        await asyncio.start_server(greet, "127.0.0.1", 0, ssl=server) as listener,
-    ):
+    listening = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=server)
+    async with asyncio.timeout(PATIENCE_S), listening as listener:
         port = listener.sockets[0].getsockname()[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
         try:

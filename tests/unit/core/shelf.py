@@ -79,9 +79,8 @@ class Shelf:
         assert stage in self.stages, "asked about what was released"
         num_ready = next((i for i, block in enumerate(stage.blocks) if not block.ready), len(stage.blocks))
         left = (len(stage.blocks) - num_ready) * SHAPE.block_bytes
-        unread = [
-            block for each in self.stages if each is not stage for block in each.blocks if not block.ready
-        ]
+        others = (block for each in self.stages if each is not stage for block in each.blocks)
+        unread = [block for block in others if not block.ready]
         return StageProgress(
             num_blocks=len(stage.blocks),
             num_ready_blocks=num_ready,

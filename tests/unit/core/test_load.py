@@ -49,7 +49,6 @@ def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:
             if rng.random() < 0.2:
                 engine.end(name)
         engine.own.check_invariants()
-        facts = engine.own.load.facts(
-            sum(engine.tokens[name] for name in engine.running), NUM_BLOCKS * BLOCK_TOKENS
-        )
+        num_held = sum(engine.tokens[name] for name in engine.running)
+        facts = engine.own.load.facts(num_held, NUM_BLOCKS * BLOCK_TOKENS)
         assert (facts.running.num, facts.queued.num) == (engine.own.num_running, engine.own.num_waiting)

@@ -308,9 +308,8 @@ class PromotionsMachine(RuleBasedStateMachine):
     def advise(self, name: str, num_blocks: int, wait_s: float | None, priority: int | None) -> None:
         self.ids.append(f"{name}{len(self.ids)}")
         self.priorities[name] = priority
-        advisory = Advisory(
-            advisory_id=self.ids[-1], session_id=name, expected_arrival_s=wait_s, priority=priority
-        )
+        when = {"expected_arrival_s": wait_s, "priority": priority}
+        advisory = Advisory(advisory_id=self.ids[-1], session_id=name, **when)
         self.promotions.advise(advisory, keys_of(name, num_blocks), None, self.report, self.now)
 
     @rule(data=st.data(), is_expired=st.booleans())
@@ -367,9 +366,8 @@ class PromotionsMachine(RuleBasedStateMachine):
         if beside.is_busy:
             self.now += took_s
             self.promotions.took(took_s, self.now)
-        assert took_s <= (
-            LONGEST_TURN_S if beside is BUSY else BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
-        )
+        busy_s = LONGEST_TURN_S if beside is BUSY else BUSY_SLICE_S
+        assert took_s <= (busy_s if beside.is_busy else IDLE_SLICE_S)
         assert self.beside_s <= SHARE * self.now + self.used_s + LONGEST_TURN_S
 
     @invariant()

@@ -187,9 +187,8 @@ def test_a_policy_is_one_class_whose_score_ranks_adapters_against_kv(monkeypatch
         keep_copy(places, adapter_id)
     for _ in range(9):
         places.worth.used(4, 0.0)  # which would save 4 by seconds saved
-    assert places.copies.may_displace(3, prefix(0.3), 0.0) and not places.copies.may_displace(
-        3, prefix(0.4), 0.0
-    )
+    displaced = [places.copies.may_displace(3, prefix(worth), 0.0) for worth in (0.3, 0.4)]
+    assert displaced == [True, False]
     assert places.copies.take_less_valuable_than_blocks(prefix(0.2), 0.0) is None
     assert places.copies.take_less_valuable_than_blocks(prefix(0.3), 0.0) == 4
     assert places.places()[4] == "disk"
@@ -205,9 +204,8 @@ def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request(
         places.advance(NOBODY, 60.0 * number)
     assert places.wait_s(661.0) == 0.0
     assert places.advance(NOBODY, 690.0) == []
-    assert LoadToHost(1, "disk") in [
-        move for now in range(691, 735) for move in places.advance(NOBODY, float(now))
-    ]
+    moves = [move for now in range(691, 735) for move in places.advance(NOBODY, float(now))]
+    assert LoadToHost(1, "disk") in moves
 
 
 def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or_by_itself() -> None:
@@ -232,13 +230,8 @@ class Traffic(RuleBasedStateMachine):
         step_room=st.sampled_from([None, 300]),
     )
     def begin(self, assist: bool, is_device: bool, policy: str, step_room: int | None) -> None:
-        rules = Rules(
-            host_bytes=HOST_BYTES,
-            num_slots=NUM_SLOTS,
-            step_room=step_room,
-            cpu_assist=assist,
-            fills_from_copies=is_device,
-        )
+        sizes = {"host_bytes": HOST_BYTES, "num_slots": NUM_SLOTS, "step_room": step_room}
+        rules = Rules(**sizes, cpu_assist=assist, fills_from_copies=is_device)
         self.places = AdapterPlaces(rules, Worth(policy), HistoryPrefetch())
         self.now = 0.0
         self.next_number = 1
@@ -259,9 +252,8 @@ class Traffic(RuleBasedStateMachine):
         for move in moves:
             match move:
                 case LoadToHost(adapter_id, source):
-                    assert adapter_id not in self.host and adapter_id not in [
-                        m.adapter_id for m in self.loading
-                    ]
+                    assert adapter_id not in self.host
+                    assert adapter_id not in [other.adapter_id for other in self.loading]
                     assert source == "disk" or self.copies[adapter_id]
                     self.loading.append(move)
                 case Fill(adapter_id, slot, source):

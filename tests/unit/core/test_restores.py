@@ -107,9 +107,8 @@ def test_the_cheaper_way_back_is_chosen_when_preempted_and_gone_after(s_per_toke
     prefill, rate = LinearPrefill(s_per_token), float(SHAPE.block_bytes)  # a block takes a second to copy
     bench = Bench(FullCost(prefill=prefill))
     bench.tiers.bytes_per_s = rate
-    bench.tiers.costs = SwapOrRecompute(
-        prefill, BLOCK_TOKENS, SHAPE.block_bytes, lambda num_bytes: num_bytes / rate
-    )
+    costs = (prefill, BLOCK_TOKENS, SHAPE.block_bytes, lambda num_bytes: num_bytes / rate)
+    bench.tiers.costs = SwapOrRecompute(*costs)
     bench.shelf.put(keys_of("a", 5))
     bench.enter("a")
     assert bench.restores.preempted("a", 22) is way

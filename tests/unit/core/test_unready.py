@@ -29,9 +29,8 @@ def test_ready_requests_come_in_their_order_and_each_group_is_asked_once(
     found = [int(name) for name in unready.take_ready(is_ready, most)]
     for adapter in ready:
         own = [at for at in known if waits_for[at] == adapter]
-        assert [at for at in found if waits_for[at] == adapter] == own[: len(found)][
-            : sum(waits_for[at] == adapter for at in found)
-        ]
+        own_found = [at for at in found if waits_for[at] == adapter]
+        assert own_found == own[: len(own_found)]
     assert len(found) == min(most, sum(waits_for[at] in ready for at in known))
     assert all(asked.count(adapter) <= 1 for adapter in range(4) if adapter not in ready)
     assert len(unready) == len(known) - len(found)

@@ -17,10 +17,8 @@ from engine_bridge.protocol.errors import SeamMoved
 
 from .equal_bits import needs_equal_bits
 
-RUNS = st.lists(
-    st.tuples(st.integers(NO_ADAPTER, 4), st.sampled_from([1, 1, 2, 3, LONG_RUN_ROWS, LONG_RUN_ROWS + 7])),
-    max_size=12,
-)
+LENGTHS = st.sampled_from([1, 1, 2, 3, LONG_RUN_ROWS, LONG_RUN_ROWS + 7])
+RUNS = st.lists(st.tuples(st.integers(NO_ADAPTER, 4), LENGTHS), max_size=12)
 
 
 @given(RUNS)

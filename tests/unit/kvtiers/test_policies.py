@@ -68,9 +68,8 @@ def test_any_session_can_be_emptied(groups: list[GroupFacts], num_layers: int, p
 
 
 holdings = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 10_000), min_size=1)
-tenant_weights = st.dictionaries(
-    st.sampled_from("abcdefgh"), st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 8.0])
-)
+WEIGHTS = [0.25, 0.5, 1.0, 2.0, 3.0, 8.0]
+tenant_weights = st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from(WEIGHTS))
 
 
 @given(holdings, tenant_weights, st.integers(1, 100_000))

@@ -256,9 +256,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> Tiers:
         # Room for about 20 blocks on disk and 8 in memory, so that both overflow.
-        return Tiers(
-            Path(self.folder.name), disk_bytes=20 * (SHAPE.block_bytes + 200), eviction=self.eviction
-        )
+        disk_bytes = 20 * (SHAPE.block_bytes + 200)
+        return Tiers(Path(self.folder.name), disk_bytes=disk_bytes, eviction=self.eviction)
 
     @rule(group=groups, start=numbers, length=lengths, tenant=tenants)
     def save(self, group: str, start: int, length: int, tenant: str) -> None:

@@ -15,9 +15,8 @@ LINEAR = table_from([(32, 0.052), (512, 0.532)], 0.02)
 
 
 def test_prompts_get_their_time_where_decodes_take_long_but_no_more_than_an_slo_leaves() -> None:
-    slow = StepTable.of(
-        lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
-    )
+    axes = (0, 4096), (0, 64), (0, 1)
+    slow = StepTable.of(lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], *axes)
     most, least = pacing.MIN_PREFILL_TIMES * 500, pacing.MIN_PREFILL_TOKENS
     for bound_s, num_tokens in ((math.inf, most), (0.8, 300), (0.1, least)):
         step = pace(slow, 0.2, 10, 0, [], 4096, bound_s=bound_s)

@@ -80,10 +80,8 @@ def test_baselines_start_in_their_order(policy: str, order: list[str]) -> None:
 
 @pytest.mark.parametrize(("swapped_wait_s", "first"), [(20.0, "swapped"), (10.0, "swapped"), (5.0, "fresh")])
 def test_fair_starts_the_set_that_is_more_urgent_on_average(swapped_wait_s: float, first: str) -> None:
-    waiting = [
-        request("swapped", arrived_s=NOW - swapped_wait_s, is_swapped=True),
-        request("fresh", arrived_s=NOW - 10),
-    ]
+    swapped = request("swapped", arrived_s=NOW - swapped_wait_s, is_swapped=True)
+    waiting = [swapped, request("fresh", arrived_s=NOW - 10)]
     assert decide(Fair(), waiting).request_ids == (first,)
 
 
@@ -92,15 +90,12 @@ def test_a_lane_whose_head_can_use_its_quota_does_not_lend_it() -> None:
     running = request("running", weighted_size=0.8, size_tokens=300)
     policy.arrived(running, NOW)
     policy.admitted("running", NOW)
-    waiting = [
-        request("large", weighted_size=0.9, size_tokens=400),
-        request("small", weighted_size=0.1, size_tokens=600),
-    ]
+    large = request("large", weighted_size=0.9, size_tokens=400)
+    waiting = [large, request("small", weighted_size=0.1, size_tokens=600)]
     decision = decide(policy, waiting)
     assert decision.request_ids == ("large",)
-    assert decision.deferred == {"small": "lane_quota"}, (
-        "there were 700 tokens, 200 of them the other lane's own"
-    )
+    # There were 700 tokens, 200 of them the other lane's own.
+    assert decision.deferred == {"small": "lane_quota"}
 
 
 def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
@@ -171,10 +166,8 @@ def test_tenants_take_turns_by_what_they_were_given(
 
 
 def test_long_is_from_the_very_second_on() -> None:
-    waiting = [
-        request("small", weighted_size=0.1),
-        request("old", weighted_size=0.3, arrived_s=NOW - MlqSettings().aging_s),
-    ]
+    old = request("old", weighted_size=0.3, arrived_s=NOW - MlqSettings().aging_s)
+    waiting = [request("small", weighted_size=0.1), old]
     assert decide(mlq(), waiting).request_ids == ("old", "small")
     overdue = request("overdue", weighted_size=0.9, arrived_s=NOW - 60, priority=9)
     assert decide(mlq(), [*waiting, overdue]).request_ids == ("overdue", "old", "small")

@@ -91,9 +91,8 @@ def test_costs_by_hand() -> None:
     # The one that is queued may wait for KV, too, behind this one's.
     others_s = 3 * (0.040 + 5 * 0.042) + 0.005
     late_s = 10 * 0.039 + 3 * 5 * 0.039
-    assert (cost.start_s, cost.decode_s, cost.others_s, cost.late_s) == pytest.approx(
-        (start_s, 0.89, others_s, late_s)
-    )
+    found = (cost.start_s, cost.decode_s, cost.others_s, cost.late_s)
+    assert found == pytest.approx((start_s, 0.89, others_s, late_s))
     weighted_s = routing.START_WEIGHT * start_s + routing.LATE_WEIGHT * late_s
     assert cost.total_s == pytest.approx(weighted_s + 0.89 + others_s)
 
@@ -114,9 +113,8 @@ def test_no_node_is_given_far_more_requests_than_the_emptiest_however_little_the
     """Long conversations here, short ones there would be the fewest seconds in all, and no balance."""
     nodes = [busy("long", 2, num_tokens=10**6), busy("short", 13, num_tokens=100)]
     tokens = replace(OURS.settings, decode=PerfModel("mbgmv", 0.0, 0.01, 1e-7), slo_s=10.0)
-    assert Overture(tokens).route(ask(rank=0), nodes).node_id == "long", (
-        "13 is more than three times two and six"
-    )
+    # 13 is more than three times two and six.
+    assert Overture(tokens).route(ask(rank=0), nodes).node_id == "long"
     half = [nodes[0], busy("short", 7, num_tokens=100)]
     assert Overture(tokens).route(ask(rank=0), half).node_id == "short"
 
