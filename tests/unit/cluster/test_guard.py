@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from engine_bridge.cluster import guard
 from tests.conftest import ROOT
@@ -54,23 +55,24 @@ def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, in
             process.stdin.close()
 
 
-def test_strays_end_when_the_command_has_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "ray"
     folder.mkdir()
-    with guarded(folder) as (process, stray, _):
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == 0
-        assert stray.has_ended()
-    assert not folder.exists()
+    return folder
 
 
-def test_a_command_outlives_the_gateway_only_to_put_its_things_in_order(tmp_path: Path) -> None:
-    with guarded(tmp_path) as (process, stray, held):
-        os.dup2(os.open(os.devnull, os.O_RDONLY), held)  # the gateway's end of the pipe has gone
-        assert process.poll() is None and not stray.has_ended(within_s=0)
+@pytest.mark.parametrize("has_lost_gateway", [False, True])
+def test_strays_end_when_the_command_has_ended(folder: Path, has_lost_gateway: bool) -> None:
+    """It outlives the gateway only to put its things in order."""
+    with guarded(folder) as (process, stray, held):
+        if has_lost_gateway:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), held)  # the gateway's end of the pipe has gone
+            assert process.poll() is None and not stray.has_ended(within_s=0)
         process.stdin.close()  # the command has noticed for itself
         assert process.wait(PATIENCE_S) == 0
         assert stray.has_ended()
+    assert not folder.exists()
 
 
 def test_signals_of_a_terminal_do_not_end_a_guard_but_one_byte_ends_all_of_it(tmp_path: Path) -> None:
@@ -86,9 +88,7 @@ def test_signals_of_a_terminal_do_not_end_a_guard_but_one_byte_ends_all_of_it(tm
         assert stray.has_ended()
 
 
-def test_what_a_dead_guard_left_can_be_cleared(tmp_path: Path) -> None:
-    folder = tmp_path / "ray"
-    folder.mkdir()
+def test_what_a_dead_guard_left_can_be_cleared(folder: Path) -> None:
     with guarded(folder) as (process, stray, _):
         command = Watched(psutil.Process(process.pid).children()[0].pid)
         process.kill()

@@ -106,8 +106,12 @@ class Bench:
             self.cache.carry_out(move)
 
 
-def test_nothing_wakes_the_engine_for_an_advisory_that_is_over() -> None:
-    bench = Bench()
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_nothing_wakes_the_engine_for_an_advisory_that_is_over(bench: Bench) -> None:
     bench.expect(expected_arrival_s=50.0)
     bench.advance()
     assert bench.promotions.wait_s(bench.now) is not None
@@ -118,8 +122,7 @@ def test_nothing_wakes_the_engine_for_an_advisory_that_is_over() -> None:
     assert bench.promotions.is_idle
 
 
-def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies_behind() -> None:
-    bench = Bench()
+def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies_behind(bench: Bench) -> None:
     bench.expect("sooner", 60)
     bench.settle()
     assert bench.states == ["staging", "warm"]
@@ -137,8 +140,7 @@ def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies
     assert (bench.num_there("sooner", 60), bench.num_there("later", 30)) == (60, 30)
 
 
-def test_what_a_request_pushed_out_comes_back_as_soon_as_it_has_ended() -> None:
-    bench = Bench()
+def test_what_a_request_pushed_out_comes_back_as_soon_as_it_has_ended(bench: Bench) -> None:
     bench.expect("a", 30)
     bench.settle(num=7)
     bench.now += 1.0
@@ -157,8 +159,7 @@ def test_what_a_request_pushed_out_comes_back_as_soon_as_it_has_ended() -> None:
     assert bench.settle(BUSY_BESIDE, 12) == 20
 
 
-def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_others() -> None:
-    bench = Bench()
+def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_others(bench: Bench) -> None:
     bench.expect("a", 40)
     bench.settle()
     for name in "bcd":
@@ -175,8 +176,7 @@ def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_
         bench.cache.put(keys_of("a", 40))
 
 
-def test_a_session_that_is_forgotten_is_unknown_under_every_salt() -> None:
-    bench = Bench()
+def test_a_session_that_is_forgotten_is_unknown_under_every_salt(bench: Bench) -> None:
     bench.promotions.memory.keep(("a", None), keys_of("a", 2))
     bench.promotions.memory.keep(("a", "tenant"), keys_of("a", 2))
     bench.promotions.memory.keep(("b", None), keys_of("b", 2))
@@ -185,8 +185,7 @@ def test_a_session_that_is_forgotten_is_unknown_under_every_salt() -> None:
     assert ("b", None) in bench.promotions.memory
 
 
-def test_what_comes_to_use_is_paid_back() -> None:
-    bench = Bench()
+def test_what_comes_to_use_is_paid_back(bench: Bench) -> None:
     bench.promotions.took(CREDIT_S, bench.now)  # in vain
     bench.promotions.advance(BUSY, bench.now)
     bench.now += 1.2 * LONGEST_TURN_S / SHARE  # enough for one of them
@@ -213,8 +212,9 @@ def test_what_comes_to_use_is_paid_back() -> None:
 @pytest.mark.parametrize(
     "end, outcome", [("cancel", "cancelled"), ("expire", "wasted"), ("go on otherwise", "wasted")]
 )
-def test_one_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(end: str, outcome: str) -> None:
-    bench = Bench()
+def test_one_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(
+    bench: Bench, end: str, outcome: str
+) -> None:
     bench.shelf.ends_reads_late = True
     bench.expect(on_disk=True)
     bench.advance()
@@ -235,8 +235,7 @@ def test_one_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(end: s
     assert bench.states == ["staging", "staging", outcome]
 
 
-def test_what_was_only_read_counts_as_moved() -> None:
-    bench = Bench()
+def test_what_was_only_read_counts_as_moved(bench: Bench) -> None:
     bench.shelf.put(keys_of("a", 2), on_disk=True)
     bench.shelf.peers["home"] = 1e6
     bench.advise(num_blocks=3, kv_from="home", priority=1)
@@ -249,8 +248,7 @@ def test_what_was_only_read_counts_as_moved() -> None:
     assert (last.disk_bytes, last.peer_bytes) == (2 * SHAPE.block_bytes, SHAPE.block_bytes)
 
 
-def test_what_was_read_before_it_gave_way_counts() -> None:
-    bench = Bench()
+def test_what_was_read_before_it_gave_way_counts(bench: Bench) -> None:
     bench.expect(on_disk=True)
     bench.advance()
     bench.shelf.read_one()
@@ -263,8 +261,7 @@ def test_what_was_read_before_it_gave_way_counts() -> None:
     assert bench.reports[-1].disk_bytes == 2 * SHAPE.block_bytes
 
 
-def test_an_urgent_session_is_copied_while_requests_run_and_nobody_else_s() -> None:
-    bench = Bench()
+def test_an_urgent_session_is_copied_while_requests_run_and_nobody_else_s(bench: Bench) -> None:
     bench.promotions.took(CREDIT_S, bench.now)  # the others' share is used up
     bench.expect("usual", 4)
     bench.expect("urgent", 4, priority=-1, expected_arrival_s=600.0)
@@ -388,8 +385,7 @@ TestPromotionsMachine = PromotionsMachine.TestCase
 TestPromotionsMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_follower_that_raises_keeps_no_other_advisory_from_ending_and_no_memory_held() -> None:
-    bench = Bench()
+def test_a_follower_that_raises_keeps_no_other_advisory_from_ending_and_no_memory_held(bench: Bench) -> None:
     for name in "abc":
         bench.shelf.put(keys_of(name, 8))
 

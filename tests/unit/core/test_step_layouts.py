@@ -12,17 +12,14 @@ def layouts(num_running: int, step_s: float, bytes_per_s: float = 1e9) -> StepLa
     return found
 
 
-def test_several_share_what_a_step_may_lay_out_and_an_answer_stands_until_the_next_step() -> None:
+def test_several_share_what_a_step_may_lay_out_by_how_long_layouts_were_seen_to_take() -> None:
     found = layouts(2, 0.1)
     assert found.allows(1, 15 * MB, 0.0) and found.allows(2, 10 * MB, 0.0)
     assert not found.allows(3, MB, 0.0), f"{MOST_SHARE:.0%} of the step are given"
-    assert found.allows(1, 15 * MB, 0.0), "asked again"
+    assert found.allows(1, 15 * MB, 0.0), "an answer stands until the next step"
     found.begin()
     assert found.allows(3, MB, 0.0)
-
-
-def test_what_layouts_take_is_learned() -> None:
-    found = layouts(1, 0.1)
+    found.begin()
     assert found.allows(1, 20 * MB, 0.0)
     for _ in range(20):
         found.rate.note(0.1e9, 1.0, 0.0)

@@ -96,12 +96,8 @@ BLOCK_BYTES = 2 << 20
 
 def test_swapping_takes_what_the_formula_says() -> None:
     link = Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=25e9)
-    # 100 tokens of a 13B model: 7 blocks. (The paper's 39.1 MB are the half of what its own formula gives, K or V alone.)
-    block_bytes = 2 * 40 * 5120 * 16 * 2
-    num_bytes = 7 * block_bytes
-    costs = SwapOrRecompute(LinearPrefill(1.0), 16, block_bytes, link.in_s)
-    assert costs.decide(100).swap_s == pytest.approx(num_bytes / 25e9)
-    assert costs.decide(100, read_s=0.5).swap_s == pytest.approx(0.5 + num_bytes / 25e9)
+    costs = SwapOrRecompute(LinearPrefill(1.0), 16, BLOCK_BYTES, link.in_s)
+    assert costs.decide(100, read_s=0.5).swap_s == pytest.approx(0.5 + 7 * BLOCK_BYTES / 25e9)
     assert costs.decide(0).swap_s == 0.0
     slow_start = Link(d2h_bytes_per_s=100.0, h2d_bytes_per_s=50.0, setup_s=3.0)
     assert (slow_start.out_s(100), slow_start.in_s(100)) == (4.0, 5.0)
