@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from engine_bridge.driver.grammars import running
+from engine_bridge.driver.grammars.admission import close_schema
 from engine_bridge.driver.grammars.running import BoundedBackend, BoundedGrammar, NoRoom, take_failure
 from engine_bridge.driver.vllm_api import GracefulHTTPError, VLLMValidationError
 from gateway.settings.config import DEMO_MODEL_DIR
@@ -127,3 +130,20 @@ def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: Ma
     failure = take_failure("answer")
     assert isinstance(failure, VLLMValidationError) and "too many states" in str(failure)
     assert running.NO_ROOM not in str(failure)
+
+
+OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
+CLOSED, OPEN = OBJECT | {"additionalProperties": False}, OBJECT | {"additionalProperties": True}
+
+
+def test_an_object_has_no_properties_that_its_schema_does_not_name() -> None:
+    """What is open on purpose stays open, and what is no schema is left for the check that refuses it."""
+    schemas = ((OBJECT, CLOSED), (json.dumps(OBJECT), CLOSED), (OPEN, OPEN))
+    for schema, after in (*schemas, ("{", "{"), ('"text"', "text"), ("[1]", [1])):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+        close_schema(params)
+        assert params.structured_outputs is not None and params.structured_outputs.json == after
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    close_schema(params)
+    close_schema(SamplingParams())
+    assert params.structured_outputs == StructuredOutputsParams(regex="a+")

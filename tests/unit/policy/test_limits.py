@@ -1,10 +1,12 @@
-"""What a request's settings may hold."""
+"""What a request's settings may hold, and what its grammar may take: memory, and time at each token."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine_bridge.policy.limits.grammar_room import GrammarRoom
+from engine_bridge.policy.limits.matcher_budget import PER_TOKEN_S, SAVED_S, MatcherBudget
 from engine_bridge.policy.limits.request_limits import RequestLimits, check_sampling
 from engine_bridge.protocol.errors import InvalidRequest
 
@@ -86,3 +88,26 @@ def test_settings_over_a_limit_are_refused_with_its_name(given: SimpleNamespace,
 def test_a_grammar_of_nothing_but_line_ends_is_measured_like_any_other() -> None:
     """A pattern that looked at a run of them again and again took twenty minutes for this one."""
     check_sampling(grammar(grammar="\n" * 200_000), RequestLimits())
+
+
+def test_room_for_grammars_that_is_given_back_can_be_taken_again() -> None:
+    room = GrammarRoom(1000)
+    assert room.take("one", 400) and not room.take("one", 400)
+    room.give_back("one", 400)
+    assert room.num_held_bytes == 0
+    assert room.take("one", 400)
+
+
+def test_a_matchers_share_may_be_taken_for_ever_and_one_token_over_all_that_was_saved_ends_it_for_good() -> (
+    None
+):
+    budget = MatcherBudget()
+    for _ in range(10_000):
+        budget.next_token()
+        budget.spend(PER_TOKEN_S)
+        assert not budget.is_spent
+    budget = MatcherBudget()
+    budget.spend(1.2 * SAVED_S)
+    for _ in range(1000):
+        budget.next_token()
+    assert budget.is_spent
