@@ -23,25 +23,16 @@ from tests.unit.kvtiers.stored import SETTLE_S, Stored, key_of
 
 SHAPE = BlockShape(num_layers=4, layer_bytes=512)
 TOKEN = b"of the cluster"
+TRUST = Trust(token=TOKEN)
 KEYS = [key_of(number) for number in range(40)]
 
 
 class Node(Stored):
     """The tiers of a node, without an engine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        token: bytes = TOKEN,
-        fingerprint: str = "same",
-        host_blocks: int = 64,
-        shape: BlockShape = SHAPE,
-        disk_bytes: int = 8 << 20,
-        trust: Trust | None = None,
-    ) -> None:
-        super().__init__(folder, shape, host_blocks, disk_bytes)
-        self.peering = Peering(PeerConfig(trust=trust or Trust(token=token)))
+    def __init__(self, folder: Path, fingerprint: str = "same", trust: Trust = TRUST, **sizes: Any) -> None:
+        super().__init__(folder, **{"shape": SHAPE, "host_blocks": 64, "disk_bytes": 8 << 20} | sizes)
+        self.peering = Peering(PeerConfig(trust=trust))
         self.address = self.peering.open()
         self.peering.attach(self.store, fingerprint, self.io)
 
@@ -211,7 +202,8 @@ def test_a_peer_that_is_dead_is_a_miss_and_left_alone_for_a_while(other: Node) -
 
 
 @pytest.mark.parametrize(
-    ("reason", "options"), [("token", {"token": b"a guess"}), ("foreign", {"fingerprint": "another model"})]
+    ("reason", "options"),
+    [("token", {"trust": Trust(token=b"a guess")}), ("foreign", {"fingerprint": "another model"})],
 )
 def test_strangers_are_lent_nothing(home: Node, make: MakeNode, reason: str, options: dict[str, Any]) -> None:
     stranger = make("stranger", **options)
@@ -353,7 +345,7 @@ def test_there_are_only_so_many_connections(home: Node, other: Node, monkeypatch
     assert home.figures.refusals == {"busy": 2}
     _, _, port = home.address.rpartition(":")
     with pytest.raises(OSError, match=f"127.0.0.1:{port}; name another"):
-        Peering(PeerConfig(trust=Trust(token=TOKEN), port=int(port))).open()
+        Peering(PeerConfig(trust=TRUST, port=int(port))).open()
     home.peering.close()
     assert last.is_cut_off()
     home.peering.close()

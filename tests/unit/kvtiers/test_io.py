@@ -19,9 +19,9 @@ def part(block: int, layer: int) -> memoryview:
     return PARTS[layer * len(KEYS) + block]
 
 
-def record(buffer_bytes: int = 1000, owner: int = 0) -> bytes:
-    stream = RecordStream([Record(KEYS, part, owner)], SHAPE)
-    buffer = memoryview(bytearray(buffer_bytes))
+def record() -> bytes:
+    stream = RecordStream([Record(KEYS, part, 0)], SHAPE)
+    buffer = memoryview(bytearray(1000))
     data = b""
     while used := stream.fill(buffer):
         data += buffer[:used]

@@ -1,6 +1,6 @@
 """Who starts, who waits and why, and that nobody waits without bound."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,17 +48,13 @@ def refit(policy: Mlq, lanes: Lanes, quotas: Sequence[int], sizes: Mapping[str, 
 
 
 def decide(
-    policy: QueuePolicy,
-    waiting: Iterable[Waiting],
-    space: StepRoom = AMPLE,
-    running: Iterable[Running] = (),
-    now: float = NOW,
+    policy: QueuePolicy, waiting: list[Waiting], room: StepRoom = AMPLE, running: Any = ()
 ) -> Decision:
     """After all of them have arrived."""
     known = {facts.request_id: facts for facts in waiting}
     for facts in known.values():
-        policy.arrived(facts, now)
-    return policy.decide(known, {each.request_id: each for each in running}, space, now)
+        policy.arrived(facts, NOW)
+    return policy.decide(known, {each.request_id: each for each in running}, room, NOW)
 
 
 @pytest.mark.parametrize(
@@ -131,19 +127,11 @@ def test_tenants_take_turns_by_what_they_were_given(
     """Against the rule in its plainest words. All sizes differ, all in one lane."""
     policy = Mlq(10**9)
     given = dict.fromkeys(map(str, range(6)), 0.0)
-    waiting = {
-        str(at): request(
-            str(at),
-            weighted_size=size + at / 100,
-            size_tokens=size,
-            priority=priority,
-            tenant=str(tenant),
-            weight=weight,
-        )
-        for at, (priority, tenant, size, weight) in enumerate(fields)
-    }
-    for facts in waiting.values():
-        policy.arrived(facts, NOW)
+    waiting: dict[str, Waiting] = {}
+    for at, (priority, tenant, size, weight) in enumerate(fields):
+        told = {"priority": priority, "tenant": str(tenant), "weight": weight, "size_tokens": size}
+        waiting[str(at)] = request(str(at), weighted_size=size + at / 100, **told)
+        policy.arrived(waiting[str(at)], NOW)
     tenants = {facts.tenant for facts in waiting.values()}
     for at, (tenant, tokens) in enumerate(past):
         if str(tenant) in tenants:
@@ -153,11 +141,12 @@ def test_tenants_take_turns_by_what_they_were_given(
             given[str(tenant)] += tokens
     expected: list[str] = []
     left = dict(waiting)
+
+    def place(facts: Waiting) -> tuple[float | str, ...]:
+        return facts.priority, given[facts.tenant], facts.tenant, facts.weighted_size
+
     while left and len(expected) < num_slots:
-        first = min(
-            left.values(),
-            key=lambda facts: (facts.priority, given[facts.tenant], facts.tenant, facts.weighted_size),
-        )
+        first = min(left.values(), key=place)
         given[first.tenant] += first.size_tokens / first.weight
         expected.append(left.pop(first.request_id).request_id)
     space = room(num_slots=num_slots, num_tokens=10**9, free_blocks=10**9)

@@ -1,7 +1,7 @@
 """Which node serves a request: each policy against sums made by hand, and against what must hold whatever the nodes report."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,27 +25,18 @@ def ranks(*values: int) -> Ranks:
 NOBODY = ranks()
 
 
-def node(
-    node_id: str, running: Ranks = NOBODY, queued: Ranks = NOBODY, *, free: int = 10_000, **more: int | bool
-) -> NodeFacts:
-    facts = {"num_tokens": 0, "queued_tokens": 0} | more
-    return NodeFacts(node_id=node_id, running=running, queued=queued, free_tokens=free, **facts)  # type: ignore[arg-type]
+def node(node_id: str, running: Ranks = NOBODY, queued: Ranks = NOBODY, **more: Any) -> NodeFacts:
+    facts = {"num_tokens": 0, "queued_tokens": 0, "free_tokens": 10_000} | more
+    return NodeFacts(node_id=node_id, running=running, queued=queued, **facts)
 
 
-def busy(node_id: str, num: int, **more: int | bool) -> NodeFacts:
+def busy(node_id: str, num: int, **more: Any) -> NodeFacts:
     return node(node_id, ranks(*[8] * num), **more)
 
 
-def ask(
-    *,
-    rank: int = 8,
-    kv: Mapping[str, CachedKv] | None = None,
-    loads: Mapping[str, float] | None = None,
-    usual: float | None = 0.0,
-    **more: int | str | bool,
-) -> RequestEstimate:
-    facts = {"request_id": "r", "num_prompt_tokens": 100, "num_answer_tokens": 10} | more
-    return RequestEstimate(rank=rank, kv=kv or {}, adapter_load_s=loads or {}, usual_load_s=usual, **facts)  # type: ignore[arg-type]
+def ask(**more: Any) -> RequestEstimate:
+    facts = {"request_id": "r", "rank": 8, "num_prompt_tokens": 100, "num_answer_tokens": 10} | more
+    return RequestEstimate(**facts)
 
 
 # Three requests, one of them queued; four of the new one's rank.
@@ -83,7 +74,7 @@ OURS = Overture(replace(SETTINGS, decode=MBGMV, prefill_step_s=0.02))
 def test_costs_by_hand() -> None:
     there = node("a", ranks(8, 16), ranks(8), num_tokens=50, queued_tokens=30)
     settings = replace(OURS.settings, decode=replace(MBGMV, token_s=0.0001), slo_s=0.05)
-    request = ask(rank=32, kv={"a": CachedKv(60, 0.005)}, loads={"a": 0.5})
+    request = ask(rank=32, kv={"a": CachedKv(60, 0.005)}, adapter_load_s={"a": 0.5})
     cost = Overture(settings).route(request, [there]).cost
     # Decoding goes from 32 + 10 + 5 = 47 ms to 64 + 10 + 15 = 89 ms. Its prompt: half a step, the load, its KV, then one step with 30 + 40 tokens.
     start_s = 0.0235 + 0.5 + 0.005 + 0.02 + 0.030 + 0.040
@@ -161,7 +152,7 @@ FACTS = st.builds(
         "queued": ranks(*queued),
         "num_tokens": tokens,
         "queued_tokens": len(queued) * 20,
-        "free": free,
+        "free_tokens": free,
         "num_urgent": urgent,
         "is_open": is_open,
     },
@@ -190,8 +181,8 @@ def test_a_node_is_chosen_that_can_serve_it(
         home=str(home),
         is_urgent=is_urgent,
         kv={str(home): CachedKv(40, 0.01)},
-        loads={str(at): 0.1 for at in able},
-        usual=0.2 if has_everywhere else None,
+        adapter_load_s={str(at): 0.1 for at in able},
+        usual_load_s=0.2 if has_everywhere else None,
     )
     policy = routing.POLICIES[name](SETTINGS)
     route = policy.route(request, nodes)
