@@ -29,6 +29,8 @@ def test_one_that_is_only_guessed_stays_in_host_memory() -> None:
     assert places.advance(NOBODY, 0.0) == []
     announce(places, 2, probability=0.4)
     assert (places.table[2].place, places.table.slots) == ("host", [None, None])
+    places.announce("adv", 99, 1.0)
+    assert not places.has_work(0.0), "nobody knows what that is"
 
 
 def test_it_takes_the_slot_of_an_adapter_that_nobody_uses() -> None:
@@ -37,12 +39,6 @@ def test_it_takes_the_slot_of_an_adapter_that_nobody_uses() -> None:
     serve(places, 1)
     announce(places, 2)
     assert places.table.slots == [2]
-
-
-def test_who_announces_something_unknown_changes_nothing() -> None:
-    places = make()
-    places.announce("adv", 99, 1.0)
-    assert not places.has_work(0.0)
 
 
 def test_of_an_unknown_session_a_request_is_not_expected_for_ever() -> None:

@@ -1,8 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from engine_bridge.settings import parser_choice
 from engine_bridge.settings.parser_choice import choose_reasoning_parser, choose_tool_parser
 
@@ -10,48 +8,42 @@ DEMO = Path(__file__).parents[3] / "demo" / "model"
 HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}</tool_call>{% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "template", "parser"),
-    [
-        ("qwen2", HERMES, "hermes"),
-        ("qwen3", HERMES + "<think>{{ enable_thinking }}", "hermes"),
-        ("qwen3_next", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
-        ("nemotron_h", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
-        ("llama", "tools <|python_tag|> Environment: ipython", "llama3_json"),
-        ("llama", 'tools Environment: ipython {"name": x, "parameters": y}', "llama3_json"),
-        ("llama4", "tools [func_name1(params_name1=params_value1)]", "llama4_pythonic"),
-        ("mistral", "[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
-        ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
-        ("deepseek_v3", "tools <｜tool▁calls▁begin｜> thinking </think>", "deepseek_v31"),
-        ("kimi_k2", "tools <|tool_calls_section_begin|>", "kimi_k2"),
-        ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
-        ("gpt_oss", "namespace functions for tools", "openai"),
-        ("gpt_oss", "no word of them", "openai"),
-        ("granite", "tools <|tool_call|>", "granite"),
-        ("granitemoehybrid", "tools <tool_call>", "granite4"),
-        ("minimax_m2", "tools <minimax:tool_call>", "minimax_m2"),
-        ("phi3", "<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
-    ],
-)
-def test_tool_calls_are_read_as_the_family_writes_them(model_type: str, template: str, parser: str) -> None:
-    assert choose_tool_parser("auto", model_type, template).name == parser
+TOOL_PARSERS = [
+    ("qwen2", HERMES, "hermes"),
+    ("qwen3", HERMES + "<think>{{ enable_thinking }}", "hermes"),
+    ("qwen3_next", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
+    ("nemotron_h", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
+    ("llama", "tools <|python_tag|> Environment: ipython", "llama3_json"),
+    ("llama", 'tools Environment: ipython {"name": x, "parameters": y}', "llama3_json"),
+    ("llama4", "tools [func_name1(params_name1=params_value1)]", "llama4_pythonic"),
+    ("mistral", "[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+    ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
+    ("deepseek_v3", "tools <｜tool▁calls▁begin｜> thinking </think>", "deepseek_v31"),
+    ("kimi_k2", "tools <|tool_calls_section_begin|>", "kimi_k2"),
+    ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
+    ("gpt_oss", "namespace functions for tools", "openai"),
+    ("gpt_oss", "no word of them", "openai"),
+    ("granite", "tools <|tool_call|>", "granite"),
+    ("granitemoehybrid", "tools <tool_call>", "granite4"),
+    ("minimax_m2", "tools <minimax:tool_call>", "minimax_m2"),
+    ("phi3", "<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
+]
+REASONING_PARSERS = [
+    ("qwen3", HERMES + "<think>{{ enable_thinking }}", "qwen3"),
+    ("qwen2", HERMES + "<|assistant|><think>", "deepseek_r1"),
+    ("deepseek_v3", "{% if thinking %}<think>{% else %}</think>{% endif %}", "deepseek_v3"),
+    ("gpt_oss", "", "openai_gptoss"),
+    ("mistral", "[THINK]", "mistral"),
+    ("glm4_moe", "<think></think>", "glm45"),
+    ("seed_oss", "<seed:think>", "seed_oss"),
+    ("qwen2", HERMES, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "template", "parser"),
-    [
-        ("qwen3", HERMES + "<think>{{ enable_thinking }}", "qwen3"),
-        ("qwen2", HERMES + "<|assistant|><think>", "deepseek_r1"),
-        ("deepseek_v3", "{% if thinking %}<think>{% else %}</think>{% endif %}", "deepseek_v3"),
-        ("gpt_oss", "", "openai_gptoss"),
-        ("mistral", "[THINK]", "mistral"),
-        ("glm4_moe", "<think></think>", "glm45"),
-        ("seed_oss", "<seed:think>", "seed_oss"),
-        ("qwen2", HERMES, ""),
-    ],
-)
-def test_reasoning_is_read_as_the_family_writes_it(model_type: str, template: str, parser: str) -> None:
-    assert choose_reasoning_parser("auto", model_type, template).name == parser
+def test_tool_calls_and_reasoning_are_read_as_the_family_writes_them() -> None:
+    for choose, cases in ((choose_tool_parser, TOOL_PARSERS), (choose_reasoning_parser, REASONING_PARSERS)):
+        for model_type, template, parser in cases:
+            assert choose("auto", model_type, template).name == parser, (model_type, template)
 
 
 def test_a_setting_goes_before_the_family_and_can_switch_it_off() -> None:

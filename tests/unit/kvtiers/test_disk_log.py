@@ -503,15 +503,9 @@ async def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         await DiskLog.open(tmp_path / "file" / "store", "tiny", SHAPE, ROOMY)
 
 
-async def test_a_folder_has_one_holder(opened: Opener) -> None:
-    log = await opened()
-    with pytest.raises(StoreBusy, match="in use by another process"):
-        await opened()
-    await log.close()
-    await opened()
-
-
-async def test_a_live_store_can_be_looked_at_but_not_pruned(opened: Opener, tmp_path: Path) -> None:
+async def test_a_live_store_can_be_looked_at_but_not_pruned_nor_opened_by_another(
+    opened: Opener, tmp_path: Path
+) -> None:
     log = await opened(segment_bytes=SEGMENT)
     await append_each(log, range(6))
     (info,) = inspect(tmp_path)
@@ -521,6 +515,10 @@ async def test_a_live_store_can_be_looked_at_but_not_pruned(opened: Opener, tmp_
     with pytest.raises(StoreBusy):
         prune(tmp_path, max_bytes=0, now=0.0)
     assert len(opened.segments()) == 2
+    with pytest.raises(StoreBusy, match="in use by another process"):
+        await opened()
+    await log.close()
+    await opened()
 
 
 @pytest.mark.parametrize("limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["size", "age"])
