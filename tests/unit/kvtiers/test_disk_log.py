@@ -503,9 +503,7 @@ async def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         await DiskLog.open(tmp_path / "file" / "store", "tiny", SHAPE, ROOMY)
 
 
-async def test_a_live_store_can_be_looked_at_but_not_pruned_nor_opened_by_another(
-    opened: Opener, tmp_path: Path
-) -> None:
+async def test_a_live_store_can_be_looked_at_but_not_pruned_or_opened(opened: Opener, tmp_path: Path) -> None:
     log = await opened(segment_bytes=SEGMENT)
     await append_each(log, range(6))
     (info,) = inspect(tmp_path)
