@@ -23,6 +23,9 @@ PHONE = {
     "is_mobile": True,
     "device_scale_factor": 2,
 }
+LOOKS = {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}
+"""Options of a page, by the name that its pictures end in."""
+NARROW = {"narrow": {"viewport": {"width": 320, "height": 568}}}
 TOPICS = (
     "Secret word",
     "A walk along the river on Sunday",
@@ -125,19 +128,13 @@ class Camera:
 
 
 def first_screens(camera: Camera) -> None:
-    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+    for name, options in LOOKS.items():
         with camera.chat(**options) as (chat, _):
             camera.take(chat, f"first-{name}")
 
 
 def conversations(camera: Camera) -> None:
-    looks = {
-        "wide": {},
-        "phone": PHONE,
-        "dark": {"color_scheme": "dark"},
-        "narrow": {"viewport": {"width": 320, "height": 568}},
-    }
-    for name, options in looks.items():
+    for name, options in (LOOKS | NARROW).items():
         with camera.chat(TOUR, **options) as (chat, _):
             chat.ask("Hello! What can an answer hold?")
             camera.take(chat, f"answer-{name}")
@@ -163,13 +160,7 @@ def details(camera: Camera) -> None:
 
 def versions(camera: Camera) -> None:
     """Another answer, an edited question, one that was stopped and one that failed, each with the arrows that lead back."""
-    looks = {
-        "wide": {},
-        "phone": PHONE,
-        "dark": {"color_scheme": "dark"},
-        "narrow": {"viewport": {"width": 320, "height": 568}},
-    }
-    for name, options in looks.items():
+    for name, options in (LOOKS | NARROW).items():
         with camera.chat(**options) as (chat, line):
             chat.ask("My name is Ada and I live in Lisbon.")
             chat.ask("Where do I live?")
@@ -203,7 +194,7 @@ A matrix, and what is wider than a phone:
 
 
 def formulas(camera: Camera) -> None:
-    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+    for name, options in LOOKS.items():
         with camera.chat(FORMULAS, **options) as (chat, _):
             chat.ask("Show me some mathematics.")
             expect(chat.page.locator("math")).to_have_count(4)
@@ -212,14 +203,8 @@ def formulas(camera: Camera) -> None:
 
 def settings(camera: Camera) -> None:
     """The side sheet beside an answer, or over it."""
-    looks = {
-        "wide": {},
-        "middle": {"viewport": {"width": 900, "height": 700}},
-        "phone": PHONE,
-        "dark": {"color_scheme": "dark"},
-        "narrow": {"viewport": {"width": 320, "height": 568}},
-    }
-    for name, options in looks.items():
+    middle = {"middle": {"viewport": {"width": 900, "height": 700}}}
+    for name, options in (LOOKS | NARROW | middle).items():
         with camera.chat(TOUR, **options) as (chat, line):
             answer = line.on_frame
             line.on_frame = lambda frame, answer=answer: (
@@ -251,13 +236,7 @@ def adapter_list(num_adapters: int) -> list[dict]:
 
 
 def pickers(camera: Camera) -> None:
-    looks = {
-        "wide": {},
-        "phone": PHONE,
-        "dark": {"color_scheme": "dark"},
-        "narrow": {"viewport": {"width": 320, "height": 568}},
-    }
-    for name, options in looks.items():
+    for name, options in (LOOKS | NARROW).items():
         with camera.chat(**options) as (chat, _):
             chat.pick("pirate")
             chat.ask("Who are you?")
@@ -292,13 +271,8 @@ And a short line after it.
 
 
 def wide_answers(camera: Camera) -> None:
-    looks = {
-        "wide": {},
-        "wider": {"viewport": {"width": 1680, "height": 900}},
-        "phone": PHONE,
-        "dark": {"color_scheme": "dark"},
-    }
-    for name, options in looks.items():
+    wider = {"wider": {"viewport": {"width": 1680, "height": 900}}}
+    for name, options in (LOOKS | wider).items():
         with camera.chat(WIDE_ANSWER, **options) as (chat, _):
             chat.ask("Compare the tiers.")
             camera.take(chat, f"wide-answer-{name}")
@@ -311,7 +285,7 @@ def long_answer(camera: Camera) -> None:
 
 
 def many_sessions(camera: Camera) -> None:
-    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+    for name, options in LOOKS.items():
         with camera.chat(**options) as (chat, _):
             chat.page.route("**/api/sessions?*", lambda route: route.fulfill(json=session_list(200)))
             chat.page.route("**/api/sessions?*q=*", lambda route: route.fulfill(json=search_results()))
@@ -327,7 +301,7 @@ def many_sessions(camera: Camera) -> None:
 
 
 def in_trouble(camera: Camera) -> None:
-    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+    for name, options in LOOKS.items():
         with camera.chat(**options) as (chat, line):
             chat.ask("Hello!")
             line.refuse = True
@@ -343,8 +317,7 @@ def in_trouble(camera: Camera) -> None:
 
 def engine_room(camera: Camera) -> None:
     """After some chats, beside an answer that is under way."""
-    looks = {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}
-    for name, options in looks.items():
+    for name, options in LOOKS.items():
         with camera.chat(**options) as (chat, line):
             chat.ask("Hello!")
             chat.question.press_sequentially("And then?")
@@ -364,6 +337,12 @@ def refuse(line: Line, frame: dict) -> None:
     )
 
 
+SCENES = (
+    *(first_screens, conversations, details, settings, formulas, versions, pickers),
+    *(long_answer, wide_answers, many_sessions, in_trouble, engine_room),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -381,20 +360,7 @@ def main() -> None:
         expect.set_options(timeout=ANSWER_MS)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
         camera = Camera(browser, url.rstrip("/"), arguments.folder)
-        scenes = (
-            first_screens,
-            conversations,
-            details,
-            settings,
-            formulas,
-            versions,
-            pickers,
-            long_answer,
-            wide_answers,
-            many_sessions,
-            in_trouble,
-        )
-        for scene in (*scenes, engine_room):
+        for scene in SCENES:
             if arguments.only in (None, scene.__name__):
                 scene(camera)
         browser.close()
