@@ -170,6 +170,43 @@ CASES = {
         core.receive(ready()); return [none, frames, sent()];""",
         [[], [WATCH_LIST, {"type": "hello", "session_id": "s"}], [WATCH_LIST]],
     ),
+    "an unacknowledged message is sent again and not resumed": (
+        """begin(); ask('a'); core.drain(); const [hello] = again();
+        return ['resume' in hello, sent().map((frame) => [frame.type, frame.id])];""",
+        [False, [["watch_list", None], ["message", "a"]]],
+    ),
+    "a server that died leaves a failed turn to retry under its id": (
+        """begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'failed'));
+        const before = shown(); error('not_found', 'a'); core.drain(); core.retry('a', null);
+        return [before, sent().map((frame) => [frame.type, frame.id, 'after' in frame])];""",
+        [[["a", "failed", ""]], [["message", "a", False]]],
+    ),
+    "an edit replaces what follows when it is accepted": (
+        """begin(stored('a', 'done', 'A'), stored('b', 'done', 'B'), stored('c', 'done', 'C'));
+        ask('d', { after: 'a' }); const [{ after }] = sent(); accepted('d'); delta('d', 1, 'D'); done('d', 1); return [after, shown()];""",
+        ["a", [["a", "done", "A"], ["d", "done", "D"]]],
+    ),
+    "an edit of the first message keeps nothing": (
+        "begin(stored('a', 'done', 'A')); ask('d', { after: null }); return [sent()[0].after, shown()];",
+        [None, [["d", "sending", ""]]],
+    ),
+    # Only where it is not the one that is shown already, and only a session that this page has.
+    "a version that was chosen on another page makes the session be read again": (
+        """begin(stored('a', 'done', 'A')); const stale = (session_id, turn_id) => {
+        core.receive({ type: 'shown', session_id, turn_id }); return core.drain().events.map((event) => event.type); };
+        return [stale('s', 'a'), stale('s', 'b'), stale('other', 'b')];""",
+        [[], ["stale"], []],
+    ),
+    "a starting engine is greeted again with the same resume": (
+        """begin(); ask('a'); accepted('a'); delta('a', 3, 'x'); core.closed(1006, 0); core.connecting(); core.opened();
+        error('starting'); core.drain(); const { phase } = core; core.opened(); return [phase, sent()[0].resume];""",
+        ["starting", [{"id": "a", "seq": 3}]],
+    ),
+    "a session that is gone is left": (
+        """core.open('s'); core.connecting(); core.opened(); core.drain(); error('not_found', undefined, false);
+        return [core.current, sent()];""",
+        [None, [{"type": "hello"}]],
+    ),
     # What the page is told to keep, at each step: a message as it was sent, with the error if it was refused, or that it can forget it.
     "what was not acknowledged is kept until it is": (
         """begin(); const seen = []; const note = () => core.drain().events.filter(({ type }) => type === 'unsent')
@@ -200,76 +237,15 @@ def test_what_comes_of_some_steps(core, case: str) -> None:
     assert core(script) == expected
 
 
-def test_an_unacknowledged_message_is_sent_again_and_not_resumed(core) -> None:
-    hello, frames = core("begin(); ask('a'); core.drain(); const hello = again(); return [hello, sent()];")
-    assert "resume" not in hello[0]
-    assert [(frame["type"], frame.get("id")) for frame in frames] == [("watch_list", None), ("message", "a")]
-
-
-def test_a_server_that_died_leaves_a_failed_turn_to_retry_under_its_id(core) -> None:
-    before, frames = (
-        core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'failed'));
-        const before = shown(); error('not_found', 'a'); core.drain(); core.retry('a', null); return [before, sent()];""")
-    )
-    assert before == [["a", "failed", ""]]
-    assert [(frame["type"], frame["id"], "after" in frame) for frame in frames] == [("message", "a", False)]
-
-
-def test_an_edit_replaces_what_follows_when_it_is_accepted(core) -> None:
-    frames, turns = (
-        core("""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B'), stored('c', 'done', 'C'));
-        ask('d', { after: 'a' }); const frames = sent(); accepted('d'); delta('d', 1, 'D'); done('d', 1); return [frames, shown()];""")
-    )
-    assert frames[0]["after"] == "a"
-    assert turns == [["a", "done", "A"], ["d", "done", "D"]]
-
-
-def test_a_version_that_was_chosen_on_another_page_makes_the_session_be_read_again(core) -> None:
-    """Only where it is not the one that is shown already, and only a session that this page has."""
-    assert core("""begin(stored('a', 'done', 'A')); const stale = (session_id, turn_id) => {
-        core.receive({ type: 'shown', session_id, turn_id }); return core.drain().events.map((event) => event.type); };
-        return [stale('s', 'a'), stale('s', 'b'), stale('other', 'b')];""") == [[], ["stale"], []]
-
-
-def test_an_edit_of_the_first_message_keeps_nothing(core) -> None:
-    frame, turns = core(
-        "begin(stored('a', 'done', 'A')); ask('d', { after: null }); return [sent()[0], shown()];"
-    )
-    assert frame["after"] is None
-    assert turns == [["d", "sending", ""]]
-
-
-def test_a_starting_engine_is_greeted_again_with_the_same_resume(core) -> None:
-    phase, hello = (
-        core("""begin(); ask('a'); accepted('a'); delta('a', 3, 'x'); core.closed(1006, 0); core.connecting(); core.opened();
-        error('starting'); core.drain(); const { phase } = core; core.opened(); return [phase, sent()];""")
-    )
-    assert phase == "starting"
-    assert hello[0]["resume"] == [{"id": "a", "seq": 3}]
-
-
-def test_a_session_that_is_gone_is_left(core) -> None:
-    current, frames = core("""core.open('s'); core.connecting(); core.opened(); core.drain();
-        error('not_found', undefined, false); return [core.current, sent()];""")
-    assert current is None
-    assert frames == [{"type": "hello"}]
-
-
 @pytest.mark.parametrize("code", ["storage_failed", "overloaded", "bad_request"])
 def test_a_session_that_cannot_be_read_keeps_nobody_out(core, code: str) -> None:
     """Whoever opens the page at its address can use all else, and try it again."""
-    first, frames, phase, problems, again = (
-        core(f"""core.open('s'); core.connecting(); core.opened(); core.drain();
+    found = core(f"""core.open('s'); core.connecting(); core.opened(); core.drain();
         error('{code}'); const first = sent(); core.receive(ready()); const frames = sent(); const {{ phase }} = core; error('{code}');
         const problems = core.drain().events.filter(({{ type }}) => type === 'problem').map(({{ sessionId }}) => sessionId);
         core.open('s'); return [first, frames, phase, problems, sent()];""")
-    )
     opens = {"type": "hello", "session_id": "s"}
-    assert first == [{"type": "hello"}]
-    assert frames == [WATCH_LIST, opens]
-    assert phase == "ready"
-    assert problems == ["s"]
-    assert again == [opens]
+    assert found == [[{"type": "hello"}], [WATCH_LIST, opens], "ready", ["s"], [opens]]
 
 
 def test_waiting_grows_and_a_full_server_is_left_alone_longer(core) -> None:
@@ -279,35 +255,27 @@ def test_waiting_grows_and_a_full_server_is_left_alone_longer(core) -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "expected"),
+    ("adapter", "num_prompt_tokens", "timings", "expected"),
     [
         (
-            {
-                "adapter": None,
-                "usage": {"prompt_tokens": 1984},
-                "timings": {"ttft_ms": 84.2, "tpot_ms": 24.4, "kv": {"device": 1920}},
-            },
+            None,
+            1984,
+            {"ttft_ms": 84.2, "tpot_ms": 24.4, "kv": {"device": 1920}},
             "first word 84 ms · 41 tok/s",
         ),
         (
-            {
-                "adapter": "poet",
-                "usage": {"prompt_tokens": 64},
-                "timings": {"ttft_ms": 1234, "tpot_ms": None, "kv": {"host": 16, "disk": 32}},
-            },
+            "poet",
+            64,
+            {"ttft_ms": 1234, "tpot_ms": None, "kv": {"host": 16, "disk": 32}},
             "poet · first word 1.2 s",
         ),
-        (
-            {
-                "adapter": None,
-                "usage": {"prompt_tokens": 9},
-                "timings": {"ttft_ms": 5.04, "tpot_ms": 250, "kv": {"device": 0}},
-            },
-            "first word 5.0 ms · 4.0 tok/s",
-        ),
+        (None, 9, {"ttft_ms": 5.04, "tpot_ms": 250, "kv": {"device": 0}}, "first word 5.0 ms · 4.0 tok/s"),
     ],
 )
-def test_the_grey_line(core, done: dict, expected: str) -> None:
+def test_the_grey_line(
+    core, adapter: str | None, num_prompt_tokens: int, timings: dict, expected: str
+) -> None:
+    done = {"adapter": adapter, "usage": {"prompt_tokens": num_prompt_tokens}, "timings": timings}
     assert core(f"return (await import('/js/format.js')).summary({json.dumps(done)});") == expected
 
 
@@ -367,19 +335,15 @@ def test_an_answer_of_the_server_is_waited_for_at_each_stage(core) -> None:
 
 def test_a_hello_that_is_refused_is_told_of_its_own_conversation(core) -> None:
     """And one that is gone is left only where it is the one that is shown."""
-    events, current = (
-        core("""begin(); core.open('t'); core.open('u'); core.drain(); error('rate_limited'); error('not_found', undefined, false);
-        const { events } = core.drain(); return [events.filter(({ type }) => type !== 'phase'), core.current];""")
-    )
-    assert [(each["type"], each.get("sessionId")) for each in events] == [
-        ("problem", "t"),
-        ("current", None),
-        ("gone", "u"),
+    assert core("""begin(); core.open('t'); core.open('u'); core.drain(); error('rate_limited'); error('not_found', undefined, false);
+        const { events } = core.drain(); const told = events.filter(({ type }) => type !== 'phase');
+        return [told.map(({ type, sessionId }) => [type, sessionId]), core.current];""") == [
+        [["problem", "t"], ["current", None], ["gone", "u"]],
+        None,
     ]
-    assert current is None
     assert (
         core(
-            """begin(); core.open('t'); core.open('s'); error('not_found', undefined, false); return core.current;"""
+            "begin(); core.open('t'); core.open('s'); error('not_found', undefined, false); return core.current;"
         )
         == "s"
     )
@@ -437,45 +401,37 @@ def pulse(core, steps: str) -> list:
         {steps} return seen;""")
 
 
-def test_a_server_that_does_not_answer_is_asked_after_three_seconds_said_after_five_and_left_after_thirteen(
-    core,
-) -> None:
-    assert pulse(core, "pulse.heard(0); until(60000);") == [[3, "ask"], [5, "silent", 0], [13, "leave"]]
-
-
-def test_a_server_that_answers_is_asked_now_and_then_and_never_left(core) -> None:
-    """Every three seconds while something is waited for, else every twenty-five."""
-    asked = pulse(
-        core,
+PULSES = {
+    "a server that does not answer is asked after three seconds, said after five and left after thirteen": (
+        "pulse.heard(0); until(60000);",
+        [[3, "ask"], [5, "silent", 0], [13, "leave"]],
+    ),
+    # Every three seconds while something is waited for, else every twenty-five.
+    "a server that answers is asked now and then and never left": (
         """for (let at = 0; at < 12000; at += 3000) { pulse.heard(at); until(at + 3000); }
         pulse.heard(12000); until(37000, { isWaiting: false });""",
-    )
-    assert asked == [[3, "ask"], [6, "ask"], [9, "ask"], [12, "ask"], [37, "ask"]]
-
-
-def test_silence_counts_from_when_something_was_waited_for(core) -> None:
-    assert pulse(core, "pulse.heard(0); until(20000, { isWaiting: false }); until(30000);")[:2] == [
-        [23, "ask"],
-        [25, "silent", 20],
-    ]
-
-
-def test_silence_outlasts_connections_and_ends_with_a_word(core) -> None:
-    """Connections that brought nothing are given more and more time: a large frame on a slow line comes late."""
-    assert pulse(
-        core,
+        [[3, "ask"], [6, "ask"], [9, "ask"], [12, "ask"], [37, "ask"]],
+    ),
+    "silence counts from when something was waited for": (
+        "pulse.heard(0); until(20000, { isWaiting: false }); until(26000);",
+        [[23, "ask"], [25, "silent", 20]],
+    ),
+    # Connections that brought nothing are given more and more time: a large frame on a slow line comes late.
+    "silence outlasts connections and ends with a word": (
         """pulse.heard(0); until(60000); until(now + 2000, { isOpen: false }); pulse.heard(now); seen.push('a word');
         until(60000, { attempt: 2 });""",
-    ) == [
-        [3, "ask"],
-        [5, "silent", 0],
-        [13, "leave"],
-        [13, "silent", 0],
-        "a word",
-        [18, "ask"],
-        [20, "silent", 15],
-        [58, "leave"],
-    ]
+        [
+            *([3, "ask"], [5, "silent", 0], [13, "leave"], [13, "silent", 0]),
+            *("a word", [18, "ask"], [20, "silent", 15], [58, "leave"]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PULSES)
+def test_when_a_silent_server_is_asked_spoken_of_and_left(core, case: str) -> None:
+    steps, expected = PULSES[case]
+    assert pulse(core, steps) == expected
 
 
 def test_a_page_of_the_list_does_not_undo_what_happened_since_it_was_asked_for(core) -> None:
