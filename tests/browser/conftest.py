@@ -97,16 +97,7 @@ class Gateway:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Gateway:
-        command = [
-            sys.executable,
-            "-m",
-            "gateway.cli",
-            "serve",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--host=127.0.0.1", f"--port={self.port}"]
         command += ["--kv-host-gib", "0.25", "--data-dir", str(self.folder / "data"), *self.flags]
         self.log = (self.folder / "gateway.log").open("ab")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
@@ -352,6 +343,16 @@ class Line:
     def inject(self, frame: dict) -> None:
         """A frame that the server never sent."""
         self._current.send(json.dumps(frame))
+
+    def fail(self, code: str, message: str, *, turn: str | None = None, retryable: bool = True) -> None:
+        """An error that the server never sent, of this turn or of none."""
+        error = {"type": "error", "code": code, "message": message, "retryable": retryable}
+        self.inject(error if turn is None else error | {"id": turn})
+
+    @property
+    def messages(self) -> list[dict]:
+        """The messages among what was sent."""
+        return [frame for frame in self.sent if frame["type"] == "message"]
 
     def _on_open(self, route: WebSocketRoute) -> None:
         self.num_opened += 1

@@ -331,10 +331,8 @@ def engine_room(camera: Camera) -> None:
 
 
 def refuse(line: Line, frame: dict) -> None:
-    line.inject(
-        {"type": "error", "id": frame["id"], "code": "overloaded", "retryable": True}
-        | {"message": "The server has more to do than it can take. Try again in a moment."}
-    )
+    text = "The server has more to do than it can take. Try again in a moment."
+    line.fail("overloaded", text, turn=frame["id"])
 
 
 SCENES = (

@@ -158,10 +158,7 @@ def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(w
     expect(chat.question).to_have_value("A draft of the other one")
     pick(chat, this)
     expect(chat.question).to_have_value("For this one alone")
-    assert [each["content"] for each in wire.sent if each["type"] == "message"] == [
-        "The other one.",
-        "This one.",
-    ]
+    assert [each["content"] for each in wire.messages] == ["The other one.", "This one."]
 
 
 def test_who_opens_another_conversation_while_one_is_made_stays_there(wired, held) -> None:
@@ -179,7 +176,7 @@ def test_who_opens_another_conversation_while_one_is_made_stays_there(wired, hel
     expect(chat.page).to_have_url(re.compile(old))
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     expect(chat.question).to_have_value("A new question")
-    assert len([each for each in wire.sent if each["type"] == "message"]) == 1
+    assert len(wire.messages) == 1
 
 
 def test_an_edited_message_is_kept_while_another_is_answered(wired) -> None:

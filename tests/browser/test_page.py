@@ -387,8 +387,7 @@ def test_a_file_of_text_goes_along_with_a_message(wired) -> None:
     expect(chip).to_have_count(1)
     chat.ask("What is it?")
     expect(chip).to_have_count(0)
-    sent = [frame for frame in wire.sent if frame["type"] == "message"][-1]
-    assert sent["content"] == "notes.py:\n````py\nprint('```')\n````\n\nWhat is it?"
+    assert wire.messages[-1]["content"] == "notes.py:\n````py\nprint('```')\n````\n\nWhat is it?"
     folded = page.locator(".bubble details")
     expect(folded.locator("summary")).to_have_text("notes.py")
     folded.locator("summary").click()
@@ -425,7 +424,7 @@ def test_a_dropped_socket_loses_nothing_and_repeats_nothing(wired, page_watch) -
         assert wire.num_opened == number + 2
     resumes = [frame["resume"] for frame in wire.sent if frame["type"] == "hello" and "resume" in frame]
     assert [[turn["seq"] for turn in resume] for resume in resumes] == [[0], [seqs[1]]]
-    messages = [frame["id"] for frame in wire.sent if frame["type"] == "message"]
+    messages = [frame["id"] for frame in wire.messages]
     assert len(messages) == 4 and messages[2] == messages[3] and len(set(messages)) == 3
     expect(chat.turns).to_have_count(3)
     stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
@@ -457,7 +456,7 @@ def test_a_lost_server_is_said_and_what_is_sent_meanwhile_goes_once_it_is_back(w
     expect(chat.banner).to_be_hidden()
     expect(send).to_be_enabled()
     expect(chat.question).to_have_value("Are you there? And")
-    assert not [frame for frame in wire.sent if frame["type"] == "message"]
+    assert not wire.messages
 
     chat.ask("Hello!")
     lose()
@@ -469,8 +468,7 @@ def test_a_lost_server_is_said_and_what_is_sent_meanwhile_goes_once_it_is_back(w
     chat.wait_done()
     expect(chat.question).to_have_value("")
     expect(chat.page.get_by_text(WAITS)).to_be_hidden()
-    sent = [frame["content"] for frame in wire.sent if frame["type"] == "message"]
-    assert sent == ["Hello!", "Are you there?"]
+    assert [frame["content"] for frame in wire.messages] == ["Hello!", "Are you there?"]
 
 
 def test_a_starting_engine_shows_its_stage(wired) -> None:
@@ -495,16 +493,7 @@ def test_a_failed_turn_says_why_and_can_be_tried_again(wired) -> None:
     def refuse_once(frame):
         if frame["type"] == "message" and not refused:
             refused.append(frame)
-            wire.inject(
-                {
-                    "type": "error",
-                    "id": frame["id"],
-                    "code": "overloaded",
-                    "message": "Too busy.",
-                    "retryable": True,
-                }
-            )
-            return None
+            return wire.fail("overloaded", "Too busy.", turn=frame["id"])
         return frame
 
     wire.on_send = refuse_once
@@ -520,9 +509,10 @@ def test_a_failed_turn_says_why_and_can_be_tried_again(wired) -> None:
 def test_a_first_message_that_is_refused_and_dismissed_leaves_no_empty_conversation(wired) -> None:
     """Its text goes back to where it was written; dismissed or not, no list shows a conversation without a word."""
     chat, wire = wired()
-    said = {"code": "bad_request", "message": "Not like this.", "retryable": False}
     wire.on_send = lambda frame: (
-        wire.inject({"type": "error", "id": frame["id"], **said}) if frame["type"] == "message" else frame
+        wire.fail("bad_request", "Not like this.", turn=frame["id"], retryable=False)
+        if frame["type"] == "message"
+        else frame
     )
     chat.open()
     chat.send("Hello!")
@@ -791,15 +781,7 @@ def test_a_key_is_asked_for_and_kept(wired) -> None:
         if frame["type"] == "hello":
             keys.append(frame.get("api_key"))
             if frame.get("api_key") != "let-me-in":
-                wire.inject(
-                    {
-                        "type": "error",
-                        "code": "unauthorized",
-                        "message": "Wrong or missing key.",
-                        "retryable": False,
-                    }
-                )
-                return None
+                return wire.fail("unauthorized", "Wrong or missing key.", retryable=False)
             return {name: value for name, value in frame.items() if name != "api_key"}
         return frame
 
