@@ -1,9 +1,9 @@
 """Fuzz the HTTP API of a real server: Schemathesis by /openapi.json, and malformed requests as raw bytes.
 
-    python -m bench.fuzz.api [--requests N] [--seed S] [--url URL --key KEY]
+    python -m bench.fuzz.api [--requests N] [--seed S]
 
-A server with the demo model and small limits is started on a loopback port and stopped at the end (or the one at --url is used, which should be
-nobody's). First come the raw cases (`bench.fuzz.raw`), then Schemathesis in rounds until the server has counted N requests:
+A server with the demo model and small limits is started on a loopback port and stopped at the end. First come the raw cases (`bench.fuzz.raw`),
+then Schemathesis in rounds until the server has counted N requests:
 
 - every operation but /v1/responses: examples of the document, boundary values of each parameter and field (right and wrong ones), random bodies
   (right and wrong ones), and chains such as reading a session that was made before;
@@ -213,14 +213,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = options(__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="how many at least (10,000)")
     parser.add_argument("--seed", type=int, default=1, help="of the random bodies (1)")
-    parser.add_argument("--url", help="a server that runs already, on 127.0.0.1, with --key")
-    parser.add_argument("--key", default=KEY, help="an operator's key of it")
     given = parser.parse_args(argv)
-    if given.url is not None:
-        result = fuzz(Target(given.url.rstrip("/"), given.key), given.requests, given.seed)
-    else:
-        with started() as target:
-            result = fuzz(target, given.requests, given.seed)
+    with started() as target:
+        result = fuzz(target, given.requests, given.seed)
     print(json.dumps(result))
     return 1 if result["server_errors"] or result["failures"] else 0
 

@@ -1,6 +1,6 @@
 """This checkout against another one of the project, as their users would feel it: the same requests to both servers, in turns.
 
-    python -m bench.live.against FOLDER [--rounds N] [--quick] [--flags "…"] [--other-flags "…"]
+    python -m bench.live.against FOLDER [--rounds N] [--quick] [--flags "…"]
 
 FOLDER is another checkout, say of the commit before a redesign (`git worktree add FOLDER COMMIT`), or `.` and flags, to compare settings. Both
 servers run on the interpreter that runs this, with the demo model, its adapters and little device memory; one has work while the other is
@@ -224,19 +224,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="another checkout of the project")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--flags", default="", help="of this checkout's server")
-    parser.add_argument("--other-flags", default="", help="of the other's")
     args = parser.parse_args()
     other = args.folder.resolve()
     if args.rounds < 2:
         parser.error("two rounds at least: each order of starting has half of them")
     if not (other / "gateway/cli.py").is_file():
         parser.error(f"{args.folder} is no checkout of the project")
-    arms = {"this": (ROOT, args.flags), "other": (other, args.other_flags)}
+    arms = {"this": (ROOT, args.flags), "other": (other, "")}
     figures = asyncio.run(measure(arms, 6 if args.quick else args.rounds))
     memory = {name: round(found.pop("rss_mib")[-1]) for name, found in figures.items()}
     verdicts = {name: compared(figures["this"][name], figures["other"][name]) for name in figures["this"]}
     result = {"bench": "against", "other_commit": commit_of(other), "rss_mib": memory, "figures": verdicts}
-    result |= {"flags": args.flags, "other_flags": args.other_flags}
+    result["flags"] = args.flags
     result["num_worse"] = sum(found["verdict"] == "worse" for found in verdicts.values())
     rows = [
         (

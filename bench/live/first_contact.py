@@ -1,6 +1,6 @@
 """From a fresh clone to the first token in a browser, or from two wheels to an answer.
 
-    python -m bench.live.first_contact [--from clone | wheels] [--keep FOLDER]
+    python -m bench.live.first_contact [--from clone | wheels]
 
 `clone`: the last commit is cloned into an empty folder and served there by `make serve`, as the README says. Then headless Chromium opens the page
 and sends a question. Needs Chromium and the packages of `make test`. Times are seconds since `git clone` began.
@@ -173,12 +173,9 @@ def main() -> None:
     parser.add_argument(
         "--from", dest="way", choices=WAYS, default="clone", help="where the server comes from"
     )
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this folder and leave it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ov-") as temporary:
-        folder = (args.keep or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        way = Way(folder)
+        way = Way(Path(temporary).resolve())
         WAYS[args.way](way)
     title = f"From {args.way} to the first answer"
     report(title, figures(way.found, AIMS), {"bench": "first_contact", "from": args.way} | way.found)

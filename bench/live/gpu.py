@@ -1,6 +1,6 @@
 """What our server's KV tiers and advisories are worth on a GPU, as a client sees it over HTTP.
 
-    python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu] [--logs FOLDER]
+    python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu]
 
 `8b` has the layers of Llama 3 8B in bfloat16 and weights that vLLM makes up, so nothing is downloaded; its answers hardly depend on the prompt.
 `small` (0.6 B) has random weights that make them differ, so that a wrong KV block shows as a wrong token: `tokens_identical`.
@@ -37,7 +37,7 @@ import aiohttp
 from bench.live.peers.play import text
 from bench.live.shared.asking import Streamed, streamed
 from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.report import ROOT, Progress, last_line, options, report, spread
+from bench.live.shared.report import ROOT, Progress, last_line, options, report, spread_ms
 from bench.live.shared.serving import OvertureServer
 from engine_bridge.protocol.node import ADVISORY_ENDS
 
@@ -244,9 +244,6 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the bench itself"
     )
-    parser.add_argument(
-        "--logs", type=Path, help="folder for what the two servers print; otherwise it is not kept"
-    )
     asyncio.run(run(parser.parse_args()))
 
 
@@ -256,7 +253,7 @@ async def run(args: argparse.Namespace) -> None:
     flags = ["--enforce-eager"] if args.eager else []
     details: dict[str, Any] = {"shape": args.shape, "copy_gb_s": copy_gb_s() if args.device == "cuda" else {}}
     with tempfile.TemporaryDirectory() as name:
-        folder, logs = Path(name) / "data", args.logs or Path(name)
+        folder, logs = Path(name) / "data", Path(name)
         progress.say("starting the server")
         async with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
             details["advisories"] = await play(client, played, progress, FIRST_SERVER)
@@ -271,7 +268,7 @@ async def run(args: argparse.Namespace) -> None:
         )
     }
     rows = [
-        (f"TTFT, {source}, {num_tokens} tokens [ms]", spread([1e3 * each for each in found]), "")
+        (f"TTFT, {source}, {num_tokens} tokens [ms]", spread_ms(found), "")
         for (source, num_tokens), found in sorted(played.ttft_s.items())
     ]
     details |= {f"{source}_vs_{to}": played.ratio(source, to) for source, to in RATIOS}

@@ -44,7 +44,7 @@ from bench.live.peers.client import Worker, start_workers
 from bench.live.peers.engine import forget_files
 from bench.live.peers.play import Answer, Ask, decode_rate, text
 from bench.live.shared.models import ModelShape
-from bench.live.shared.report import Progress, figures, options, report, spread
+from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.traffic import Adapters, Traffic
 from bench.measures import quantile
 
@@ -204,11 +204,7 @@ class Bench(Progress):
     def stall_rows(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table."""
         return [
-            (
-                f"worst gap of streams, {kind}, adapters in {place}, ms",
-                spread([max(gaps) * 1e3 for gaps in found]),
-                "",
-            )
+            (f"worst gap of streams, {kind}, adapters in {place}, ms", spread_ms(map(max, found)), "")
             for (kind, place), found in sorted(self.gaps_s.items())
         ]
 
@@ -348,7 +344,7 @@ def show(bench: Bench, is_quick: bool) -> None:
     rows = bench.stall_rows() + [
         (
             f"TTFT of {COLD_PROMPT_TOKENS} tokens, {kind}, adapter in {place}, ms",
-            spread([ttft_s * 1e3 for ttft_s in bench.cold_ttft_s[kind, place]]),
+            spread_ms(bench.cold_ttft_s[kind, place]),
             "over resident p50 {p50}, p99 {p99}".format(**bench.cold_ratios(kind, place)),
         )
         for kind, place in STARTS

@@ -30,11 +30,10 @@ from typing import Any
 
 from bench.live.kv.advisory_disk import run_disk
 from bench.live.kv.people import script, times_of
-from bench.live.peers.client import Worker, start_workers
-from bench.live.peers.engine import Settings
+from bench.live.peers.client import Worker, start_alike
 from bench.live.peers.play import text
-from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.report import Progress, figures, options, report, spread
+from bench.live.shared.models import ModelShape
+from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
 from bench.measures import quantile
 
@@ -170,22 +169,13 @@ class Bench(Progress):
 
 def start_engines(plan: Plan, folder: Path, stack: ExitStack) -> dict[str, Worker]:
     """Start both engines with the same model and device memory; return them by name."""
-    shape, blocks_of_one = ModelShape(), plan.history_tokens // 32 + 8
+    blocks_of_one = plan.history_tokens // 32 + 8
     num_blocks = max(
         plan.num_people * blocks_of_one // 10, plan.document_tokens // 32 * 2, DRAFT_TOKENS // 32 + 8
     )
-    arms = {}
-    for kind in ("ours", "stock"):
-        (folder / kind).mkdir()
-        settings = Settings(
-            model=str(model_folder(shape)),
-            dtype=shape.dtype,
-            folder=str(folder / kind),
-            num_blocks=num_blocks,
-            max_model_len=min((num_blocks - 1) * 32, 4096),
-        )
-        arms[kind] = kind, settings
-    return start_workers(arms, folder, stack)
+    max_model_len = min((num_blocks - 1) * 32, 4096)
+    memory = {"num_blocks": num_blocks, "max_model_len": max_model_len}
+    return start_alike(("ours", "stock"), ModelShape(), folder, stack, **memory)
 
 
 def run(plan: Plan) -> None:
@@ -211,31 +201,27 @@ def show(
     is_same: bool,
 ) -> None:
     """Print the report."""
-    typed, pasted = (statistics.median(drafts[is_typed]) for is_typed in (True, False))
+    draft_first_s, no_draft_s = (statistics.median(drafts[is_typed]) for is_typed in (True, False))
     stock_s, ours_s = (statistics.median(workflows[kind]) for kind in ("stock", "ours"))
     result = {
         "missing_10pct_penalty": round(
             statistics.mean(ttft_s["missing"]) / statistics.mean(ttft_s["ours"]) - 1, 4
         ),
-        "draft_ttft_ratio": round(typed / pasted, 3),
+        "draft_ttft_ratio": round(draft_first_s / no_draft_s, 3),
         "agent_workflow_speedup": round(stock_s / ours_s, 2),
         "tokens_identical": is_same,
     }
     rows = [
-        (
-            f"TTFT of follow-ups, {arm}, ms",
-            spread([t * 1e3 for t in times]),
-            f"p99 {quantile(times, 0.99) * 1e3:.0f}",
-        )
+        (f"TTFT of follow-ups, {arm}, ms", spread_ms(times), f"p99 {quantile(times, 0.99) * 1e3:.0f}")
         for arm, times in ttft_s.items()
     ]
     rows += [
         (
-            f"question of {DRAFT_TOKENS} tokens, {'draft first' if is_typed else 'no draft'}, ms",
-            spread([t * 1e3 for t in times]),
+            f"question of {DRAFT_TOKENS} tokens, {'draft first' if typed else 'no draft'}, ms",
+            spread_ms(times),
             "",
         )
-        for is_typed, times in drafts.items()
+        for typed, times in drafts.items()
     ]
     rows += [(f"workflow, {kind}, s", spread(times), "") for kind, times in workflows.items()]
     rows += figures(result, AIMS)

@@ -33,8 +33,8 @@ from bench.intervals import Aim, interval, quantile_ratio, quantile_ratio_interv
 from bench.live.kv.people import Times, script, times_of
 from bench.live.peers.client import Worker, start_workers
 from bench.live.peers.engine import Settings
-from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.report import Progress, figures, report, spread
+from bench.live.shared.models import ModelShape
+from bench.live.shared.report import Progress, figures, report, spread, spread_ms
 from bench.measures import quantile
 
 SHAPE = ModelShape(
@@ -107,10 +107,9 @@ class Bench(Progress):
         """Return our node, up and with all conversations begun."""
         num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.histories.values())
         block_bytes = BLOCK_SIZE * SHAPE.kv_token_bytes
-        settings = Settings(
-            model=str(model_folder(SHAPE)),
-            dtype=SHAPE.dtype,
-            folder=str(folder),
+        settings = Settings.of(
+            SHAPE,
+            folder,
             # Room for the longest context and for the streams.
             num_blocks=max(int(num_blocks * DEVICE_SHARE), (MOST_TOKENS + 512) // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
@@ -182,7 +181,7 @@ def show(bench: Bench) -> None:
     rows = [
         (
             f"TTFT of follow-ups, {arm}, ms",
-            spread([ttft_s * 1e3 for ttft_s in bench.all_s(arm)]),
+            spread_ms(bench.all_s(arm)),
             f"p99 {quantile(bench.all_s(arm), 0.99) * 1e3:.0f}; {spread(bench.tokens_per_s[arm])} tokens/s beside",
         )
         for arm in ARMS

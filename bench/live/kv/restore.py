@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
-from bench.live.peers.client import Worker, start_workers
-from bench.live.peers.engine import Settings
+from bench.live.peers.client import Worker, start_alike
 from bench.live.peers.play import FIRST_TEXT_TOKEN, text
-from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.report import Progress, figures, options, report, spread
+from bench.live.shared.models import ModelShape
+from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
 from bench.measures import quantile
 
@@ -216,23 +215,11 @@ def compare_answers(turns: Answers) -> dict[str, Any]:
 
 def bench(plan: Plan) -> None:
     """Start the engines, measure everything and report."""
-    shape = ModelShape()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-restore-")))
-        arms = {}
-        for kind in ("stock", "ours", "ours_off"):
-            (folder / kind).mkdir()
-            arms[kind] = (
-                kind,
-                Settings(
-                    model=str(model_folder(shape)),
-                    dtype=shape.dtype,
-                    folder=str(folder / kind),
-                    num_blocks=NUM_DEVICE_BLOCKS,
-                    max_model_len=MAX_MODEL_LEN,
-                ),
-            )
-        measured = Bench(plan, start_workers(arms, folder, stack))
+        memory = {"num_blocks": NUM_DEVICE_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+        kinds = ("stock", "ours", "ours_off")
+        measured = Bench(plan, start_alike(kinds, ModelShape(), folder, stack, **memory))
         measured.say("follow-up turns")
         measured.measure_turns()
         measured.say("copies, then decoding")
@@ -254,7 +241,7 @@ def show(
     decided = judged(repeats, DECIDED)
     result = {name: round(statistics.median(values), 4) for name, values in repeats.items()}
     rows = [
-        (f"TTFT after {num_tokens} tokens, {kind}, {source}, ms", spread([s * 1e3 for s in times]), "")
+        (f"TTFT after {num_tokens} tokens, {kind}, {source}, ms", spread_ms(times), "")
         for (kind, source, num_tokens), times in measured.ttft_s.items()
     ]
     rows += [

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import Answer, Ask
+from bench.live.shared.models import ModelShape
 from bench.live.shared.report import ROOT
 
 START_TIMEOUT_S = 180.0
@@ -111,6 +112,17 @@ class Worker:
 
     def _log_tail(self) -> str:
         return self._log_file.read_text(errors="replace")[-1500:]
+
+
+def start_alike(
+    kinds: Sequence[str], shape: ModelShape, folder: Path, stack: ExitStack, **settings: Any
+) -> dict[str, Worker]:
+    """Start engines of these kinds, which are alike in all else, each with a folder of its own; see `start_workers`."""
+    arms = {}
+    for kind in kinds:
+        (folder / kind).mkdir()
+        arms[kind] = kind, Settings.of(shape, folder / kind, **settings)
+    return start_workers(arms, folder, stack)
 
 
 def start_workers(

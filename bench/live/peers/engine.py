@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.live.peers.play import Answer, Ask, Conversations, StepLog, decode_rate, text
+from bench.live.shared.models import ModelShape, model_folder
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 T = TypeVar("T")
@@ -57,6 +58,11 @@ class Settings:
     has_page_cache: bool = True
     scheduling_policy: str = DEFAULT_POLICY
     profile_dir: str = ""
+
+    @classmethod
+    def of(cls, shape: ModelShape, folder: Path, **more: Any) -> Settings:
+        """Return the settings of an engine with a model of this shape, which is written if it is not there yet."""
+        return cls(model=str(model_folder(shape)), dtype=shape.dtype, folder=str(folder), **more)
 
 
 def configure_environment() -> None:

@@ -1,6 +1,6 @@
 """Attacks on a running server, one after the other, while somebody else streams: what does each cost the others?
 
-    python -m bench.live.robustness.hostile [--only WORDS] [--verbose]
+    python -m bench.live.robustness.hostile [--only WORDS]
 
 The server is a process of its own with the demo model and 5,000 keys, of which the attacker has one and the victim, who streams, another. Bodies,
 paths and heads that are only malformed are not among the attacks: `make fuzz` sends these. That one client's grammars, adapters and texts show in no
@@ -69,8 +69,8 @@ async def play(case: Case, attacker: Attacker) -> Outcome:
         return [f"cut ({type(error).__name__})"]
 
 
-async def attack(case: Case, server: Server, victim: Victim, key: str, is_verbose: bool) -> dict[str, float]:
-    """Run one case, print its line, and start another server if this one died. is_verbose: what was answered, too."""
+async def attack(case: Case, server: Server, victim: Victim, key: str) -> dict[str, float]:
+    """Run one case, print its line, and start another server if this one died."""
     before = await server.held()
     server.take_log(), server.take_stalls(), victim.take_gap_ms()
     started_s = time.monotonic()
@@ -102,7 +102,7 @@ async def attack(case: Case, server: Server, victim: Victim, key: str, is_verbos
         f"stall {stall_ms:5.0f} ms  work {work_ms:4.0f} ms  {after.rss_mib:5.0f} MiB  {' '.join(marks)}",
         flush=True,
     )
-    for answer in sorted(set(attacker.answers))[:20] if marks or is_verbose else ():
+    for answer in sorted(set(attacker.answers))[:20] if marks else ():
         print(f"        {answer[:200]}", flush=True)
     return result
 
@@ -117,7 +117,7 @@ def server_in(folder: Path, keys: dict[str, str]) -> Server:
     return Server(folder, f"--data-dir={folder}/data", f"--api-key-file={key_file}", *FLAGS)
 
 
-async def run(cases: list[Case], is_verbose: bool) -> dict[str, Any]:
+async def run(cases: list[Case]) -> dict[str, Any]:
     """Attack a new server with all cases, one after the other; return the figures of all."""
     keys = {role: generate_key() for role in ROLES}
     results: list[dict[str, float]] = []
@@ -132,7 +132,7 @@ async def run(cases: list[Case], is_verbose: bool) -> dict[str, Any]:
                 os.nice(10)
                 for number, case in enumerate(cases, 1):
                     print(f"  {number:>2}/{len(cases)}  ", end="")
-                    results.append(await attack(case, server, victim, keys["attacker"], is_verbose))
+                    results.append(await attack(case, server, victim, keys["attacker"]))
         finally:
             server.close()
     found = {name: (sum if name in COUNTS else max)(each[name] for each in results) for name in AIMS}
@@ -143,11 +143,10 @@ def main() -> None:
     """Run the bench from the command line."""
     parser = options(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds these words")
-    parser.add_argument("--verbose", action="store_true", help="show what the server answered")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    found = asyncio.run(run([case for case in CASES if args.only in case.name], args.verbose))
+    found = asyncio.run(run([case for case in CASES if args.only in case.name]))
     report("Hostile clients", figures(found, AIMS), found)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import Ask, text
-from bench.live.shared.models import ModelShape, model_folder
+from bench.live.shared.models import ModelShape
 from bench.live.shared.traffic import TIGHT_RATE_PER_S, Traffic, tight_asks, tight_history
 from bench.predicting import error_of, fitted_error
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
@@ -50,11 +50,9 @@ def measure(
         num_tight: requests of tight memory.
         say: prints how far the bench is.
     """
-    shape = ModelShape()
-    settings = Settings(
-        model=str(model_folder(shape)),
-        dtype=shape.dtype,
-        folder=str(folder),
+    settings = Settings.of(
+        ModelShape(),
+        folder,
         num_blocks=NUM_BLOCKS,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=32,

@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,11 @@ class Progress:
 def spread(values: Sequence[float]) -> str:
     """Median and range of repeats."""
     return f"{statistics.median(values):.3g}  ({min(values):.3g} … {max(values):.3g}, n={len(values)})"
+
+
+def spread_ms(seconds: Iterable[float]) -> str:
+    """Median and range of repeats in ms, of seconds."""
+    return spread([each * 1e3 for each in seconds])
 
 
 def machine() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from bench.emulated.core.traffic import RANKS, azure
 from bench.live.peers.engine import Settings, drop_page_cache
 from bench.live.peers.play import Ask, text
-from bench.live.shared.models import ModelShape, adapter_folders, model_folder
+from bench.live.shared.models import ModelShape, adapter_folders
 
 ADAPTERS_PER_RANK = 20
 HOST_SHARE = 0.2
@@ -35,10 +35,9 @@ class Adapters:
 
     def settings(self, folder: Path, **more: Any) -> Settings:
         """Return the settings of an engine that serves these adapters and keeps its files in `folder`."""
-        return Settings(
-            model=str(model_folder(self.shape)),
-            dtype=self.shape.dtype,
-            folder=str(folder),
+        return Settings.of(
+            self.shape,
+            folder,
             adapters=list(self.folders.items()),
             max_lora_rank=max(RANKS),
             adapter_host_bytes=self.host_bytes,
