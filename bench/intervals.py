@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +28,11 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the interval in which the median lies at 95%, by bootstrap over the repeats; None of a single one, which says nothing about others."""
     if len(values) < 2:
         return None
-    found = bootstrap((np.array(values),), np.median, confidence_level=0.95, method="percentile", rng=0)
+    return _bootstrap(np.array(values), np.median)
+
+
+def _bootstrap(drawn_from: Any, of: Callable[..., Any], **options: Any) -> tuple[float, float]:
+    found = bootstrap((drawn_from,), of, confidence_level=0.95, method="percentile", rng=0, **options)
     low, high = found.confidence_interval
     return round(float(low), 4), round(float(high), 4)
 
@@ -50,18 +54,7 @@ def quantile_ratio_interval(rounds: Rounds, others: Rounds, share: float) -> tup
     def of(drawn: Any) -> float:
         return quantile_ratio([rounds[n] for n in drawn], [others[n] for n in drawn], share)
 
-    numbers = (np.arange(len(rounds)),)
-    found = bootstrap(
-        numbers,
-        of,
-        confidence_level=0.95,
-        method="percentile",
-        rng=0,
-        vectorized=False,
-        n_resamples=NUM_RESAMPLES,
-    )
-    low, high = found.confidence_interval
-    return round(float(low), 4), round(float(high), 4)
+    return _bootstrap(np.arange(len(rounds)), of, vectorized=False, n_resamples=NUM_RESAMPLES)
 
 
 def verdict(found: tuple[float, float] | None, aim: Aim) -> str:
