@@ -98,14 +98,6 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-_DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
 
 FAMILIES = (
     Family(name="llama", config_class="LlamaConfig", config=_WITH_HEAD_DIM),
@@ -226,16 +218,6 @@ FAMILIES = (
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     # Layers that keep a state.
-    Family(
-        name="qwen3-next",
-        config_class="Qwen3NextConfig",
-        config=_WITH_HEAD_DIM
-        | _EXPERTS
-        | _DELTA_NET
-        | {"shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.25},
-        reuses_kv=False,
-        kv_token_bytes=64 * KV_TOKEN_BYTES,
-    ),
     Family(
         name="granite4",
         config_class="GraniteMoeHybridConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,7 @@ class Loader:
         self._vocab_size = vocab_size
         self._dtype = manager.lora_config.lora_dtype
         self.buffers = host_buffers(torch.device(manager.device).type == "cuda", max_idle_bytes)
+        self._permutations = list(_permutations_of(manager.model))
         self._kept: OrderedDict[int, AdapterFiles] = OrderedDict()
         """Checked files of adapters that were loaded and found sound, by version; the one loaded longest ago first."""
 
@@ -204,8 +205,31 @@ class Loader:
             skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
         )
         with torch.inference_mode():
+            for prefix, permute in self._permutations:
+                _permute_heads(prefix, permute, model.loras)
             self._manager._create_merged_loras_inplace(model)
         return model
+
+
+Permute = Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]
+
+
+def _permutations_of(model: Any) -> Iterator[tuple[str, Permute]]:
+    """Yield the models within a model of vLLM's that load the rows of queries and keys in another order than a checkpoint has them.
+
+    vLLM leaves adapters in the checkpoint's order there, so that each row gets what another row should have. Source: vLLM 0.32, Llama 4.
+    """
+    for path, module in model.named_modules():
+        if (permute := getattr(module, "permute_qk_weight_for_rotary", None)) is not None:
+            yield f"{path}." if path else "", permute
+
+
+def _permute_heads(prefix: str, permute: Permute, loras: Mapping[str, Any]) -> None:
+    """Bring the rows of each lora_B of queries and keys below a model into the order of its weights."""
+    for name, lora in loras.items():
+        if name.startswith(prefix) and name.rpartition(".")[2] in ("q_proj", "k_proj"):
+            _, permuted = permute(f"{name}.weight", lora.lora_b)
+            lora.lora_b = permuted.contiguous()
 
 
 def _view(data: torch.Tensor, info: TensorInfo, data_offset: int) -> torch.Tensor:

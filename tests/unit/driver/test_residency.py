@@ -193,7 +193,12 @@ class Traffic(RuleBasedStateMachine):
         elif num_blocks <= self.pool.get_num_free_blocks():
             self.taken.append(self.pool.get_new_blocks(num_blocks))
 
-    @rule(is_slow=st.booleans())
+    @rule(are_slow=st.lists(st.booleans(), min_size=1, max_size=5))
+    def steps(self, are_slow: list[bool]) -> None:
+        for is_slow in are_slow:
+            self.residency.loader.rest()
+            self.step(is_slow)
+
     def step(self, is_slow: bool) -> None:
         """What is being read comes before the step's requests are chosen, or after it: not by chance, which could not be played again."""
         if is_slow:
@@ -246,7 +251,7 @@ class Traffic(RuleBasedStateMachine):
         """Whatever went before: requests end one after the other, without a step in which nothing can move."""
         for _ in range(40 * (1 + len(self.waiting) + len(self.running))):
             self.residency.loader.rest()
-            self.step(is_slow=False)
+            self.step(False)
             if self.running:
                 request_id = next(iter(self.running))
                 self.residency.released(request_id, self.running.pop(request_id))
