@@ -6,12 +6,14 @@ the test says `page_watch.forgive()` because it breaks the connection on purpose
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -177,6 +179,21 @@ def bare_page(browser: Browser) -> Iterator[Page]:
     page.goto(f"{BARE_ORIGIN}/")
     yield page
     page.close()
+
+
+@contextlib.contextmanager
+def visiting(url: str | None = None) -> Iterator[tuple[Browser, str]]:
+    """For scripts that take pictures: a browser, and the address of this gateway or of one with the demo model that is started for the occasion."""
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            gateway = stack.enter_context(Gateway(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            gateway.wait_ready()
+            url = gateway.url
+        expect.set_options(timeout=ANSWER_MS)
+        chromium = stack.enter_context(sync_playwright()).chromium
+        browser = chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        yield browser, url.rstrip("/")
+        browser.close()
 
 
 class Watch:

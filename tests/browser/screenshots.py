@@ -1,4 +1,4 @@
-"""Pictures of the page in its main states: `python tests/browser/screenshots.py FOLDER [--url URL]`.
+"""Pictures of the page in its main states: `python -m tests.browser.screenshots FOLDER [--url URL]`.
 
 Without --url a gateway with the demo model is started for the occasion. The pictures are for looking at; nothing is compared.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, Chat, Gateway, Line
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
+
+from tests.browser.conftest import Chat, Line, visiting
 
 WIDE = {"width": 1280, "height": 800}
 PHONE = {
@@ -348,20 +348,11 @@ def main() -> None:
     parser.add_argument("--only", help="the name of one scene")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        url = arguments.url
-        if url is None:
-            gateway = stack.enter_context(Gateway(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-            gateway.wait_ready()
-            url = gateway.url
-        playwright = stack.enter_context(sync_playwright())
-        expect.set_options(timeout=ANSWER_MS)
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
-        camera = Camera(browser, url.rstrip("/"), arguments.folder)
+    with visiting(arguments.url) as (browser, url):
+        camera = Camera(browser, url, arguments.folder)
         for scene in SCENES:
             if arguments.only in (None, scene.__name__):
                 scene(camera)
-        browser.close()
 
 
 if __name__ == "__main__":

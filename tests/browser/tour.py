@@ -1,4 +1,4 @@
-"""The pictures of docs/tour.md: `python tests/browser/tour.py [FOLDER]`, docs/pictures by default.
+"""The pictures of docs/tour.md: `python -m tests.browser.tour [FOLDER]`, docs/pictures by default.
 
 A gateway with the demo model is started for the occasion. Every picture shows what the model really answered.
 """
@@ -6,13 +6,12 @@ A gateway with the demo model is started for the occasion. Every picture shows w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, ROOT, Chat, Gateway, Line
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.conftest import ROOT, Chat, Line, visiting
 
 WIDE = {"width": 1120, "height": 700}
 PHONE = {"width": 390, "height": 780}
@@ -89,15 +88,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "pictures")
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        gateway = stack.enter_context(Gateway(data))
-        gateway.wait_ready()
-        playwright = stack.enter_context(sync_playwright())
-        expect.set_options(timeout=ANSWER_MS)
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
-        take_all(browser, gateway.url, folder)
-        browser.close()
+    with visiting() as (browser, url):
+        take_all(browser, url, folder)
 
 
 if __name__ == "__main__":
