@@ -140,7 +140,7 @@ async def test_a_server_starts_without_what_its_model_cannot_have(tmp_path: Path
     }.items():
         model = folder_of(KNOWN[family])
         # Two threads, where others have one: matrix products that vLLM keeps are right for one number only.
-        async with engine(model, None, cpu_threads=2) as node:
+        async with engine(model, None, cpu_threads=2, num_kv_blocks=4 * NUM_DEVICE_BLOCKS) as node:
             right = [await computed(node, prompt) for prompt in prompts]
         async with engine(model, tiers_in(tmp_path / family), enable_lora=True) as node:
             assert [each.mechanism for each in node.figures().left_out] == mechanisms
