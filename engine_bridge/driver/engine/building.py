@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MODEL_FACTS, ROTARY, SEEDS
-from engine_bridge.policy.limits.model_support import CannotHave
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY, SEEDS
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     """Build an in-process `LLMEngine` in which our parts replace vLLM's, except for features that are off.
 
     Raises:
-        CannotHave: where the model cannot have what the settings ask for; before its weights are loaded, as far as that is known.
         SeamMoved: where vLLM's internals have moved. Errors of vLLM pass unchanged.
     """
     from engine_bridge.driver.grammars import admission
@@ -100,8 +98,6 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         from engine_bridge.driver.corrections import rotary
 
         rotary.install()
-    if MODEL_FACTS not in off:
-        _check_model(config, tiers)
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)
@@ -120,15 +116,6 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     if mends_lora:
         lora.check_engine(engine)
     return engine
-
-
-def _check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
-    """Raise CannotHave where the model's facts rule out what these settings ask for, and UnusableModel where vLLM refuses it."""
-    from engine_bridge.driver.engine.model_facts import configuration_of, left_out_of
-
-    vllm_config = configuration_of(engine_args(config, tiers))
-    if reasons := left_out_of(vllm_config, config, has_tiers=tiers is not None):
-        raise CannotHave(reasons)
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:

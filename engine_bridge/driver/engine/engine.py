@@ -17,6 +17,7 @@ from engine_bridge.core.kv.kv_transfers import Sources
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.engine.building import build_engine, configure_environment
+from engine_bridge.driver.engine.model_facts import check_model
 from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
 from engine_bridge.driver.kv.prefixes import Prefixes
@@ -25,6 +26,7 @@ from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
     KV_TIERS,
+    MODEL_FACTS,
     PROMOTION,
     REPORT,
 )
@@ -120,6 +122,8 @@ class VllmDriver:
             know_weights(config.model, config.weights_memory, report)
         report(f"loading {Path(config.model).name}")
         self._threads = make_threads(config)
+        if MODEL_FACTS not in self._off:
+            check_model(config, tiers)
         self.engine = build_engine(config, tiers, self._off)
         self._threads.mend()
         if tiers is not None and not reuses_kv(self.engine.vllm_config):

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine_bridge.driver.engine.building import configure_environment, engine_args
 from engine_bridge.driver.in_process import reuses_kv
-from engine_bridge.policy.limits.model_support import Mechanism, ModelFacts, UnusableModel, left_out
+from engine_bridge.policy.limits.model_support import (
+    CannotHave,
+    Mechanism,
+    ModelFacts,
+    UnusableModel,
+    left_out,
+)
 from engine_bridge.settings.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv.kv_tiers import KvTiers
 
 # How pydantic writes that vLLM refuses a model.
 _REFUSED, _WHY = "error for ModelConfig", "Value error, "
@@ -56,10 +66,20 @@ def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> d
     return {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
 
 
+def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
+    """Find out before the weights are loaded what a model rules out.
+
+    Raises:
+        CannotHave: the model cannot have what these settings ask for.
+        UnusableModel: vLLM refuses it.
+    """
+    vllm_config = configuration_of(engine_args(config, tiers))
+    if reasons := left_out_of(vllm_config, config, has_tiers=tiers is not None):
+        raise CannotHave(reasons)
+
+
 def main() -> None:
     """Read an engine's settings as JSON, and print what its model cannot have, as JSON: {"left_out"} or {"why", "remedy"}."""
-    from engine_bridge.driver.engine.building import configure_environment, engine_args
-
     given = sys.stdin.buffer.read()
     config = msgspec.json.decode(given, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
     configure_environment(config)
