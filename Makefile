@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Three processes on two cores, because a third of the time a test waits for a process or a page; a file's tests all in one of them (they share an engine), in the order that the engines need.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results wheels pins browser clean
+.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients models results wheels pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -69,6 +69,9 @@ format: $(TESTING) ## let ruff mend what it can
 
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
+
+models: $(RUNTIME) $(TESTING) ## serve a tiny model of each family, compare with transformers, write docs/models.md (twenty minutes)
+	$(PY) -m bench.live.correct --table docs/models.md $(ARGS)
 
 clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')
 	$(PY) -m tests.clients $(ARGS)

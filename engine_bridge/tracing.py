@@ -23,6 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 SERVICE_NAME = "overture"
 # Chosen: a server that goes down waits so long, once for itself and once for its node, for a collector that does not answer.
 SEND_WITHIN_S = 2
+NUM_WAITS = 40
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
@@ -81,7 +82,9 @@ class Traces:
             # OpenTelemetry itself would wait half a minute for a collector that does not answer.
             sending = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
             sending.start()
-            sending.join(SEND_WITHIN_S)
+            # Many short waits: while an engine ends, Python collects a million objects for seconds, in which nothing is sent either.
+            for _ in range(NUM_WAITS):
+                sending.join(SEND_WITHIN_S / NUM_WAITS)
 
 
 NO_TRACES = Traces(None)

@@ -39,7 +39,7 @@ def node(name: str, **changes: object) -> dict:
         "elapsed_s": 90,
         "incarnation": "1",
     }
-    figures = {"is_draining": False, "num_rebuilds": 0, "load": LOAD, "kv": KV, "error": None}
+    figures = {"is_draining": False, "num_rebuilds": 0, "load": LOAD, "kv": KV, "left_out": [], "error": None}
     adapters = {"num_by_place": {"slot": len(resident), "disk": 4}, "resident": resident, "failed": {}}
     return known | figures | {"adapters": adapters} | changes
 
@@ -119,6 +119,15 @@ def test_every_node_has_its_rates_its_row_its_memory_and_its_lanes(fleet) -> Non
     adapter = page.get_by_role("table", name="Adapters in memory").get_by_role("row").nth(1)
     expect(adapter).to_contain_text("slot")
     expect(page.locator("#figures")).to_contain_text("1 of 2 nodes take requests")
+
+    less = [
+        {"mechanism": "adapters", "why": "no LoRA"},
+        {"mechanism": "KV tiers", "why": "layers keep a state"},
+    ]
+    line.inject(frame(node("one", kv=None, left_out=less), at_s=15))
+    expect(rows.nth(1)).to_contain_text("without adapters, KV tiers")
+    expect(page.locator("#tiers")).to_contain_text("no KV behind the device (layers keep a state)")
+    expect(page.locator("#adapters")).to_have_text("The base model answers here, without adapters: no LoRA.")
 
     line.inject(frame(node("one", kv=None), at_s=16, advisory_counts=None))
     expect(page.locator("#tiers")).to_contain_text("an operator’s key shows them")

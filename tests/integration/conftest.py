@@ -216,8 +216,11 @@ async def connected(server: Server, key: str = "", *, hello: bool = True) -> Asy
         yield socket
 
 
-async def settle(look: Callable[[], Any], timeout_s: float = 60) -> Any:
-    """What `look` finds, or what can be awaited from it, once that is something; fails if it is nothing for so long."""
+async def settle(look: Callable[[], Any], timeout_s: float = 180) -> Any:
+    """What `look` finds, or what can be awaited from it, once that is something; fails if it is nothing for so long.
+
+    A node that is started again took more than a minute on a busy machine.
+    """
     async with asyncio.timeout(timeout_s):
         while True:
             found = look()

@@ -1,6 +1,6 @@
 """Is each answer right, whatever was reused for it?
 
-    python -m bench.live.correct [--quick] [--only WORDS]
+    python -m bench.live.correct [--quick] [--only WORDS] [--table FILE]
 
 Servers of their own with tiny models of several families are asked for prompts that are cold, on the device, in host memory and on disk, in batches,
 in conversations, under adapters that come and go, and after restarts with something changed. Each token of each answer is compared with what
@@ -18,15 +18,16 @@ import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from bench.live.correct import plays
+from bench.live.correct import plays, table
 from bench.live.correct.asking import prompt_of
 from bench.live.correct.families import FAMILIES, folder_of
 from bench.live.correct.oracle import Oracle
 from bench.live.correct.plays import Checked, Note
 from bench.live.shared.report import Progress, figures, options, report
 
-Play = Callable[[Path, Note], Awaitable[None]]
+Play = Callable[[Path, Note], Awaitable[Any]]
 BY_NAME = {family.name: family for family in FAMILIES}
 AIMS = {
     "cases": "aim ≥ 60",
@@ -65,9 +66,9 @@ def notices_a_wrong_block() -> bool:
     return oracle.num_wrong(mixed, answer) == 0 and oracle.num_wrong(prompt, answer) > 0
 
 
-async def run(chosen: dict[str, Play]) -> tuple[list[Checked], list[str]]:
-    """Play all, two at a time: a start keeps one core busy. Return the cases, and the names of the plays that ended with an error."""
-    progress, cases, failed = Progress(), [], []
+async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any]]:
+    """Play all, two at a time: a start keeps one core busy. Return the cases, and what each play returned that ended without an error."""
+    progress, cases, ended = Progress(), [], {}
     waiting = iter(chosen.items())
 
     def note(case: Checked) -> None:
@@ -84,32 +85,38 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], list[str]]:
             progress.say(name)
             with tempfile.TemporaryDirectory(prefix="correct-") as scratch:
                 try:
-                    await play(Path(scratch), note)
+                    ended[name] = await play(Path(scratch), note)
                 except Exception:
                     traceback.print_exc()
-                    failed.append(name)
 
     await asyncio.gather(play_on(), play_on())
-    return cases, failed
+    return cases, ended
 
 
 def main() -> None:
     """Run the bench from the command line."""
     parser = options(__doc__, quick="one family: a minute")
     parser.add_argument("--only", default="", help="plays whose name holds these words")
+    parser.add_argument(
+        "--table", type=Path, help="play the families alone, and write what each has to this file"
+    )
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
-    wanted = f"family {QUICK}" if args.quick else args.only
+    wanted = f"family {QUICK}" if args.quick else f"family {args.only}" if args.table else args.only
     chosen = {name: play for name, play in all_plays().items() if wanted in name}
     is_sensitive = notices_a_wrong_block()
-    cases, failed = asyncio.run(run(chosen))
+    cases, ended = asyncio.run(run(chosen))
+    if args.table:
+        played = [family for family in FAMILIES if f"family {family.name}" in chosen]
+        left_out = {name.removeprefix("family "): found for name, found in ended.items()}
+        table.write(args.table, played, cases, left_out)
     found = {
         "cases": len(cases),
         "tokens": sum(case.num_tokens for case in cases),
         "wrong_tokens": sum(case.num_wrong for case in cases),
         "stale_kv_used": sum(case.is_stale for case in cases),
         "without_evidence": sum(bool(case.problem) for case in cases),
-        "failed_plays": len(failed),
+        "failed_plays": len(chosen) - len(ended),
         "notices_a_wrong_block": is_sensitive,
     }
     report("Right answers", figures(found, AIMS), found)

@@ -216,12 +216,12 @@ async def _conversations(judge: Judge, server: Asker, adapter: str) -> None:
     first = await server.chat(messages, session="first")
     judge.check("first turn", first)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
-    for name in (adapter, ""):
+    for name in dict.fromkeys((adapter, "")):
         announced = _announced(server, messages, "first", name)
         await _until_reused(judge, f"turn that was announced {name}", announced)
         await server.fill_device()
     other = _other_turn()
-    for name in (adapter, ""):
+    for name in dict.fromkeys((adapter, "")):
         answer = await server.chat(other, name, session=f"second-{name}")
         judge.check(f"another conversation that begins alike {name}", answer)
         judge.check(f"the same, once more {name}", await server.chat(other, name))

