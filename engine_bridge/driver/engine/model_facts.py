@@ -104,7 +104,8 @@ def facts_of(vllm_config: Any) -> ModelFacts:
     model = vllm_config.model_config
     model_class, architecture = get_model_architecture(model)
     # As transformers writes them: one name for each layer, such as "sliding_attention".
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    described = getattr(model, "hf_text_config", None)
+    kinds = set(getattr(described, "layer_types", None) or ())
     return ModelFacts(
         architecture=architecture,
         takes_adapters=bool(supports_lora(model_class)),

@@ -75,8 +75,8 @@ vllm.config:CacheConfig ENGINE at vllm_config.cache_config
     KV_TIERS: read enable_prefix_caching prefix_caching_hash_algo
 vllm.config:ModelConfig ENGINE at vllm_config.model_config
     read max_model_len
-    KV_TIERS: read dtype hf_config model model_weights quantization
-    MODEL_FACTS: read hf_text_config is_attention_free is_hybrid
+    KV_TIERS: read dtype hf_config hf_text_config model model_weights quantization
+    MODEL_FACTS: read is_attention_free is_hybrid
     call get_vocab_size()
 vllm.model_executor.model_loader.utils MODEL_FACTS
     call get_model_architecture(model_config)
