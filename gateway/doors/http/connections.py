@@ -160,7 +160,7 @@ class Connection(RequestHandler):
             ConnectionError: the client has left, which is not worth a traceback in the log.
         """
         if isinstance(exc, ConnectionError) and has_left(request):
-            log.debug("a client left before its answer was sent: %s", exc)
+            log.debug("a client left before its answer was sent (%s)", type(exc).__name__)
             raise ConnectionError from exc
         if status != 400:
             return super().handle_error(request, status, exc, message)
