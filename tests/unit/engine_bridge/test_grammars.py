@@ -61,30 +61,20 @@ GRAMMARS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", GRAMMARS)
-async def test_grammars_are_accepted_or_refused_in_its_words(checker: GrammarChecker, what: str) -> None:
-    grammar, words = GRAMMARS[what]
-    reason = await checker.check(grammar, "")
-    assert words in reason and bool(reason) == bool(words)
+async def test_grammars_are_accepted_or_refused_in_its_words(checker: GrammarChecker) -> None:
+    for what, (grammar, words) in GRAMMARS.items():
+        reason = await checker.check(grammar, "")
+        assert words in reason and bool(reason) == bool(words), what
     assert checker.num_deaths == 0
 
 
-@pytest.mark.parametrize("grammar", [chain(5000), chain(50_000), references(1000)], ids=["5k", "50k", "refs"])
+@pytest.mark.parametrize("grammar", [chain(5000), references(1000)], ids=["rules", "references"])
 async def test_what_overflows_the_stack_ends_its_helper(checker: GrammarChecker, grammar: str) -> None:
     reasons = await asyncio.gather(*(checker.check(grammar, "") for _ in range(3)))
     assert all("too deeply" in reason for reason in reasons)
     assert (checker.num_checked, checker.num_deaths) == (1, 1), "a verdict is reached once for equal grammars"
     assert any(helper.pid for helper in checker.processes), "the next one finds a helper again"
     assert await checker.check(SMALL, "") == ""
-
-
-async def test_who_leaves_while_a_check_runs_waits_for_it_with_the_next_one(checker: GrammarChecker) -> None:
-    leaving = asyncio.create_task(checker.check(values(100_000), "a"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    leaving.cancel()
-    assert await checker.check(SMALL, "a") == ""
-    assert checker.num_checked == 2, "the first one was not cut short, and was done before the second"
 
 
 async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_nothing_is_remembered() -> None:
@@ -95,13 +85,25 @@ async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_not
     checker.close()
 
 
-async def test_a_slow_check_of_one_tenant_does_not_delay_another_tenants(checker: GrammarChecker) -> None:
-    slow = values(30_000)
-    grammars = [slow.replace("value 7", f"v{number}") for number in range(4)]
-    waiting = [asyncio.create_task(checker.check(grammar, "a")) for grammar in grammars]
-    assert await checker.check(SMALL, "b") == ""
-    assert sum(task.done() for task in waiting) < len(waiting)
-    await asyncio.gather(*waiting)
+async def test_a_tenants_checks_wait_for_each_other_though_it_leaves_and_delay_no_other_tenants(
+    checker: GrammarChecker,
+) -> None:
+    for helper in checker.processes:
+        helper.start()
+    slow = checker.processes[0].pid
+    assert slow is not None
+    os.kill(slow, signal.SIGSTOP)
+    leaving = asyncio.create_task(checker.check(values(1), "a"))
+    while not checker._tenants:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    waiting = [asyncio.create_task(checker.check(values(number), "a")) for number in (2, 3)]
+    for number in (4, 5):
+        assert await checker.check(values(number), "b") == ""
+    assert not any(task.done() for task in waiting)
+    os.kill(slow, signal.SIGCONT)
+    assert await asyncio.gather(*waiting) == ["", ""]
+    assert checker.num_checked == 5, "the first one was not cut short"
 
 
 async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goes_on() -> None:
@@ -110,7 +112,7 @@ async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goe
         helper.start()
         os.kill(helper.pid, signal.SIGSTOP)
     # More than a socket holds, so that it cannot even be written.
-    large = values(50_000)
+    large = values(30_000)
     async with asyncio.timeout(100):
         reasons = await asyncio.gather(checker.check(large, "a"), checker.check(large, "b"))
         assert all("takes longer than" in reason for reason in reasons)
@@ -119,7 +121,7 @@ async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goe
 
 
 async def test_no_verdict_tells_of_others(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = values(20_000)
+    grammar = values(10_000)
     with monkeypatch.context() as hurry:
         hurry.setattr(checker, "_timeout_s", 0.0)
         assert "takes longer than" in await checker.check(grammar, "a")
@@ -156,7 +158,7 @@ async def test_a_helper_that_was_killed_or_dies_of_earlier_grammars_is_replaced_
     for helper in ended:
         helper.has_worked = True
         end(helper.pid)
-    for tenant, num in (("a", 10), ("c", 20_000), ("d", 20_001)):
+    for tenant, num in (("a", 10), ("c", 5000), ("d", 5001)):
         assert await checker.check(values(num), tenant) == ""
     assert end is starve or any(helper.pid not in (*pids, None) for helper in checker.processes)
 
