@@ -67,10 +67,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
-    files, buffer, checksum = loaded(make_adapter(folder, modules=LINEARS, dtype=dtype, seed=3), contract())
+    files, buffer, checksum = loaded(make_adapter(folder, modules=LINEARS, seed=3), contract())
     data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
     assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
     starts = [tensor.offset - files.data_offset for tensor in files.tensors]
@@ -78,7 +77,7 @@ def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPa
         each.name: Tensor(each.dtype, each.shape, data[start : start + each.num_bytes])
         for each, start in zip(files.tensors, starts, strict=True)
     }
-    assert found == corpus.make_tensors(LINEARS, dtype=dtype, seed=3)
+    assert found == corpus.make_tensors(LINEARS, seed=3)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -154,7 +153,6 @@ KEYS = st.one_of(
 )
 
 
-@settings(max_examples=300)
 @given(pattern=st.dictionaries(KEYS, st.integers(1, 64), max_size=6), parts=NAME_PARTS)
 def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) -> None:
     module = ".".join(parts)
@@ -205,7 +203,7 @@ MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
     *overridden("bad_config", *({"rank_pattern": value} for value in (["q_proj"], {"q_proj": True}))),
     # Patterns that could take for ever, or that no regular expression is, and too many of them.
     *overridden("unsupported_option", *({"rank_pattern": {pattern: 8}} for pattern in ENDLESS)),
-    *overridden("unsupported_option", *({"alpha_pattern": {pattern: 8}} for pattern in ENDLESS)),
+    *overridden("unsupported_option", {"alpha_pattern": {ENDLESS[0]: 8}}),
     *overridden("unsupported_option", {"rank_pattern": {rf"layers\.{number}": 8 for number in range(40)}}),
 ]  # fmt: skip
 
@@ -311,7 +309,7 @@ def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> No
     originals = {name: (good / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
     model = contract()
 
-    @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         name=st.sampled_from([CONFIG_FILE, WEIGHTS_FILE]),
         place=st.integers(0, 1500),
@@ -405,9 +403,16 @@ def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> 
         (folder / WEIGHTS_FILE).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, adapter_files.CHUNK_ITEMS - 1, adapter_files.CHUNK_ITEMS, -1])
+PLACES = (0, adapter_files.CHUNK_ITEMS - 1, adapter_files.CHUNK_ITEMS, -1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "place"),
+    [
+        *(("BF16", math.inf, place) for place in PLACES),
+        *((dtype, value, -1) for dtype in ("F16", "F32") for value in (math.nan, -math.inf)),
+    ],
+)
 def test_one_value_that_is_not_finite_is_named(folder: Path, dtype: str, value: float, place: int) -> None:
     num_in = adapter_files.CHUNK_ITEMS // 8 + 1  # lora_A spans two chunks
     modules = {"model.layers.0.mlp.up_proj": (num_in, 16), Q: (32, 48)}
@@ -429,7 +434,7 @@ def test_one_value_that_is_not_finite_is_named(folder: Path, dtype: str, value: 
     value=st.floats(0.0, 2.0**127, width=32) | st.sampled_from([65503.0, 65519.0, 65520.0, 3.38e38]),
     alpha=st.sampled_from([8, 16, 0, -4e3, 1e38]),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
     folder: Path, engine_dtype: str, dtype: str, alpha: float, value: float
 ) -> None:

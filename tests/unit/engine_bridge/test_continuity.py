@@ -2,7 +2,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -108,7 +108,6 @@ def test_a_tokenizer_that_adds_spaces_renders() -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=INCOMPLETE), max_size=60)
 
 
-@settings(max_examples=300)
 @given(TEXTS, TEXTS, TEXTS, st.integers(0, 2**32), st.floats(0, 1))
 def test_any_spelling_is_kept_while_it_fits(
     same: str, other: str, rest: str, seed: int, share: float

@@ -70,7 +70,6 @@ def user(content: Any) -> dict[str, Any]:
             "`messages[0].content[1].url` is missing.",
             "messages[0].content[1].url",
         ),
-        ({"messages": [], "stop": 5}, "`stop` should be a string or a list.", "stop"),
         ({"messages": [], "n": 0}, "`n`: must be at least 1.", "n"),
         ({"messages": [], "bias": {"17": "x"}}, "`bias.17` should be a number.", "bias.17"),
         (

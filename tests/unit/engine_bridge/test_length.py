@@ -39,7 +39,7 @@ def by_prompt(asked: EngineRequest) -> float:
 
 @pytest.fixture(scope="module")
 def trained() -> OnlineLengths:
-    predictor = fed(1500, by_prompt, random.Random(1))
+    predictor = fed(800, by_prompt, random.Random(1))
     predictor.refit()
     return predictor
 
@@ -108,7 +108,7 @@ def test_adapters_and_hints_are_learned_beyond_the_prompt_and_hints_that_are_no_
     rng = random.Random(4)
     predictor = OnlineLengths(num_hints=2)
     medians = {f"a{at}": 10.0 * 3**at for at in range(4)}
-    for _ in range(3000):
+    for _ in range(2000):
         adapter, is_list = rng.choice(list(medians)), rng.random() < 0.5
         hint = math.nan if rng.random() < 0.02 else float(is_list)
         num_tokens = lengths(rng, medians[adapter] * (4 if is_list else 1), 0.2)
@@ -138,7 +138,7 @@ def test_templates_and_system_prompts_have_lengths_of_their_own() -> None:
     summarize, story = "Summarize this text for me now", "Write a long story about it"
     medians = {("Be kind.", summarize): 30, ("Be kind.", story): 400, ("Be brief.", summarize): 100}
     predictor = OnlineLengths()
-    for number in range(1500):
+    for number in range(1000):
         (system, question), median = rng.choice(list(medians.items()))
         predictor.observe(asks(system, f"{question}: {number}"), lengths(rng, median, 0.2))
     for system, question in medians:
@@ -167,8 +167,8 @@ def test_lengths_are_their_tenants_own(asked_by: Callable[[str], EngineRequest],
 
 def test_a_refit_on_another_thread_disturbs_nobody() -> None:
     rng = random.Random(6)
-    predictor = fed(400, by_prompt, rng, window=400)
-    thread = threading.Thread(target=lambda: [predictor.refit() for _ in range(2)])
+    predictor = fed(MIN_FIT, by_prompt, rng, window=MIN_FIT)
+    thread = threading.Thread(target=predictor.refit)
     thread.start()
     while thread.is_alive():
         asked = features(rng.randint(1, 4000), session=str(rng.randint(0, 50)))
@@ -176,7 +176,7 @@ def test_a_refit_on_another_thread_disturbs_nobody() -> None:
         assert 1 <= guess.p50 <= guess.p90
         predictor.observe(asked, lengths(rng, by_prompt(asked)))
     thread.join()
-    assert predictor.num_refits == 2
+    assert predictor.num_refits == 1
 
 
 @settings(max_examples=50)

@@ -9,33 +9,22 @@ HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}<
 
 
 TOOL_PARSERS = [
-    ("qwen2", HERMES, "hermes"),
     ("qwen3", HERMES + "<think>{{ enable_thinking }}", "hermes"),
     ("qwen3_next", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
-    ("nemotron_h", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
     ("llama", "tools <|python_tag|> Environment: ipython", "llama3_json"),
     ("llama", 'tools Environment: ipython {"name": x, "parameters": y}', "llama3_json"),
     ("llama4", "tools [func_name1(params_name1=params_value1)]", "llama4_pythonic"),
-    ("mistral", "[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
     ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
     ("deepseek_v3", "tools <｜tool▁calls▁begin｜> thinking </think>", "deepseek_v31"),
-    ("kimi_k2", "tools <|tool_calls_section_begin|>", "kimi_k2"),
     ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
-    ("gpt_oss", "namespace functions for tools", "openai"),
     ("gpt_oss", "no word of them", "openai"),
-    ("granite", "tools <|tool_call|>", "granite"),
     ("granitemoehybrid", "tools <tool_call>", "granite4"),
-    ("minimax_m2", "tools <minimax:tool_call>", "minimax_m2"),
-    ("phi3", "<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
 ]
 REASONING_PARSERS = [
     ("qwen3", HERMES + "<think>{{ enable_thinking }}", "qwen3"),
     ("qwen2", HERMES + "<|assistant|><think>", "deepseek_r1"),
     ("deepseek_v3", "{% if thinking %}<think>{% else %}</think>{% endif %}", "deepseek_v3"),
-    ("gpt_oss", "", "openai_gptoss"),
-    ("mistral", "[THINK]", "mistral"),
     ("glm4_moe", "<think></think>", "glm45"),
-    ("seed_oss", "<seed:think>", "seed_oss"),
     ("qwen2", HERMES, ""),
 ]
 
