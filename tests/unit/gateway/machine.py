@@ -28,6 +28,13 @@ class Machine(RuleBasedStateMachine):
     """Takes actions; those that are coroutines run on its loop."""
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    actions: dict[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        found = {name: each for name, each in vars(cls).items() if hasattr(each, "drawn")}
+        # What is first is drawn most often.
+        cls.actions = dict(sorted(found.items(), key=lambda item: -item[1].often))
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,9 +42,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: Any) -> None:
-        actions = {name: each for name, each in vars(type(self)).items() if hasattr(each, "drawn")}
-        names = [name for name, each in actions.items() for _ in range(each.often) if each.when(self)]
-        names.sort(key=lambda name: -actions[name].often)  # for what is first is drawn most often
+        actions = self.actions
+        names = [name for name, each in actions.items() if each.when(self) for _ in range(each.often)]
         name = data.draw(st.sampled_from(names), "action")
         given = {field: data.draw(drawn, field) for field, drawn in actions[name].drawn.items()}
         done = actions[name](self, **given)

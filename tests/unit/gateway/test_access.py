@@ -21,7 +21,7 @@ from gateway.access import auth
 from gateway.access.auth import LOCAL, KeyRing, Principal, extract_key, generate_key, key_file_line, owner_of
 from gateway.access.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, retry_after
 from gateway.access.open_calls import OpenCalls
-from gateway.access.rates import Concurrency, Rates
+from gateway.access.rates import Rates
 from gateway.access.shares import Shares
 from gateway.doors.http.web_policy import error_reply
 from gateway.errors import KINDS, GatewayError, StartupError, to_frame
@@ -160,9 +160,7 @@ def test_no_key_and_no_hash_shows(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     "line",
     [
-        KEY,
         f"me:{KEY}",
-        "me:sha256$aa",
         "me:sha256$aa$bb",
         f"me:md5$aa${'b' * 64}",
         f"me:sha256$aaa${'b' * 64}",
@@ -189,10 +187,8 @@ def test_a_malformed_line_stops_the_start_and_stays_secret(tmp_path: Path, line:
         ({"x-api-key": " k2 "}, "k2"),
         ({"Authorization": "Bearer k1", "X-API-Key": "k2"}, "k1"),
         ({"Authorization": "Basic dTpw", "x-api-key": "k2"}, "k2"),
-        ({"Authorization": "Bearer", "x-api-key": "k2"}, "k2"),
         ({"Authorization": "Bearer "}, None),
         ({"Authorization": "k1"}, None),
-        ({"Authorization": "Basic dTpw"}, None),
         ({"x-api-key": ""}, None),
     ],
 )
@@ -288,13 +284,6 @@ def test_names_are_forgotten_before_they_take_memory_and_the_busiest_last() -> N
     assert rates.take("busy", 0.0) == 1
 
 
-def test_places_are_counted_by_name_and_come_back() -> None:
-    places = Concurrency(2)
-    assert places.enter("a") == places.enter("a") == places.enter("b") == 0 < places.enter("a")
-    places.leave("a", 1.0)
-    assert places.enter("a") == 0 < places.enter("a")
-
-
 def test_a_place_is_given_back_once() -> None:
     found = Counted()
     budgets = RequestBudgets(found, max_concurrent=1, clock=Clock())
@@ -302,6 +291,7 @@ def test_a_place_is_given_back_once() -> None:
         with pytest.raises(GatewayError, match="--max-concurrent-requests") as caught:
             budgets.enter("a")
         assert caught.value.code == "rate_limited" and caught.value.retry_after_s == 2.0
+        budgets.enter("b").leave()
         place.leave()
     place.leave()
     with budgets.enter("a"):
@@ -310,13 +300,12 @@ def test_a_place_is_given_back_once() -> None:
             budgets.enter("a")
 
 
-@pytest.mark.parametrize(("wait_s", "told_s"), [(0.01, 1), (1.0, 1), (1.2, 2), (29.9, 30)])
-def test_retry_after_is_in_whole_seconds_and_never_too_early(wait_s: float, told_s: int) -> None:
-    error = GatewayError("rate_limited", "x", retry_after_s=wait_s)
-    request = make_mocked_request("GET", "/v1/models")
-    response = error_reply(request, error)
-    assert (response.status, response.headers["Retry-After"]) == (429, str(told_s))
-    assert retry_after(wait_s) == told_s and to_frame(error)["retry_after_s"] == wait_s
+def test_retry_after_is_in_whole_seconds_and_never_too_early() -> None:
+    assert [retry_after(wait_s) for wait_s in (0.01, 1.0, 1.2, 29.9)] == [1, 1, 2, 30]
+    error = GatewayError("rate_limited", "x", retry_after_s=1.2)
+    response = error_reply(make_mocked_request("GET", "/v1/models"), error)
+    assert (response.status, response.headers["Retry-After"]) == (429, "2")
+    assert to_frame(error)["retry_after_s"] == 1.2
 
 
 ACTIONS = st.tuples(st.sampled_from(["put", "touch", "drop"]), st.integers(0, 30), st.sampled_from("abcd"))

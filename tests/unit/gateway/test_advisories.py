@@ -82,17 +82,25 @@ async def test_its_time_runs_out(parts: Parts, fields: dict[str, Any], lifetime_
     assert record.is_over and record.report is not None and record.report.state == "expired"
 
 
-async def test_followers_hear_of_every_change_and_of_what_they_missed(parts: Parts) -> None:
+async def test_followers_hear_of_every_change_and_of_what_they_missed_though_others_raise(
+    parts: Parts,
+) -> None:
+    def raises(record: AdvisoryRecord) -> None:
+        raise ValueError("a follower of somebody's")
+
     first: list[str] = []
     second: list[str] = []
+    submit(parts, follower=raises)
     submit(parts, follower=lambda record: first.append(record.report.state))
     told = await parts.node.told()
     told.report("staging", num_tokens=32)
+    submit(parts, follower=raises)
     record = submit(parts, follower=lambda record: second.append(record.report.state))
     told.report("warm", num_tokens=32, device_tokens=32)
     told.report("wasted", num_tokens=32)
     assert first == second == ["staging", "warm", "wasted"]
-    assert not record.followers, "nobody is held on to after the end"
+    assert record.is_over and not record.followers, "nobody is held on to after the end"
+    assert parts.advisories.counts() == {"live": 0, "wasted": 1}
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "still_on_their_way"])
@@ -179,19 +187,3 @@ async def test_a_history_that_no_tier_holds_is_computed_and_then_advised_about(p
     again.report("unknown")
     await settled()
     assert len(parts.node.prefills) == 1, "our own advisory computes nothing again"
-
-
-async def test_a_follower_that_raises_keeps_no_other_from_hearing(parts: Parts) -> None:
-    def raises(record: AdvisoryRecord) -> None:
-        raise ValueError("a follower of somebody's")
-
-    heard: list[str] = []
-    record = submit(parts, follower=raises)
-    submit(parts, follower=lambda record: heard.append(record.describe(0.0)["state"]))
-    told = await parts.node.told()
-    told.report("warm", num_tokens=32)
-    submit(parts, follower=raises)
-    told.report("hit", num_tokens=32)
-    assert heard == ["warm", "hit"]
-    assert record.is_over and not record.followers
-    assert parts.advisories.counts() == {"live": 0, "hit": 1}

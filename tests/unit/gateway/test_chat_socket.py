@@ -55,33 +55,29 @@ async def test_a_hello_while_the_engine_starts_is_told_so_and_may_be_sent_again(
 ASKING = {"type": "message", "id": "x", "content": "a"}
 
 
-@pytest.mark.parametrize(
-    ("frame", "code", "name"),
-    [
-        ("not JSON", "bad_request", None),
-        ([1], "bad_request", None),
-        ({"type": "nobody knows"}, "bad_request", None),
-        (ASKING | {"content": 7}, "bad_request", "x"),
-        (ASKING | {"content": ""}, "bad_request", "x"),
-        (ASKING | {"id": 7}, "bad_request", None),
-        (ASKING | {"sampling": {"temperature": 9}}, "bad_request", "x"),
-        (ASKING | {"sampling": {"made_up": 1}}, "bad_request", "x"),
-        (ASKING | {"priority": -5}, "bad_request", "x"),
-        (ASKING | {"adapter": "nobody"}, "unknown_model", "x"),
-        (ASKING | {"session_id": "nowhere"}, "not_found", "x"),
-        (ASKING | {"id": "x y"}, "bad_request", "x y"),
-        ({"type": "stop"}, "bad_request", None),
-    ],
-)
-async def test_a_wrong_frame_ends_no_socket(
-    gateway: Gateway, frame: Any, code: str, name: str | None
-) -> None:
+WRONG: list[tuple[Any, str, str | None]] = [
+    ("not JSON", "bad_request", None),
+    ([1], "bad_request", None),
+    ({"type": "nobody knows"}, "bad_request", None),
+    (ASKING | {"content": 7}, "bad_request", "x"),
+    (ASKING | {"content": ""}, "bad_request", "x"),
+    (ASKING | {"id": 7}, "bad_request", None),
+    (ASKING | {"sampling": {"temperature": 9}}, "bad_request", "x"),
+    (ASKING | {"sampling": {"made_up": 1}}, "bad_request", "x"),
+    (ASKING | {"priority": -5}, "bad_request", "x"),
+    (ASKING | {"adapter": "nobody"}, "unknown_model", "x"),
+    (ASKING | {"session_id": "nowhere"}, "not_found", "x"),
+    (ASKING | {"id": "x y"}, "bad_request", "x y"),
+    ({"type": "stop"}, "bad_request", None),
+]
+
+
+async def test_wrong_frames_end_no_socket(gateway: Gateway) -> None:
     async with gateway.socket(hello={}) as socket:
-        await socket.raw.send(frame if isinstance(frame, str) else json.dumps(frame))
-        error = await socket.next()
-        assert (error["type"], error["code"], error.get("id")) == ("error", code, name)
-        await socket.send(type="ping", t="still here")
-        assert (await socket.next())["t"] == "still here"
+        for frame, code, name in WRONG:
+            await socket.raw.send(frame if isinstance(frame, str) else json.dumps(frame))
+            error = await socket.next()
+            assert (error["type"], error["code"], error.get("id")) == ("error", code, name), frame
     assert not gateway.node.answers
 
 

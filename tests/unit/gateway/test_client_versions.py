@@ -8,30 +8,25 @@ from overture_client import terminal
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError
 
-from .front import Gateway, Gateways
-
-KEY = "a-key-of-many-characters"
+from .front import Gateway
 
 
-async def edited(gateway: Gateway, owner: str = "local") -> str:
+async def edited(gateway: Gateway) -> str:
     """The id of a conversation of two messages, whose first was edited: the second followed what it was before."""
-    turn = await gateway.answered("a", "Well.", content="Where is Dalvek?", owner=owner)
+    turn = await gateway.answered("a", "Well.", content="Where is Dalvek?", owner="local")
     for name, content, after in (("b", "And Fezin?", "a"), ("c", "Where is Quorin?", None)):
-        fields = {"owner": owner, "session_id": turn.session_id, "after": after}
+        fields = {"owner": "local", "session_id": turn.session_id, "after": after}
         await gateway.answered(name, "Well.", content=content, **fields)
     return turn.session_id
 
 
-async def test_what_cannot_be_chosen_is_said(gateways: Gateways) -> None:
-    gateway = await gateways(api_keys=(KEY,))
-    async with ChatClient(gateway.server.url, api_key=KEY) as client:
-        owner = next(iter(gateway.server.services.connections)).owner
-        assert owner is not None
-        session_id = await edited(gateway, owner)
+async def test_what_cannot_be_chosen_is_said(gateway: Gateway) -> None:
+    async with ChatClient(gateway.server.url) as client:
+        session_id = await edited(gateway)
         with pytest.raises(ChatError, match="turn") as missing:
             await client.choose_version(session_id, "never asked")
         assert missing.value.code == "not_found" and not missing.value.retryable
-        await gateway.ask("d", owner=owner, session_id=session_id)
+        await gateway.ask("d", owner="local", session_id=session_id)
         with pytest.raises(ChatError) as busy:
             await client.choose_version(session_id, "a")
         assert busy.value.code == "busy"

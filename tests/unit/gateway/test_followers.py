@@ -62,9 +62,8 @@ def lognormal(median_s: float) -> Callable[[random.Random], float]:
     return lambda rng: rng.lognormvariate(math.log(median_s), SIGMA)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_chain_is_learned_with_its_gaps(seed: int) -> None:
-    rng, followers, now = random.Random(seed), Followers(), 0.0
+def test_a_chain_is_learned_with_its_gaps() -> None:
+    rng, followers, now = random.Random(0), Followers(), 0.0
     gaps_s = {"B": lognormal(4.0), "C": lognormal(40.0)}
     for i in range(100):
         now = serve(followers, arrival("A", f"run{i}"), now, rng.uniform(1, 30))
@@ -81,20 +80,6 @@ def test_a_chain_is_learned_with_its_gaps(seed: int) -> None:
         assert guess.latest_s == pytest.approx(median_s * math.exp(SIGMA * Z90), rel=0.5)
     last = arrival("C", "last")
     assert followers.expected(last, serve(followers, last, now + 60)) == []
-
-
-def test_a_branch_has_the_share_it_is_taken_with() -> None:
-    rng, followers, now = random.Random(3), Followers(), 0.0
-    probabilities: dict[str, list[float]] = {"B": [], "C": []}
-    for i in range(600):
-        request = arrival("A", f"run{i}")
-        now = serve(followers, request, now)
-        if i >= 200:
-            for guess in followers.expected(request, now):
-                probabilities[guess.agent].append(guess.probability)
-        now = serve(followers, arrival("B" if rng.random() < 0.7 else "C", f"run{i}"), now + 5) + 100
-    assert len(probabilities["B"]) >= 395
-    assert sum(probabilities["B"]) / len(probabilities["B"]) == pytest.approx(0.67, abs=0.04)
 
 
 def test_agents_that_start_together_follow_the_same_one_and_who_waits_for_them_follows_each() -> None:
@@ -186,9 +171,8 @@ def test_what_has_followed_is_not_expected_again_and_what_is_overdue_is_given_up
     assert followers.expected(arrival("A", "last"), now + 2) == []
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_traffic_is_promised_as_surely_as_it_comes(seed: int) -> None:
-    rng, followers, now = random.Random(seed), Followers(min_probability=0.0), 0.0
+def test_random_traffic_is_promised_as_surely_as_it_comes() -> None:
+    rng, followers, now = random.Random(0), Followers(min_probability=0.0), 0.0
     said: list[float] = []
     for i in range(400):
         for step in range(10):
@@ -267,13 +251,12 @@ def test_owners_do_not_learn_from_each_other(events: list[Event]) -> None:
             assert together.expected(request, now) == alone.expected(request, now)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_flood_of_names_costs_its_owner_alone(ends: bool) -> None:
+def test_a_flood_of_names_costs_its_owner_alone() -> None:
     followers, now = learned("AB")
     for i in range(3000):
         flood = AgentCall("flooder", f"run{i % 700}", f"agent{i}", f"session{i}")
         followers.note(flood, now)
-        if ends:
+        if i % 2:
             followers.ended(flood, now)
     assert num_agents(followers, "flooder") == 64
     assert followers.num_sessions("flooder") == 512

@@ -3,10 +3,10 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from ipaddress import ip_network
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from gateway.errors import to_openai_body
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
 from gateway.turns.turns import from_bridge
-from tests.blocking import watched
 
 from .front import Gateway, Gateways
 
@@ -75,14 +74,10 @@ OWN = "127.0.0.1 127.0.0.1:8000 192.168.1.7:8000 [::1]:8000 localhost LOCALHOST:
 OF_A_NETWORK = ["overture:8000", "box.local", "Box.Local.", "gpu.internal", "nas.home.arpa", "chat.of.mine"]
 
 
-@pytest.mark.parametrize("is_loopback", [True, False])
-@pytest.mark.parametrize("host", [*FOREIGN, *OWN, *OF_A_NETWORK, ""])
-def test_only_names_that_the_public_dns_cannot_have_are_the_servers(host: str, is_loopback: bool) -> None:
-    is_own = is_own_host(host, origins=(), own_names=("Chat.of.mine",), is_loopback=is_loopback)
-    assert is_own == (host in OWN or (host in OF_A_NETWORK and not is_loopback))
-
-
-def test_the_operator_names_others_with_their_origins() -> None:
+def test_only_names_that_the_public_dns_cannot_have_and_the_operators_are_the_servers() -> None:
+    for host, is_loopback in product([*FOREIGN, *OWN, *OF_A_NETWORK, ""], [True, False]):
+        is_own = is_own_host(host, origins=(), own_names=("Chat.of.mine",), is_loopback=is_loopback)
+        assert is_own == (host in OWN or (host in OF_A_NETWORK and not is_loopback)), host
     origins = ("https://chat.example", "http://other.example:8080", "null", "http://[")
     for host, is_own in (("chat.example", True), ("other.example", False), ("other.example:8080", True)):
         assert is_own_host(host, origins=origins, own_names=(), is_loopback=False) == is_own
@@ -192,12 +187,10 @@ def test_bodies_with_too_many_values_or_levels_are_refused() -> None:
             check_shape(num_values, depth, max_values=10, max_depth=4)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"]
-)
-async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSession, name: str) -> None:
-    async with http.get(URL(f"/static/{name}", encoded=True)) as reply:
-        assert reply.status == 404, await reply.text()
+async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSession) -> None:
+    for name in ("", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"):
+        async with http.get(URL(f"/static/{name}", encoded=True)) as reply:
+            assert reply.status == 404, (name, await reply.text())
 
 
 async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner(gateways: Gateways) -> None:
@@ -241,18 +234,6 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
         for each in (asking, other):
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong", "it does not watch, or is another's"
-
-
-async def test_code_of_ours_that_blocks_the_loop_is_noted_though_its_error_is_swallowed(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-    monkeypatch.setattr("gateway.doors.rest.pages.asyncio.to_thread", on_the_loop)
-    with watched() as blocked:
-        assert (await gateway.call("GET", "/static/index.html")).status == 500
-    assert "_static_path" in blocked.found[0]
 
 
 LIMITS = limits_for(4096, 10_000, None, None)

@@ -97,7 +97,7 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     with closing(sqlite3.connect(path)) as conn, conn:
         conn.execute("DELETE FROM search_1_data WHERE id > 10")
     await call(store)
-    for number in range(300):  # the index is merged now and then, which reads what is missing
+    for number in range(100):  # the index is merged now and then, which reads what is missing
         await store.record_turn("ann", "s", f"v{number}", "another question", answer="hi", now=NOW)
     assert [summary.id for summary in (await store.list_sessions("ann", q="another"))[0]] == ["s"]
     assert not store.has_failed and "index is damaged" in caplog.text
