@@ -127,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def full(*ranks: int) -> Cache:

@@ -271,7 +271,7 @@ def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case
 def test_nothing_is_left_open_after_close():
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
-    pool = make_pool(2)
+    pool = make_pool()
     pids = pool.pids
     assert not pool.is_alive
     with pytest.raises(AssistLost, match="in time"):

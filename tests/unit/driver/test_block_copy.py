@@ -40,9 +40,7 @@ def aligned(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
-@pytest.mark.parametrize("is_aligned", [True, False])
-@pytest.mark.parametrize("few_threads", [0, 1 << 10])
-@given(blocks=pairs(NUM_BLOCKS), slots=pairs(NUM_SLOTS), length=st.integers(1, 10))
+@given(st.sampled_from([0, 1 << 10]), st.booleans(), pairs(NUM_BLOCKS), pairs(NUM_SLOTS), st.integers(1, 10))
 def test_there_and_back(
     few_threads: int, is_aligned: bool, blocks: list[int], slots: list[int], length: int
 ) -> None:

@@ -93,7 +93,7 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRequests.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ class GraphMachine(RuleBasedStateMachine):
             assert self.acted[run_id].isdisjoint(names)
 
 
-GraphMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+GraphMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestGraphMachine = GraphMachine.TestCase
 
 
