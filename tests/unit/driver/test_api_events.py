@@ -10,9 +10,13 @@ import pytest
 from engine_bridge.driver.serving.answer import Answer
 from engine_bridge.driver.serving.api_events import ApiEvents
 from engine_bridge.driver.serving.call import Call
+from engine_bridge.driver.serving.entrance import Entrance
 from engine_bridge.driver.serving.serving import _cancellable
-from engine_bridge.driver.vllm_api import RequestOutputKind
+from engine_bridge.driver.serving.streams import Streams
+from engine_bridge.driver.vllm_api import RequestOutputKind, RetryableRequestError
 from engine_bridge.protocol.node import Dropped, token_ids_of, unpack_token_ids
+from engine_bridge.protocol.token_stream import TokenStream
+from tests.unit.engine_bridge.test_token_stream import output
 
 
 class Source:
@@ -174,3 +178,46 @@ async def test_cancelling_a_call_ends_what_it_does_and_closes_its_stream() -> No
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert ended.is_set() and source.is_closed
+
+
+async def test_a_few_calls_of_a_tenant_are_made_ready_at_a_time_and_others_come_when_they_have_left() -> None:
+    entrance = Entrance(num_at_once=2)
+    first, second = [await entrance.enter("a") for _ in range(2)]
+    third, stops = (asyncio.create_task(entrance.enter("a")) for _ in range(2))
+    (await entrance.enter("b"))()  # another tenant's calls do not wait for them
+    assert not third.done()
+    stops.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stops
+    first()
+    first()  # a second time gives no second place
+    leave = await third
+    fourth = asyncio.create_task(entrance.enter("a"))
+    await asyncio.sleep(0)
+    assert not fourth.done()
+    leave()
+    second()
+    (await fourth)()
+    assert not entrance._tenants
+
+
+async def test_a_call_leaves_the_entrance_as_soon_as_its_request_is_queued_or_has_failed() -> None:
+    entrance = Entrance(num_at_once=1)
+    Call(when_known=await entrance.enter("a")).queued()
+    Call(when_known=await entrance.enter("a")).failed(ValueError("bad"))
+    assert not entrance._tenants
+
+
+async def test_an_output_that_cannot_be_read_ends_its_own_answer_and_no_other_one() -> None:
+    def fails(output: Any) -> tuple[str, str]:
+        raise KeyError("a parser of a model's")
+
+    streams, answers = Streams(), {name: TokenStream() for name in "abc"}
+    for name, answer in answers.items():
+        streams.register(name, answer)
+    answers["b"].split = fails
+    streams.deliver([output(name, finish="stop") for name in "abc"])
+    assert (await answers["a"].next()).text == "a" and (await answers["c"].next()).text == "c"
+    with pytest.raises(RetryableRequestError, match="Send the request again"):
+        async with asyncio.timeout(10):
+            await answers["b"].next()
