@@ -41,10 +41,6 @@ def run(model):
     assert content(agent(model).run("Hello!"))
 
 
-async def arun(model):
-    assert content(await agent(model).arun("Hello!"))
-
-
 def streamed(model):
     parts = [
         event.content or ""
@@ -84,7 +80,7 @@ def structured(model):
 
 if __name__ == "__main__":
     for name, model in {"chat completions": chat, "responses": responses}.items():
-        for check in (run, arun, streamed, several_turns, structured):
+        for check in (run, streamed, several_turns, structured):
             call(f"{check.__name__.replace('_', ' ')}, {name}", partial(check, model))
         for stream in (False, True):
             call(f"tool, required{' and streamed' * stream}, {name}", partial(tool, model, stream))

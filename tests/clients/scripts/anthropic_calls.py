@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anthropic
-from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call_all, has_city, raises
+from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call, call_all, has_city, raises
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key=KEY, max_retries=0)
 TOOL = {"name": "get_weather", "description": "Today's weather in a city.", "input_schema": WEATHER_SCHEMA}
 HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
 ASK = [{"role": "user", "content": QUESTION}]
+BODIES = {
+    "a system prompt": {"system": "You are terse."},
+    "content blocks": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]},
+    "several turns": {"messages": [*HELLO, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Who am I?"}]},
+}  # fmt: skip
+
+
+def message_with(more):
+    assert message(**more).content[0].text
 
 
 def message(**more):
@@ -18,22 +29,6 @@ def message(**more):
 def messages():
     reply = message()
     assert reply.content[0].text and reply.usage.output_tokens > 0 and reply.role == "assistant"
-
-
-def system_prompt():
-    assert message(system="You are terse.").content[0].text
-
-
-def content_blocks():
-    assert (
-        message(messages=[{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]).content[0].text
-    )
-
-
-def several_turns():
-    said = message().content[0].text
-    turns = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "Who am I?"}]
-    assert message(messages=turns).content[0].text
 
 
 def stop_sequences():
@@ -58,23 +53,11 @@ def streamed_events():
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "content_block_delta" in kinds
 
 
-def tools_auto():
-    assert message(messages=ASK, tools=[TOOL], max_tokens=64).content
-
-
 def forced(choice):
     reply = message(messages=ASK, tools=[TOOL], tool_choice=choice, max_tokens=64)
     used = next(block for block in reply.content if block.type == "tool_use")
     assert used.name == "get_weather" and has_city(used.input)
     return reply, used
-
-
-def tools_any():
-    forced({"type": "any"})
-
-
-def tools_named():
-    forced({"type": "tool", "name": "get_weather"})
 
 
 def tools_streamed():
@@ -97,13 +80,8 @@ def tools_with_a_result():
 def count_tokens():
     counted = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
     assert counted == message().usage.input_tokens
-
-
-def count_tokens_with_a_system_prompt():
-    bare = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
-    assert (
-        client.messages.count_tokens(model=MODEL, messages=HELLO, system="You are terse.").input_tokens > bare
-    )
+    more = client.messages.count_tokens(model=MODEL, messages=HELLO, system="You are terse.").input_tokens
+    assert more > counted
 
 
 def unknown_model():
@@ -122,3 +100,6 @@ async def async_anthropic():
 
 if __name__ == "__main__":
     call_all()
+    for name, more in BODIES.items():
+        call(f"messages with {name}", partial(message_with, more))
+    call("tools named", partial(forced, {"type": "tool", "name": "get_weather"}))

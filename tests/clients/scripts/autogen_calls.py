@@ -48,15 +48,6 @@ async def tools_required():
     assert reply.content[0].name == "get_weather" and has_city(reply.content[0].arguments)
 
 
-async def tools_auto():
-    assert (await _client().create(said("Hello!"), tools=[TOOL])).content
-
-
-async def assistant_agent():
-    made = AssistantAgent("helper", model_client=_client())
-    assert (await made.run(task="Hello!")).messages[-1].content
-
-
 async def assistant_agent_with_a_tool():
     made = AssistantAgent("helper", model_client=_client(), tools=[get_weather])
     assert (await made.run(task="Hello!")).messages[-1].content

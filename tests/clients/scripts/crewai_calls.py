@@ -25,12 +25,6 @@ def llm_call():
     assert llm().call("Hello!")
 
 
-def llm_call_with_messages():
-    assert llm().call(
-        [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "Hello!"}]
-    )
-
-
 def llm_call_streamed():
     assert llm(stream=True).call("Hello!")
 

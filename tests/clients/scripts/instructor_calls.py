@@ -39,13 +39,6 @@ def create_partial():
     assert parts[-1].city is not None
 
 
-async def asynchronous():
-    made = instructor.from_openai(
-        openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY), mode=instructor.Mode.TOOLS
-    )
-    assert isinstance(await made.chat.completions.create(**ASK), Weather)
-
-
 if __name__ == "__main__":
     call_all()
     call("TOOLS", lambda: by(instructor.Mode.TOOLS))

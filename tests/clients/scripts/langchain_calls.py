@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
-from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
 from weather import Weather, get_weather
 
@@ -26,10 +24,6 @@ def stream():
     assert "".join(chunk.content for chunk in llm.stream("Hello!"))
 
 
-def batch():
-    assert all(reply.content for reply in llm.batch(["Hello!", "Good day!"]))
-
-
 async def ainvoke():
     assert (await llm.ainvoke("Hello!")).content
 
@@ -39,18 +33,8 @@ async def astream_events():
     assert "on_chat_model_stream" in kinds
 
 
-def prompt_model_parser():
-    made = ChatPromptTemplate.from_messages([("human", "{text}")]) | llm | StrOutputParser()
-    assert made.invoke({"text": "Hello!"})
-
-
 def logprobs():
     assert llm.bind(logprobs=True).invoke("Hello!").response_metadata["logprobs"]["content"]
-
-
-def bind_tools():
-    reply = llm.bind_tools([get_weather]).invoke(QUESTION)
-    assert reply.content or reply.tool_calls
 
 
 def tools_any():

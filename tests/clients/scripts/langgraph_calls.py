@@ -37,17 +37,9 @@ def invoke():
     assert graph().invoke({"messages": [("user", "Hello!")]})["messages"][-1].content
 
 
-async def ainvoke():
-    assert (await graph().ainvoke({"messages": [("user", "Hello!")]}))["messages"][-1].content
-
-
 def stream_messages():
     pieces = graph().stream({"messages": [("user", "Hello!")]}, stream_mode="messages")
     assert "".join(chunk.content for chunk, _ in pieces)
-
-
-def stream_updates():
-    assert "talk" in next(iter(graph().stream({"messages": [("user", "Hello!")]}, stream_mode="updates")))
 
 
 def checkpointer():

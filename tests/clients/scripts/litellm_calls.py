@@ -37,10 +37,6 @@ def completion_streamed():
     assert "".join(c.choices[0].delta.content or "" for c in chat(stream=True) if c.choices)
 
 
-async def acompletion():
-    assert (await litellm.acompletion(**SETTINGS, messages=HELLO)).choices[0].message.content
-
-
 def hosted_vllm():
     assert chat(model=f"hosted_vllm/{MODEL}").choices[0].message.content
 

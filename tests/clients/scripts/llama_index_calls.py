@@ -34,10 +34,6 @@ def complete_text_model():
     assert OpenAILike(**SETTINGS, is_chat_model=False).complete("Hello").text
 
 
-async def achat():
-    assert (await llm.achat(HELLO)).message.content
-
-
 async def astream_chat():
     assert "".join([reply.delta or "" async for reply in await llm.astream_chat(HELLO)])
 
@@ -51,10 +47,6 @@ def simple_chat_engine():
 def chat_with_tools_required():
     reply = llm.chat_with_tools([TOOL], user_msg=QUESTION, tool_required=True)
     assert llm.get_tool_calls_from_response(reply)[0].tool_name == "get_weather"
-
-
-def predict_and_call():
-    assert "Sunny in" in str(llm.predict_and_call([TOOL], user_msg=QUESTION, tool_required=True))
 
 
 def as_structured_llm():

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import openai
-from harness import KEY, MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, WEATHER_TOOL, call_all, has_city, raises
+from harness import (
+    KEY,
+    MODEL,
+    QUESTION,
+    V1_URL,
+    WEATHER_SCHEMA,
+    WEATHER_TOOL,
+    call,
+    call_all,
+    has_city,
+    raises,
+)
 from weather import Weather
 
 client = openai.OpenAI(base_url=V1_URL, api_key=KEY, max_retries=0)
+other = openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0)
 HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
 ASK = [{"role": "user", "content": QUESTION}]
+CONVERSATIONS = {
+    "a system prompt": [{"role": "system", "content": "You are terse."}, *HELLO],
+    "several turns": [*HELLO, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Who am I?"}],
+    "content parts": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}],
+}  # fmt: skip
+CHOICES = {"required": "required", "named": {"type": "function", "function": {"name": "get_weather"}}}
 RESPONSES_TOOL = {"type": "function", "strict": True} | WEATHER_TOOL["function"]
 SCHEMA_FORMAT = {
     "type": "json_schema",
@@ -28,19 +47,7 @@ def chat_plain():
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def chat_with_a_system_prompt():
-    messages = [{"role": "system", "content": "You are terse."}, *HELLO]
-    assert chat(messages=messages).choices[0].message.content
-
-
-def chat_of_several_turns():
-    first = chat().choices[0].message.content
-    messages = [*HELLO, {"role": "assistant", "content": first}, {"role": "user", "content": "Who am I?"}]
-    assert chat(messages=messages).usage.prompt_tokens > 10
-
-
-def chat_with_content_parts():
-    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
+def chat_of(messages):
     assert chat(messages=messages).choices[0].message.content
 
 
@@ -103,18 +110,9 @@ def response_format_json_object():
         json.loads(choice.message.content)
 
 
-def response_format_json_schema():
-    assert has_city(chat(response_format=SCHEMA_FORMAT, max_tokens=64).choices[0].message.content)
-
-
 def chat_completions_parse():
     reply = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Weather, max_tokens=64)
     assert isinstance(reply.choices[0].message.parsed, Weather)
-
-
-def tools_auto():
-    message = chat(messages=ASK, tools=[WEATHER_TOOL], max_tokens=64).choices[0].message
-    assert message.content or message.tool_calls
 
 
 def tool_call_of(**more):
@@ -122,14 +120,6 @@ def tool_call_of(**more):
     assert message.tool_calls[0].function.name == "get_weather"
     assert has_city(message.tool_calls[0].function.arguments)
     return message
-
-
-def tools_required():
-    tool_call_of(tool_choice="required")
-
-
-def tools_named():
-    tool_call_of(tool_choice={"type": "function", "function": {"name": "get_weather"}})
 
 
 def tools_none():
@@ -164,15 +154,8 @@ def completion(**more):
 
 
 def completions():
-    assert completion().choices[0].text
-
-
-def completions_streamed():
-    assert "".join(c.choices[0].text for c in completion(stream=True) if c.choices)
-
-
-def completions_of_several_prompts():
     assert len(completion(prompt=["Hello", "Good day"]).choices) == 2
+    assert "".join(c.choices[0].text for c in completion(stream=True) if c.choices)
 
 
 def completions_echo_and_logprobs():
@@ -222,11 +205,8 @@ def responses_tools_required():
     assert made.name == "get_weather" and has_city(made.arguments)
 
 
-def models_list():
+def models():
     assert MODEL in {model.id for model in client.models.list()}
-
-
-def models_retrieve():
     assert client.models.retrieve(MODEL).id == MODEL
 
 
@@ -247,23 +227,21 @@ def prompt_that_is_too_long():
 
 
 async def async_openai_chat():
-    async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
-        reply = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8)
-        assert reply.choices[0].message.content
-
-
-async def async_openai_streamed():
-    async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
-        stream = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True)
-        assert "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+    reply = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8)
+    assert reply.choices[0].message.content
+    stream = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True)
+    assert "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
 
 
 async def async_openai_responses_stream():
-    async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
-        async with other.responses.stream(model=MODEL, input="Hello!", max_output_tokens=8) as stream:
-            kinds = [event.type async for event in stream]
-        assert "response.output_text.delta" in kinds
+    async with other.responses.stream(model=MODEL, input="Hello!", max_output_tokens=8) as stream:
+        kinds = [event.type async for event in stream]
+    assert "response.output_text.delta" in kinds
 
 
 if __name__ == "__main__":
     call_all()
+    for name, messages in CONVERSATIONS.items():
+        call(f"chat with {name}", partial(chat_of, messages))
+    for name, choice in CHOICES.items():
+        call(f"tools {name}", partial(tool_call_of, tool_choice=choice))

@@ -13,13 +13,9 @@ model = OpenAIChatModel(MODEL, provider=provider)
 SETTINGS = {"max_tokens": 64}
 
 
-def run_sync():
-    reply = Agent(model, model_settings=SETTINGS).run_sync("Hello!")
-    assert reply.output and reply.usage.output_tokens > 0
-
-
 async def run():
-    assert (await Agent(model, instructions="You are terse.", model_settings=SETTINGS).run("Hello!")).output
+    reply = await Agent(model, instructions="You are terse.", model_settings=SETTINGS).run("Hello!")
+    assert reply.output and reply.usage.output_tokens > 0
 
 
 async def run_stream():
