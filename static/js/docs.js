@@ -20,7 +20,33 @@ async function start() {
     defaultModelsExpandDepth: -1, // each operation shows its own schemas
     requestSnippetsEnabled: true,
     validatorUrl: null, // nothing is sent to other servers
+    plugins: [references],
   });
+}
+
+/**
+ * The part of Swagger UI that follows references, for a document whose references all lead into itself. Its own reads the whole document
+ * again for each operation that is opened, and first of all: seconds of a core.
+ */
+function references() {
+  const resolveSubtree = async (whole, path) => ({ spec: resolved(whole, at(whole, path), []), errors: [] });
+  return { fn: { resolveSubtree } };
+}
+
+function at(whole, path) {
+  return path.reduce((node, name) => node?.[name], whole);
+}
+
+/** A copy of this node with what its references name in their places. `inside`: references that led here, which are not followed again. */
+function resolved(whole, node, inside) {
+  if (Array.isArray(node)) return node.map((each) => resolved(whole, each, inside));
+  if (node === null || typeof node !== 'object') return node;
+  const { $ref, ...beside } = node;
+  if (typeof $ref === 'string' && !inside.includes($ref)) {
+    const target = at(whole, $ref.slice('#/'.length).split('/'));
+    return resolved(whole, { ...target, ...beside }, [...inside, $ref]);
+  }
+  return Object.fromEntries(Object.entries(node).map(([name, each]) => [name, resolved(whole, each, inside)]));
 }
 
 /** The document, as soon as there is one. */
