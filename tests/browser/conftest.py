@@ -182,17 +182,17 @@ def bare_page(browser: Browser) -> Iterator[Page]:
 
 
 @contextlib.contextmanager
-def visiting(url: str | None = None) -> Iterator[tuple[Browser, str]]:
-    """For scripts that take pictures: a browser, and the address of this gateway or of one with the demo model that is started for the occasion."""
-    with contextlib.ExitStack() as stack:
-        if url is None:
-            gateway = stack.enter_context(Gateway(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-            gateway.wait_ready()
-            url = gateway.url
+def visiting() -> Iterator[tuple[Browser, str]]:
+    """For the script that takes pictures: a browser, and the address of a gateway with the demo model that is started for the occasion."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Gateway(Path(folder)) as gateway,
+        sync_playwright() as playwright,
+    ):
+        gateway.wait_ready()
         expect.set_options(timeout=ANSWER_MS)
-        chromium = stack.enter_context(sync_playwright()).chromium
-        browser = chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
-        yield browser, url.rstrip("/")
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        yield browser, gateway.url
         browser.close()
 
 
