@@ -1,9 +1,12 @@
-"""Engines of the demo model with settings of their own, and requests to nodes without a gateway before them."""
+"""Engines of a small model with settings of their own, and requests to nodes without a gateway before them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import random
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,19 +20,51 @@ from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
+NUM_LAYERS = 2
 _ids = itertools.count()
+_kept = tempfile.TemporaryDirectory(prefix="overture-tests-")
+
+
+class Small(NamedTuple):
+    """Where a model lies, and its adapters."""
+
+    model: Path
+    adapters: Path
+
+
+@functools.cache
+def small() -> Small:
+    """The demo model and the folder of its adapters, each with the first two of four layers: a step costs two thirds, and no answer needs sense."""
+    made = Small(Path(_kept.name) / "model", Path(_kept.name) / "adapters")
+    _cut(DEMO_MODEL_DIR, made.model)
+    for adapter in DEMO_ADAPTERS_DIR.iterdir():
+        _cut(adapter, made.adapters / adapter.name)
+    return made
+
+
+def _cut(source: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file  # which import torch
+
+    left_out = tuple(f".layers.{layer}." for layer in range(NUM_LAYERS, 4))
+    folder.mkdir(parents=True)
+    for file in source.glob("*.json"):
+        settings = json.loads(file.read_text())
+        if "num_hidden_layers" in settings:
+            settings["num_hidden_layers"] = NUM_LAYERS
+        (folder / file.name).write_text(json.dumps(settings))
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        kept = {name: each for name, each in tensors.items() if not any(part in name for part in left_out)}
+        save_file(kept, folder / file.name, metadata={"format": "pt"})
 
 
 @asynccontextmanager
 async def engine(
-    tiers: KvTiers | None = None,
-    *,
-    adapters_dir: Path | None = DEMO_ADAPTERS_DIR,
-    state_dir: Path | None = None,
-    **settings: Any,
+    tiers: KvTiers | None = None, *, state_dir: Path | None = None, **settings: Any
 ) -> AsyncIterator[LocalNode]:
-    """A node with an engine of its own; `settings` are those of EngineConfig that differ from here."""
-    usual = {"model": str(DEMO_MODEL_DIR), "max_model_len": 1024, "max_num_seqs": 8, "cpu_threads": 1}
+    """A node with an engine of its own; `settings` are those of EngineConfig that differ from here, and `adapters_dir`."""
+    usual = {"model": str(small().model), "max_model_len": 1024, "max_num_seqs": 8, "cpu_threads": 1}
+    adapters_dir = settings.pop("adapters_dir", small().adapters)
     config = EngineConfig(served_model_name="demo", dtype="float32", **usual | settings)
     node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=adapters_dir, state_dir=state_dir), tiers)
     await node.start()

@@ -1,4 +1,4 @@
-"""Hundreds of adapters on a real engine with little memory: each answers as it would alone, and none harms another or the engine.
+"""Many adapters on a real engine with little memory: each answers as it would alone, and none harms another or the engine.
 
 Runs before the shared engine starts (conftest), on two engines, one after the other.
 """
@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
-from safetensors.torch import save_file
 
 from engine_bridge.core.adapters.step_layouts import PRIOR_BYTES_PER_S
 from engine_bridge.driver.adapters.layouts import Layout
@@ -32,24 +30,24 @@ from kvtiers.policy.rates import Rate
 from tests.adapter_corpus import BAD, make_adapter
 
 from . import nodes
-from .conftest import settle
+from .conftest import engine_is_empty, settle
 from .facts import Patch
 from .nodes import load, text, unload
 
-NUM_ADAPTERS = 200
+NUM_ADAPTERS = 40
 RANKS = (8, 16, 32, 64, 128)
-NUM_KV_BLOCKS = 160
-ANSWER_TOKENS = 12
-# The demo model's attention modules.
+NUM_KV_BLOCKS = 80
+ANSWER_TOKENS = 8
+# The small model's attention modules.
 SHAPES = {
     f"model.layers.{layer}.self_attn.{name}": (256, num_out)
-    for layer in range(4)
+    for layer in range(nodes.NUM_LAYERS)
     for name, num_out in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128), ("o_proj", 256))
 }
 
 
 def engine(folder: Path, **options: Any) -> AbstractAsyncContextManager[LocalNode]:
-    usual = {"max_num_seqs": 16, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS}
+    usual = {"max_num_seqs": 6, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS}
     return nodes.engine(adapters_dir=folder, **usual | options)
 
 
@@ -100,7 +98,7 @@ def late_layouts(monkeypatch: Patch) -> AbstractContextManager[threading.Event]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 adapters of mixed ranks that change what the model says."""
+    """Adapters of mixed ranks."""
     root = tmp_path_factory.mktemp("adapters")
     for number in range(NUM_ADAPTERS):
         write_adapter(root / f"a{number:03}", RANKS[number % len(RANKS)], seed=number)
@@ -109,24 +107,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def node(folder: Path) -> AsyncIterator[LocalNode]:
-    """Host memory for a tenth of the adapters."""
+    """Host memory for a fifth of the adapters."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("engine_bridge.node_adapters.WATCH_EVERY_S", 0.2)
-        async with engine(folder, adapter_host_gib=num_bytes(folder) / 10 / 1024**3) as node:
+        async with engine(folder, adapter_host_gib=num_bytes(folder) / 5 / 1024**3) as node:
             yield node
 
 
 def write_adapter(path: Path, rank: int, seed: int) -> None:
     """One that changes what the model says."""
-    make_adapter(path, modules=SHAPES, rank=rank, seed=seed)
-    chance = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, (num_in, num_out) in SHAPES.items():
-        a = torch.randn(rank, num_in, generator=chance) / num_in**0.5
-        b = torch.randn(num_out, rank, generator=chance) / rank**0.5
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b
-    save_file(tensors, path / "adapter_model.safetensors")
+    strong = {"lora_alpha": 25 * rank**0.5}
+    make_adapter(path, modules=SHAPES, rank=rank, dtype="F32", seed=seed, config_overrides=strong)
 
 
 def num_bytes(folder: Path) -> int:
@@ -172,7 +163,7 @@ async def test_worker_processes_compute_until_the_slot_is_ready(tmp_path: Path, 
     write_adapter(tmp_path / "a0", 16, seed=0)
     prompt = text(5, 100)
     async with engine(tmp_path, cpu_assist_workers=1) as node:
-        expected = await ask(node, "a0", prompt, num_tokens=30)
+        expected = await ask(node, "a0", prompt)
         await node.run_on_engine(forget_slots)
         before = stats(node).counts["worker_deltas"]
         with late_layouts(monkeypatch) as is_open:
@@ -180,7 +171,7 @@ async def test_worker_processes_compute_until_the_slot_is_ready(tmp_path: Path, 
             assert stats(node).counts["worker_deltas"] > before
             is_open.set()
         await settled(node)
-        assert await ask(node, "a0", prompt, num_tokens=30) == expected
+        assert await ask(node, "a0", prompt) == expected
 
 
 class LateStacks(Slots):
@@ -221,15 +212,15 @@ async def test_cold_rows_come_from_the_host_path(tmp_path: Path, monkeypatch: Pa
 # -- many adapters -------------------------------------------------------------------------------------------------------------------
 
 
-async def test_two_hundred_adapters_answer_as_alone(node: LocalNode) -> None:
-    """Random traffic over 4 slots, host memory for a tenth and KV blocks that requests need, too: no answer differs from its solo run."""
+async def test_forty_adapters_answer_as_alone(node: LocalNode) -> None:
+    """Random traffic over few slots, host memory for a fifth and KV blocks that requests need, too: no answer differs from its solo run."""
     chance = random.Random(3)
     wanted = [
-        (f"a{chance.randrange(NUM_ADAPTERS):03}", text(seed, chance.randrange(20, 260)))
-        for seed in range(120)
+        (f"a{chance.randrange(NUM_ADAPTERS):03}", text(seed, chance.randrange(20, 200)))
+        for seed in range(NUM_ADAPTERS)
     ]
     assert len(node.adapters()) == NUM_ADAPTERS
-    gate = asyncio.Semaphore(24)
+    gate = asyncio.Semaphore(12)
 
     async def one(adapter: str, token_ids: list[int]) -> list[int]:
         async with gate:
@@ -244,7 +235,7 @@ async def test_two_hundred_adapters_answer_as_alone(node: LocalNode) -> None:
     assert await ask(node, None, wanted[0][1]) != together[0], "or this test could not fail"
     # More than there are slots, one after the other: those that leave find free blocks, as no KV is worth more there.
     await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
-    for item in wanted[:8]:
+    for item in wanted[:16]:
         await ask(node, *item)
     await settled(node)
     cached = {info.name for info in node.adapters() if info.place == "cached"}
@@ -271,7 +262,7 @@ async def test_an_announced_adapter_waits_in_a_slot_for_its_request(node: LocalN
 
 async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
     """Adapters fill what is free; long prompts that need every block are all answered as without adapters, and no block is missing after."""
-    prompts = [text(seed, 900) for seed in range(12)]  # six of them need every block
+    prompts = [text(seed, 900) for seed in range(5)]  # three of them need every block
 
     async def ask_all() -> list[list[int]]:
         return await asyncio.gather(*(ask(node, None, prompt) for prompt in prompts))
@@ -280,7 +271,7 @@ async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
     undisturbed = await ask_all()
     await node.run_on_engine(forget_all)
     num_free = await num_free_blocks(node)
-    answers = {number: await ask(node, f"a{number:03}", text(number, 40)) for number in range(30)}
+    answers = {number: await ask(node, f"a{number:03}", text(number, 40)) for number in range(16)}
     await settled(node)
     lent, cached, given = stats(node).cached_bytes, await ids_in_blocks(node), num_given_way(node)
     assert lent > 0 and cached, "what left its slot lies in KV blocks"
@@ -321,7 +312,7 @@ async def test_a_cold_adapter_stops_nobody(node: LocalNode, monkeypatch: Patch) 
     await ask(node, "a001", text(1, 40))
     with slow_disk(monkeypatch) as is_open:
         cold = [asyncio.create_task(ask(node, "a003", text(1, 40))) for _ in range(10)]
-        await ask(node, None, text(2, 40), num_tokens=40)
+        await ask(node, None, text(2, 40))
         await ask(node, "a001", text(2, 40))
         assert not any(task.done() for task in cold)
         before = stats(node).counts["loads:disk"]
@@ -339,10 +330,10 @@ def forget_all(driver: Any) -> None:
 async def test_with_assist_a_request_starts_before_its_slot(node: LocalNode, monkeypatch: Patch) -> None:
     """The first steps compute with the host's weights while the loader is held up; then the slot takes over. No token is another."""
     prompt = text(5, 100)
-    expected = await ask(node, "a004", prompt, num_tokens=60)
+    expected = await ask(node, "a004", prompt, num_tokens=30)
     await node.run_on_engine(forget_slots)
     with late_layouts(monkeypatch) as is_open:
-        asked = asyncio.create_task(ask(node, "a004", prompt, num_tokens=60))
+        asked = asyncio.create_task(ask(node, "a004", prompt, num_tokens=30))
         assert await ask(node, "a004", prompt, num_tokens=4) == expected[:4]
         is_open.set()
         assert await asked == expected
@@ -359,22 +350,18 @@ async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others
     usual = await node.run_on_engine(
         lambda driver: lay_out_at(driver, Rate(1.0 if is_dear else PRIOR_BYTES_PER_S))
     )
-    ended: list[str] = []
 
-    async def note(name: str, adapter: str | None, seed: int, num_tokens: int) -> list[int]:
-        answer = await ask(node, adapter, text(seed, 40), num_tokens)
-        ended.append(name)
-        return answer
+    async def is_running() -> bool:
+        return (await node.stats()).num_running > 0
 
     with late_layouts(monkeypatch) as is_open:
-        # Where it is to end last, also if this process is held up before it asks the other.
-        stream = asyncio.create_task(note("stream", None, 6, 60 if is_dear else 400))
-        while not (await node.stats()).num_running:
-            await asyncio.sleep(0.005)
-        assert await note("cold", "a005", 5, ANSWER_TOKENS) == expected
-        await stream
+        stream = asyncio.create_task(ask(node, None, text(6, 40), 40 if is_dear else 900))
+        await settle(is_running)
+        assert await ask(node, "a005", text(5, 40)) == expected
+        assert stream.done() == is_dear
+        stream.cancel()
         is_open.set()
-    assert ended == (["stream", "cold"] if is_dear else ["cold", "stream"])
+    await engine_is_empty(node)
     await node.run_on_engine(lambda driver: lay_out_at(driver, usual))
     await settled(node)
 
@@ -440,13 +427,13 @@ async def test_replacing_under_load(node: LocalNode, tmp_path: Path) -> None:
                 assert "again" in str(error)
 
     askers = [asyncio.create_task(keep_asking()) for _ in range(4)]
-    for round_ in range(1, 7):
+    for round_ in range(1, 4):
         await ask(node, f"a{round_:03}", text(round_, 40))
         replace(tmp_path / f"v{round_ % 3}", path)
         await load(node, "versioned", path, load_inplace=True)
     is_over.set()
     await asyncio.gather(*askers)
-    assert len(answers) > 6 and all(answer in versions.values() for answer in answers)
+    assert len(answers) > 3 and all(answer in versions.values() for answer in answers)
     assert await ask(node, "versioned", prompt) == versions[0]
     await settled(node)
     assert stats(node).num_adapters == NUM_ADAPTERS + 4, "no version is left behind"

@@ -21,8 +21,8 @@ from .facts import COMPLETIONS, KEYS, Http, bearer
 from .nodes import Expects
 
 STATE = "/v1/engine/state"
-NUM_BLOCKS, BLOCK_TOKENS = 60, 32
-PROMPT_TOKENS, ANSWER_TOKENS = 500, 150
+NUM_BLOCKS, BLOCK_TOKENS = 30, 32
+PROMPT_TOKENS, ANSWER_TOKENS = 250, 80
 
 
 @asynccontextmanager
@@ -33,7 +33,12 @@ async def gateway(folder: Path, policy: str, **changes: Any) -> AsyncIterator[tu
         if driver.scheduling is not None:
             driver.scheduling.predictor = Expects(lambda request: 2)
 
-    settings = {"scheduling_policy": policy, "num_kv_blocks": NUM_BLOCKS, "max_num_seqs": 6}
+    settings = {
+        "scheduling_policy": policy,
+        "num_kv_blocks": NUM_BLOCKS,
+        "max_model_len": 512,
+        "max_num_seqs": 6,
+    }
     async with nodes.engine(**settings, lane_refit_s=0.5) as node:
         await node.run_on_engine(expect_little)
         config = demo_config(folder / "data", **changes)

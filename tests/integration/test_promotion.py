@@ -21,8 +21,11 @@ from .conftest import settle
 from .nodes import WaitsForTheDisk, text
 
 BLOCK_TOKENS = 32
-NUM_DEVICE_BLOCKS = 24  # of which vLLM keeps one: two sessions of 300 tokens
-HISTORY_TOKENS = 256
+NUM_DEVICE_BLOCKS = 12  # of which vLLM keeps one: two sessions of 150 tokens
+HISTORY_TOKENS = 128
+WHOLE_DEVICE = (
+    BLOCK_TOKENS * (NUM_DEVICE_BLOCKS - 1) - 12
+)  # tokens of a prompt that with its answer needs every block
 _ids = itertools.count()
 
 
@@ -30,7 +33,7 @@ _ids = itertools.count()
 async def engine(folder: Path, host_bytes: int = 256 << 20) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
     config = TiersConfig(host_bytes=host_bytes, disk_bytes=512 << 20, folder=folder)
     tiers = KvTiers(config, policy=WaitsForTheDisk())
-    async with nodes.engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=704) as node:
+    async with nodes.engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=352) as node:
         yield node, tiers
 
 
@@ -66,7 +69,7 @@ async def advise(node: LocalNode, session: str, **fields: object) -> tuple[Watch
 async def wash(node: LocalNode) -> None:
     """Overwrite all of the device's KV with what nobody asks for again."""
     for _ in range(2):
-        await generate(node, text(("wash", next(_ids)), 690), f"wash{next(_ids)}")
+        await generate(node, text(("wash", next(_ids)), WHOLE_DEVICE), f"wash{next(_ids)}")
 
 
 def forget_host(tiers: KvTiers) -> None:
@@ -117,10 +120,10 @@ async def test_promotion(tmp_path: Path) -> None:
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
-        history, long = text("restart", HISTORY_TOKENS + 1), text("long", 18 * BLOCK_TOKENS + 2)
+        history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
         await generate(node, history, "restart")
         said, _ = await generate(node, long, "long")
-        host_bytes = 5 * tiers.store.shape.block_bytes
+        host_bytes = 3 * tiers.store.shape.block_bytes
     async with engine(tmp_path, host_bytes) as (node, tiers):
         await a_restart_knows_a_session_by_its_ids(node, tiers, history, long, said)
 
@@ -221,7 +224,7 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
     assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
     assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
     async with asyncio.timeout(30):  # half of an advisory's life
-        long, _ = await generate(node, text("needy", 690), "somebody else")  # needs most of the device
+        long, _ = await generate(node, text("needy", WHOLE_DEVICE), "somebody else")
     assert len(long) == 4
     for session, history in histories.items():
         _, kv = await generate(node, [*history, 5], session)
@@ -252,10 +255,10 @@ async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None
 async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvTiers) -> None:
     await wash(node)
     saved = tiers.store.stats().host.num_saved
-    draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(30))
+    draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(12))
 
     num_tokens = await node.prefill(nodes.request(f"{draft} And the la", 4, session_id="drafted"))
-    assert num_tokens > 150
+    assert num_tokens > 60
     assert tiers.store.stats().host.num_saved == saved
     assert await node.prefill(nodes.request(draft, 4, session_id="drafted")) <= num_tokens  # backspace
     _, kv = await generate(node, f"{draft} And the last one is Eve.", "drafted")
@@ -295,9 +298,9 @@ async def a_restart_knows_a_session_by_its_ids(
 ) -> None:
     """And reads a conversation that is larger than its host memory."""
     answer, kv = await generate(node, long, "long")
-    assert (answer, kv.disk) == (said, 18 * BLOCK_TOKENS)
+    assert (answer, kv.disk) == (said, 9 * BLOCK_TOKENS)
     stats = tiers.stats()
-    assert stats is not None and stats.host.num_carried >= 18 - 2, "all but the last pieces"
+    assert stats is not None and stats.host.num_carried >= 9 - 2, "all but the last pieces"
     await settle(lambda: num_pins(tiers) == 0)
     forgotten, _ = await advise(node, "restart")
     await forgotten.until("unknown")

@@ -30,14 +30,14 @@ def traffic() -> list[tuple[list[int], int, str | None]]:
     """Short and long ones, with and without adapters; a few of them fill the device."""
     chance = random.Random(11)
     return [
-        (text(seed, chance.choice((20, 60, 200, 400))), chance.choice((4, 20, 60)), chance.choice(ADAPTERS))
-        for seed in range(16)
+        (text(seed, chance.choice((20, 60, 120, 200))), chance.choice((4, 12, 40)), chance.choice(ADAPTERS))
+        for seed in range(12)
     ]
 
 
 async def crowd(node: LocalNode) -> list[list[int]]:
     """All of the traffic at once, beside some who give up when the first is answered."""
-    given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 100)) for seed in range(4)]
+    given_up = [asyncio.create_task(ask(node, text(100 + seed, 120), 100)) for seed in range(3)]
     asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
     await asked[0]
     for task in given_up:
@@ -57,7 +57,7 @@ def undisturbed() -> list[list[int]]:
 @pytest_asyncio.fixture(scope="class", loop_scope="session")
 async def tight(undisturbed: list[list[int]]) -> AsyncIterator[LocalNode]:
     """One for all orders of starting: what each would build alone is the same but for its scheduling."""
-    async with engine(scheduling_policy="fcfs", num_kv_blocks=32, max_model_len=512, max_num_seqs=6) as node:
+    async with engine(scheduling_policy="fcfs", num_kv_blocks=16, max_model_len=256, max_num_seqs=6) as node:
         undisturbed[:] = [await ask(node, *item) for item in traffic()]
         yield node
 
@@ -66,7 +66,7 @@ async def tight(undisturbed: list[list[int]]) -> AsyncIterator[LocalNode]:
 async def with_host() -> AsyncIterator[LocalNode]:
     """Requests that are preempted find their KV in host memory."""
     async with engine(
-        scheduling_policy="fcfs", num_kv_blocks=40, max_model_len=512, max_num_seqs=6, kv_host_gib=0.25
+        scheduling_policy="fcfs", num_kv_blocks=20, max_model_len=256, max_num_seqs=6, kv_host_gib=0.25
     ) as node:
         node._tiers.policy = WaitsForTheDisk()
         yield node
@@ -86,7 +86,7 @@ async def use(node: LocalNode, policy: str, **settings: Any) -> Scheduling:
 
 
 class TestWithoutTiers:
-    @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq", "bounded"])
+    @pytest.mark.parametrize("policy", ["sjf", "fair", "mlq", "bounded"])
     async def test_no_order_changes_an_answer(
         self, policy: str, tight: LocalNode, undisturbed: list[list[int]]
     ) -> None:
@@ -94,7 +94,7 @@ class TestWithoutTiers:
         own = await use(tight, policy)
         if policy == "mlq":
             # Wrong by ten times.
-            own.predictor = Expects(lambda request: 150 if request.num_prompt_tokens % 2 else 2)
+            own.predictor = Expects(lambda request: 100 if request.num_prompt_tokens % 2 else 2)
         for _ in range(5):  # who meets whom depends on the machine's speed
             assert await crowd(tight) == undisturbed
             state = own.state()
