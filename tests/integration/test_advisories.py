@@ -160,7 +160,7 @@ async def test_the_gateway_learns_who_follows_whom(gateways: Gateways) -> None:
     server = await gateways(learned_advisories=True)
     registry = server.services.metrics.registry
     async with Http(server.url) as http:
-        for run in range(12):
+        for run in range(4):
             for agent in ("architect", "engineer") * 2:
                 headers = {"X-Session-Id": f"run{run}:{agent}", "X-Agent-Name": agent}
                 messages = [{"role": "user", "content": f"You are the {agent} of {run}."}]

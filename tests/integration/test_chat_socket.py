@@ -16,7 +16,7 @@ from .conftest import Gateways, SharedNode, ask, connected, engine_has, engine_i
 from .facts import CHAT, KEYS, MODEL, Http, Patch, bearer
 from .test_connections import HELLO, peer_of
 
-LONG = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 ENDLESS = LONG | {"max_tokens": 3000}
 STORY = "Tell me a long story."
 
@@ -179,10 +179,13 @@ async def is_named_by_the_model(server: Server, http: Http, session_id: str) -> 
     await settle(is_named)
 
 
-async def test_a_title_waits_for_answers_and_a_rename_wins(gateways: Gateways, node: SharedNode) -> None:
+async def test_a_title_waits_for_answers_and_a_rename_wins(
+    gateways: Gateways, node: SharedNode, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("gateway.turns.titles.LOOK_EVERY_S", 0.05)
     server = await gateways(titles="model")
     async with ChatClient(server.url) as chat, Http(server.url) as http:
-        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 200}
+        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 130}
         other = asyncio.create_task(ask(chat, "Tell me a long story.", sampling=long))
         await engine_has(node, 1)  # or this one may be answered before that one has come to the engine
         _, renamed = await ask(chat, SAID)

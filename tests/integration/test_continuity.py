@@ -18,10 +18,10 @@ from overture_client.chat_frames import Delta, Done
 from .conftest import Seen, SharedNode, told
 from .facts import CHAT, MODEL, Http, events
 
-GREEDY = {"temperature": 0, "max_tokens": 40}
+GREEDY = {"temperature": 0, "max_tokens": 20}
 # With a seed of its own, so that what other tests sampled before makes no difference: an answer that ends in a space, which the template drops, would
 # rightly not be kept whole.
-FREE = {"temperature": 1.0, "max_tokens": 40, "seed": 11}
+FREE = {"temperature": 1.0, "max_tokens": 16, "seed": 11}
 LONG = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 BLOCK_SIZE = 32
 
@@ -180,9 +180,9 @@ class ApiConversation:
         sampling |= {"model": MODEL, "stream": self._stream}
         if self._api == "responses":
             named = {"previous_response_id": self._previous, "metadata": {"session_id": self.session_id}}
-            return sampling | named | {"input": content, "max_output_tokens": 40}
+            return sampling | named | {"input": content, "max_output_tokens": 16}
         more = {"stream_options": {"include_usage": True}} if self._stream and self._api == "chat" else {}
-        return sampling | more | {"messages": self._messages, "max_tokens": 40}
+        return sampling | more | {"messages": self._messages, "max_tokens": 16}
 
     async def ask(self, content: str) -> int:
         """How many tokens of its prompt were cached."""

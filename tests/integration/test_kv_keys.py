@@ -144,7 +144,7 @@ def test_versions_of_one_adapter_are_not_one() -> None:
 
 async def answer(node: SharedNode, text: str, adapter: str) -> tuple[str, int]:
     """Text of an answer, and tokens of its prompt that were cached."""
-    said = await generate(node, text, 24, adapter=adapter)
+    said = await generate(node, text, 8, adapter=adapter)
     return said.text, said.kv.device
 
 

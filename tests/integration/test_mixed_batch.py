@@ -4,8 +4,6 @@ Real engine, tiny random Llama, PEFT adapters. vLLM's own CPU wrapper fails this
 slot's adapter.
 """
 
-import itertools
-
 import pytest
 
 pytest.importorskip("torch")
@@ -21,7 +19,7 @@ from tests.merged import logprobs_of, merged_model
 configure_environment()
 
 SHAPE = ModelShape(
-    num_layers=4,
+    num_layers=2,
     hidden_size=256,
     intermediate_size=512,
     num_heads=4,
@@ -30,7 +28,7 @@ SHAPE = ModelShape(
     dtype="bfloat16",  # as most models come
 )
 BASE = None
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 PROMPT = list(range(5, 45))
 RANKS = (8, 16, 32, 64, 128)
 NUM_SLOTS = 5
@@ -240,9 +238,10 @@ def test_a_prompt_shorter_than_its_choices_is_told_its_own_log_probabilities(eng
     assert found == pytest.approx(wanted(merged[name], [34, 35]), abs=1e-3)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(("base", "narrow", "wide")))
-def test_log_probabilities_of_prompts_in_a_mixed_batch_are_each_adapters_own(engine, heads, order):
+@pytest.mark.parametrize("first", range(3))
+def test_log_probabilities_of_prompts_in_a_mixed_batch_are_each_adapters_own(engine, heads, first):
     requests, merged = heads
+    order = ("base", "narrow", "wide", "base", "narrow")[first : first + 3]
     prompts = {"base": PROMPT, "narrow": [7, 8, 9], "wide": OTHER}
     found = prompt_logprobs(engine, *((prompts[name], requests[name], 2) for name in order))
     for name, own in zip(order, found, strict=True):

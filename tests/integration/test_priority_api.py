@@ -208,23 +208,28 @@ async def test_what_was_learned_outlives_engine_and_node(
     await node.really_close()
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    # "hang" alone is to be late, not a slow machine.
-    for module in ("predict.custom_predictor", "driver.serving.engine_client"):
-        monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", 4.0)
     config = config_of(lengths._path.parent, length_predictor="mine:Own")
     again = SharedNode(node_config(config))
     await again.start()
     try:
         async with served(config, again) as server:
             assert again._lengths is not None and again._lengths.num_observed == before + 1
-            await _own_predictor_is_asked_and_harms_nobody(Place(again, place.gateway), server)
+            await _own_predictor_is_asked_and_harms_nobody(Place(again, place.gateway), server, monkeypatch)
     finally:
         await again.really_close()
 
 
-async def _own_predictor_is_asked_and_harms_nobody(place: Place, server: Server) -> None:
+async def _own_predictor_is_asked_and_harms_nobody(place: Place, server: Server, monkeypatch: Patch) -> None:
     own = place.node._lengths.own
-    asked = [post(server, CHAT, user(text)) for text in ("well", "fail", "hang", "after")]
+
+    async def say(text: str) -> None:
+        # "hang" alone is to be late, not a slow machine; and "after" is to find the predictor late.
+        patience_s = {"hang": 0.2, "after": 0.0}.get(text, 60.0)
+        for module in ("predict.custom_predictor", "driver.serving.engine_client"):
+            monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", patience_s)
+        await post(server, CHAT, user(text))
+
+    asked = [say(text) for text in ("well", "fail", "hang", "after")]
     facts, _, _ = await place.queued(server, *asked)
     guesses = [(fact.guess.p50, fact.guess.p90) if fact.guess else None for fact in facts]
     assert guesses == [(4, 4), None, None, None]
