@@ -187,6 +187,11 @@ class KvStore:
         with self._lock:
             return next((at for at, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
 
+    def are_held(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return of each block whether a stage could bring it now."""
+        with self._lock:
+            return [self._host.is_held(key) for key in keys]
+
     @property
     def is_stopping_reads(self) -> bool:
         """Whether reads that no stage wants are still under way. Their memory comes back when they end, which `on_progress` tells."""

@@ -30,8 +30,12 @@ def runner_of(engine: Any) -> Any:
 
 
 def kv_caches_of(engine: Any) -> list[Any]:
-    """Return an in-process engine's KV cache, a tensor per layer."""
-    return list(runner_of(engine).kv_caches)
+    """Return an in-process engine's KV cache: a tensor for each layer, or for the layers of several groups that share its memory."""
+    from engine_bridge.driver.memory.block_copy import distinct
+
+    caches = list(runner_of(engine).kv_caches)
+    # Where layers keep a state it is a list of tensors.
+    return distinct(caches) if all(hasattr(each, "data_ptr") for each in caches) else caches
 
 
 def reuses_kv(vllm_config: Any) -> bool:

@@ -33,6 +33,7 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.policy.costs.decay import FadingRate
+from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.policy.scheduling.policies import POLICIES, MakePolicy
 
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
@@ -127,7 +128,8 @@ class EmulatedNode:
         scheduling = Scheduling(
             POLICIES[policy] if isinstance(policy, str) else policy,
             num_tokens=engine.num_tokens,
-            block_size=engine.block_tokens,
+            num_blocks=engine.num_tokens // engine.block_tokens,
+            layout=one_group(engine.block_tokens),
             is_ready=scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
             block_pool=scheduler.kv_cache_manager.block_pool,

@@ -29,6 +29,7 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePrefill
+from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from kvtiers.keys import BlockKey, BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
@@ -177,7 +178,8 @@ class EmulatedTiers(KvTiers):
             self.copies.out, self.copies.back = out.copied, link.copied
         self.advised: Counter[str] = Counter()
         """Advisories by how they ended."""
-        self._block_tokens, self._num_advised = block_tokens, 0
+        self._num_advised = 0
+        self.layout = one_group(block_tokens)
         self._step: _Step | None = None
         prefill: PrefillCost = StepPrefill(cost, step_tokens)
         self.use_costs(TablePrefill(cost.table, step_tokens) if cost.table is not None else prefill)
@@ -201,8 +203,7 @@ class EmulatedTiers(KvTiers):
     def serve(self, scheduler: GatedScheduler, wake: Callable[[], None]) -> None:
         """Promote KV for this scheduler, whose connector leads here. wake: called when there is something to look at."""
         pool = scheduler.kv_cache_manager.block_pool
-        block_tokens = self._block_tokens
-        self.promoter = Promoter(pool, self, block_tokens, scheduler.get_request_counts, self.clock)
+        self.promoter = Promoter(pool, self, scheduler.get_request_counts, self.clock)
         self.listener, self.on_progress = self.promoter, wake
 
     def advise(self, session: str, arrival_s: float | None, priority: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_bridge.core.kv.expected import Hashes
+from engine_bridge.policy.kv.kv_layout import Entry
 from kvtiers.blocks import Block
 
 NULL_BLOCK_ID = 0
@@ -16,17 +16,17 @@ NULL_BLOCK_ID = 0
 class Copy:
     """Take blocks of the device, fill them from host memory with `sources`, and leave them there as evictable cache.
 
-    They follow the first `start` blocks of the prefix that `hashes` name, which are on the device already.
+    They follow the first `start` of the prefix's `entries`, which are on the device already.
     """
 
-    hashes: Hashes
+    entries: Sequence[Entry]
     start: int
     sources: Sequence[Block]
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Move the first `num_blocks` of a prefix to the end of the order of eviction, so that they are evicted last."""
+    """Move the first `num_blocks` of a prefix's `entries` to the end of the order of eviction, so that they are evicted last."""
 
-    hashes: Hashes
+    entries: Sequence[Entry]
     num_blocks: int

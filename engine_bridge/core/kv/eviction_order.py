@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_bridge.core.kv.cache_moves import Refresh
-from engine_bridge.core.kv.expected import Hashes
+from engine_bridge.policy.kv.kv_layout import Entry
 
 # Blocks that may be moved in a second. Chosen: 1.3% of the engine's thread, which takes 1.3 µs to find and move one (measured, vLLM's block pool).
 BLOCKS_PER_S = 10_000
@@ -23,6 +23,10 @@ BLOCKS_PER_S = 10_000
 MOST_AT_ONCE = 2_000
 # Seconds between two looks at the order, because blocks that are cut off or preempted cause no event.
 LOOK_EVERY_S = 0.5
+
+
+Entries = Sequence[Entry]
+"""The blocks of a prefix, of all groups of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,15 @@ class Device(Protocol):
         """Return the number of blocks that no running request holds, whether they hold cached KV or not."""
         ...
 
-    def resident(self, hashes: Hashes, limit: int) -> Resident:
+    def resident(self, entries: Entries, limit: int) -> Resident:
         """Return how many of the first `limit` of these blocks are on the device without a gap, from the first one on."""
         ...
 
-    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
+    def holds(self, entries: Entries) -> Sequence[bool]:
+        """Return of each of these blocks whether it is on the device."""
+        ...
+
+    def num_evicted_before(self, entries: Collection[Entry], limit: int) -> int | None:
         """Return how many other blocks the engine evicts before the first of these, which running requests may hold.
 
         Returns:
@@ -69,7 +77,7 @@ class EvictionOrder:
         self._is_disturbed = False
         self._ended_s = -math.inf  # when the last round ended
         # Blocks still to be moved in this round, the least deserving first.
-        self._pending: deque[tuple[Hashes, int]] = deque()
+        self._pending: deque[tuple[Entries, int]] = deque()
         # Of each prefix that a round has put last, the block that is evicted first: of the last complete round, and of the round under way.
         self._first_kept: list[bytes] = []
         self._first_moved: list[bytes] = []
@@ -87,24 +95,24 @@ class EvictionOrder:
         """Whether blocks are to be moved as soon as the pace allows."""
         return self._is_disturbed or bool(self._pending)
 
-    def came(self, request_id: str, hashes: Hashes) -> Refresh | None:
+    def came(self, request_id: str, entries: Entries) -> Refresh | None:
         """Note that a request waits, or that more of the KV that it needs has come.
 
         Returns:
             The move that keeps its blocks on the device; None if it has no block there.
         """
         self.left(request_id)
-        num_there = self._device.resident(hashes, len(hashes)).num_blocks
+        num_there = self._device.resident(entries, len(entries)).num_blocks
         if not num_there:
             return None
-        self._waiting[request_id] = kept = Refresh(list(hashes[:num_there]), num_there)
-        self._waiting_blocks.update(kept.hashes)
+        self._waiting[request_id] = kept = Refresh(list(entries[:num_there]), num_there)
+        self._waiting_blocks.update(kept.entries)
         return kept
 
     def left(self, request_id: str) -> None:
         """Note that the request no longer waits."""
         kept = self._waiting.pop(request_id, None)
-        for block in kept.hashes if kept is not None else ():
+        for block in kept.entries if kept is not None else ():
             self._waiting_blocks[block] -= 1
             if not self._waiting_blocks[block]:
                 del self._waiting_blocks[block]
@@ -140,7 +148,7 @@ class EvictionOrder:
         self.disturb()
         return True
 
-    def moves(self, shares: Sequence[tuple[Hashes, int]], now: float) -> list[Refresh]:
+    def moves(self, shares: Sequence[tuple[Entries, int]], now: float) -> list[Refresh]:
         """Return the moves to carry out now, one after the other.
 
         Args:
@@ -150,16 +158,16 @@ class EvictionOrder:
         """
         if not self._pending:
             self._is_disturbed, self._first_moved = False, []
-            waiting = {kept.hashes[-1]: (kept.hashes, kept.num_blocks) for kept in self._waiting.values()}
+            waiting = {kept.entries[-1]: (kept.entries, kept.num_blocks) for kept in self._waiting.values()}
             self._pending.extend((*reversed(shares), *waiting.values()))
         moves, num_moved = [], 0
         while self._pending and num_moved < MOST_AT_ONCE:
-            hashes, num_wanted = self._pending.popleft()
-            num_there = self._device.resident(hashes, num_wanted).num_blocks
+            entries, num_wanted = self._pending.popleft()
+            num_there = self._device.resident(entries, num_wanted).num_blocks
             if num_there:
-                moves.append(Refresh(hashes, num_there))
+                moves.append(Refresh(entries, num_there))
                 num_moved += num_there
-        self._first_moved += [move.hashes[move.num_blocks - 1] for move in moves]
+        self._first_moved += [move.entries[move.num_blocks - 1] for move in moves]
         if not self._pending:
             # Not earlier: the blocks that a round moves last keep their old places until then.
             self._first_kept, self._is_loss_told, self._ended_s = self._first_moved, False, now

@@ -7,10 +7,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from engine_bridge.policy.kv.kv_layout import Entry
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, AdvisoryState
 from engine_bridge.protocol.urgency import is_urgent
 from kvtiers.blocks import Origin, Stage
-from kvtiers.keys import BlockShape
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ class ExpectedSession:
     """One advisory under way.
 
     Attributes:
-        block: a block's shape, and its tokens.
+        hashes: of the content that its prompt will begin with.
+        entries: the blocks of the longest prefix of it that is to be brought up, of `num_tokens`.
         first: the block at which its stage, a piece of the prefix, begins.
         limit: blocks that the tiers or the device hold.
         is_known: whether the tiers were asked which of its blocks they hold.
@@ -43,12 +44,12 @@ class ExpectedSession:
         advisory: Advisory,
         salt: str | None,
         hashes: Hashes,
-        block: tuple[BlockShape, int],
+        block_bytes: int,
         now: float,
         on_change: OnChange,
     ) -> None:
         self.advisory = advisory
-        self.shape, self._block_size = block
+        self._block_bytes = block_bytes
         self.whose: Whose = (advisory.session_id, salt)
         self.priority = advisory.priority or 0
         self.is_urgent = is_urgent(self.priority)
@@ -60,7 +61,9 @@ class ExpectedSession:
         self.state: AdvisoryState = "staging"
         self.stage: Stage | None = None
         self.first = 0
-        self.limit, self.is_known = len(hashes), False
+        self.entries: Sequence[Entry] = ()
+        self.num_tokens = self.num_content_tokens = 0
+        self.limit, self.is_known = 0, False
         self.num_on_device = 0
         self.is_ahead = False
         self.num_hosted = 0
@@ -68,6 +71,15 @@ class ExpectedSession:
         self.num_copied = self.num_beside = 0
         self.looked_s = -math.inf
         self._stages: list[Stage] = []  # this stage and earlier ones, where something had to be read
+
+    def plan(self, entries: Sequence[Entry], num_tokens: int) -> None:
+        """Expect these blocks to be needed, of a prefix of `num_tokens`."""
+        self.entries, self.num_tokens = entries, num_tokens
+        self.limit, self.is_known = len(entries), False
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Return the tokens that this many of its blocks stand for."""
+        return num_blocks * self.num_tokens // max(len(self.entries), 1)
 
     def hold(self, stage: Stage, first: int) -> None:
         """Take a piece, from the block `first` on."""
@@ -113,15 +125,14 @@ class ExpectedSession:
             late_s: seconds by which the KV came too late.
         """
         self.state = state
-        block_size = self._block_size
         report = AdvisoryReport(
             advisory_id=self.advisory.advisory_id,
             session_id=self.advisory.session_id,
             state=state,
-            num_tokens=self.limit * block_size,
-            missing_tokens=(len(self.hashes) - self.limit) * block_size,
-            device_tokens=self.num_on_device * block_size,
-            host_bytes=self.num_copied * self.shape.block_bytes,
+            num_tokens=self.tokens_of(self.limit),
+            missing_tokens=self.num_content_tokens - self.tokens_of(self.limit),
+            device_tokens=self.tokens_of(self.num_on_device),
+            host_bytes=self.num_copied * self._block_bytes,
             disk_bytes=self._bytes_read("disk"),
             peer_bytes=self._bytes_read("peer"),
             lead_s=lead_s,

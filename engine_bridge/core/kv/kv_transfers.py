@@ -20,9 +20,11 @@ from engine_bridge.core.kv.restoring import (
     Restore,
     RestoreCosts,
     RestoreTurn,
+    Whole,
     piece_blocks,
 )
-from engine_bridge.core.kv.tier_store import TierStore, peer_to_ask
+from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
+from engine_bridge.policy.kv.kv_layout import Entry, KvLayout
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
 from kvtiers.blocks import Save, Stage
@@ -68,10 +70,14 @@ class Tiers(RestoreCosts, Protocol):
 
 @dataclass(slots=True)
 class SaveJob:
-    """The device's `block_ids` go to the slots of `save` in the next step. The code that copies them commits or abandons the save."""
+    """The device's `block_ids` go to the slots of `save` in the next step. The code that copies them commits or abandons the save.
+
+    groups: for each of the blocks, the group of layers whose KV it holds.
+    """
 
     save: Save
     block_ids: list[int]
+    groups: list[int]
 
 
 @dataclass(slots=True)
@@ -94,6 +100,12 @@ class Sources:
     def load(self, restore: Restore, num_blocks: int, block_size: int) -> None:
         """Count the blocks that a step loads. Blocks that a restore brought to the device in pieces count for the tier where they were."""
         skipped = restore.num_skipped
+        if restore.whole is not None:
+            shares = Counter(restore.origins)
+            parts = {each: shares[each] * restore.whole.num_tokens // shares.total() for each in shares}
+            self.disk, self.peer = parts.get("disk", 0), parts.get("peer", 0)
+            self.host = restore.whole.num_tokens - self.disk - self.peer
+            return
         carried = restore.carried_before(restore.first + skipped)[: self.device // block_size]
         found = Counter(carried + restore.origins[skipped : skipped + num_blocks])
         self.device -= len(carried) * block_size
@@ -141,9 +153,9 @@ class NewRequest:
 class _Known:
     """One request. entered: the group that the store was told of. has_looked: whether `restore` is up to date with the tiers.
 
-    num_offered: blocks that were offered to the tiers; None before it ran. way: chosen for its return when it was preempted. waits_for: requests
-    that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to give memory back.
-    goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn.
+    num_offered: tokens whose blocks were offered to the tiers; None before it ran. way: chosen for its return when it was preempted.
+    waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
+    give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
     """
 
     request: NewRequest
@@ -156,6 +168,7 @@ class _Known:
     num_waits: int = 0
     goes_whole: bool = False
     turn_bytes: int = 0
+    common_tokens: int = 0
 
     def take_restore(self) -> Restore | None:
         """Return the restore and keep it no longer."""
@@ -166,9 +179,10 @@ class _Known:
 class Restores:
     """Tracks what waits in the tiers for which request, and what the next step moves."""
 
-    def __init__(self, tiers: Tiers, block_size: int) -> None:
+    def __init__(self, tiers: Tiers, layout: KvLayout) -> None:
         self._tiers = tiers
-        self._block_size = block_size
+        self._layout = layout
+        self._block_size = layout.unit_tokens
         self._known: dict[str, _Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[LoadBlocks] = []
@@ -223,7 +237,8 @@ class Restores:
             return 0
         num_blocks = self._num_to_load(known.way if is_resumed else None, facts, first)
         most = restore.most_to_load(facts, self._tiers)
-        return min(num_blocks, most) * self._block_size if num_blocks is not None else None
+        block_tokens = restore.block_tokens(self._block_size)
+        return min(num_blocks, most) * block_tokens if num_blocks is not None else None
 
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
         """Return the number of blocks to load now; None: wait. The way chosen at the preemption is kept, unless another is far better by now."""
@@ -238,8 +253,10 @@ class Restores:
     def _loss(self, facts: RestoreFacts, num_on_device: int) -> LossDecision:
         costs = self._tiers.swap_or_recompute()
         assert costs is not None, "a way was chosen without costs"
-        num_tokens = (num_on_device + facts.num_blocks) * self._block_size
-        return costs.decide(num_tokens, num_on_device * self._block_size, disk_s(facts))
+        num_kept_tokens = num_on_device * self._block_size
+        num_bytes = facts.num_blocks * facts.block_bytes
+        num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
+        return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
         """Return the blocks that the tiers hold for a request, staged at the first call, and anew if the device has lost blocks before them."""
@@ -251,7 +268,8 @@ class Restores:
             if restore is None:
                 return None
             restore.num_skipped = first - restore.first
-            if restore.num_skipped >= 0 and self._goes_on(known, restore, num_tokens, store):
+            is_still_right = restore.num_skipped == 0 or (restore.num_skipped > 0 and restore.whole is None)
+            if is_still_right and self._goes_on(known, restore, num_tokens, store):
                 return restore
         if known.waits_for:
             known.waits_for = {each for each in known.waits_for if self._holds_memory(each, store)}
@@ -275,20 +293,39 @@ class Restores:
         known.has_looked = True
         if first >= last:
             return
-        request = known.request
-        keys, peer = request.block_keys(first, last), self._peer_of(known, store)
-        if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
-            return
+        request, whole, peer = known.request, None, ""
+        if self._layout.is_divisible:
+            keys, peer = request.block_keys(first, last), self._peer_of(known, store)
+            if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
+                return
+        else:
+            whole, keys, known.common_tokens = self._find_whole(request, first, last, store)
         stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
-        if known.num_waits < MAX_WAITS and _is_whole_sooner(stage, keys, store, self._block_s()):
+        # Computing saves each block's share of the tokens.
+        block_s = self._block_s() * (whole.num_tokens / self._block_size / max(len(keys), 1) if whole else 1)
+        if known.num_waits < MAX_WAITS and _is_whole_sooner(stage, keys, store, block_s):
             names = (STOPPED_READS, *self._known)
             known.waits_for = giving_back | {name for name in names if self._holds_memory(name, store)}
             known.num_waits += 1
-        if known.waits_for or not stage.blocks:
+        is_useless = len(stage.blocks) < len(keys) if whole is not None else not stage.blocks
+        if known.waits_for or is_useless or not keys:
             store.release(stage)
             known.has_looked = not known.waits_for
         else:
-            known.restore = Restore([stage], first)
+            known.restore = Restore([stage], first, whole)
+
+    def _find_whole(
+        self, request: NewRequest, first: int, last: int, store: TierStore
+    ) -> tuple[Whole, list[BlockKey], int]:
+        """Return what the longest prefix that the tiers hold needs beyond the device's `first` blocks, the keys of that, and `common_tokens`."""
+
+        def held(entries: Sequence[Entry]) -> Sequence[bool]:
+            return store.are_held([block_key(entry) for entry in entries])
+
+        start = first * self._block_size
+        prefix = self._layout.longest(request.keys, start, last * self._block_size, held)
+        keys = [block_key(entry) for entry in self._layout.entries(request.keys, prefix.blocks)]
+        return Whole(prefix.num_tokens - start, prefix.blocks), keys, prefix.common_tokens
 
     def _begins_pieces(
         self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
@@ -339,7 +376,9 @@ class Restores:
         if not may_go_on or not restore.go_on(store, stage_piece):
             known.goes_whole = True
             return False
-        copy = restore.next_copy(request.keys, store, self._tiers.host_bytes_per_s())
+        copy = restore.next_copy(
+            lambda: self._layout.leading_entries(request.keys), store, self._tiers.host_bytes_per_s()
+        )
         if copy is not None:
             self._copies[request.request_id] = copy
         return True
@@ -381,17 +420,24 @@ class Restores:
     def admit(
         self,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         num_loaded_tokens: int,
         num_tokens: int,
         *,
         is_resumed: bool,
     ) -> None:
-        """Note that the request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`."""
+        """Note that the request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`.
+
+        block_ids: a list for each group of layers.
+        """
         known = self._known[request_id]
-        restore, num_blocks = known.restore, num_loaded_tokens // self._block_size
+        restore = known.restore
+        num_blocks = num_loaded_tokens // (restore.block_tokens(self._block_size) if restore else 1)
         if is_resumed:
-            self._tiers.resumed[_way_of(restore, num_blocks, (num_tokens - 1) // self._block_size)] += 1
+            num_wanted = (num_tokens - 1) // self._block_size
+            if restore is not None and restore.whole is not None:
+                num_wanted = restore.first + restore.whole.num_tokens // self._block_size
+            self._tiers.resumed[_way_of(restore, num_loaded_tokens // self._block_size, num_wanted)] += 1
         sources = self._sources.get(request_id)
         if restore is not None and sources is not None and not is_resumed:
             sources.load(restore, num_blocks, self._block_size)
@@ -447,24 +493,30 @@ class Restores:
         known = self._known.get(request_id)
         if known is None or store is None or costs is None:
             return None
-        keys = known.request.block_keys(0, num_computed_tokens // self._block_size)
-        keys = keys[: store.num_held(keys)]
-        num_tokens = len(keys) * self._block_size
+        last = num_computed_tokens // self._block_size
+        if self._layout.is_divisible:
+            keys = known.request.block_keys(0, last)
+            keys = keys[: store.num_held(keys)]
+            num_tokens = len(keys) * self._block_size
+        else:
+            whole, keys, _ = self._find_whole(known.request, 0, last, store)
+            num_tokens = whole.num_tokens
         read_s = store.bytes_to_read(keys) / store.disk_bytes_per_s()
-        known.way = costs.decide(num_tokens, read_s=read_s).way
+        num_bytes = len(keys) * store.shape.block_bytes
+        known.way = costs.decide(num_tokens, num_bytes, read_s=read_s).way
         self._tiers.chosen[known.way.value] += 1
         return known.way
 
     # -- a step is scheduled -------------------------------------------------------------------------------------------
 
     def next_step(
-        self, scheduled: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[int]]
+        self, scheduled: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[Sequence[int]]]
     ) -> StepMoves:
         """Return the loads and saves of the step that was just scheduled.
 
         Args:
             scheduled: its requests, with the tokens of each that will have their KV after it.
-            block_ids_of: returns the device's blocks of one of them.
+            block_ids_of: returns the device's blocks of one of them, a list for each group of layers.
         """
         moves = StepMoves(self._loads)
         self._loads, self._starting = [], set()
@@ -478,16 +530,41 @@ class Restores:
                 continue
             # From 0 at its start, though the device may hold a prefix: the tiers may have lost it. A block whose last token is not known
             # yet (asynchronous scheduling) has no key; it is offered one step later.
+            hash_tokens = self._layout.hash_tokens
             first, request = known.num_offered or 0, known.request
-            last = min(num_computed_tokens // self._block_size, len(request.keys))
+            last = min(num_computed_tokens // hash_tokens, len(request.keys)) * hash_tokens
             known.num_offered = max(first, last)
             if first < last:
-                job = _begin_save(request, first, last, block_ids_of(request_id), store)
+                ends = [last, known.common_tokens]
+                job = self._begin_save(request, (first, last), ends, block_ids_of(request_id), store)
                 if job is not None:
                     moves.saves.append(job)
         return moves
 
-    def spoiled_by(self, invalid: set[int], block_ids_of: Callable[[str], Sequence[int]]) -> set[int]:
+    def _begin_save(
+        self,
+        request: NewRequest,
+        tokens: tuple[int, int],
+        ends: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
+        store: TierStore,
+    ) -> SaveJob | None:
+        """Save a request's blocks of the tokens from one number to another, if the tiers lack them and the device has them. ends: see `to_keep`."""
+        blocks = [
+            at for at in self._layout.to_keep(*tokens, ends) if block_ids[at.group][at.block] != NULL_BLOCK_ID
+        ]
+        keys = [block_key(entry) for entry in self._layout.entries(request.keys, blocks)]
+        save = store.begin_save(request.group, keys, tenant=request.tenant)
+        if not save.blocks:
+            return None
+        saved = [blocks[position] for position in save.positions]
+        return SaveJob(
+            save, [block_ids[group][index] for group, index in saved], [group for group, _ in saved]
+        )
+
+    def spoiled_by(
+        self, invalid: set[int], block_ids_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> set[int]:
         """Return the device blocks whose KV cannot be trusted after `invalid` ones did not load: those, and all behind them in any conversation.
 
         vLLM computes them again for running requests, but leaves them in its prefix cache meanwhile, where another request could take them for
@@ -498,12 +575,18 @@ class Restores:
         for request_id, known in self._known.items():
             if known.num_offered is None:
                 continue
-            block_ids = block_ids_of(request_id)
-            first = next((i for i, block_id in enumerate(block_ids) if block_id in invalid), None)
-            if first is not None:
-                spoiled.update(block_ids[first:])
+            groups = list(zip(self._layout.groups, block_ids_of(request_id), strict=True))
+            starts = [
+                index * group.block_tokens
+                for group, block_ids in groups
+                for index, block_id in enumerate(block_ids)
+                if block_id in invalid
+            ]
+            if starts:
+                for group, block_ids in groups:
+                    spoiled.update(block_ids[min(starts) // group.block_tokens :])
                 if request_id in self._sources:
-                    self._sources[request_id].cut(first * self._block_size)
+                    self._sources[request_id].cut(min(starts))
         return spoiled - {NULL_BLOCK_ID}
 
     @property
@@ -511,18 +594,6 @@ class Restores:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
-
-
-def _begin_save(
-    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: TierStore
-) -> SaveJob | None:
-    """Save a request's blocks from `first` up to, but without, `last`, if the tiers lack them and the device has them."""
-    keys = request.block_keys(first, last)
-    present = [at for at in range(len(keys)) if block_ids[first + at] != NULL_BLOCK_ID]
-    save = store.begin_save(request.group, [keys[at] for at in present], tenant=request.tenant)
-    if not save.blocks:
-        return None
-    return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
 
 def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TierStore, block_s: float) -> bool:

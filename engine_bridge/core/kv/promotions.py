@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Device, EvictionOrder
 from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnChange, OpenAccounts, Whose
-from engine_bridge.core.kv.tier_store import TierStore, peer_to_ask
+from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.copy_share import WorkShare
 from engine_bridge.policy.kv.guesses import GuessFacts, Target, due_s, plan
+from engine_bridge.policy.kv.kv_layout import Entry, Held, KvLayout
 from engine_bridge.protocol.node import Advisory, AdvisoryState
-from kvtiers.blocks import Stage, StageProgress
-from kvtiers.keys import BlockKey
+from kvtiers.blocks import Stage, StageProgress, count_while
 
 # Seconds that copying to the device between two steps may take: with no request waiting, and while requests run. Chosen. Where copies take the
 # engine thread's own time (on a CPU), they get a share of the time of the requests that run (`policy/kv/copy_share.py`). That share does not bound
@@ -56,6 +56,7 @@ class Promotions:
     Args:
         device: where promoted KV goes.
         store: where it comes from.
+        layout: what a prefix needs of the engine's layers.
         host_bytes_per_s: returns the measured speed of copies between the two.
         prefill_s_per_token: returns the time to compute KV instead; None before it was measured.
     """
@@ -64,13 +65,13 @@ class Promotions:
         self,
         device: Device,
         store: TierStore,
-        block_size: int,
+        layout: KvLayout,
         host_bytes_per_s: Callable[[], float],
         prefill_s_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._device = device
         self._store = store
-        self._block_size = block_size
+        self._layout = layout
         self._block_bytes = store.shape.block_bytes
         self._host_bytes_per_s = host_bytes_per_s
         self._prefill_s_per_token = prefill_s_per_token
@@ -106,9 +107,10 @@ class Promotions:
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):
             if replaced is not None and replaced.advisory.advisory_id in self._guesses:
                 self._end(replaced, "cancelled")
-        block = self._store.shape, self._block_size
-        guess = ExpectedSession(advisory, salt, hashes or self.memory.of(whose), block, now, on_change)
-        if not guess.hashes:
+        hashes = hashes or self.memory.of(whose)
+        guess = ExpectedSession(advisory, salt, hashes, self._block_bytes, now, on_change)
+        self._plan(guess)
+        if not guess.entries:
             guess.report("unknown")
             return
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
@@ -136,12 +138,15 @@ class Promotions:
             A move to carry out at once: while the request waits for its missing KV, guesses for others must not push out the KV that it has.
         """
         guess = self._expected.pop((session, salt), None)
-        kept = self._order.came(request_id, hashes) if guess is not None or self._guesses else None
+        kept = None
+        if guess is not None or self._guesses:
+            _, entries = self._prefix(hashes, self._device.holds)
+            kept = self._order.came(request_id, entries)
         if guess is None:
             return kept
         del self._guesses[guess.advisory.advisory_id]
-        resident = self._device.resident(guess.hashes, guess.limit).num_blocks
-        common = _count_common(guess.hashes, hashes)
+        resident = self._device.resident(guess.entries, guess.limit).num_blocks
+        common = self._num_useful(guess, hashes)
         guess.num_on_device = resident
         self._share.used(min(guess.num_beside, resident, common))
         lead_s = now - guess.issued_s
@@ -157,9 +162,9 @@ class Promotions:
             guess.report("late", lead_s=lead_s, late_s=late_s)
         return kept
 
-    def carried(self, request_id: str, hashes: Hashes) -> None:
+    def carried(self, request_id: str, entries: Sequence[Entry]) -> None:
         """Note that a piece of a waiting request's KV has come to the device, at the end of the order of eviction."""
-        self._order.came(request_id, hashes)
+        self._order.came(request_id, entries)
 
     def started(self, request_id: str) -> None:
         """Note that a request has its blocks of the device, which expected sessions may have lost by that."""
@@ -228,7 +233,7 @@ class Promotions:
         targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now, is_busy=beside.is_busy):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
-            yield from self._order.moves([(guess.hashes, num) for guess, num in shares], now)
+            yield from self._order.moves([(guess.entries, num) for guess, num in shares], now)
         if beside.can_copy:
             num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
             yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
@@ -265,7 +270,7 @@ class Promotions:
         for guess in sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent):
             if guess.looked_s < guess.issued_s:
                 guess.looked_s = now
-                self._restage(guess, self._device.resident(guess.hashes, guess.limit).num_blocks)
+                self._restage(guess, self._device.resident(guess.entries, guess.limit).num_blocks)
 
     def _facts(self, guess: ExpectedSession) -> GuessFacts:
         """Return the facts that rank a guess. It is read from where it lay at first: a guess that is half done is worth no less."""
@@ -277,6 +282,7 @@ class Promotions:
             probability=advisory.probability,
             priority=guess.priority,
             is_ordered=advisory.is_ordered,
+            is_divisible=self._layout.is_divisible,
             arrival_s=guess.arrival_s,
             issued_s=guess.issued_s,
             saved_s=copy_s + read_s * guess.is_far,
@@ -304,8 +310,11 @@ class Promotions:
         was_looked_at = guess.looked_s >= self._look_from_s and now - guess.looked_s < LOOK_EVERY_S
         if was_looked_at and guess.state == "warm" and guess.num_on_device >= guess.limit:
             return
+        if guess.limit == 0:
+            self._end(guess, "unknown")
+            return
         guess.looked_s = now
-        resident = self._device.resident(guess.hashes, guess.limit)
+        resident = self._device.resident(guess.entries, guess.limit)
         num_there = guess.num_on_device = resident.num_blocks
         if num_there >= guess.limit:
             self._finish(guess, "warm")
@@ -325,6 +334,8 @@ class Promotions:
         progress = self._store.progress(guess.stage)
         if progress.num_blocks < len(guess.stage.blocks):
             guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next block is damaged
+            if not self._layout.is_divisible:
+                self._plan(guess)
         if guess.limit == 0:
             self._end(guess, "unknown")
             return
@@ -337,7 +348,7 @@ class Promotions:
             return
         if num_copied > 0 and num_there >= guess.first:
             offset = num_there - guess.first
-            yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
+            yield Copy(guess.entries, num_there, guess.stage.blocks[offset : offset + num_copied])
             guess.num_copied += num_copied
             guess.num_beside += num_copied * self._was_busy
             guess.num_on_device += num_copied
@@ -369,9 +380,16 @@ class Promotions:
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
-        peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, self._prefill_s_per_token())
-        keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
+        peer, block_tokens = "", self._layout.unit_tokens
+        if self._layout.is_divisible:
+            prefill_s = self._prefill_s_per_token()
+            peer = peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, prefill_s)
+        keys = [block_key(entry) for entry in guess.entries[first:]]
         num_held = len(keys) if peer else self._store.num_held(keys)
+        if num_held < len(keys) and not self._layout.is_divisible:
+            self._plan(guess)  # some of it has gone, so that none of it is of use
+            self._has_news = True
+            return False
         guess.limit, guess.is_known = first + num_held, True
         if is_full and num_held:
             return False
@@ -400,6 +418,34 @@ class Promotions:
         """
         num_hosted = sum(max(each.num_hosted - each.num_on_device, 0) for each in self._guesses.values())
         return self._num_staged() + num_hosted < self._store.num_host_blocks * HOSTED_SHARE
+
+    # -- what a prefix needs ---------------------------------------------------------------------------------------------
+
+    def _plan(self, guess: ExpectedSession) -> None:
+        """Plan for the longest prefix that is to be had. Its blocks on the device need not be in the tiers."""
+        num_tokens, entries = self._prefix(guess.hashes, self._are_held)
+        guess.plan(entries, num_tokens)
+        guess.num_content_tokens = len(guess.hashes) * self._layout.hash_tokens
+
+    def _prefix(self, hashes: Hashes, held: Held) -> tuple[int, list[Entry]]:
+        """Return the tokens and the blocks of the longest prefix that is held; of all of it where each leading block is of use by itself."""
+        num_tokens = len(hashes) * self._layout.hash_tokens
+        if self._layout.is_divisible:
+            return num_tokens, self._layout.leading_entries(hashes)
+        prefix = self._layout.longest(hashes, 0, num_tokens, held)
+        return prefix.num_tokens, self._layout.entries(hashes, prefix.blocks)
+
+    def _are_held(self, entries: Sequence[Entry]) -> list[bool]:
+        on_device = self._device.holds(entries)
+        in_tiers = self._store.are_held([block_key(entry) for entry in entries])
+        return [either or other for either, other in zip(on_device, in_tiers, strict=True)]
+
+    def _num_useful(self, guess: ExpectedSession, hashes: Hashes) -> int:
+        """Return how many of a guess's leading blocks are of use to a request with this content."""
+        common = _count_common(guess.hashes, hashes)
+        if self._layout.is_divisible:
+            return common
+        return len(guess.entries) if common * self._layout.hash_tokens >= guess.num_tokens else 0
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -438,9 +484,4 @@ class Promotions:
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    return count_while(one == other for one, other in zip(first, second, strict=False))

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
 from engine_bridge.core.kv.tier_store import TierStore
+from engine_bridge.policy.kv.kv_layout import BlockAt, Entry
 from kvtiers.blocks import Origin, Stage, StageProgress
 from kvtiers.policy.restore import RestoreFacts
 
@@ -72,11 +73,19 @@ class Behind(NamedTuple):
 NOTHING = Behind()
 
 
+class Whole(NamedTuple):
+    """Blocks that add `num_tokens` to what the device has, and are of no use without one another."""
+
+    num_tokens: int
+    blocks: Sequence[BlockAt]
+
+
 @dataclass(slots=True)
 class Restore:
     """Stages of a request's blocks from `first` on, one behind the other. The device has the leading `num_skipped` of these blocks by now.
 
     Attributes:
+        whole: where the blocks are of use together only, all of them; they are one stage then, and count as one block, however many they are.
         later: the blocks that follow in further pieces.
         carried: for the blocks before `first` that went to the device in pieces, where each was found.
         asked_at: the first block of the latest copy that was asked for, if any was; num_asked: how often it was asked for.
@@ -84,6 +93,7 @@ class Restore:
 
     stages: list[Stage]
     first: int
+    whole: Whole | None = None
     num_skipped: int = 0
     later: Behind = NOTHING
     carried: list[Origin] = field(default_factory=list)
@@ -94,6 +104,10 @@ class Restore:
     def end(self) -> int:
         """The index of the request's block behind the staged ones."""
         return self.first + sum(len(stage.blocks) for stage in self.stages)
+
+    def block_tokens(self, unit_tokens: int) -> int:
+        """Return the tokens of one block. unit_tokens: of a block that is of use by itself."""
+        return self.whole.num_tokens if self.whole is not None else unit_tokens
 
     @property
     def is_in_pieces(self) -> bool:
@@ -114,6 +128,8 @@ class Restore:
     def progress(self, store: TierStore) -> StageProgress:
         """Return the progress of all blocks that are staged or follow, as if they were one stage."""
         parts = [store.progress(stage) for stage in self.stages]
+        if self.whole is not None:
+            return _as_one(parts[0], len(self.whole.blocks))
         if len(parts) == 1 and not self.later.num_blocks:
             return parts[0]
         behind = sum(part.disk_bytes_left for part in parts[1:])
@@ -138,16 +154,16 @@ class Restore:
             store: holds the stages.
             machine: the machine's measured speeds.
             num_tokens: tokens of the prompt, and of the output that was generated before a preemption.
-            block_size: tokens in a block.
+            block_size: tokens in a block that is of use by itself.
         """
-        progress = self.progress(store)
+        progress, block_tokens = self.progress(store), self.block_tokens(block_size)
         return RestoreFacts(
             num_blocks=progress.num_blocks - self.num_skipped,
             num_ready_blocks=max(progress.num_ready_blocks - self.num_skipped, 0),
-            num_tail_tokens=num_tokens - (self.first + progress.num_blocks) * block_size,
+            num_tail_tokens=num_tokens - self.first * block_size - progress.num_blocks * block_tokens,
             num_context_tokens=(self.first + self.num_skipped) * block_size,
-            block_size_tokens=block_size,
-            block_bytes=store.shape.block_bytes,
+            block_size_tokens=block_tokens,
+            block_bytes=store.shape.block_bytes * (len(self.whole.blocks) if self.whole is not None else 1),
             num_layers=store.shape.num_layers,
             num_ready_layers=0 if machine.loads_must_hold else progress.num_ready_layers,
             disk_bytes_done=progress.disk_bytes_done,
@@ -162,7 +178,8 @@ class Restore:
 
     def most_to_load(self, facts: RestoreFacts, machine: RestoreCosts) -> int:
         """Return the number of blocks that a step can load now, whatever a policy decides. Blocks of further pieces have no memory yet."""
-        return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
+        is_all = machine.loads_must_hold or self.whole is not None
+        return facts.num_ready_blocks if is_all else self.end - self.first - self.num_skipped
 
     def go_on(self, store: TierStore, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
         """Release the pieces that the device has by now, and have more read. Return False if host memory has room for no piece.
@@ -201,7 +218,12 @@ class Restore:
                 self.later = NOTHING
                 return
 
-    def next_copy(self, keys: Sequence[bytes], store: TierStore, host_bytes_per_s: float) -> Copy | None:
+    def next_copy(
+        self,
+        entries: Callable[[], Sequence[Entry]],
+        store: TierStore,
+        host_bytes_per_s: float,
+    ) -> Copy | None:
         """Return a copy of the ready blocks of the first piece, up to the number that may be copied at once.
 
         Returns:
@@ -219,21 +241,27 @@ class Restore:
         self.num_asked = self.num_asked + 1 if start == self.asked_at else 1
         self.asked_at = start
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
-        return Copy(keys, start, sources)
+        return Copy(entries(), start, sources)
 
-    def loads(self, block_ids: Sequence[int], num_blocks: int, store: TierStore) -> list[LoadBlocks]:
-        """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, except where it has no block there.
+    def loads(
+        self, block_ids: Sequence[Sequence[int]], num_blocks: int, store: TierStore
+    ) -> list[LoadBlocks]:
+        """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, a list for each group of layers.
 
         Stages that are not needed are released.
         """
+        if self.whole is not None:
+            (stage,), self.stages = self.stages, []
+            own_ids = [block_ids[group][index] for group, index in self.whole.blocks]
+            assert NULL_BLOCK_ID not in own_ids, "the engine has no block where the layout needs one"
+            return [LoadBlocks(stage, list(range(len(own_ids))), own_ids, is_whole=True)]
         loads, at, skipped = [], self.first + self.num_skipped, self.num_skipped
         for stage in self.stages:
             num = min(len(stage.blocks) - skipped, num_blocks)
             if num > 0:
                 is_whole = store.progress(stage).num_ready_blocks >= skipped + num
-                positions = [skipped + i for i in range(num) if block_ids[at + i] != NULL_BLOCK_ID]
-                own_ids = [block_ids[at + position - skipped] for position in positions]
-                loads.append(LoadBlocks(stage, positions, own_ids, is_whole))
+                positions = list(range(skipped, skipped + num))
+                loads.append(LoadBlocks(stage, positions, list(block_ids[0][at : at + num]), is_whole))
             else:
                 store.release(stage)
             at, num_blocks = at + max(num, 0), num_blocks - max(num, 0)
@@ -280,6 +308,15 @@ class RestoreTurn:
 def piece_blocks(store: TierStore) -> int:
     """Return the number of blocks in one piece."""
     return max(int(store.num_host_blocks * PIECE_OF_HOST), 1)
+
+
+def _as_one(progress: StageProgress, num_blocks: int) -> StageProgress:
+    """Return the progress of `num_blocks` that are of use together only, as that of one block."""
+    return replace(
+        progress,
+        num_blocks=int(progress.num_blocks == num_blocks),
+        num_ready_blocks=int(progress.num_ready_blocks == num_blocks),
+    )
 
 
 def _num_ready(parts: Sequence[StageProgress]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine_bridge.policy.kv.kv_layout import GROUP_BYTES, Entry
 from kvtiers.blocks import Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import is_worth_fetching
@@ -54,6 +56,9 @@ class TierStore(Protocol):
     def num_held(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading blocks the tiers hold."""
 
+    def are_held(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return of each block whether the tiers hold it."""
+
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Return the size of the blocks that are not in host memory."""
 
@@ -65,6 +70,12 @@ class TierStore(Protocol):
 
     def peer_bytes_per_s(self, address: str) -> float | None:
         """Return the speed of reads from a peer; None if it cannot be asked."""
+
+
+def block_key(entry: Entry) -> BlockKey:
+    """Return the key under which the tiers keep a block of a group: of the first group the content's hash itself, of others a hash of both."""
+    content, group = entry[:-GROUP_BYTES], entry[-GROUP_BYTES:]
+    return BlockKey(hashlib.sha256(entry).digest() if any(group) else content)
 
 
 def peer_to_ask(

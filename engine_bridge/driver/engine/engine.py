@@ -20,6 +20,7 @@ from engine_bridge.driver.engine.building import build_engine, configure_environ
 from engine_bridge.driver.engine.model_facts import check_model
 from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
+from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
@@ -134,12 +135,18 @@ class VllmDriver:
         # These are not kept in variables of this frame: see `close`.
         self._scheduler = scheduler_of(self.engine)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
-        self._block_size = self.engine.vllm_config.cache_config.block_size
+        self.layout = known_layout_of(self._scheduler.kv_cache_config, self.engine.vllm_config)
+        self.capacity_tokens = self.layout.capacity_tokens(
+            self._block_pool.num_gpu_blocks - 1, self.engine.vllm_config.model_config.max_model_len
+        )
+        """The tokens of requests that the device holds at a time, without the block that holds none."""
+        # In the figures; a block of one group of several holds fewer layers of more tokens.
+        self._block_size = max(self.capacity_tokens // max(self._block_pool.num_gpu_blocks - 1, 1), 1)
         self._internal_ids: dict[str, str] = {}
         self._silent: set[str] = set()  # requests that have given no output yet
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use an adapter
-        self._prefixes = Prefixes(self._block_pool, self._block_size, tiers)
+        self._prefixes = Prefixes(self._block_pool, self.layout, tiers)
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
         self.steps = warm_up(self.engine, self._scheduler, tiers)
@@ -345,7 +352,7 @@ class VllmDriver:
 
         if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
             return None
-        promoter = Promoter(self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts)
+        promoter = Promoter(self._block_pool, self._tiers, scheduler.get_request_counts)
         self._tiers.listener = promoter
         return promoter
 
@@ -383,8 +390,9 @@ class VllmDriver:
         decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
         scheduling = Scheduling(
             POLICIES[config.scheduling_policy],
-            num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
-            block_size=self._block_size,
+            num_tokens=self.capacity_tokens,
+            num_blocks=self._block_pool.num_gpu_blocks - 1,
+            layout=self.layout,
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._prefixes.num_cached_tokens,
             block_pool=self._block_pool,

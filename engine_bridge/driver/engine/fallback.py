@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Driver = TypeVar("Driver")
-ONE_GROUP = "disable_hybrid_kv_cache_manager=true"
-"""vLLM's argument with which sliding windows and full attention keep their KV alike, in one group of blocks."""
 # Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know.
 _OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel)
 _MAX_WHY_CHARS = 300
@@ -60,7 +58,9 @@ def build_with_what_works(
     """
     known: dict[Mechanism, str] = {}
     first: Exception | None = None
-    guesses = _guesses(known, may_lose_adapters=config.enable_lora and not needs_adapters)
+    guesses = _guesses(
+        has_tiers=tiers is not None, may_lose_adapters=config.enable_lora and not needs_adapters
+    )
     guess: Set[Mechanism] = frozenset()
     while True:
         tried = _without(config, known.keys() | guess)
@@ -69,7 +69,7 @@ def build_with_what_works(
             driver = build(tried, None if loses_tiers else tiers)
             break
         except CannotHave as error:
-            new = _translated(error, config)
+            new = error.reasons
             if not new.keys() - known.keys() or (needs_adapters and "adapters" in new):
                 raise
             known |= new
@@ -84,8 +84,6 @@ def build_with_what_works(
                 " and ".join(sorted(guess)),
                 _in_short(error),
             )
-    if guess & _TIERS:
-        known.pop("hybrid KV cache", None)
     for mechanism in sorted(guess):
         known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
     return Built(driver, tried, tuple(_say(known, tiers)))
@@ -96,35 +94,19 @@ def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
         config = replace(config, enable_lora=False)
     if "prefix caching" in mechanisms:
         config = replace(config, enable_prefix_caching=False)
-    if "hybrid KV cache" in mechanisms and not mechanisms & _TIERS:
-        config = replace(config, engine_args=(*config.engine_args, ONE_GROUP))
     return config
 
 
-def _guesses(known: Mapping[Mechanism, str], *, may_lose_adapters: bool) -> Iterator[Set[Mechanism]]:
-    """Yield what an engine may be built without that fails for unknown reasons, the smallest loss first.
-
-    known: what is known to be impossible by the time that a guess is asked for.
-    """
+def _guesses(*, has_tiers: bool, may_lose_adapters: bool) -> Iterator[Set[Mechanism]]:
+    """Yield what an engine may be built without that fails for unknown reasons, the smallest loss first."""
     adapters: Set[Mechanism] = {"adapters"} if may_lose_adapters else frozenset()
     if adapters:
         yield adapters
-    if "hybrid KV cache" in known:  # layers of some models cannot keep their KV alike
-        yield {"KV tiers"}
+    reuses: list[Set[Mechanism]] = [{"KV tiers"}, {"prefix caching"}]
+    for reuse in reuses[not has_tiers :]:
+        yield reuse
         if adapters:
-            yield adapters | {"KV tiers"}
-    yield {"prefix caching"}
-    if adapters:
-        yield adapters | {"prefix caching"}
-
-
-def _translated(error: CannotHave, config: EngineConfig) -> dict[Mechanism, str]:
-    """Return an engine's reasons. Users who have chosen vLLM's KV manager keep it, and lose the tiers."""
-    reasons = dict(error.reasons)
-    chose = any(each.split("=")[0] == ONE_GROUP.split("=")[0] for each in config.engine_args)
-    if chose and (why := reasons.pop("hybrid KV cache", None)):
-        reasons["KV tiers"] = why
-    return reasons
+            yield adapters | reuse
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -57,11 +57,9 @@ def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> d
         config: the settings.
         has_tiers: whether KV is to be kept in tiers.
     """
-    is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     asked: dict[Mechanism, bool] = {
         "adapters": config.enable_lora,
         "KV tiers": has_tiers,
-        "hybrid KV cache": has_tiers and is_apart,
     }
     return {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
 
@@ -103,14 +101,10 @@ def facts_of(vllm_config: Any) -> ModelFacts:
 
     model = vllm_config.model_config
     model_class, architecture = get_model_architecture(model)
-    # As transformers writes them: one name for each layer, such as "sliding_attention".
-    described = getattr(model, "hf_text_config", None)
-    kinds = set(getattr(described, "layer_types", None) or ())
     return ModelFacts(
         architecture=architecture,
         takes_adapters=bool(supports_lora(model_class)),
         is_recurrent=bool(model.is_hybrid or model.is_attention_free),
-        has_several_kinds=len(kinds) > 1,
         reuses_kv=reuses_kv(vllm_config),
     )
 

@@ -20,15 +20,13 @@ from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.driver.kv.kv_tiers import KvTiers, find_tiers
+from engine_bridge.driver.kv.layer_groups import Layers, layout_of
 from engine_bridge.driver.vllm_api import (
-    FullAttentionSpec,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    MLAAttentionSpec,
     SupportsHMA,
 )
-from engine_bridge.policy.limits.model_support import CannotHave
 from kvtiers.blocks import Save
 
 if TYPE_CHECKING:
@@ -54,20 +52,16 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            is_apart = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-            why = f"the KV tiers serve one kind of KV, and this model has {len(kv_cache_config.kv_cache_groups)}"
-            raise CannotHave({"hybrid KV cache" if is_apart else "KV tiers": why})
+        layout = layout_of(kv_cache_config, vllm_config)
         self._vllm_config = vllm_config
-        self._gives_blocks_up = _gives_blocks_up(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        self._group_names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
         if role == KVConnectorRole.SCHEDULER:
             self._requests: dict[str, Request] = {}
             self._prefills = PrefillMeter()
-            self._restores = Restores(self._tiers, vllm_config.cache_config.block_size)
+            self._restores = Restores(self._tiers, layout)
             self._tiers.restores = self._restores
-        else:
-            self._step = _Step(self._tiers)
+        self._tiers.layout = layout
 
     # -- what kind of connector this is --------------------------------------------------------------------------------
 
@@ -121,7 +115,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tiers.listener.started(request)
         self._restores.admit(
             request.request_id,
-            blocks.get_block_ids()[0] if num_external_tokens else [],
+            blocks.get_block_ids() if num_external_tokens else [],
             num_external_tokens,
             request.num_tokens,
             is_resumed=request.num_preemptions > 0,
@@ -172,18 +166,20 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a finished request, for models with one KV cache group: see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _block_ids_of(self, request_id: str) -> Sequence[int]:
-        block_ids: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+    def _block_ids_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Return a request's blocks, a list for each group of layers."""
+        block_ids: Sequence[Sequence[int]] = self._kv_cache_manager.get_block_ids(request_id)
         return block_ids
 
     # -- worker's side -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
+        self._layers = Layers(kv_caches, self._group_names)
+        self._step = _Step(self._tiers, self._layers)
         # If vLLM has switched its prefix cache off, KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
         if reuses_kv(self._vllm_config):
-            self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
-        self._layer_of = {name: index for index, name in enumerate(kv_caches)}
+            self._tiers.attach(self._layers, self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the worker's side of a step."""
@@ -197,13 +193,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Bring a layer of all blocks to load to the device, before its attention runs."""
-        self._step.load(self._layer_of[layer_name])
+        self._step.load(self._layers.region_of[layer_name])
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Copy a layer of all finished blocks to host memory, after its attention has run."""
-        self._step.save(self._layer_of[layer_name])
+        self._step.save(self._layers.group_of[layer_name], self._layers.region_of[layer_name])
 
     def wait_for_save(self) -> None:
         """End the worker's side of a step. Copies may still run afterwards."""
@@ -214,40 +210,41 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._step.take_failed()
 
 
-def _gives_blocks_up(spec: Any) -> bool:
-    """Return whether a running request may give blocks back. For unknown kinds of attention that is assumed: the assumption costs little."""
-    kinds = {type(each) for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
-    return not kinds <= {FullAttentionSpec, MLAAttentionSpec}
-
-
 class _Step:
-    """The copies of one step, on the worker's side."""
+    """The copies of one step, on the worker's side. A region is the memory of one layer, or of one layer of each group."""
 
-    def __init__(self, tiers: KvTiers) -> None:
-        self._tiers = tiers
+    def __init__(self, tiers: KvTiers, layers: Layers) -> None:
+        self._tiers, self._layers = tiers, layers
         self._loads: list[LoadBlocks] = []
         self._saves: list[Save] = []
-        self._save_blocks: list[int] = []
-        self._save_slots: list[list[int]] = []
-        self._saved_layers: set[int] = set()
+        # By group: the device's blocks to save, and the host slots of each of them.
+        self._saved_from: dict[int, tuple[list[int], list[list[int]]]] = {}
+        self._loaded: set[int] = set()
+        self._saved: set[tuple[int, int]] = set()
         self._has_missed = False
         self._failed: set[int] = set()
         self._moves = StepMoves()
 
     def begin(self, moves: StepMoves) -> None:
         """Take over a step's loads and saves from its metadata."""
-        self._moves, self._saved_layers, self._has_missed = moves, set(), False
-        self._loads = moves.loads
-        self._saves = [job.save for job in moves.saves]
-        self._save_blocks = [block_id for job in moves.saves for block_id in job.block_ids]
-        slots = [slots for save in self._saves for slots in save.slots]
-        self._save_slots = [list(layer) for layer in zip(*slots, strict=True)]
+        self._moves, self._has_missed = moves, False
+        self._loads, self._loaded = moves.loads, set()
+        self._saves, self._saved = [job.save for job in moves.saves], set()
+        self._saved_from = {}
+        for job in moves.saves:
+            for group, block_id, slots in zip(job.groups, job.block_ids, job.save.slots, strict=True):
+                block_ids, of_blocks = self._saved_from.setdefault(group, ([], []))
+                block_ids.append(block_id)
+                of_blocks.append(slots)
 
     def load(self, layer: int) -> None:
-        """Copy a layer of all blocks to load to the device, before its attention runs.
+        """Copy a region of all blocks to load to the device, before the attention of its first layer runs.
 
         Of a load that is not whole yet, blocks that do not come within LAYER_TIMEOUT_S are given up.
         """
+        if layer in self._loaded:
+            return
+        self._loaded.add(layer)
         for load in self._loads:
             if not load.block_ids:
                 continue
@@ -263,13 +260,14 @@ class _Step:
             if slots:
                 copier.to_device(layer, load.block_ids, slots)
 
-    def save(self, layer: int) -> None:
-        """Copy a layer of all finished blocks to host memory, after its attention has run."""
-        if self._save_blocks:
+    def save(self, group: int, layer: int) -> None:
+        """Copy a region of a group's finished blocks to host memory, after the attention of the group's layer there has run."""
+        if group in self._saved_from and (group, layer) not in self._saved:
             copier = self._tiers.copier
             assert copier is not None
-            copier.to_host(layer, self._save_blocks, self._save_slots[layer])
-            self._saved_layers.add(layer)
+            block_ids, slots = self._saved_from[group]
+            copier.to_host(layer, block_ids, [of_block[layer] for of_block in slots])
+            self._saved.add((group, layer))
 
     def end(self) -> None:
         """Release the loaded blocks and commit the saved ones, once the forward pass is over (or launched) or has failed."""
@@ -281,10 +279,10 @@ class _Step:
         loads, saves = self._loads, self._saves
         # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. After a forward pass that has failed the last
         # layers are missing, and on a CPU vLLM ends that pass like any other (on a GPU it does not end it).
-        has_all = len(self._saved_layers) == store.shape.num_layers
+        has_all = all(self._saved >= self._layers.places_of[group] for group in self._saved_from)
         is_right = has_all and not self._has_missed and not is_spoiled
         keep = store.commit if is_right else store.abandon
-        self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
+        self._loads, self._saves, self._saved_from = [], [], {}
 
         def let_go(keep: Callable[[Save], None] = keep) -> None:
             """Commit or abandon the saves, and release the loads' host memory."""

@@ -12,13 +12,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine_bridge.driver.in_process import revision_of
+from engine_bridge.policy.kv.kv_layout import KvLayout
 from kvtiers.keys import BlockShape, Namespace
 from kvtiers.weights import folder_revision
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv.layer_groups import Layers
 
 # Engine arguments (of vLLM 0.32) that change no KV, or whose effect a namespace already names. Any other argument makes other keys.
 HARMLESS_ARGUMENTS = frozenset(
@@ -117,13 +121,14 @@ def _is_counted(variable: str) -> bool:
 
 
 def namespace_of(
-    tensors: list[Any], layer_bytes: int, vllm_config: Any, arguments: Mapping[str, Any]
+    layers: Layers, layout: KvLayout, shape: BlockShape, vllm_config: Any, arguments: Mapping[str, Any]
 ) -> Namespace:
     """Return the namespace of a built engine's KV. The layout names the CPU's instruction set where attention packs keys for it.
 
     Args:
-        tensors: the KV cache, a tensor per layer.
-        layer_bytes: bytes of one block in one layer.
+        layers: the memory of the KV cache.
+        layout: what a prefix needs of the layers.
+        shape: the shape of a block.
         vllm_config: the built engine's configuration.
         arguments: see `arguments_that_count`.
     """
@@ -132,10 +137,13 @@ def namespace_of(
     from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    tensor = tensors[0]
-    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
+    tensor = layers.regions[0]
+    described = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
+    if len(layout.groups) > 1:
+        groups = msgspec.json.encode((layout, layers.plan))
+        described += f" groups {hashlib.sha256(groups).hexdigest()[:32]}"
     if tensor.device.type == "cpu":
-        layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+        described += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     # Quantising weights or KV changes the bytes in the blocks.
     made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
     return Namespace(
@@ -143,11 +151,11 @@ def namespace_of(
         revision=revision_of(model),
         computation=_computation(vllm_config, arguments),
         dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
-        block_size_tokens=cache.block_size,
-        layout=layout,
+        block_size_tokens=layout.unit_tokens,
+        layout=described,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
-        shape=BlockShape(len(tensors), layer_bytes),
+        shape=shape,
     )
 
 

@@ -18,14 +18,16 @@ from msgspec import Struct
 from engine_bridge.core.kv.kv_transfers import Restores, StepMoves
 from engine_bridge.driver.kv.kv_namespace import namespace_of
 from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
+from engine_bridge.policy.kv.kv_layout import KvLayout
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute
+from engine_bridge.policy.limits.model_support import CannotHave
 from engine_bridge.protocol.errors import SeamMoved
 from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import Namespace
+from kvtiers.keys import BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
@@ -39,6 +41,7 @@ from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
     from engine_bridge.cluster.peers import Peering
+    from engine_bridge.driver.kv.layer_groups import Layers
     from engine_bridge.driver.memory.block_copy import BlockCopier
     from engine_bridge.settings.profile import MachineProfile
 
@@ -115,6 +118,8 @@ class KvTiers:
         self.listener: RequestListener | None = None
         self.arguments: dict[str, Any] = {}
         """Arguments of the engine that is built next: see `kv_namespace.arguments_that_count`."""
+        self.layout: KvLayout | None = None
+        """What a prefix needs of the engine's layers; None before there is an engine."""
         self.loads_must_hold = False
         """Whether a step may load only blocks of which all layers have come: see `engine_bridge.core.kv.restoring.Machine`."""
         self.is_off = False
@@ -146,36 +151,41 @@ class KvTiers:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def attach(self, kv_caches: dict[str, Any], vllm_config: Any, *, gives_blocks_up: bool = False) -> None:
-        """Take the cache of a newly built engine. Opens the store, or keeps it where the namespace is still the same.
+    def attach(self, layers: Layers, vllm_config: Any) -> None:
+        """Take the cache of a newly built engine, whose `layout` is set. Opens the store, or keeps it where the namespace is still the same.
 
         Args:
-            kv_caches: a tensor per layer, by the layer's name.
+            layers: the memory of its layers.
             vllm_config: the built engine's configuration.
-            gives_blocks_up: whether the engine takes blocks back from a running request once its attention does not look at them any more.
 
         Raises:
-            SeamMoved: for a cache whose blocks cannot be copied: of different sizes, or not contiguous.
+            CannotHave: for a cache whose blocks cannot be copied: of different sizes, or not contiguous.
             OSError: where the address for other nodes cannot be opened.
         """
         from engine_bridge.driver.memory import block_copy
 
         self._give_up_moves()
 
-        tensors = list(kv_caches.values())
-        sizes = {block_copy.layer_bytes(tensor) for tensor in tensors}
+        assert self.layout is not None
+        try:
+            sizes = {block_copy.layer_bytes(region) for region in layers.regions}
+        except SeamMoved as error:
+            raise CannotHave({"KV tiers": str(error)}) from error
         if len(sizes) != 1:
-            raise SeamMoved(f"layers have KV blocks of different sizes: {sorted(sizes)}")
-        namespace = namespace_of(tensors, sizes.pop(), vllm_config, self.arguments)
+            raise CannotHave({"KV tiers": f"layers have KV blocks of different sizes: {sorted(sizes)}"})
+        shape = BlockShape(len(layers.regions), sizes.pop())
+        namespace = namespace_of(layers, self.layout, shape, vllm_config, self.arguments)
         if namespace != self._namespace:
             self._close_store()
             self._open_store(namespace)
         assert self.store is not None and self._io is not None
         self._copied = (Copied(), Copied())
-        self.loads_must_hold = gives_blocks_up or bool(vllm_config.scheduler_config.async_scheduling)
+        self.loads_must_hold = not self.layout.is_divisible or bool(
+            vllm_config.scheduler_config.async_scheduling
+        )
         loop = self._io.loop
         self.copier = block_copy.make_copier(
-            tensors,
+            layers.regions,
             self.store.pool.region,
             lambda run: loop.call_soon_threadsafe(loop.run_in_executor, None, run),
         )
@@ -341,7 +351,6 @@ class KvTiers:
         return SwapOrRecompute(
             self._prefill,
             namespace.block_size_tokens,
-            namespace.shape.block_bytes,
             lambda num_bytes: self.copy_times.back.copy_s(num_bytes, now),
         )
 
@@ -379,7 +388,7 @@ class KvTiers:
         namespace, store = self._namespace, self.store
         if namespace is None or store is None:
             return 0.0, 0.0, None
-        token_bytes = namespace.shape.block_bytes / namespace.block_size_tokens
+        token_bytes = namespace.shape.block_bytes * (self.layout.blocks_per_token if self.layout else 0.0)
         fetch_s = None
         if self.peering is not None and (peers := self.peering.snapshot()).is_on:
             fetch_s = token_bytes / (peers.bytes_per_s or PRIOR_PEER_BYTES_PER_S)

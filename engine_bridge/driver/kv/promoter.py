@@ -11,15 +11,17 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
-from engine_bridge.core.kv.eviction_order import Resident
+from engine_bridge.core.kv.eviction_order import Entries, Resident
 from engine_bridge.core.kv.expected import Hashes, OnChange
 from engine_bridge.core.kv.promotions import Beside, Promotions
 from engine_bridge.driver.kv.kv_tiers import KvTiers
+from engine_bridge.driver.kv.layer_groups import cached_block, register
+from engine_bridge.policy.kv.kv_layout import Entry
 from engine_bridge.protocol.node import Advisory
+from kvtiers.blocks import count_while
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api import Request
@@ -31,7 +33,7 @@ MOST_FOUND = 4
 
 
 class PrefixCache:
-    """vLLM's block pool of the one KV cache group, as promotions see it.
+    """vLLM's block pool, as promotions see it.
 
     Sessions of thousands of blocks are looked up many times a second, so the blocks found for each prefix are remembered. A block that carries
     another hash by now has lost its old content. Checking each remembered block takes a seventh of the time of looking all of them up.
@@ -39,7 +41,7 @@ class PrefixCache:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        # Prefixes that were found, by their last hash, which identifies all hashes before it; the longest unused first.
+        # Prefixes that were found, by their last entry; the longest unused first.
         self._found: OrderedDict[bytes, _Found] = OrderedDict()
         self._num_found = 0
 
@@ -52,42 +54,46 @@ class PrefixCache:
         """Return how many blocks of the device no running request holds."""
         return int(self._pool.get_num_free_blocks())
 
-    def resident(self, hashes: Hashes, limit: int) -> Resident:
+    def holds(self, entries: Entries) -> list[bool]:
+        """Return of each block whether it is on the device."""
+        return [cached_block(self._pool, entry) is not None for entry in entries]
+
+    def resident(self, entries: Entries, limit: int) -> Resident:
         """Return how many of the first `limit` blocks are on the device, without a gap, and how many of those no request uses."""
-        blocks = self.find(hashes, limit)
+        blocks = self.find(entries, limit)
         return Resident(len(blocks), [block.ref_cnt for block in blocks].count(0))
 
-    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
+    def num_evicted_before(self, entries: Collection[Entry], limit: int) -> int | None:
         """Return how many blocks would be evicted before the first of these: see `eviction_order.Device`."""
-        found = [self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
+        found = [cached_block(self._pool, entry) for entry in entries]
         if not all(found):
             return None
-        kept_ids = {block.block_id for (block,) in found}
+        kept_ids = {block.block_id for block in found}
         queue, num = self._pool.free_block_queue, 0
         front = queue.fake_free_list_head.next_free_block
         while num < limit and front is not queue.fake_free_list_tail and front.block_id not in kept_ids:
             front, num = front.next_free_block, num + 1
         return num
 
-    def find(self, hashes: Hashes, limit: int) -> list[Any]:
-        """Return the pool's blocks of the first `limit` hashes of a prefix, up to the first gap."""
-        if not hashes:
+    def find(self, entries: Entries, limit: int) -> list[Any]:
+        """Return the pool's blocks of the first `limit` entries of a prefix, up to the first gap."""
+        if not entries:
             return []
-        found = self._found.pop(hashes[-1], None) or _Found()
+        found = self._found.pop(entries[-1], None) or _Found()
         self._num_found -= len(found.blocks)
-        found.forget_lost()
-        for block_hash in hashes[len(found.blocks) : limit]:
-            cached = self._pool.get_cached_block(block_hash, [0])
+        found.forget_lost(entries)
+        for entry in entries[len(found.blocks) : limit]:
+            cached = cached_block(self._pool, entry)
             if cached is None:
                 break
-            found.blocks.append(cached[0])
-            found.names.append(cached[0].block_hash)
+            found.blocks.append(cached)
+            found.names.append(entry)
         if found.blocks:
-            self._remember(hashes[-1], found)
+            self._remember(entries[-1], found)
         return found.blocks[:limit]
 
-    def _remember(self, last_hash: bytes, found: _Found) -> None:
-        self._found[last_hash] = found
+    def _remember(self, last: Entry, found: _Found) -> None:
+        self._found[last] = found
         self._num_found += len(found.blocks)
         while self._num_found > MOST_FOUND * self.num_blocks:
             _, forgotten = self._found.popitem(last=False)
@@ -95,20 +101,21 @@ class PrefixCache:
 
 
 class _Found:
-    """The blocks of a prefix from the first one on, and the hash that each of them had when it was found."""
+    """The blocks of a prefix from the first one on, and the entry that each of them held when it was found."""
 
     __slots__ = ("blocks", "names")
 
     def __init__(self) -> None:
         self.blocks: list[Any] = []
-        self.names: list[Any] = []
+        self.names: list[Entry] = []
 
-    def forget_lost(self) -> None:
-        """Keep only the leading blocks that still have the hash they had."""
-        if [block.block_hash for block in self.blocks] == self.names:
+    def forget_lost(self, entries: Entries) -> None:
+        """Keep only the leading blocks that still hold these entries."""
+        wanted = entries[: len(self.names)]
+        if self.names == wanted and [block.block_hash for block in self.blocks] == wanted:
             return
-        pairs = zip(self.blocks, self.names, strict=True)
-        num_left = next(at for at, (block, name) in enumerate(pairs) if block.block_hash != name)
+        triples = zip(self.blocks, self.names, wanted, strict=False)
+        num_left = count_while(name == entry == block.block_hash for block, name, entry in triples)
         del self.blocks[num_left:], self.names[num_left:]
 
 
@@ -116,9 +123,8 @@ class Promoter:
     """Acts on advisories. If that fails, every advisory ends and the engine continues: advice may be lost, answers may not.
 
     Args:
-        pool: vLLM's block pool of the one KV cache group.
-        tiers: the tiers that KV comes from, with their copier. Their store is open.
-        block_size: tokens in a block.
+        pool: vLLM's block pool.
+        tiers: the tiers that KV comes from, with their copier and the engine's layout. Their store is open.
         count_requests: returns how many requests run and how many wait.
         clock: in seconds.
     """
@@ -127,21 +133,19 @@ class Promoter:
         self,
         pool: Any,
         tiers: KvTiers,
-        block_size: int,
         count_requests: Callable[[], tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert tiers.store is not None
-        self._pool = pool
+        assert tiers.store is not None and tiers.layout is not None
+        self._pool, self._layout = pool, tiers.layout
         self._cache = PrefixCache(pool)
         self._tiers = tiers
         self._num_layers = tiers.store.shape.num_layers
-        self._block_size = block_size
         self._count_requests = count_requests
         self._clock = clock
         self._has_carried = False
         self._core = Promotions(
-            self._cache, tiers.store, block_size, tiers.host_bytes_per_s, tiers.prefill_s_per_token
+            self._cache, tiers.store, tiers.layout, tiers.host_bytes_per_s, tiers.prefill_s_per_token
         )
 
     # -- what comes in -----------------------------------------------------------------------------------------------
@@ -246,11 +250,11 @@ class Promoter:
             return
         for request_id, copy in restores.take_copies().items():
             try:
-                resident = self._cache.resident(copy.hashes, copy.start)
+                resident = self._cache.resident(copy.entries, copy.start)
                 has_room = len(copy.sources) <= self._cache.num_free_blocks() - resident.num_unused
                 if resident.num_blocks == copy.start and has_room:  # otherwise a step has taken it meanwhile
                     self._copy(copy)
-                    self._core.carried(request_id, copy.hashes)
+                    self._core.carried(request_id, copy.entries)
                     self._tiers.num_carried += len(copy.sources)
                     self._has_carried = True
             except Exception:
@@ -260,7 +264,7 @@ class Promoter:
     def _copy(self, copy: Copy) -> None:
         copier, pool, store = self._tiers.copier, self._pool, self._tiers.store
         assert copier is not None and store is not None
-        resident = self._cache.find(copy.hashes, copy.start)
+        resident = self._cache.find(copy.entries, copy.start)
         assert len(resident) == copy.start, "blocks that were found a moment ago are gone"
         pool.touch(resident)  # or the new blocks might be these
         blocks = pool.get_new_blocks(len(copy.sources))
@@ -272,20 +276,14 @@ class Promoter:
             # A GPU copies after the steps before have run. By then the advisory may be over and its host memory reused, so the store holds it until
             # then.
             copier.end_step(store.begin_copy(copy.sources))
-            pool.cache_full_blocks(
-                request=SimpleNamespace(block_hashes=copy.hashes),
-                blocks=prefix,
-                num_cached_blocks=copy.start,
-                num_full_blocks=len(prefix),
-                block_size=self._block_size,
-                kv_cache_group_id=0,
-            )
+            entries = copy.entries[copy.start : len(prefix)]
+            register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
         finally:
             # The last blocks are freed first: where memory is short, the beginning of a conversation is left, which is still of use.
             pool.free_blocks(reversed(prefix))
 
     def _refresh(self, refresh: Refresh) -> None:
-        resident = self._cache.find(refresh.hashes, refresh.num_blocks)
+        resident = self._cache.find(refresh.entries, refresh.num_blocks)
         self._pool.touch(resident)
         self._pool.free_blocks(reversed(resident))
 

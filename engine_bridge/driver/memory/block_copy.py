@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -247,8 +247,13 @@ def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one tensor for each stretch of memory: layers of several groups, or that share their KV, lie at one address."""
+    return list({tensor.data_ptr(): tensor for tensor in reversed(list(kv_caches))}.values())[::-1]
+
+
 def own_memory(kv_caches: Sequence[Any]) -> bool:
-    """Return whether each layer is one tensor of KV blocks in memory that no other layer shares. Layers of several KV groups share theirs."""
+    """Return whether each of these is one tensor of KV blocks in memory of its own."""
     if not all(isinstance(each, torch.Tensor) for each in kv_caches):
         return False
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.in_process import kv_caches_of
+from engine_bridge.driver.kv.layer_groups import register
 from engine_bridge.driver.scheduling.step_work import work_of
 from engine_bridge.predict.steps import StepSample
 
@@ -36,10 +37,11 @@ class CraftedRequests:
         core = self.engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
-        self.block_size: int = config.cache_config.block_size
+        self._layout = driver.layout
+        self.block_size = self._layout.unit_tokens
         self.num_seqs: int = config.scheduler_config.max_num_seqs
         self.num_batched_tokens: int = config.scheduler_config.max_num_batched_tokens
-        self.num_kv_tokens: int = (self._pool.num_gpu_blocks - 1) * self.block_size
+        self.num_kv_tokens = driver.capacity_tokens
         self.max_model_len: int = config.model_config.max_model_len
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._chance = random.Random(0)
@@ -88,7 +90,7 @@ class CraftedRequests:
         )
         self._live[internal_id] = name, adapter.lora_int_id if adapter is not None else None
         if num_blocks:
-            self._make_up(self._scheduler.requests[internal_id], num_blocks)
+            self._make_up(self._scheduler.requests[internal_id], num_blocks * self.block_size)
 
     def step(self) -> StepSample:
         """Run one step; returns its work, and how long vLLM took from scheduling to outputs."""
@@ -113,16 +115,10 @@ class CraftedRequests:
         front = [draw(self._vocab_size) for _ in range(num_drawn)]
         return [*front, *[0] * (num_context - num_drawn), *(draw(self._vocab_size) for _ in range(num_new))]
 
-    def _make_up(self, request: Any, num_blocks: int) -> None:
-        blocks = self._pool.get_new_blocks(num_blocks)
-        self._pool.cache_full_blocks(
-            request=request,
-            blocks=blocks,
-            num_cached_blocks=0,
-            num_full_blocks=num_blocks,
-            block_size=self.block_size,
-            kv_cache_group_id=0,
-        )
+    def _make_up(self, request: Any, num_tokens: int) -> None:
+        entries = self._layout.entries(request.block_hashes, self._layout.needed(0, num_tokens))
+        blocks = self._pool.get_new_blocks(len(entries))
+        register(self._pool, entries, blocks)
         self._pool.free_blocks(reversed(blocks))
 
 

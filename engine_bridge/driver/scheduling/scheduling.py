@@ -24,6 +24,7 @@ from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.vllm_api import RequestQueue, RequestStatus
+from engine_bridge.policy.kv.kv_layout import KvLayout
 from engine_bridge.policy.scheduling.lanes import RULES
 from engine_bridge.policy.scheduling.policies import MakePolicy
 from engine_bridge.policy.scheduling.queue_policy import Waiting
@@ -118,7 +119,8 @@ class Scheduling:
     Args:
         make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
         num_tokens: the most tokens that requests may hold together.
-        block_size: tokens in a block.
+        num_blocks: the device's blocks.
+        layout: what a request of so many tokens holds of them.
         is_ready: returns whether a waiting request may start as far as its adapter and its grammar are concerned.
         num_cached_tokens: returns how many leading tokens of a waiting request need not be computed.
         block_pool: vLLM's, where requests that begin alike share blocks; None: each request is charged all that it holds.
@@ -139,7 +141,8 @@ class Scheduling:
         make_policy: MakePolicy,
         *,
         num_tokens: int,
-        block_size: int,
+        num_blocks: int,
+        layout: KvLayout,
         is_ready: Callable[[Any], bool],
         num_cached_tokens: Callable[[Any], int] = lambda request: 0,
         block_pool: Any = None,
@@ -159,11 +162,7 @@ class Scheduling:
         self.queue = PolicyQueue(self)
         self.step_s = 0.0
         """Seconds of our own work in all steps."""
-        self._block_size, self._num_blocks, self._block_pool = (
-            block_size,
-            num_tokens // block_size,
-            block_pool,
-        )
+        self._layout, self._num_blocks, self._block_pool = layout, num_blocks, block_pool
         self._is_ready, self._num_cached_tokens = is_ready, num_cached_tokens
         self._adapters = adapters
         self._ways = ways or dict
@@ -276,9 +275,9 @@ class Scheduling:
         """Return by how many tokens the running requests, each counted by itself, hold more than there are in used blocks."""
         if self._block_pool is None or not self.dispatcher.policy.charges_tokens:
             return 0
-        num_held = sum(-(-each.num_computed_tokens // self._block_size) for each in scheduler.running)
+        num_held = sum(self._layout.num_blocks(each.num_computed_tokens) for each in scheduler.running)
         num_used = self._num_blocks - self._block_pool.get_num_free_blocks()
-        return max(num_held - num_used, 0) * self._block_size
+        return int(max(num_held - num_used, 0) / self._layout.blocks_per_token)
 
     def squash(self, scheduler: Any, request_id: str) -> None:
         """Take a running request off the device again, to start later. Without effect for a request that has ended."""
@@ -298,12 +297,13 @@ class Scheduling:
         vLLM preempts the last request of the list.
         """
         num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        most_tokens, block_size = scheduler.max_num_scheduled_tokens, self._block_size
+        most_tokens, layout = scheduler.max_num_scheduled_tokens, self._layout
+        smallest, num_groups = min(group.block_tokens for group in layout.groups), len(layout.groups)
         # A step takes at most a block more for each request, and the blocks that its prompts fill. Free memory is seldom so short that the exact
         # number is needed.
-        if num_free >= len(progress) + most_tokens // block_size:
+        if num_free >= (len(progress) + most_tokens // smallest) * num_groups:
             return
-        if num_free >= most_new_blocks(progress, most_tokens, block_size):
+        if num_free >= most_new_blocks(progress, most_tokens, smallest) * num_groups:
             return
         order = self.dispatcher.victims(progress, now)
         if order is not None:
@@ -325,32 +325,32 @@ class Scheduling:
     def start_blocks(self, request_id: str) -> int:
         """Return the number of free blocks that starting this request would take: new blocks, and cached blocks that no running request holds."""
         # vLLM counts in the same way: cached blocks of the prompt that no request uses are among the free blocks, too.
-        num_blocks = min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
-        return num_blocks - self._num_shared_blocks(request_id)
+        num_blocks = min(self._layout.num_blocks(self.num_tokens(request_id)), self._num_blocks)
+        num_shared = self.shared_tokens(request_id) * self._layout.blocks_per_token
+        return max(num_blocks - round(num_shared), 0)
 
     def shared_tokens(self, request_id: str) -> int:
         """Return how many of the request's first tokens lie in blocks that running requests hold."""
-        return self._num_shared_blocks(request_id) * self._block_size
-
-    def _num_shared_blocks(self, request_id: str) -> int:
-        """Return how many of the request's first blocks running requests hold.
-
-        A request that holds a block holds all blocks before it, so the last shared block is found by halving. The block of the last token is always
-        computed anew, because vLLM needs its output.
-        """
-        if self._block_pool is None:
+        number = self._layout.full_group
+        if self._block_pool is None or number is None:
             return 0
-        request = self._requests[request_id]
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
-        return bisect_left(hashes, True, key=lambda block_hash: not self._is_held(block_hash))
+        # A request that holds a block of full attention holds all blocks before it, so the last shared block is found by halving. The block of the
+        # last token is always computed anew, because vLLM needs its output.
+        request, group = self._requests[request_id], self._layout.groups[number]
+        step = group.block_tokens // self._layout.hash_tokens
+        last = (request.num_tokens - 1) // group.block_tokens
+        hashes = request.block_hashes[step - 1 : last * step : step]
+        num = bisect_left(hashes, True, key=lambda block_hash: not self._is_held(block_hash, number))
+        return num * group.block_tokens
 
-    def _is_held(self, block_hash: Any) -> bool:
-        cached = self._block_pool.get_cached_block(block_hash, [0])
+    def _is_held(self, block_hash: Any, group: int) -> bool:
+        cached = self._block_pool.get_cached_block(block_hash, [group])
         return cached is not None and cached[0].ref_cnt > 0
 
     def held_blocks(self, request_id: str) -> int:
         """Return how many blocks the running request holds, counted by itself."""
-        return self.num_tokens(request_id) // self._block_size + 1
+        # Its next token takes one more where it begins a block.
+        return self._layout.num_blocks(self.num_tokens(request_id) + 1)
 
     def num_cached_tokens(self, request_id: str) -> int:
         """Return how many of the request's first tokens need not be computed."""

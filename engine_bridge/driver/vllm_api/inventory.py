@@ -178,6 +178,7 @@ vllm.v1.core.kv_cache_manager:KVCacheBlocks KV_TIERS
     call get_block_ids()
 vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     read num_gpu_blocks
+    PROMOTION: read hash_block_size
     call get_num_free_blocks()
     SCHEDULING: call get_cached_block(block_hash, kv_cache_group_ids)
     PROMOTION: call get_new_blocks(num_blocks) touch(blocks) free_blocks(ordered_blocks)
@@ -211,18 +212,24 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole KV_TIERS
     read SCHEDULER
 vllm.v1.outputs:KVConnectorOutput KV_TIERS
     read invalid_block_ids
-vllm.v1.kv_cache_interface:KVCacheConfig KV_TIERS
+vllm.v1.kv_cache_interface:KVCacheConfig ENGINE
     read kv_cache_groups
 vllm.v1.kv_cache_interface:KVCacheGroupSpec KV_TIERS
-    read kv_cache_spec
+    read kv_cache_spec layer_names
 vllm.v1.kv_cache_interface:FullAttentionSpec KV_TIERS
+    read block_size
 vllm.v1.kv_cache_interface:MLAAttentionSpec KV_TIERS
+vllm.v1.kv_cache_interface:SlidingWindowSpec KV_TIERS
+    read sliding_window extra_retained_tokens
+vllm.v1.kv_cache_interface:SlidingWindowMLASpec KV_TIERS
+vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec KV_TIERS
+    read attention_chunk_size
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
 vllm._custom_ops CUDA_COPIES
     call swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 vllm.v1.core.kv_cache_utils KV_TIERS
-    call get_none_hash_seed()
+    call get_none_hash_seed() resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
 vllm KV_TIERS
     read __version__
 # -- adapters: loading -----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
         num_blocks: blocks of its prefix that any tier holds.
         probability: that the request comes while it is expected.
         priority: lower is earlier, as for requests.
+        is_divisible: whether a part of its prefix is of use.
         is_ordered: whether the request comes before the tenant's ordered guesses that were issued later.
         arrival_s: a lower bound on the caller's clock; None when it is unknown.
         saved_s: seconds that the request would wait if nothing were moved.
@@ -45,6 +46,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     issued_s: float
     saved_s: float
     copy_s: float
+    is_divisible: bool = True
     is_ordered: bool = False
 
 
@@ -69,8 +71,8 @@ def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, n
     targets = []
     for guess in _in_turn(guesses):
         wanted = guess.num_blocks if _is_due(guess, now) else 0
-        # A prefix that fits in part is of use in part.
-        granted = min(wanted, budget)
+        # A prefix that fits in part is mostly of use in part.
+        granted = min(wanted, budget) if guess.is_divisible or wanted <= budget else 0
         budget -= granted
         targets.append(Target(guess.name, granted))
     return targets

@@ -44,22 +44,23 @@ class SwapOrRecompute:
 
     prefill: PrefillCost
     block_size_tokens: int
-    block_bytes: int
     copy_in_s: Callable[[int], float]
 
-    def decide(self, num_tokens: int, num_kept_tokens: int = 0, read_s: float = 0.0) -> LossDecision:
+    def decide(
+        self, num_tokens: int, num_bytes: int, num_kept_tokens: int = 0, read_s: float = 0.0
+    ) -> LossDecision:
         """Decide for the first `num_tokens` of a request that loses its device blocks, or would.
 
         Args:
             num_tokens: leading tokens of the request that have KV.
+            num_bytes: that a copy of the KV which is not kept moves.
             num_kept_tokens: leading tokens that are expected to be still on the device when the request comes back.
             read_s: seconds until all is in host memory, where part of it lies on disk.
         """
         size = self.block_size_tokens
         num_kept = min(max(num_kept_tokens, 0), num_tokens) // size
         recompute_s = self.prefill.prefill_s(num_tokens - num_kept * size, num_kept * size)
-        num_lost = -(-max(num_tokens, 0) // size) - num_kept
-        swap_s = read_s + self.copy_in_s(num_lost * self.block_bytes)
+        swap_s = read_s + self.copy_in_s(num_bytes)
         way = Way.SWAP if swap_s < recompute_s else Way.RECOMPUTE
         return LossDecision(way, swap_s, recompute_s)
 

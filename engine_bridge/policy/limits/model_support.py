@@ -12,13 +12,11 @@ from msgspec import Struct
 
 from engine_bridge.protocol.errors import NotSupported
 
-Mechanism = Literal["adapters", "KV tiers", "prefix caching", "hybrid KV cache"]
-"""`hybrid KV cache`: layers with a window keep KV of their window, and layers without one KV of all tokens."""
+Mechanism = Literal["adapters", "KV tiers", "prefix caching"]
 CONSEQUENCES: Mapping[Mechanism, str] = {
     "adapters": "every request is answered by the base model",
     "KV tiers": "KV that leaves the device is computed again, and nothing is brought nearer ahead of a request",
     "prefix caching": "every prompt is computed as a whole, and nothing can be computed or brought nearer ahead of a request",
-    "hybrid KV cache": "layers with a window take as much KV memory as layers without one",
 }
 
 
@@ -56,14 +54,12 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         architecture: the name of vLLM's class.
         takes_adapters: whether vLLM has LoRA for that class.
         is_recurrent: whether layers keep a state in place of KV, such as Mamba's or a gated delta net's.
-        has_several_kinds: whether some layers have a window, or see a chunk of the context, and others all of it.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, after what it was told and what it decided itself.
     """
 
     architecture: str
     takes_adapters: bool = True
     is_recurrent: bool = False
-    has_several_kinds: bool = False
     reuses_kv: bool = True
 
 
@@ -76,6 +72,4 @@ def left_out(facts: ModelFacts) -> dict[Mechanism, str]:
         found["KV tiers"] = "vLLM computes every prompt of this model anew here (its prefix caching is off)"
     elif facts.is_recurrent:
         found["KV tiers"] = "layers of this model keep a state in place of KV, which the tiers do not hold"
-    elif facts.has_several_kinds:
-        found["hybrid KV cache"] = "the KV tiers need layers that keep their KV alike"
     return found

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from engine_bridge.core.kv.tier_store import block_key
+from engine_bridge.policy.kv.kv_layout import BlockAt, KvLayout, LayerGroup, one_group
 from engine_bridge.policy.kv.restore_method import SwapOrRecompute
 from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
@@ -16,6 +18,26 @@ BLOCK_TOKENS = 4
 def keys_of(name: str, num: int) -> list[bytes]:
     """Of a conversation's blocks, as an engine would make them."""
     return [f"{name}-{index}".encode() for index in range(num)]
+
+
+ONE_GROUP = one_group(BLOCK_TOKENS)
+# A window of nine tokens looks at two blocks and a token of a third; groups may have blocks of different sizes.
+WINDOW = KvLayout((LayerGroup("window", BLOCK_TOKENS, 9),), BLOCK_TOKENS)
+TWO_GROUPS = KvLayout((*WINDOW.groups, LayerGroup("all", BLOCK_TOKENS)), BLOCK_TOKENS)
+SIZES = KvLayout((LayerGroup("all", 2 * BLOCK_TOKENS), LayerGroup("chunk", BLOCK_TOKENS, 8)), BLOCK_TOKENS)
+
+
+def places_of(layout: KvLayout, name: str, num: int) -> dict[BlockKey, BlockAt]:
+    """Where each block of a conversation is, by the key under which the tiers keep it."""
+    blocks = [
+        BlockAt(number, block)
+        for number, group in enumerate(layout.groups)
+        for block in range(num * BLOCK_TOKENS // group.block_tokens)
+    ]
+    return {
+        block_key(entry): at
+        for entry, at in zip(layout.entries(keys_of(name, num), blocks), blocks, strict=True)
+    }
 
 
 class Shelf:
@@ -71,6 +93,9 @@ class Shelf:
 
     def num_held(self, keys: Sequence[BlockKey]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self.on_disk), len(keys))
+
+    def are_held(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [key in self.on_disk for key in keys]
 
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         return sum(self.on_disk[key] for key in keys) * SHAPE.block_bytes

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from engine_bridge.core.kv.eviction_order import MOST_AT_ONCE, EvictionOrder, Resident
-from engine_bridge.core.kv.expected import Hashes
+from engine_bridge.core.kv.eviction_order import MOST_AT_ONCE, Entries, EvictionOrder, Resident
 
 from .shelf import keys_of
 
@@ -15,12 +14,15 @@ class Device:
         self.gone: set[bytes] = set()
         self.num_before = 0  # blocks that are evicted before any that was moved
 
-    def resident(self, hashes: Hashes, limit: int) -> Resident:
-        num = next((at for at, name in enumerate(hashes[:limit]) if name in self.gone), limit)
+    def resident(self, entries: Entries, limit: int) -> Resident:
+        num = next((at for at, name in enumerate(entries[:limit]) if name in self.gone), limit)
         return Resident(num, num)
 
-    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
-        return None if self.gone.intersection(hashes) else min(self.num_before, limit)
+    def holds(self, entries: Entries) -> list[bool]:
+        return [entry not in self.gone for entry in entries]
+
+    def num_evicted_before(self, entries: Collection[bytes], limit: int) -> int | None:
+        return None if self.gone.intersection(entries) else min(self.num_before, limit)
 
 
 def test_until_a_long_round_is_over_those_it_comes_to_last_keep_their_places() -> None:

@@ -6,22 +6,27 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import BLOCKS_PER_S, Resident
 from engine_bridge.core.kv.promotions import BUSY_SLICE_S, IDLE_SLICE_S, Beside, Promotions
+from engine_bridge.core.kv.tier_store import block_key
 from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE
+from engine_bridge.policy.kv.kv_layout import KvLayout
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 
-from .shelf import SHAPE, Shelf, keys_of
+from .shelf import ONE_GROUP, SHAPE, SIZES, TWO_GROUPS, WINDOW, Shelf, keys_of, places_of
 
 IDLE = Beside(is_busy=False, can_copy=True, overlaps=False)
 BUSY = Beside(is_busy=True, can_copy=True, overlaps=False)
 BUSY_BESIDE = Beside(is_busy=True, can_copy=True, overlaps=True)
-BLOCK_TOKENS = 4
 # Copies in a slice of an idle engine: 5.
 BYTES_PER_S = 5 * SHAPE.block_bytes / IDLE_SLICE_S
+
+
+def entries_of(name: str, num: int) -> list[bytes]:
+    return ONE_GROUP.leading_entries(keys_of(name, num))
 
 
 class Cache:
@@ -34,6 +39,9 @@ class Cache:
 
     def num_free_blocks(self) -> int:
         return self.num_blocks - len(self.used)
+
+    def holds(self, entries: Any) -> list[bool]:
+        return [entry in self.kept for entry in entries]
 
     def resident(self, hashes: Any, limit: int | None = None) -> Resident:
         hashes = hashes[:limit]
@@ -56,20 +64,20 @@ class Cache:
 
     def carry_out(self, move: Copy | Refresh) -> None:
         if isinstance(move, Copy):
-            assert self.resident(move.hashes[: move.start]).num_blocks == move.start
-            wanted = move.hashes[move.start : move.start + len(move.sources)]
-            assert [source.key for source in move.sources] == list(wanted)
+            assert self.resident(move.entries[: move.start]).num_blocks == move.start
+            wanted = move.entries[move.start : move.start + len(move.sources)]
+            assert [source.key for source in move.sources] == [block_key(entry) for entry in wanted]
             assert all(source.ready == SHAPE.num_layers for source in move.sources)
-            self.put(move.hashes[: move.start + len(move.sources)])
+            self.put(move.entries[: move.start + len(move.sources)])
         else:
-            assert self.resident(move.hashes[: move.num_blocks]).num_blocks == move.num_blocks
-            self.put(move.hashes[: move.num_blocks])
+            assert self.resident(move.entries[: move.num_blocks]).num_blocks == move.num_blocks
+            self.put(move.entries[: move.num_blocks])
 
 
 class Bench:
     def __init__(self) -> None:
         self.shelf, self.cache = Shelf(), Cache()
-        self.promotions = Promotions(self.cache, self.shelf, BLOCK_TOKENS, lambda: BYTES_PER_S)
+        self.promotions = Promotions(self.cache, self.shelf, ONE_GROUP, lambda: BYTES_PER_S)
         self.reports: list[AdvisoryReport] = []
         self.now = 100.0
 
@@ -91,7 +99,7 @@ class Bench:
         return sum(self.advance(beside) for _ in range(num))
 
     def num_there(self, name: str, num_blocks: int) -> int:
-        return self.cache.resident(keys_of(name, num_blocks)).num_blocks
+        return self.cache.resident(entries_of(name, num_blocks)).num_blocks
 
     def advance(self, beside: Beside = IDLE) -> int:
         num_copied = 0
@@ -129,7 +137,7 @@ def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies
     bench.now += 1.0
     bench.promotions.ended("another")
     bench.advance(BUSY_BESIDE)  # puts it behind all others, for which there is no time again soon
-    bench.cache.put(keys_of("ended", 40))
+    bench.cache.put(entries_of("ended", 40))
     bench.promotions.ended("one more")
     bench.expect("later", 30)
     assert [bench.advance(BUSY_BESIDE) for _ in range(3)] == [0, 0, 0]
@@ -173,7 +181,7 @@ def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_
         # Once it runs, its blocks are the engine's to hold, or let go.
         assert (bench.num_there("a", 40) == 40) is is_waiting
         bench.promotions.started("a?")
-        bench.cache.put(keys_of("a", 40))
+        bench.cache.put(entries_of("a", 40))
 
 
 def test_a_session_that_is_forgotten_is_unknown_under_every_salt(bench: Bench) -> None:
@@ -279,17 +287,25 @@ class PromotionsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.shelf, self.cache = Shelf(), Cache(16)
-        for name in "abc":
-            self.shelf.put(keys_of(name, 9))
-        self.promotions = Promotions(self.cache, self.shelf, BLOCK_TOKENS, lambda: BYTES_PER_S)
         self.now = 0.0
         self.ids: list[str] = []
         self.priorities: dict[str, int | None] = {}  # by session
         self.num_arrived = 0  # since the last step
         self.beside_s = 0.0  # of copies beside requests
         self.used_s = 0.0  # of copying what requests found on the device
-        self.promotions.took(CREDIT_S, self.now)  # in vain
         self.ends: Counter[str] = Counter()
+
+    @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES]))
+    def begins(self, layout: KvLayout) -> None:
+        self.promotions = Promotions(self.cache, self.shelf, layout, lambda: BYTES_PER_S)
+        self.promotions.took(CREDIT_S, self.now)  # in vain
+        self.places = {name: places_of(layout, name, 9) for name in "abc"}
+        self.entries = {
+            name: layout.entries(keys_of(name, 9), list(places.values()))
+            for name, places in self.places.items()
+        }
+        for places in self.places.values():
+            self.shelf.put(list(places))
 
     def report(self, report: AdvisoryReport) -> None:
         assert self.ends[report.advisory_id] == 0, "it spoke after its end"
@@ -317,7 +333,7 @@ class PromotionsMachine(RuleBasedStateMachine):
     @rule(name=NAMES, num_blocks=st.integers(0, 9), ends=st.booleans())
     def arrive(self, name: str, num_blocks: int, ends: bool) -> None:
         self.num_arrived += 1
-        num_found = self.cache.resident(keys_of(name, num_blocks)).num_blocks
+        num_found = sum(self.cache.holds(self.entries[name])) if num_blocks else 0
         self.used_s += num_found * SHAPE.block_bytes / BYTES_PER_S
         move = self.promotions.arrived(f"{name}?", name, None, keys_of(name, num_blocks), self.now)
         if move is not None:
@@ -325,11 +341,11 @@ class PromotionsMachine(RuleBasedStateMachine):
         if ends and num_blocks:
             self.promotions.memory.keep((name, None), keys_of(name, num_blocks))
 
-    @rule(name=NAMES, at=st.integers(0, 8), tier=st.sampled_from(["host", "disk", "nowhere"]))
+    @rule(name=NAMES, at=st.integers(0, 17), tier=st.sampled_from(["host", "disk", "nowhere"]))
     def kv_lies_elsewhere(self, name: str, at: int, tier: str) -> None:
-        for key in keys_of(name, 9)[at:]:
+        for key in list(self.places[name])[at:]:
             if tier == "nowhere":
-                self.shelf.on_disk.pop(key, None)  # type: ignore[call-overload]
+                self.shelf.on_disk.pop(key, None)
             else:
                 self.shelf.put([key], on_disk=tier == "disk")
 
@@ -356,7 +372,8 @@ class PromotionsMachine(RuleBasedStateMachine):
             if isinstance(move, Copy):
                 num_copied += len(move.sources)
                 # Of sessions that are not urgent, little is copied in the engine thread's time.
-                if beside is BUSY and self.priorities[move.hashes[0][:1].decode()] != -1:
+                name = next(name for name, entries in self.entries.items() if move.entries[0] in entries)
+                if beside is BUSY and self.priorities[name] != -1:
                     self.beside_s += len(move.sources) * SHAPE.block_bytes / BYTES_PER_S
             assert len(self.cache.kept) <= self.cache.num_blocks
         took_s = num_copied * SHAPE.block_bytes / BYTES_PER_S

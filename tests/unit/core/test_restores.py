@@ -11,21 +11,36 @@ from engine_bridge.core.kv import kv_transfers
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
 from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, Sources, StepMoves
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
+from engine_bridge.core.kv.tier_store import block_key
+from engine_bridge.policy.kv.kv_layout import BlockAt, KvLayout
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.blocks import Block
+from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from tests.unit.facts import LinearPrefill
 
-from .shelf import BLOCK_TOKENS, SHAPE, LoadsAll, Shelf, Tiers, keys_of
+from .shelf import (
+    BLOCK_TOKENS,
+    ONE_GROUP,
+    SHAPE,
+    SIZES,
+    TWO_GROUPS,
+    WINDOW,
+    LoadsAll,
+    Shelf,
+    Tiers,
+    keys_of,
+    places_of,
+)
 
 
 class Bench:
     """Restores over a shelf, and requests whose KV is told by their name."""
 
-    def __init__(self, policy: Any = None) -> None:
+    def __init__(self, policy: Any = None, layout: KvLayout = ONE_GROUP) -> None:
         self.shelf = Shelf()
         self.tiers = Tiers(self.shelf, policy)
-        self.restores = Restores(self.tiers, BLOCK_TOKENS)
+        self.restores = Restores(self.tiers, layout)
 
     def enter(self, name: str, num_blocks: int = 5, **facts: Any) -> None:
         keys = keys_of(name, num_blocks)
@@ -36,10 +51,10 @@ class Bench:
 
     def admit(self, name: str, num_loaded: int, *, tokens: int = 22, is_resumed: bool = False) -> None:
         block_ids = list(range(100, 106))
-        self.restores.admit(name, block_ids, num_loaded * BLOCK_TOKENS, tokens, is_resumed=is_resumed)
+        self.restores.admit(name, [block_ids], num_loaded * BLOCK_TOKENS, tokens, is_resumed=is_resumed)
 
     def step(self, **num_computed: int) -> StepMoves:
-        return self.restores.next_step(num_computed.items(), lambda name: list(range(100, 106)))
+        return self.restores.next_step(num_computed.items(), lambda name: [list(range(100, 106))])
 
 
 def test_what_the_device_loses_of_a_request_for_which_host_memory_is_short_is_staged_a_moment_later() -> None:
@@ -54,29 +69,48 @@ def test_what_the_device_loses_of_a_request_for_which_host_memory_is_short_is_st
     assert [len(each.blocks) for each in bench.shelf.stages] == [5]
 
 
-def test_what_an_attention_window_has_left_is_neither_saved_nor_loaded_nor_spoiled() -> None:
-    """vLLM's null block stands in the request's list there: a block that is nobody's, with bytes of anything."""
-    bench, held = Bench(), keys_of("a", 5)
-    bench.enter("a")
-    null = NULL_BLOCK_ID
-    moves = bench.restores.next_step([("a", 20)], lambda name: [null, null, null, 103, 104, 105])
-    (job,) = moves.saves
-    assert [block.key for block in job.save.blocks] == held[3:] and job.block_ids == [103, 104]
+def test_of_a_window_what_a_later_prompt_needs_is_saved_and_loaded_and_nothing_before_it() -> None:
+    """vLLM's null block stands in the request's list before it: a block that is nobody's, with bytes of anything."""
+    bench, null = Bench(layout=TWO_GROUPS), NULL_BLOCK_ID
+    at = {at: key for key, at in places_of(TWO_GROUPS, "a", 6).items()}
+    ids = [[null, null, null, 103, 104, 105], [200, 201, 202, 203, 204, 205]]
+    bench.enter("a", 6)
+    (job,) = bench.restores.next_step([("a", 20)], lambda name: ids).saves
+    # Tokens 12 to 19 and the next one are the window; the first of them lies in the fourth block.
+    assert job.block_ids == [200, 201, 202, 203, 204, 103, 104] and job.groups == [1, 1, 1, 1, 1, 0, 0]
     bench.shelf.commit(job.save)
-    bench.enter("b")
-    assert bench.match("b") == 0
-    bench.restores.enter(NewRequest("again", held, tenant="t", session="a"))
-    assert bench.match("again") == 0, "a prefix with a hole is none"
-    bench.shelf.put(held)
-    assert bench.match("again", tokens=25) == 0, "who was told that there is none computes"
-    bench.restores.enter(NewRequest("third", held, tenant="t", session="a"))
-    assert bench.match("third") == 5 * BLOCK_TOKENS
-    bench.restores.admit("third", [null, null, null, 203, 204, 205], 5 * BLOCK_TOKENS, 22, is_resumed=False)
-    moves = bench.restores.next_step([("third", 22)], lambda name: [null, null, null, 203, 204, 205])
-    assert [(load.positions, load.block_ids) for load in moves.loads] == [([3, 4], [203, 204])]
-    ids = {"a": [null, null, null, 103, 104, 105], "third": [null, 7, null, 203, 204, 205]}
-    assert bench.restores.spoiled_by({103}, lambda name: ids.get(name, [])) == {103, 104, 105}
-    assert bench.restores.spoiled_by({7}, lambda name: ids.get(name, [])) == {7, 203, 204, 205}
+    bench.restores.enter(NewRequest("again", keys_of("a", 6), tenant="t", session="a"))
+    assert bench.match("again", device=1, tokens=26) == 4 * BLOCK_TOKENS
+    bench.restores.admit("again", ids, 4 * BLOCK_TOKENS, 26, is_resumed=False)
+    (load,) = bench.restores.next_step([("again", 26)], lambda name: ids).loads
+    assert load.is_whole and load.block_ids == [201, 202, 203, 204, 103, 104]
+    assert [block.key for block in load.stage.blocks] == [
+        at[1, 1],
+        at[1, 2],
+        at[1, 3],
+        at[1, 4],
+        at[0, 3],
+        at[0, 4],
+    ]
+    assert bench.restores.take_sources("again") == Sources(device=4, host=16)
+    bench.shelf.on_disk.pop(at[0, 3])
+    bench.restores.enter(NewRequest("third", keys_of("a", 6), tenant="t", session="a"))
+    assert bench.match("third", tokens=26) == 0, "a window with a hole is none"
+    assert bench.restores.spoiled_by({202}, lambda name: ids) == {202, 203, 204, 205, 103, 104, 105}
+
+
+def test_where_two_conversations_part_their_windows_are_kept_when_that_is_seen() -> None:
+    bench, at = Bench(layout=TWO_GROUPS), {at: key for key, at in places_of(TWO_GROUPS, "a", 5).items()}
+    bench.shelf.put([at[1, block] for block in range(3)])
+    bench.shelf.put([at[0, block] for block in (3, 4)])
+    bench.enter("a", 8)
+    assert bench.match("a", tokens=34) == 0
+    bench.restores.admit("a", [[], []], 0, 34, is_resumed=False)
+    ids = [list(range(100, 109)), list(range(200, 209))]
+    (job,) = bench.restores.next_step([("a", 32)], lambda name: ids).saves
+    assert job.block_ids == [203, 204, 205, 206, 207, 101, 102, 106, 107], (
+        "at the end, and where others began alike"
+    )
 
 
 def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
@@ -87,10 +121,10 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
         bench.enter(name)
     assert bench.match("a") == 20
     bench.admit("a", 5)
-    bench.restores.next_step([("a", 20), ("b", 8)], blocks.__getitem__)
-    assert bench.restores.spoiled_by({12}, blocks.__getitem__) == {12, 13, 14}
+    bench.restores.next_step([("a", 20), ("b", 8)], lambda name: [blocks[name]])
+    assert bench.restores.spoiled_by({12}, lambda name: [blocks[name]]) == {12, 13, 14}
     assert bench.restores.take_sources("a") == Sources(device=0, host=8)
-    assert bench.restores.spoiled_by({99}, blocks.__getitem__) == {99}
+    assert bench.restores.spoiled_by({99}, lambda name: [blocks[name]]) == {99}
 
 
 def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
@@ -107,7 +141,7 @@ def test_the_cheaper_way_back_is_chosen_when_preempted_and_gone_after(s_per_toke
     prefill, rate = LinearPrefill(s_per_token), float(SHAPE.block_bytes)  # a block takes a second to copy
     bench = Bench(FullCost(prefill=prefill))
     bench.tiers.bytes_per_s = rate
-    costs = (prefill, BLOCK_TOKENS, SHAPE.block_bytes, lambda num_bytes: num_bytes / rate)
+    costs = (prefill, BLOCK_TOKENS, lambda num_bytes: num_bytes / rate)
     bench.tiers.costs = SwapOrRecompute(*costs)
     bench.shelf.put(keys_of("a", 5))
     bench.enter("a")
@@ -148,23 +182,25 @@ class RestoresMachine(RuleBasedStateMachine):
         super().__init__()
         self.shelf = Shelf()
         self.shelf.num_host_blocks = 8  # so that a piece is one block
-        for name in "abcd":
-            self.shelf.put(keys_of(name, 5), on_disk=name in "cd")
         self.policy = DecidesAnything()
         self.tiers = Tiers(self.shelf, self.policy)
         self.tiers.num_free_blocks = 12
-        self.restores = Restores(self.tiers, BLOCK_TOKENS)
+        self.layout = ONE_GROUP
+        self.places: dict[str, dict[BlockKey, BlockAt]] = {}  # by conversation
         self.waiting: dict[str, int] = {}  # times that it was preempted
         self.running: dict[str, int] = {}
         self.num_starts = 0  # requests that the next step loads something for
         self.num_to_load = 0  # blocks that it loads
         self.num_made = 0
-        # Leading blocks that a request has none of on the device: its attention does not look at them.
-        self.num_null = 0
+        self.computed: dict[str, int] = {}  # tokens whose KV a request has
 
-    @initialize(loads_must_hold=st.booleans())
-    def begins(self, loads_must_hold: bool) -> None:
-        self.tiers.loads_must_hold = loads_must_hold
+    @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES]), loads_must_hold=st.booleans())
+    def begins(self, layout: KvLayout, loads_must_hold: bool) -> None:
+        self.layout, self.restores = layout, Restores(self.tiers, layout)
+        self.tiers.loads_must_hold = loads_must_hold or not layout.is_divisible
+        self.places = {name: places_of(layout, name, 5) for name in "abcd"}
+        for name in "abcd":
+            self.shelf.put(list(self.places[name]), on_disk=name in "cd")
 
     @rule(name=NAMES, is_saved=st.booleans())
     def comes(self, name: str, is_saved: bool) -> None:
@@ -178,26 +214,31 @@ class RestoresMachine(RuleBasedStateMachine):
     def is_looked_at(self, data: st.DataObject, num_on_device: int, starts: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.waiting)))
         times = self.waiting[request_id]
-        first = num_on_device * BLOCK_TOKENS
+        first = num_on_device * BLOCK_TOKENS // self.layout.unit_tokens * self.layout.unit_tokens
         num_tokens = self.restores.match(request_id, first, 22, is_resumed=times > 0)
         if num_tokens is None or not starts:
             return
-        assert num_tokens % BLOCK_TOKENS == 0 and first + num_tokens < 22
-        self.starts(request_id, num_on_device, num_tokens)
+        assert num_tokens % self.layout.unit_tokens == 0 and first + num_tokens < 22
+        self.starts(request_id, first, num_tokens)
 
-    def block_ids(self, request_id: str = "") -> list[int]:
-        return [NULL_BLOCK_ID if at < self.num_null else 100 + at for at in range(6)]
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """A number that names group and block; as vLLM has it, none where a window or a chunk no longer looks."""
+        num_tokens = self.computed[request_id]
+        return [
+            [
+                100 * (number + 1) + block if block >= group.first_needed(num_tokens) else NULL_BLOCK_ID
+                for block in range(-(-24 // group.block_tokens))
+            ]
+            for number, group in enumerate(self.layout.groups)
+        ]
 
     def starts(self, request_id: str, first: int, num_tokens: int) -> None:
         is_resumed = self.waiting[request_id] > 0
-        self.restores.admit(request_id, self.block_ids(), num_tokens, 22, is_resumed=is_resumed)
+        self.computed[request_id] = first + num_tokens
+        self.restores.admit(request_id, self.block_ids(request_id), num_tokens, 22, is_resumed=is_resumed)
         self.running[request_id] = self.waiting.pop(request_id)
         self.num_starts += num_tokens > 0
-        self.num_to_load += max(first + num_tokens // BLOCK_TOKENS - max(first, self.num_null), 0)
-
-    @rule(num_blocks=st.integers(0, 6))
-    def the_window_slides(self, num_blocks: int) -> None:
-        self.num_null = num_blocks
+        self.num_to_load += len(self.layout.needed(first, first + num_tokens)) if num_tokens else 0
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -215,7 +256,7 @@ class RestoresMachine(RuleBasedStateMachine):
 
     @rule(num_computed=st.integers(0, 22))
     def a_step_runs(self, num_computed: int) -> None:
-        scheduled = [(request_id, num_computed) for request_id in self.running]
+        scheduled = [(each, max(num_computed, self.computed[each])) for each in self.running]
         moves = self.restores.next_step(scheduled, self.block_ids)
         assert self.num_starts <= len(moves.loads) <= PIECES_AT_ONCE * self.num_starts
         # vLLM takes them for computed: one that nothing fills would give wrong tokens.
@@ -230,16 +271,17 @@ class RestoresMachine(RuleBasedStateMachine):
 
     def check_places(self, blocks: list[Block], block_ids: list[int]) -> None:
         """Each is copied to or from the request's own block at its place, which it has."""
-        places = [block_id - 100 for block_id in block_ids]
-        assert [f"-{place}" for place in places] == [block.key.decode()[1:] for block in blocks]
+        places = {key: at for of_one in self.places.values() for key, at in of_one.items()}
+        expected = [places[block.key] for block in blocks]
+        assert block_ids == [100 * (group + 1) + block for group, block in expected]
 
     @rule()
     def pieces_are_copied(self) -> None:
         for request_id, copy in self.restores.take_copies().items():
             assert request_id in self.waiting
             assert copy.sources and all(block.ready == SHAPE.num_layers for block in copy.sources)
-            names = copy.hashes[copy.start : copy.start + len(copy.sources)]
-            assert [block.key for block in copy.sources] == names
+            entries = copy.entries[copy.start : copy.start + len(copy.sources)]
+            assert [block.key for block in copy.sources] == [block_key(entry) for entry in entries]
 
     @rule(num_blocks=st.integers(0, 12))
     def the_device_has_room_for(self, num_blocks: int) -> None:
@@ -258,13 +300,13 @@ class RestoresMachine(RuleBasedStateMachine):
     def the_disk_delivers(self) -> None:
         self.shelf.read_one()
 
-    @rule(name=NAMES, at=st.integers(0, 4), on_disk=st.booleans())
+    @rule(name=NAMES, at=st.integers(0, 9), on_disk=st.booleans())
     def host_memory_is_short(self, name: str, at: int, on_disk: bool) -> None:
-        for key in keys_of(name, 5)[at:]:
+        for key in list(self.places[name])[at:]:
             if on_disk and key in self.shelf.on_disk:
                 self.shelf.put([key], on_disk=True)
             else:
-                self.shelf.on_disk.pop(key, None)  # type: ignore[call-overload]
+                self.shelf.on_disk.pop(key, None)
 
     @rule(room=st.none() | st.integers(0, 12))
     def host_memory_has_room_for(self, room: int | None) -> None:

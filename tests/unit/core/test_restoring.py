@@ -73,7 +73,7 @@ def test_a_step_loads_of_several_stages_what_it_starts_with_and_the_others_are_l
         bench.shelf.put(keys_of("a", 16)[8:], on_disk=True)
         stages = [bench.shelf.stage("a", keys_of("a", 16)[at : at + 8]) for at in (0, 8)]  # type: ignore[arg-type]
         restore = Restore(stages, 0, num_skipped=3)
-        loads = restore.loads(list(range(100, 120)), num_blocks, bench.shelf)
+        loads = restore.loads([list(range(100, 120))], num_blocks, bench.shelf)
         assert [(load.positions, load.block_ids, load.is_whole) for load in loads] == expected
         for load in loads:
             bench.shelf.release(load.stage)

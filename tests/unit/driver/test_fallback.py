@@ -6,21 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from engine_bridge.driver.engine.fallback import ONE_GROUP, build_with_what_works
+from engine_bridge.driver.engine.fallback import build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.policy.limits.model_support import CannotHave, UnusableModel
 from engine_bridge.settings.engine_config import EngineConfig
 
 CONFIG = EngineConfig(model="m", served_model_name="m", enable_lora=True)
 NO_LORA = CannotHave({"adapters": "vLLM has no LoRA for OddForCausalLM"})
-KINDS = CannotHave({"hybrid KV cache": "2 kinds"})
 ODD = ValueError("an odd kernel")
-# What an engine is tried with: adapters, tiers, one group of KV, prefix caching.
-Tried = tuple[bool, bool, bool, bool]
-ALL, BASE, ALIKE = (True, True, False, True), (False, True, False, True), (True, True, True, True)
-UNCACHED = (True, False, False, False)
+# What an engine is tried with: adapters, tiers, prefix caching.
+Tried = tuple[bool, bool, bool]
+ALL, BASE, UNTIERED, UNCACHED = (
+    (True, True, True),
+    (False, True, True),
+    (True, False, True),
+    (True, False, False),
+)
 
 
 def built(
@@ -31,8 +33,7 @@ def built(
     given = KvTiers(TiersConfig(host_bytes=1 << 20, disk_bytes=0, folder=Path("unused")))
 
     def build(config: EngineConfig, tiers: KvTiers | None) -> str:
-        is_alike = ONE_GROUP in config.engine_args
-        tried.append((config.enable_lora, tiers is not None, is_alike, config.enable_prefix_caching))
+        tried.append((config.enable_lora, tiers is not None, config.enable_prefix_caching))
         if (error := fails(tried[-1])) is not None:
             raise error
         return "an engine"
@@ -57,23 +58,10 @@ def test_what_a_model_is_known_to_lack_is_left_out_and_said_once(caplog: pytest.
     ]
 
 
-def test_kinds_of_attention_become_one_where_they_can_and_else_cost_the_tiers() -> None:
-    def fails(tried: Tried) -> Exception | None:
-        return KINDS if tried[1] and not tried[2] else None
-
-    assert built(fails) == ([ALL, ALIKE], {"hybrid KV cache": "2 kinds"})
-    tried, left_out = built(lambda tried: fails(tried) or (ODD if tried[1] else None))
-    assert tried == [ALL, ALIKE, (False, *ALIKE[1:]), (True, False, False, True)]
-    assert left_out == {"KV tiers": "the engine cannot be built with it (ValueError: an odd kernel)"}
-    # Whoever has chosen vLLM's manager keeps it.
-    wish = replace(CONFIG, engine_args=("disable_hybrid_kv_cache_manager=false",))
-    assert built(fails, wish) == ([ALL, (True, False, False, True)], {"KV tiers": "2 kinds"})
-
-
 def test_a_model_may_lack_several() -> None:
     both = CannotHave({"adapters": "none", "KV tiers": "none"})
     assert built(lambda tried: both if tried[0] else None) == (
-        [ALL, (False, False, False, True)],
+        [ALL, (False, False, True)],
         {"adapters": "none", "KV tiers": "none"},
     )
 
@@ -82,12 +70,15 @@ def test_what_fails_for_unknown_reasons_is_built_with_the_smallest_loss(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        tried, left_out = built(lambda tried: ODD if tried[3] else None)
-    assert tried == [ALL, BASE, UNCACHED]
+        tried, left_out = built(lambda tried: ODD if tried[2] else None)
+    assert tried == [ALL, BASE, UNTIERED, (False, False, True), UNCACHED]
     assert left_out.keys() == {"prefix caching", "KV tiers"} and "an odd kernel" in left_out["prefix caching"]
     assert "is built again without adapters. The reason: ValueError: an odd kernel" in caplog.text
-    tried, left_out = built(lambda tried: ODD if tried[0] or tried[3] else None)
-    assert tried[-1] == (False, False, False, False) and left_out.keys() >= {"adapters", "prefix caching"}
+    tried, left_out = built(lambda tried: ODD if tried[1] else None)
+    assert tried == [ALL, BASE, UNTIERED]
+    assert left_out == {"KV tiers": "the engine cannot be built with it (ValueError: an odd kernel)"}
+    tried, left_out = built(lambda tried: ODD if tried[0] or tried[2] else None)
+    assert tried[-1] == (False, False, False) and left_out.keys() >= {"adapters", "prefix caching"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from vllm.v1 import kv_cache_interface as vllm_kv
 from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.driver.engine.engine import VllmDriver
-from engine_bridge.driver.kv.kv_connector import _gives_blocks_up, _Step
+from engine_bridge.driver.kv.kv_connector import _Step
+from engine_bridge.driver.kv.layer_groups import Layers, layout_of
+from engine_bridge.policy.kv.kv_layout import KvLayout, LayerGroup
+from engine_bridge.policy.limits.model_support import CannotHave
 from kvtiers.blocks import Stage
 from kvtiers.keys import BlockKey
 
@@ -26,7 +29,9 @@ class Stepped(Bench):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.folder, self.step = folder, _Step(self.tiers)
+        names = [str(number) for number in range(len(self.device))]
+        self.layers = Layers(dict(zip(names, self.device, strict=True)), [names])
+        self.folder, self.step = folder, _Step(self.tiers, self.layers)
         self.save("read", READ)
         self.store.flush()
         self.store.drop_host()
@@ -35,7 +40,9 @@ class Stepped(Bench):
         stage = self.store.stage("read", READ)
         self.store.wait_for_reads(10)
         save = self.store.begin_save("saved", SAVED)
-        self.moves = StepMoves([LoadBlocks(stage, [0, 1], [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
+        self.moves = StepMoves(
+            [LoadBlocks(stage, [0, 1], [1, 2], is_whole=False)], [SaveJob(save, [3, 4], [0, 0])]
+        )
         self.tiers.begin_moves(self.moves)
         self.step.begin(self.moves)
         return stage
@@ -43,7 +50,7 @@ class Stepped(Bench):
     def run(self, num_layers: int = SHAPE.num_layers, *, ends: bool = True) -> None:
         for layer in range(num_layers):
             self.step.load(layer)
-            self.step.save(layer)
+            self.step.save(0, layer)
         if ends:
             self.step.end()
 
@@ -99,15 +106,32 @@ def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepp
         assert not layer[1].any()
 
 
-def test_which_attention_gives_up_blocks_of_a_request_that_runs() -> None:
-    common: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    for spec, gives_up in (
-        (vllm_kv.FullAttentionSpec(**common), False),
-        (vllm_kv.SlidingWindowSpec(**common, sliding_window=64), True),
-        (vllm_kv.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64), True),
-    ):
-        several = vllm_kv.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": spec, "1": spec})
-        assert _gives_blocks_up(spec) is _gives_blocks_up(several) is gives_up
+def group_of(*specs: Any) -> vllm_kv.KVCacheGroupSpec:
+    several = vllm_kv.UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={str(number): spec for number, spec in enumerate(specs)}
+    )
+    return vllm_kv.KVCacheGroupSpec([str(number) for number in range(len(specs))], several)
+
+
+def layout_of_groups(*groups: vllm_kv.KVCacheGroupSpec) -> KvLayout:
+    cache = SimpleNamespace(block_size=32, prefix_match_unit=None, enable_prefix_caching=True)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    config: Any = SimpleNamespace(cache_config=cache, parallel_config=parallel, kv_transfer_config=None)
+    return layout_of(vllm_kv.KVCacheConfig(8, [], list(groups)), config)
+
+
+def test_what_each_kind_of_attention_looks_at_is_known_and_of_others_it_is_said_that_they_are_not() -> None:
+    common: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    full = vllm_kv.FullAttentionSpec(block_size=32, **common)
+    window = vllm_kv.SlidingWindowSpec(block_size=64, **common, sliding_window=100)
+    chunk = vllm_kv.ChunkedLocalAttentionSpec(block_size=32, **common, attention_chunk_size=64)
+    assert layout_of_groups(group_of(full, full)) == KvLayout((LayerGroup("all", 32),), 32)
+    groups = (LayerGroup("window", 64, 100), LayerGroup("all", 32), LayerGroup("chunk", 32, 64))
+    assert layout_of_groups(group_of(window), group_of(full), group_of(chunk)) == KvLayout(groups, 32)
+    state = vllm_kv.MambaSpec(block_size=32, shapes=((2, 4),), dtypes=(torch.float32,))
+    for unknown in (group_of(full, chunk), group_of(state)):
+        with pytest.raises(CannotHave, match="KV tiers"):
+            layout_of_groups(unknown)
 
 
 def test_what_a_step_that_never_ends_holds_goes_with_its_engine(stepped: Stepped) -> None:

@@ -10,8 +10,10 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from engine_bridge.driver.kv import promoter
 from engine_bridge.driver.kv.promoter import PrefixCache
+from engine_bridge.policy.kv.kv_layout import one_group
 
 NUM_BLOCKS, LENGTH, BLOCK_TOKENS = 20, 8, 32
+ONE_GROUP = one_group(BLOCK_TOKENS)
 # Two conversations that begin with the same blocks, and one of its own. A hash stands for all that comes before it.
 COMMON = [b"common %d" % at for at in range(3)]
 PREFIXES = {
@@ -62,10 +64,12 @@ class Requests(RuleBasedStateMachine):
     @rule(name=NAMES, limit=st.integers(0, LENGTH + 1))
     def look(self, name: str, limit: int) -> None:
         expected = self.direct(name)[:limit]
-        found = self.cache.find(PREFIXES[name], limit)
+        entries = ONE_GROUP.leading_entries(PREFIXES[name])
+        found = self.cache.find(entries, limit)
         assert len(found) == len(expected)
         assert [get_block_hash(block.block_hash) for block in found] == PREFIXES[name][: len(found)]
-        resident = self.cache.resident(PREFIXES[name], limit)
+        assert self.cache.holds(entries[: len(found) + 1])[: len(found)] == [True] * len(found)
+        resident = self.cache.resident(entries, limit)
         assert resident.num_blocks == len(found)
         assert resident.num_unused == sum(block.ref_cnt == 0 for block in found)
 
@@ -73,7 +77,7 @@ class Requests(RuleBasedStateMachine):
     def ask_what_goes_before(self, names: set[str], at: int, limit: int) -> None:
         hashes = [PREFIXES[name][at] for name in names]
         found = [self.pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
-        num = self.cache.num_evicted_before(hashes, limit)
+        num = self.cache.num_evicted_before(ONE_GROUP.leading_entries(hashes), limit)
         if None in found:
             assert num is None
             return
@@ -115,5 +119,5 @@ def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPa
     # After the two that are there, the third is looked for each time.
     for name, num_looked_up in zip("aabacabdd", (3, 1, 3, 1, 3, 1, 3, 1, 1), strict=True):
         looked_up.clear()
-        cache.find(prefixes[name], 4)
+        cache.find(ONE_GROUP.leading_entries(prefixes[name]), 4)
         assert len(looked_up) == num_looked_up, name

@@ -11,6 +11,7 @@ from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.memory.block_copy import CpuCopier
+from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.protocol.node import Advisory
 from kvtiers.keys import BlockShape
 from tests.unit.core.shelf import LoadsAll
@@ -53,9 +54,10 @@ class Bench(Stored):
         self.copier = LateCopier(self.device, self.store.pool.region)
         self.tiers.copier = self.copier
         self.now = 0.0
-        self.promoter = Promoter(self.pool, self.tiers, BLOCK_TOKENS, lambda: (0, 0), lambda: self.now)
+        self.tiers.layout = one_group(BLOCK_TOKENS)
+        self.promoter = Promoter(self.pool, self.tiers, lambda: (0, 0), lambda: self.now)
         self.tiers.listener = self.promoter
-        self.restores = self.tiers.restores = Restores(self.tiers, BLOCK_TOKENS)
+        self.restores = self.tiers.restores = Restores(self.tiers, self.tiers.layout)
 
     def close(self) -> None:
         self.restores.close()

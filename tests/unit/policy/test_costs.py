@@ -96,9 +96,11 @@ BLOCK_BYTES = 2 << 20
 
 def test_swapping_takes_what_the_formula_says() -> None:
     link = Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=25e9)
-    costs = SwapOrRecompute(LinearPrefill(1.0), 16, BLOCK_BYTES, link.in_s)
-    assert costs.decide(100, read_s=0.5).swap_s == pytest.approx(0.5 + 7 * BLOCK_BYTES / 25e9)
-    assert costs.decide(0).swap_s == 0.0
+    costs = SwapOrRecompute(LinearPrefill(1.0), 16, link.in_s)
+    assert costs.decide(100, 7 * BLOCK_BYTES, read_s=0.5).swap_s == pytest.approx(
+        0.5 + 7 * BLOCK_BYTES / 25e9
+    )
+    assert costs.decide(0, 0).swap_s == 0.0
     slow_start = Link(d2h_bytes_per_s=100.0, h2d_bytes_per_s=50.0, setup_s=3.0)
     assert (slow_start.out_s(100), slow_start.in_s(100)) == (4.0, 5.0)
     assert slow_start.out_s(0) == slow_start.in_s(0) == 0.0
@@ -109,9 +111,10 @@ def test_the_faster_way_is_taken(
     num_tokens: int, num_kept: int, bytes_per_s: float, s_per_token: float
 ) -> None:
     link = Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s, setup_s=1e-4)
-    costs = SwapOrRecompute(LinearPrefill(s_per_token), 16, BLOCK_BYTES, link.in_s)
-    decision, num_reused = costs.decide(num_tokens, num_kept), min(num_kept, num_tokens) // 16
+    costs = SwapOrRecompute(LinearPrefill(s_per_token), 16, link.in_s)
+    num_reused = min(num_kept, num_tokens) // 16
     num_lost_bytes = (math.ceil(num_tokens / 16) - num_reused) * BLOCK_BYTES
+    decision = costs.decide(num_tokens, num_lost_bytes, num_kept)
     assert decision.swap_s == pytest.approx(link.in_s(num_lost_bytes))
     assert decision.recompute_s == pytest.approx(s_per_token * (num_tokens - 16 * num_reused))
     seconds = {Way.SWAP: decision.swap_s, Way.RECOMPUTE: decision.recompute_s}

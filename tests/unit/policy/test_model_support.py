@@ -8,8 +8,7 @@ from engine_bridge.policy.limits.model_support import CONSEQUENCES, Mechanism, M
     [
         ({}, []),
         ({"takes_adapters": False}, ["adapters"]),
-        ({"has_several_kinds": True}, ["hybrid KV cache"]),
-        ({"is_recurrent": True, "has_several_kinds": True}, ["KV tiers"]),
+        ({"is_recurrent": True}, ["KV tiers"]),
         ({"reuses_kv": False, "is_recurrent": True}, ["KV tiers"]),
         ({"takes_adapters": False, "is_recurrent": True}, ["adapters", "KV tiers"]),
     ],

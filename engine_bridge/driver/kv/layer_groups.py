@@ -1,0 +1,114 @@
+"""How a built engine's layers keep their KV (`engine_bridge/policy/kv/kv_layout.py`), and blocks of them in vLLM's prefix cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.driver.memory.block_copy import distinct
+from engine_bridge.driver.vllm_api import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    resolve_kv_cache_block_sizes,
+)
+from engine_bridge.policy.kv.kv_layout import GROUP_BYTES, Entry, KvLayout, LayerGroup, one_group
+from engine_bridge.policy.limits.model_support import CannotHave
+
+if TYPE_CHECKING:
+    import torch
+
+
+def layout_of(kv_cache_config: Any, vllm_config: Any) -> KvLayout:
+    """Return the layout of an engine with these configurations of vLLM's.
+
+    Raises:
+        CannotHave: layers keep something that is no KV of a token, or vLLM knows a kind of attention that this does not.
+    """
+    groups = tuple(_group_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+    if not groups:
+        raise CannotHave({"KV tiers": "layers of this model keep no KV"})
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return KvLayout(groups, hash_tokens)
+
+
+def known_layout_of(kv_cache_config: Any, vllm_config: Any) -> KvLayout:
+    """Return the layout of an engine, or where it has layers that this does not know one that takes them for full attention: enough for figures."""
+    try:
+        return layout_of(kv_cache_config, vllm_config)
+    except CannotHave:
+        return one_group(vllm_config.cache_config.block_size)
+
+
+def _group_of(spec: Any) -> LayerGroup:
+    kinds = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+    groups = {_group_of_layer(each) for each in kinds}
+    if len(groups) != 1:
+        raise CannotHave({"KV tiers": "layers that share their blocks look at different tokens"})
+    return groups.pop()
+
+
+def _group_of_layer(spec: Any) -> LayerGroup:
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return LayerGroup("all", spec.block_size)
+    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
+        return LayerGroup("window", spec.block_size, spec.sliding_window + spec.extra_retained_tokens)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return LayerGroup("chunk", spec.block_size, spec.attention_chunk_size)
+    raise CannotHave(
+        {"KV tiers": f"the tiers do not hold what some layers of this model keep ({type(spec).__name__})"}
+    )
+
+
+class Layers:
+    """The memory of an engine's KV cache: layers of different groups may share theirs, as a block belongs to one group at a time.
+
+    Attributes:
+        regions: a tensor for each stretch of memory, in the order of the layers.
+        group_of, region_of: by a layer's name, the numbers of its group and of its memory.
+        places_of: by group, the pairs of its number and each of its regions.
+        plan: which layers keep their KV where, and in what form.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], group_names: Sequence[Collection[str]]) -> None:
+        self.regions = distinct(kv_caches.values())
+        numbers = {tensor.data_ptr(): number for number, tensor in enumerate(self.regions)}
+        self.region_of = {name: numbers[tensor.data_ptr()] for name, tensor in kv_caches.items()}
+        self.group_of = {name: group for group, names in enumerate(group_names) for name in names}
+        self.places_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for name, region in self.region_of.items():
+            self.places_of[self.group_of[name]].add((self.group_of[name], region))
+
+        self.plan = [
+            (name, self.group_of[name], self.region_of[name], str(tensor.shape[1:]), tensor.stride()[1:])
+            for name, tensor in kv_caches.items()
+        ]
+
+
+def cached_block(pool: Any, entry: Entry) -> Any:
+    """Return the block of vLLM's pool that holds an entry; None if none does."""
+    group = int.from_bytes(entry[-GROUP_BYTES:], "big")
+    found = pool.get_cached_block(entry[:-GROUP_BYTES], [group])
+    return found[0] if found is not None else None
+
+
+def register(pool: Any, entries: Sequence[Entry], blocks: Sequence[Any], start: int = 0) -> None:
+    """Tell vLLM's pool that blocks hold these entries from now on. start: the number of blocks before the first, of one group."""
+    by_group: dict[bytes, tuple[list[bytes], list[Any]]] = defaultdict(lambda: ([], []))
+    for entry, block in zip(entries, blocks, strict=True):
+        hashes, of_group = by_group[entry[-GROUP_BYTES:]]
+        hashes.append(entry[:-GROUP_BYTES])
+        of_group.append(block)
+    for group, (hashes, of_group) in by_group.items():
+        pool.cache_full_blocks(
+            request=SimpleNamespace(block_hashes=[b""] * start + hashes),
+            blocks=[None] * start + of_group,
+            num_cached_blocks=start,
+            num_full_blocks=start + len(of_group),
+            block_size=pool.hash_block_size,
+            kv_cache_group_id=int.from_bytes(group, "big"),
+        )
