@@ -154,7 +154,7 @@ def copy_s(facts: RestoreFacts, num_blocks: int) -> float:
 
 
 def is_worth_fetching(
-    block_bytes: int, block_size_tokens: int, bytes_per_s: float, prefill_s_per_token: float | None
+    block_bytes: int, block_size_tokens: float, bytes_per_s: float, prefill_s_per_token: float | None
 ) -> bool:
     """Return whether a peer gives a block sooner than it is computed. Measured on two cores: from 0.125 GB/s on."""
     seconds = prefill_s_per_token if prefill_s_per_token is not None else PRIOR_PREFILL_S_PER_TOKEN

@@ -22,8 +22,8 @@ from bench.emulated.core.disk import EmulatedDisk
 from bench.emulated.core.links import DeviceNoise, NoisyLink, SharedLink
 from bench.emulated.core.steps import StepCost, StepPrefill
 from bench.emulated.core.virtual_io import VirtualIo
-from engine_bridge.core.kv.kv_transfers import StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
+from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter

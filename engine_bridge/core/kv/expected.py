@@ -11,6 +11,7 @@ from engine_bridge.policy.kv.kv_layout import Entry
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, AdvisoryState
 from engine_bridge.protocol.urgency import is_urgent
 from kvtiers.blocks import Origin, Stage
+from kvtiers.keys import BlockKey
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class ExpectedSession:
     Attributes:
         hashes: of the content that its prompt will begin with.
         entries: the blocks of the longest prefix of it that is to be brought up, of `num_tokens`.
+        lacking: blocks that did not come, though they were to be had.
         first: the block at which its stage, a piece of the prefix, begins.
         limit: blocks that the tiers or the device hold.
         is_known: whether the tiers were asked which of its blocks they hold.
@@ -63,6 +65,7 @@ class ExpectedSession:
         self.first = 0
         self.entries: Sequence[Entry] = ()
         self.num_tokens = self.num_content_tokens = 0
+        self.lacking: set[BlockKey] = set()
         self.limit, self.is_known = 0, False
         self.num_on_device = 0
         self.is_ahead = False

@@ -23,16 +23,16 @@ from engine_bridge.core.kv.restoring import (
     Whole,
     piece_blocks,
 )
+from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.kv_layout import Entry, KvLayout
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
-from kvtiers.blocks import Save, Stage
+from kvtiers.blocks import Stage
 from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 
-# A step with fewer tokens says little about the speed of prefill.
-MIN_PREFILL_TOKENS = 128
 # The sources of aborted requests are never asked for: this number, and twice the number of requests, are kept. Chosen.
 MAX_SPARE_SOURCES = 64
 # What a request may wait for beside other requests: the end of reads that no request wants any more, and its turn to be restored in pieces.
@@ -40,6 +40,9 @@ STOPPED_READS, TURN = "", " "
 # The number of times that a request waits for others to give host memory back, a quarter of a second each time where measured, and the number of
 # times that it has one piece copied which does not come to the device. Chosen: so no request waits for ever.
 MAX_WAITS = 8
+# How often a shorter prefix is looked for after blocks that a whole one needs did not come: mostly once, where a peer has less of a conversation, as
+# what a peer has is not known before it has answered. Chosen.
+MAX_REPLANS = 2
 
 
 class Tiers(RestoreCosts, Protocol):
@@ -66,57 +69,6 @@ class Tiers(RestoreCosts, Protocol):
 
     def num_free_device_blocks(self) -> int:
         """Return the number of device blocks that no running request holds; 0 where no copy can be made between two steps."""
-
-
-@dataclass(slots=True)
-class SaveJob:
-    """The device's `block_ids` go to the slots of `save` in the next step. The code that copies them commits or abandons the save.
-
-    groups: for each of the blocks, the group of layers whose KV it holds.
-    """
-
-    save: Save
-    block_ids: list[int]
-    groups: list[int]
-
-
-@dataclass(slots=True)
-class StepMoves:
-    """The loads and saves of one step."""
-
-    loads: list[LoadBlocks] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Sources:
-    """The tiers that the KV of a request's prompt came from, in tokens; the other tokens were computed."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
-    peer: int = 0
-
-    def load(self, restore: Restore, num_blocks: int, block_size: int) -> None:
-        """Count the blocks that a step loads. Blocks that a restore brought to the device in pieces count for the tier where they were."""
-        skipped = restore.num_skipped
-        if restore.whole is not None:
-            shares = Counter(restore.origins)
-            parts = {each: shares[each] * restore.whole.num_tokens // shares.total() for each in shares}
-            self.disk, self.peer = parts.get("disk", 0), parts.get("peer", 0)
-            self.host = restore.whole.num_tokens - self.disk - self.peer
-            return
-        carried = restore.carried_before(restore.first + skipped)[: self.device // block_size]
-        found = Counter(carried + restore.origins[skipped : skipped + num_blocks])
-        self.device -= len(carried) * block_size
-        self.host, self.disk, self.peer = (found[each] * block_size for each in ("host", "disk", "peer"))
-
-    def cut(self, num_tokens: int) -> None:
-        """Note that only the first `num_tokens` of them came."""
-        loaded = max(num_tokens - self.device, 0)
-        self.host = min(self.host, loaded)
-        self.disk = min(self.disk, loaded - self.host)
-        self.peer = min(self.peer, loaded - self.host - self.disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +108,7 @@ class _Known:
     num_offered: tokens whose blocks were offered to the tiers; None before it ran. way: chosen for its return when it was preempted.
     waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
     give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
+    lacking: blocks that did not come, though they were to be had. num_replans: how often a shorter prefix was looked for because of that.
     """
 
     request: NewRequest
@@ -169,6 +122,8 @@ class _Known:
     goes_whole: bool = False
     turn_bytes: int = 0
     common_tokens: int = 0
+    lacking: set[BlockKey] = field(default_factory=set)
+    num_replans: int = 0
 
     def take_restore(self) -> Restore | None:
         """Return the restore and keep it no longer."""
@@ -232,6 +187,8 @@ class Restores:
             return None if known.waits_for else 0
         if not restore.stages:
             return 0
+        if restore.is_damaged(self._store) and known.num_replans < MAX_REPLANS:
+            return self._replan(known, restore, first, num_tokens)
         facts = restore.facts(self._store, self._tiers, num_tokens, self._block_size)
         if facts.num_blocks <= 0:
             return 0
@@ -257,6 +214,15 @@ class Restores:
         num_bytes = facts.num_blocks * facts.block_bytes
         num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
         return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
+
+    def _replan(self, known: _Known, restore: Restore, first: int, num_tokens: int) -> int | None:
+        """Wait for a shorter prefix in place of one of which blocks did not come, if there is one."""
+        known.lacking |= restore.bad_keys()
+        known.num_replans += 1
+        known.take_restore()
+        self._stage(known, first, num_tokens, self._store, set())
+        restore.release(self._store)  # not earlier, or what has come would be read again
+        return None if known.restore is not None or known.waits_for else 0
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
         """Return the blocks that the tiers hold for a request, staged at the first call, and anew if the device has lost blocks before them."""
@@ -299,7 +265,8 @@ class Restores:
             if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
                 return
         else:
-            whole, keys, known.common_tokens = self._find_whole(request, first, last, store)
+            peer = self._peer_of(known, store)
+            whole, keys, known.common_tokens = self._find_whole(known, first, last, store, peer)
         stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
         # Computing saves each block's share of the tokens.
         block_s = self._block_s() * (whole.num_tokens / self._block_size / max(len(keys), 1) if whole else 1)
@@ -315,14 +282,22 @@ class Restores:
             known.restore = Restore([stage], first, whole)
 
     def _find_whole(
-        self, request: NewRequest, first: int, last: int, store: TierStore
+        self, known: _Known, first: int, last: int, store: TierStore, peer: str = ""
     ) -> tuple[Whole, list[BlockKey], int]:
-        """Return what the longest prefix that the tiers hold needs beyond the device's `first` blocks, the keys of that, and `common_tokens`."""
+        """Return what the longest prefix that is held needs beyond the device's `first` blocks, the keys of that, and `common_tokens`.
+
+        peer: the address of a node that is taken to hold what it has not been found to lack; "" for none.
+        """
 
         def held(entries: Sequence[Entry]) -> Sequence[bool]:
-            return store.are_held([block_key(entry) for entry in entries])
+            keys = [block_key(entry) for entry in entries]
+            are_here = store.are_held(keys)
+            return [
+                (is_here or peer != "") and key not in known.lacking
+                for is_here, key in zip(are_here, keys, strict=True)
+            ]
 
-        start = first * self._block_size
+        request, start = known.request, first * self._block_size
         prefix = self._layout.longest(request.keys, start, last * self._block_size, held)
         keys = [block_key(entry) for entry in self._layout.entries(request.keys, prefix.blocks)]
         return Whole(prefix.num_tokens - start, prefix.blocks), keys, prefix.common_tokens
@@ -415,7 +390,8 @@ class Restores:
         if known.num_offered is not None:
             return ""
         seconds = self._tiers.prefill_s_per_token()
-        return peer_to_ask(known.request.kv_from, store, self._block_size, seconds)
+        block_tokens = 1 / self._layout.blocks_per_token
+        return peer_to_ask(known.request.kv_from, store, block_tokens, seconds)
 
     def admit(
         self,
@@ -499,7 +475,7 @@ class Restores:
             keys = keys[: store.num_held(keys)]
             num_tokens = len(keys) * self._block_size
         else:
-            whole, keys, _ = self._find_whole(known.request, 0, last, store)
+            whole, keys, _ = self._find_whole(known, 0, last, store)
             num_tokens = whole.num_tokens
         read_s = store.bytes_to_read(keys) / store.disk_bytes_per_s()
         num_bytes = len(keys) * store.shape.block_bytes
@@ -611,20 +587,3 @@ def _way_of(restore: Restore | None, num_loaded: int, num_wanted: int) -> str:
     if restore is None or not num_loaded:
         return "recompute"
     return "swap" if num_loaded >= num_wanted - restore.first - restore.num_skipped else "split"
-
-
-class PrefillMeter:
-    """Measures prefill by the time between steps: while requests run they follow one another without a pause."""
-
-    def __init__(self) -> None:
-        self._last_s, self._num_tokens = 0.0, 0
-
-    def stepped(self, num_tokens: int, *, has_running: bool, now: float) -> tuple[int, float] | None:
-        """Note a step of `num_tokens`. has_running: whether it continues requests.
-
-        Returns:
-            The tokens and the seconds of the step before it; None if they say little.
-        """
-        last_s, num_last = self._last_s, self._num_tokens
-        self._last_s, self._num_tokens = now, num_tokens
-        return (num_last, now - last_s) if num_last >= MIN_PREFILL_TOKENS and has_running else None

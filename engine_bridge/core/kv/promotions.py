@@ -335,7 +335,11 @@ class Promotions:
         if progress.num_blocks < len(guess.stage.blocks):
             guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next block is damaged
             if not self._layout.is_divisible:
+                guess.lacking |= {block.key for block in guess.stage.blocks if block.is_bad}
+                self._release(guess)
                 self._plan(guess)
+                self._has_news = True
+                return
         if guess.limit == 0:
             self._end(guess, "unknown")
             return
@@ -380,10 +384,7 @@ class Promotions:
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
-        peer, block_tokens = "", self._layout.unit_tokens
-        if self._layout.is_divisible:
-            prefill_s = self._prefill_s_per_token()
-            peer = peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, prefill_s)
+        peer = self._peer_of(guess)
         keys = [block_key(entry) for entry in guess.entries[first:]]
         num_held = len(keys) if peer else self._store.num_held(keys)
         if num_held < len(keys) and not self._layout.is_divisible:
@@ -423,7 +424,17 @@ class Promotions:
 
     def _plan(self, guess: ExpectedSession) -> None:
         """Plan for the longest prefix that is to be had. Its blocks on the device need not be in the tiers."""
-        num_tokens, entries = self._prefix(guess.hashes, self._are_held)
+        is_asked = self._peer_of(guess) != ""
+
+        def are_held(entries: Sequence[Entry]) -> list[bool]:
+            on_device, keys = self._device.holds(entries), [block_key(entry) for entry in entries]
+            in_tiers = self._store.are_held(keys)
+            return [
+                here or ((there or is_asked) and key not in guess.lacking)
+                for here, there, key in zip(on_device, in_tiers, keys, strict=True)
+            ]
+
+        num_tokens, entries = self._prefix(guess.hashes, are_held)
         guess.plan(entries, num_tokens)
         guess.num_content_tokens = len(guess.hashes) * self._layout.hash_tokens
 
@@ -435,10 +446,10 @@ class Promotions:
         prefix = self._layout.longest(hashes, 0, num_tokens, held)
         return prefix.num_tokens, self._layout.entries(hashes, prefix.blocks)
 
-    def _are_held(self, entries: Sequence[Entry]) -> list[bool]:
-        on_device = self._device.holds(entries)
-        in_tiers = self._store.are_held([block_key(entry) for entry in entries])
-        return [either or other for either, other in zip(on_device, in_tiers, strict=True)]
+    def _peer_of(self, guess: ExpectedSession) -> str:
+        """Return the address of a peer that is worth asking for the guess's KV; "" for none."""
+        seconds, block_tokens = self._prefill_s_per_token(), 1 / self._layout.blocks_per_token
+        return peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, seconds)
 
     def _num_useful(self, guess: ExpectedSession, hashes: Hashes) -> int:
         """Return how many of a guess's leading blocks are of use to a request with this content."""

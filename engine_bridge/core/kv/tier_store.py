@@ -79,14 +79,14 @@ def block_key(entry: Entry) -> BlockKey:
 
 
 def peer_to_ask(
-    address: str, store: TierStore, block_size_tokens: int, prefill_s_per_token: float | None
+    address: str, store: TierStore, block_size_tokens: float, prefill_s_per_token: float | None
 ) -> str:
     """Return the address of a peer that is worth asking, or "": only where fetching is expected to be faster than computing.
 
     Args:
         address: where KV may be; "" for no peer.
         store: knows the size of a block and the speed of each peer.
-        block_size_tokens: tokens in one of the store's blocks.
+        block_size_tokens: tokens that one of the store's blocks stands for in a long prefix.
         prefill_s_per_token: None where that was not measured.
     """
     rate = store.peer_bytes_per_s(address) if address else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
-from engine_bridge.core.kv.kv_transfers import Sources
+from engine_bridge.core.kv.sources import Sources
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.engine.building import build_engine, configure_environment

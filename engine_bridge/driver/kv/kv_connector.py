@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, StepMoves
+from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.prefill_meter import PrefillMeter
 from engine_bridge.core.kv.restoring import LoadBlocks
+from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.in_process import reuses_kv

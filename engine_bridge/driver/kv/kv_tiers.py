@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.core.kv.kv_transfers import Restores, StepMoves
+from engine_bridge.core.kv.kv_transfers import Restores
+from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_namespace import namespace_of
 from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
 from engine_bridge.policy.kv.kv_layout import KvLayout

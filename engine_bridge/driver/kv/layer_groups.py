@@ -7,15 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.memory.block_copy import distinct
-from engine_bridge.driver.vllm_api import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    resolve_kv_cache_block_sizes,
-)
 from engine_bridge.policy.kv.kv_layout import GROUP_BYTES, Entry, KvLayout, LayerGroup, one_group
 from engine_bridge.policy.limits.model_support import CannotHave
 
@@ -29,6 +20,8 @@ def layout_of(kv_cache_config: Any, vllm_config: Any) -> KvLayout:
     Raises:
         CannotHave: layers keep something that is no KV of a token, or vLLM knows a kind of attention that this does not.
     """
+    from engine_bridge.driver.vllm_api import resolve_kv_cache_block_sizes
+
     groups = tuple(_group_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
     if not groups:
         raise CannotHave({"KV tiers": "layers of this model keep no KV"})
@@ -53,6 +46,14 @@ def _group_of(spec: Any) -> LayerGroup:
 
 
 def _group_of_layer(spec: Any) -> LayerGroup:
+    from engine_bridge.driver.vllm_api import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
+
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return LayerGroup("all", spec.block_size)
     if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
@@ -75,6 +76,8 @@ class Layers:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], group_names: Sequence[Collection[str]]) -> None:
+        from engine_bridge.driver.memory.block_copy import distinct
+
         self.regions = distinct(kv_caches.values())
         numbers = {tensor.data_ptr(): number for number, tensor in enumerate(self.regions)}
         self.region_of = {name: numbers[tensor.data_ptr()] for name, tensor in kv_caches.items()}

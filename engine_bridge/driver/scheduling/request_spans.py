@@ -9,7 +9,7 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from engine_bridge.core.kv.kv_transfers import Sources
+from engine_bridge.core.kv.sources import Sources
 from engine_bridge.tracing import parent_of
 
 # Tiers whose KV was moved to the device for this request, or before it by an advisory.

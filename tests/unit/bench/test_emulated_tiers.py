@@ -16,8 +16,8 @@ from bench.emulated.core.plays import arrivals, lognormal
 from bench.emulated.core.steps import Chunk, StepCost
 from bench.emulated.core.tiers import EmulatedTiers, TierSizes
 from bench.emulated.core.traffic import play
-from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
+from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 

@@ -7,7 +7,7 @@ from typing import Any
 from engine_bridge.core.kv.tier_store import block_key
 from engine_bridge.policy.kv.kv_layout import BlockAt, KvLayout, LayerGroup, one_group
 from engine_bridge.policy.kv.restore_method import SwapOrRecompute
-from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
+from kvtiers.blocks import Block, Group, Save, Stage, StageProgress, count_while
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
@@ -107,7 +107,7 @@ class Shelf:
         others = (block for each in self.stages if each is not stage for block in each.blocks)
         unread = [block for block in others if not block.ready]
         return StageProgress(
-            num_blocks=len(stage.blocks),
+            num_blocks=count_while(not block.is_bad for block in stage.blocks),
             num_ready_blocks=num_ready,
             num_ready_layers=SHAPE.num_layers if not left else 0,
             waited_s=0.0,
@@ -120,7 +120,8 @@ class Shelf:
     def read_one(self) -> None:
         """The disk delivers the next block of every stage."""
         for stage in self.stages:
-            unread = [index for index, block in enumerate(stage.blocks) if not block.ready]
+            waiting = ((index, block) for index, block in enumerate(stage.blocks) if not block.is_bad)
+            unread = [index for index, block in waiting if not block.ready]
             for index in unread[:1]:
                 stage.blocks[index].ready = SHAPE.num_layers
                 stage.bytes_read[stage.origins[index]] += SHAPE.block_bytes

@@ -7,10 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.kv import kv_transfers
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
-from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, Sources, StepMoves
+from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.prefill_meter import MIN_PREFILL_TOKENS, PrefillMeter
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
+from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.core.kv.tier_store import block_key
 from engine_bridge.policy.kv.kv_layout import BlockAt, KvLayout
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
@@ -113,6 +115,48 @@ def test_where_two_conversations_part_their_windows_are_kept_when_that_is_seen()
     )
 
 
+def test_a_peer_that_has_less_of_a_conversation_gives_what_it_has() -> None:
+    bench, at = Bench(layout=TWO_GROUPS), {at: key for key, at in places_of(TWO_GROUPS, "a", 6).items()}
+    bench.shelf.peers = {"peer": 1e9}
+    bench.restores.enter(NewRequest("a", keys_of("a", 6), session="a", kv_from="peer"))
+    assert bench.match("a", tokens=26) is None
+    (stage,) = bench.shelf.stages
+    assert [block.key for block in stage.blocks] == [
+        *(at[1, block] for block in range(6)),
+        at[0, 4],
+        at[0, 5],
+    ]
+    for block in stage.blocks[4:]:
+        block.is_bad = True
+    for _ in range(4):
+        bench.shelf.read_one()
+    assert bench.match("a", tokens=26) is None
+    (stage,) = bench.shelf.stages
+    assert [block.key for block in stage.blocks] == [
+        *(at[1, block] for block in range(4)),
+        at[0, 2],
+        at[0, 3],
+    ]
+    assert stage.origins == ["host"] * 4 + ["peer"] * 2
+    for _ in range(2):
+        bench.shelf.read_one()
+    assert bench.match("a", tokens=26) == 4 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("bad", [0, 3, 4])
+def test_damaged_blocks_are_waited_for_a_few_times_only(bad: int) -> None:
+    bench = Bench(layout=TWO_GROUPS)
+    bench.shelf.put(list(places_of(TWO_GROUPS, "a", 5)), on_disk=True)
+    bench.enter("a")
+    for _ in range(4):
+        found = bench.match("a")
+        for stage in bench.shelf.stages:
+            stage.blocks[min(bad, len(stage.blocks) - 1)].is_bad = True
+    assert found == 0 and not [stage for stage in bench.shelf.stages if not stage.blocks]
+    bench.restores.forget("a")
+    assert not bench.shelf.stages
+
+
 def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))
@@ -129,10 +173,10 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
 
 def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     meter = PrefillMeter()
-    assert meter.stepped(kv_transfers.MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
-    assert meter.stepped(3, has_running=True, now=1.5) == (kv_transfers.MIN_PREFILL_TOKENS, 0.5)
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
+    assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
     # Three tokens say little.
-    assert meter.stepped(kv_transfers.MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None
     assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
 
 

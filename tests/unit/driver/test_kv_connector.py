@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as vllm_kv
 
-from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
 from engine_bridge.core.kv.restoring import LoadBlocks
+from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.kv.kv_connector import _Step
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
