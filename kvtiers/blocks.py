@@ -160,6 +160,11 @@ class Stage:
         """The host slots of each block's layers."""
         return [block.slots for block in self.blocks]
 
+    @property
+    def first_bad(self) -> BlockKey | None:
+        """The first block that will not come; None if all will. Those behind it may not have been looked for: a peer lends leading blocks only."""
+        return next((block.key for block in self.blocks if block.is_bad), None)
+
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:

@@ -165,7 +165,8 @@ FAMILIES = (
     Family(
         name="gemma2",
         config_class="Gemma2Config",
-        config=_WITH_HEAD_DIM | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM},
+        config=_WITH_HEAD_DIM
+        | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True},
     ),
     Family(
         name="gemma3",

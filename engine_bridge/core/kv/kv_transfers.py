@@ -122,7 +122,7 @@ class _Known:
     goes_whole: bool = False
     turn_bytes: int = 0
     common_tokens: int = 0
-    lacking: set[BlockKey] = field(default_factory=set)
+    lacking: set[BlockKey | None] = field(default_factory=set)
     num_replans: int = 0
 
     def take_restore(self) -> Restore | None:
@@ -217,7 +217,7 @@ class Restores:
 
     def _replan(self, known: _Known, restore: Restore, first: int, num_tokens: int) -> int | None:
         """Wait for a shorter prefix in place of one of which blocks did not come, if there is one."""
-        known.lacking |= restore.bad_keys()
+        known.lacking.add(restore.stages[0].first_bad)
         known.num_replans += 1
         known.take_restore()
         self._stage(known, first, num_tokens, self._store, set())

@@ -35,6 +35,8 @@ STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
 # The share of the host tier that may be read at most for guesses that have no room on the device. More would push out KV that was read for other
 # guesses before. Chosen.
 HOSTED_SHARE = 0.5
+# A peer that lacked more blocks than this of a whole prefix is asked no more for it. Chosen: mostly it lacks the last one of full attention.
+MAX_LACKING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +337,7 @@ class Promotions:
         if progress.num_blocks < len(guess.stage.blocks):
             guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next block is damaged
             if not self._layout.is_divisible:
-                guess.lacking |= {block.key for block in guess.stage.blocks if block.is_bad}
+                guess.lacking.add(guess.stage.first_bad)
                 self._release(guess)
                 self._plan(guess)
                 self._has_news = True
@@ -447,7 +449,9 @@ class Promotions:
         return prefix.num_tokens, self._layout.entries(hashes, prefix.blocks)
 
     def _peer_of(self, guess: ExpectedSession) -> str:
-        """Return the address of a peer that is worth asking for the guess's KV; "" for none."""
+        """Return the address of a peer that is worth asking for the guess's KV; "" for none, or once it has lacked too many blocks."""
+        if len(guess.lacking) > MAX_LACKING:
+            return ""
         seconds, block_tokens = self._prefill_s_per_token(), 1 / self._layout.blocks_per_token
         return peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, seconds)
 

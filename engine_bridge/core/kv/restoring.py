@@ -16,7 +16,6 @@ from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
 from engine_bridge.core.kv.tier_store import TierStore
 from engine_bridge.policy.kv.kv_layout import BlockAt, Entry
 from kvtiers.blocks import Origin, Stage, StageProgress
-from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import RestoreFacts
 
 # The share of the host tier that one piece takes, and how many pieces a request has there: one goes to the device while the other is read. Chosen.
@@ -113,10 +112,6 @@ class Restore:
     def is_damaged(self, store: TierStore) -> bool:
         """Return whether blocks that are of use together only will not all come."""
         return self.whole is not None and store.progress(self.stages[0]).num_blocks < len(self.whole.blocks)
-
-    def bad_keys(self) -> set[BlockKey]:
-        """Return the keys of blocks that will not come."""
-        return {block.key for stage in self.stages for block in stage.blocks if block.is_bad}
 
     @property
     def is_in_pieces(self) -> bool:

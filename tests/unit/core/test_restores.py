@@ -126,7 +126,7 @@ def test_a_peer_that_has_less_of_a_conversation_gives_what_it_has() -> None:
         at[0, 4],
         at[0, 5],
     ]
-    for block in stage.blocks[4:]:
+    for block in stage.blocks[4:]:  # it lends leading blocks only, so that what it has behind is not known
         block.is_bad = True
     for _ in range(4):
         bench.shelf.read_one()
