@@ -108,7 +108,7 @@ class Steps:
 
     def save(self) -> StepMoves:
         save = self.store.begin_save("one", KEYS)
-        return StepMoves(saves=[SaveJob(save, list(range(len(KEYS))))])
+        return StepMoves(saves=[SaveJob(save, list(range(len(KEYS))), [0] * len(KEYS))])
 
     def load(self, is_whole: bool = True) -> StepMoves:
         return StepMoves(
@@ -184,7 +184,7 @@ def test_a_step_waits_for_layers_that_the_disk_still_reads() -> None:
 def test_layers_that_do_not_come_in_time_are_given_up_and_nothing_is_kept_that_was_computed_on_them() -> None:
     steps = on_disk(bytes_per_s=1e6)
     others = [BlockKey(bytes([number])) for number in range(100, 103)]
-    save = SaveJob(steps.store.begin_save("two", others), [20, 21, 22])
+    save = SaveJob(steps.store.begin_save("two", others), [20, 21, 22], [0, 0, 0])
     took_s = steps.step_s(StepMoves(steps.load(is_whole=False).loads, saves=[save]), 0.001)
     assert steps.tiers.num_held(others) == 0
     assert took_s == pytest.approx(LAYER_TIMEOUT_S + 0.001)
