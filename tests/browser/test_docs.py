@@ -40,7 +40,9 @@ def test_the_page_waits_for_the_engine_shows_every_operation_fits_a_phone_and_se
     block = page.locator(".opblock[id$='-chat']")
     block.locator(".opblock-summary-control").click()
     block.locator(".tablinks", has_text="Schema").first.click()
-    expect(block.get_by_text("max_completion_tokens").first).to_be_visible()  # of a schema that is named elsewhere
+    expect(
+        block.get_by_text("max_completion_tokens").first
+    ).to_be_visible()  # of a schema that is named elsewhere
     block.get_by_role("button", name="Try it out").click()
     block.get_by_role("button", name="Execute").click()
     response = block.locator(".live-responses-table .response")

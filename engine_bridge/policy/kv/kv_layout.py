@@ -17,6 +17,8 @@ from msgspec import Struct
 Entry = bytes
 """A block's content hash, and behind it the number of its group in GROUP_BYTES bytes."""
 GROUP_BYTES = 4
+LOOK_AT_ONCE = 256
+"""So many blocks of full attention are looked up at a time, as those behind a gap are of no use. Chosen."""
 Held = Callable[[Sequence[Entry]], Sequence[bool]]
 """Says of each entry whether it is held."""
 
@@ -135,27 +137,50 @@ class KvLayout(Struct, frozen=True):
             hashes: of the content from its beginning on.
             start_tokens: the tokens whose KV is there already, a multiple of `unit_tokens`.
             last_tokens: the longest prefix that is of use.
-            held: asked about few entries at a time, the first ones of full attention first.
+            held: asked about no more entries than it takes, as a long prompt has tens of thousands.
         """
         unit = self.unit_tokens
         num_tokens = min(last_tokens, len(hashes) * self.hash_tokens) // unit * unit
-        common_tokens = start_tokens
-        runs: list[tuple[LayerGroup, int, list[int]]] = []
-        for number, group in self._full_first():
-            if num_tokens <= start_tokens:
-                break
-            # No shorter prefix looks at earlier blocks than the shortest of all does.
-            first = max(group.first_needed(start_tokens), start_tokens // group.block_tokens)
-            last = num_tokens // group.block_tokens
-            blocks = [BlockAt(number, index) for index in range(first, last)]
-            run = _runs(held(self.entries(hashes, blocks)))
-            if group.kind == "all":
-                num_leading = next((at for at, length in enumerate(run) if length != at + 1), len(run))
-                common_tokens = num_tokens = (first + num_leading) * group.block_tokens // unit * unit
-            runs.append((group, first, run))
-        while num_tokens > start_tokens and not all(_is_whole(*each, num_tokens) for each in runs):
-            num_tokens -= unit
+        full = [number for number, group in enumerate(self.groups) if group.kind == "all"]
+        for number in full:
+            block_tokens = self.groups[number].block_tokens
+            first, last = start_tokens // block_tokens, num_tokens // block_tokens
+            num_tokens = (first + self._num_leading(hashes, number, first, last, held)) * block_tokens
+            num_tokens = num_tokens // unit * unit
+        common_tokens = num_tokens if full else start_tokens
+        if not all(held(self.entries(hashes, self._behind_full(start_tokens, num_tokens)))):
+            num_tokens = self._shorter(hashes, start_tokens, num_tokens, held)
         return Prefix(num_tokens, self.needed(start_tokens, num_tokens), common_tokens)
+
+    def _num_leading(self, hashes: Sequence[bytes], number: int, first: int, last: int, held: Held) -> int:
+        """Return how many of a group's blocks from `first` on are held without a gap."""
+        for start in range(first, last, LOOK_AT_ONCE):
+            blocks = [BlockAt(number, block) for block in range(start, min(start + LOOK_AT_ONCE, last))]
+            flags = held(self.entries(hashes, blocks))
+            if not all(flags):
+                return start - first + list(flags).index(False)
+        return max(last - first, 0)
+
+    def _behind_full(self, start_tokens: int, num_tokens: int) -> list[BlockAt]:
+        return [at for at in self.needed(start_tokens, num_tokens) if self.groups[at.group].kind != "all"]
+
+    def _shorter(self, hashes: Sequence[bytes], start_tokens: int, num_tokens: int, held: Held) -> int:
+        """Return the longest prefix up to `num_tokens` for which windows and chunks are held; full attention's blocks are."""
+        runs: list[tuple[LayerGroup, int, list[int]]] = []
+
+        def shorten(num_tokens: int) -> int:
+            while num_tokens > start_tokens and not all(_is_whole(*each, num_tokens) for each in runs):
+                num_tokens -= self.unit_tokens
+            return num_tokens
+
+        for number, group in enumerate(self.groups):
+            if group.kind != "all":
+                # No shorter prefix looks at earlier blocks than the shortest of all does.
+                first = max(group.first_needed(start_tokens), start_tokens // group.block_tokens)
+                blocks = [BlockAt(number, block) for block in range(first, num_tokens // group.block_tokens)]
+                runs.append((group, first, _runs(held(self.entries(hashes, blocks)))))
+                num_tokens = shorten(num_tokens)  # so that less is asked of the next group
+        return num_tokens
 
     def to_keep(self, start_tokens: int, end_tokens: int, ends: Sequence[int]) -> list[BlockAt]:
         """Return which blocks of the tokens from `start_tokens` to `end_tokens` are worth keeping.
