@@ -124,8 +124,8 @@ def _large(at_s: float) -> list[Arrival]:
     return [Arrival("large", at_s, (60 - blocks_of(64) - blocks_of(8) - 2) * 16, 2, 2)]
 
 
-TWO_BUSY = [(0.5 * at, at % 2) for at in range(50)]
-LATE = (10.1, 2)
+TWO_BUSY = [(0.5 * at, at % 2) for at in range(24)]
+LATE = (5.1, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_third_adapter_gets_its_turn_between_two_that_are_asked_for_without_a_
     memory, engine = AdapterMemory(num_slots=2, cold_start=cold_start), Engine(3000)
 
     def jobs(*asked: tuple[float, int]) -> list[Job]:
-        requests = asks(*sorted(asked), num_prompt_tokens=200, num_answer_tokens=100)
+        requests = asks(*sorted(asked), num_prompt_tokens=200, num_answer_tokens=50)
         return play_on_node(policy, requests, COST, engine, ranks=(16, 16, 16), memory=memory).jobs
 
     (alone,) = jobs(LATE)

@@ -23,9 +23,9 @@ from kvtiers.keys import BlockKey
 
 COST = StepCost(A40, LLAMA2_7B)
 SLOW_LINK = StepCost(replace(A40, link_bytes_per_s=A40.link_bytes_per_s / 1000), LLAMA2_7B)
-TIGHT = Engine(num_blocks=700, max_running=64, has_prefix_cache=False)
+TIGHT = Engine(num_blocks=400, max_running=64, has_prefix_cache=False)
 TIERS = TierSizes(host_bytes=8 * GB)
-REQUESTS = arrivals(lognormal(40, 5), 2.0, 40, 5)
+REQUESTS = arrivals(lognormal(20, 5), 2.0, 20, 5)
 
 
 def node_of(clock: Clock, cost: StepCost = COST, tiers: TierSizes = TIERS) -> EmulatedNode:
@@ -52,12 +52,8 @@ def played(cost: StepCost = COST, tiers: TierSizes = TIERS) -> EmulatedNode:
     return node
 
 
-@pytest.mark.parametrize(
-    ("cost", "way"), [(COST, "swap"), (SLOW_LINK, "recompute")], ids=["fast link", "slow link"]
-)
-def test_what_was_preempted_comes_back_the_faster_way(cost: StepCost, way: str) -> None:
-    node = played(cost)
-    times_of(node)
+def check_ways(node: EmulatedNode, way: str) -> None:
+    """All that was preempted came back this way."""
     tiers, num = tiers_of(node), node.scheduler.num_preempted
     assert tiers.way_counts() == {f"predicted:{way}": num, f"preempted:{way}": num}
     stats = tiers.stats()
@@ -65,17 +61,23 @@ def test_what_was_preempted_comes_back_the_faster_way(cost: StepCost, way: str) 
     assert tiers.link_in.bytes_moved == stats.host.num_hits * tiers.hollow.shape.block_bytes
 
 
-def test_a_play_with_tiers_gives_the_same_times_again_also_beside_another_node() -> None:
-    clock = Clock()
+def test_over_a_slow_link_what_was_preempted_is_computed_again() -> None:
+    node = played(SLOW_LINK)
+    times_of(node)
+    check_ways(node, "recompute")
+
+
+def test_over_a_fast_link_it_is_loaded_and_a_play_gives_the_same_times_also_beside_another_node() -> None:
+    alone, clock = played(), Clock()
     first, second = node_of(clock), node_of(clock)
 
-    def both(arrival: object) -> None:
-        first.submit(arrival)  # type: ignore[arg-type]
-        second.submit(arrival)  # type: ignore[arg-type]
+    def both(arrival: Arrival) -> None:
+        first.submit(arrival)
+        second.submit(arrival)
 
     play(clock, REQUESTS, both)
-    alone = times_of(played())
-    assert times_of(first) == times_of(second) == alone
+    assert times_of(first) == times_of(second) == times_of(alone)
+    check_ways(alone, "swap")
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -17,19 +16,11 @@ from bench.emulated.core.node import Engine
 from bench.emulated.core.plays import play_on_node
 from bench.emulated.core.steps import VLLM, pool_blocks
 from bench.emulated.core.traffic import functions, play, poisson, weighted
-from bench.emulated.routing import RANKS, Point, Site, cost_of, lengths, profiled, serve
+from bench.emulated.routing import RANKS, Site, cost_of, lengths, profiled
 from bench.emulated.small_node import Served, SmallCluster, SmallNode
 from bench.measures import quantile
-from engine_bridge.policy.nodes.routing import (
-    LOAD_BALANCE,
-    POLICIES,
-    RequestEstimate,
-    Route,
-)
+from engine_bridge.policy.nodes.routing import LOAD_BALANCE, RequestEstimate, Route
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
-
-SMALL = Site(num_nodes=4, num_adapters=200, per_s=24.0, span_s=8.0, warm_up_s=2.0)
-
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +64,7 @@ def test_a_request_waits_for_the_room_of_its_whole_answer_and_one_that_never_fit
 
 def test_a_node_reports_what_runs_and_what_waits() -> None:
     clock = Clock()
-    node = SMALL.node(clock, RANKS)
+    node = Site().node(clock, RANKS)
     empty = node.facts("n")
     assert (empty.running, empty.queued, empty.num_tokens) == (Ranks(), Ranks(), 0)
     node.submit(Arrival("first", 0.0, 100, 50, 3))
@@ -101,7 +92,7 @@ class Recorder:
 
 def test_a_router_is_told_how_the_nodes_stand_now() -> None:
     clock, recorder = Clock(), Recorder()
-    nodes = [SMALL.node(clock, RANKS) for _ in range(3)]
+    nodes = [Site().node(clock, RANKS) for _ in range(3)]
     cluster = SmallCluster(nodes, recorder, RANKS, 58)
     for at in range(7):
         cluster.submit(Arrival(str(at), 0.0, 20, 5, at % 4))
@@ -114,17 +105,6 @@ def test_a_router_is_told_how_the_nodes_stand_now() -> None:
     assert sum(len(node.ended) for node in nodes) == 7
 
 
-def test_every_policy_serves_all_and_ours_and_the_papers_are_quicker_than_first_fit() -> None:
-    found = {name: serve(Point(name, SMALL, seed=1)) for name in POLICIES if name != "priority"}
-    assert found["rank_aware"].tpot_s < found["random"].tpot_s < found["first_fit"].tpot_s
-    assert found["overture"].tpot_s < found["random"].tpot_s
-    assert found["first_fit"].attainment < found["rank_aware"].attainment
-    assert serve(Point(routing.FREE_ADAPTERS, SMALL, seed=1)).tpot_s < min(
-        each.tpot_s for each in found.values()
-    )
-    assert serve(Point("random", SMALL, seed=1)) == found["random"] != serve(Point("random", SMALL, seed=2))
-
-
 def test_models_fit_as_well_as_the_papers_and_tell_the_kernels_apart() -> None:
     for kernel in routing.KERNEL_NAMES:
         decode, _, with_tokens = profiled(kernel)
@@ -133,11 +113,3 @@ def test_models_fit_as_well_as_the_papers_and_tell_the_kernels_apart() -> None:
         batch = Ranks(20, 20 * 8 + 56, 64)
         exact = cost.step_s((), 20, 20 * 60, cost.kernel({8: 19, 64: 1}))
         assert with_tokens.model.seconds(batch, 20 * 60) == pytest.approx(exact, rel=0.01)
-
-
-def test_routing_by_ranks_wins_where_prompts_hold_up_those_that_decode() -> None:
-    def won(site: Site) -> float:
-        ours, theirs = (serve(Point(name, site, seed=1)) for name in ("rank_aware", "first_fit"))
-        return 1 - ours.tpot_s / theirs.tpot_s
-
-    assert won(SMALL) > won(replace(SMALL, shape=VLLM)) > 0

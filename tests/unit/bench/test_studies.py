@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from bench.emulated import __main__ as emulated
-from bench.emulated import length
+from bench.emulated import adapter_cache, length
 from bench.emulated.adapter_cache import TEMPERS
-from bench.emulated.adapter_cache import generated as generated_uses
 from bench.emulated.followers import (
-    MADE,
     Call,
     Point,
     Promises,
@@ -50,11 +48,12 @@ def last_line(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 @pytest.mark.parametrize("temper", TEMPERS)
-def test_a_temper_is_the_same_for_the_same_seed_and_has_as_many_requests_as_asked(temper: str) -> None:
-    first, again, other = (generated_uses(temper, seed, 0.1, 900) for seed in (1, 1, 2))
-    assert first == again and first != other and len(first.uses) == 900
-    assert all(first.sizes[use.adapter_id] > 0 for use in first.uses)
-    assert [use.at_s for use in first.uses] == sorted(use.at_s for use in first.uses)
+def test_by_the_policy_that_serves_no_request_waits_longer_than_by_lru(temper: str) -> None:
+    point = adapter_cache.Point(temper, 0.1, 600, seed=1)
+    assert adapter_cache.serve(point) <= 1.0
+    uses = adapter_cache.generated(temper, 1, 0.1, 600).uses
+    assert len(uses) == 600 and uses == sorted(uses, key=lambda use: use.at_s)
+    assert uses != adapter_cache.generated(temper, 2, 0.1, 600).uses
 
 
 # -- followers ---------------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def test_the_rule_foresees_the_agents_that_were_there_before() -> None:
     assert (result["trivial_precision"], result["trivial_recall"]) == (pytest.approx(1 / 3, abs=1e-4), 0.5)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", ["roles", "tools", "short", "drift", "strangers"])
 def test_ours_is_no_worse_than_the_rule_and_means_what_it_says(name: str) -> None:
     """On seeds that nothing was chosen by; the bench itself takes more of them."""
     whole = Tally()
@@ -188,17 +187,6 @@ def test_a_stall_is_what_a_restore_adds_to_computing(
 # -- length ------------------------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_told_apart_better_by_what_is_asked_and_not_by_what_came_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(length, "MT_BENCH", Path("there is none"))
-    recent, bare, hinted = (length.serve(length.Point("plain", arm, 1e9, seed=1)) for arm in length.ARMS)
-    assert (
-        recent["accuracy"] < 0.35 < bare["accuracy"] - 0.15 and bare["accuracy"] < hinted["accuracy"] - 0.05
-    )
-    assert hinted["p90_coverage"] == pytest.approx(0.9, abs=0.05)
-
-
 def test_a_file_of_requests_is_read_in_either_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +196,12 @@ def test_a_file_of_requests_is_read_in_either_shape(
         {"prompt": "Name it", "num_tokens": 5},
         {"messages": messages, "answer": "word " * 300},
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records * 200))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records * 100))
     runs = last_line(capsys, "length", "--part", "files", "--jsonl", str(path))["runs"]
     assert [(run["data"], run["arm"]) for run in runs] == [("mine", arm) for arm in length.ARMS]
-    assert runs[-1]["num_requests"] == 400 and runs[-1]["accuracy"] > 0.8 > 0.4 > runs[0]["accuracy"]
+    recent, bare, hinted = runs
+    assert hinted["num_requests"] == 200 and hinted["p90_coverage"] > 0.85
+    for run in (recent, bare):
+        assert (
+            hinted["accuracy"] > 0.8 > 0.4 > run["accuracy"] and hinted["p50_error"] < 0.1 < run["p50_error"]
+        )
