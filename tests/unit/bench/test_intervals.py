@@ -1,10 +1,13 @@
-"""Repeats against an aim: decided only where the whole interval of the median is on one side."""
+"""Repeats against an aim, and two checkouts' figures: decided only where the whole interval of the median is on one side."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.intervals import Aim, interval, judged, quantile_ratio, quantile_ratio_interval, verdict
+from bench.live.against import compared
+
+STEADY = (1.0, 1.1, 0.9, 1.0, 1.05, 0.95)
 
 
 def test_the_interval_of_a_median_lies_among_the_repeats_and_narrows_with_them() -> None:
@@ -46,3 +49,17 @@ def test_a_ratio_of_quantiles_is_that_of_all_rounds_and_its_interval_is_drawn_by
     assert quantile_ratio_interval(ours, others, 0.5) == (0.5, 0.5)
     assert quantile_ratio_interval(ours, others, 0.99) == (0.5, 1.5)
     assert quantile_ratio_interval(ours[:1], others[:1], 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        (STEADY, STEADY, "no worse"),
+        ([1.2 * value for value in STEADY], STEADY, "worse"),
+        ([0.5, 2.0] * 3, [1.0] * 6, "undecided"),
+    ],
+)
+def test_a_checkout_is_worse_where_each_round_says_so(
+    ours: list[float], theirs: list[float], verdict: str
+) -> None:
+    assert compared(ours, theirs)["verdict"] == verdict

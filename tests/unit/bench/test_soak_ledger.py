@@ -32,17 +32,11 @@ AS_TOLD = [stored("a"), stored("b")]
     ("turns", "lost"),
     [
         ([stored("a"), stored("b", "", "running")], ""),
-        ([stored("a"), stored("b", "", "failed")], ""),
         ([stored("a"), stored("b", "Other.")], ""),
         (None, "turn a of session s is gone, turn b of session s is gone"),
-        ([], "turn a of session s is gone, turn b of session s is gone"),
         ([stored("a")], "turn b of session s is gone"),
         ([stored("b")], "turn a of session s is gone"),
         ([stored("a", "Yes"), stored("b")], "turn a of session s is done with another answer than was sent"),
-        (
-            [stored("a", status="failed"), stored("b")],
-            "turn a of session s is failed with another answer than was sent",
-        ),
         (
             [stored("a", "Yes.", "running"), stored("b")],
             "turn a of session s is running with another answer than was sent",
@@ -69,21 +63,19 @@ def test_what_an_edit_may_have_replaced_may_be_gone_but_not_changed(ledger: Ledg
     assert ledger.lost, "the turn before the edit must stay"
 
 
-def test_after_an_accepted_edit_only_the_new_turns_are_owed(ledger: Ledger) -> None:
+def test_after_an_accepted_edit_only_the_new_turns_are_owed_and_nothing_after_the_session_is_deleted(
+    ledger: Ledger,
+) -> None:
+    ledger.asks("key", "s", after=None, is_edit=False)
+    ledger.check_session("key", "s", [])
+    assert len(ledger.lost) == 2, "what is no edit puts nothing in doubt"
+    ledger.lost.clear()
     ledger.asks("key", "s", after=None, is_edit=True)
     ledger.accepted("key", "s", "c", "Hello!")
     ledger.check_session("key", "s", [stored("c")])
     assert not ledger.lost
     ledger.check_session("key", "s", AS_TOLD)
     assert ledger.lost == {"turn c of session s is gone"}
-
-
-def test_a_message_that_is_no_edit_puts_nothing_in_doubt_and_a_deleted_session_is_owed_no_more(
-    ledger: Ledger,
-) -> None:
-    ledger.asks("key", "s", after=None, is_edit=False)
-    ledger.check_session("key", "s", [])
-    assert len(ledger.lost) == 2
     ledger.lost.clear()
     ledger.forget("key", "s")
     ledger.check_session("key", "s", None)
@@ -94,11 +86,8 @@ def test_a_message_that_is_no_edit_puts_nothing_in_doubt_and_a_deleted_session_i
     ("answer", "extent", "is_right"),
     [
         ("Good day.", "whole", True),
-        ("Arr!", "whole", True),
         ("Good day. Arr!", "whole", False),
         ("Good", "whole", False),
-        ("", "whole", False),
-        ("Good", "beginning", True),
         ("Ar", "beginning", True),
         ("", "beginning", True),
         ("Good day. And", "beginning", False),

@@ -41,7 +41,7 @@ def bench(*seeds: int) -> Bench:
     return Bench(serve, Workers(1), seeds, size=7.0)
 
 
-def test_each_point_is_played_once_with_every_seed() -> None:
+def test_each_point_is_played_once_with_every_seed_and_arms_are_compared_seed_by_seed() -> None:
     found = bench(1, 2)
     found.play([Point("ours"), Point("base"), Point("ours")])
     assert found.values(Point("ours"), "ttft_s") == [1 / 2, 1 / 3]
@@ -50,10 +50,6 @@ def test_each_point_is_played_once_with_every_seed() -> None:
     assert found.of(Point("base", 2.0)) == [Outcome(2.0)] * 2, (
         "what has not been played is played when it is asked for"
     )
-
-
-def test_arms_are_compared_seed_by_seed() -> None:
-    found = bench(1, 2)
     assert found.ratios(Point("ours"), Point("base"), "ttft_s") == pytest.approx((1 / 2, 1 / 3))
     assert found.changes(Point("ours"), Point("base"), "ttft_s") == pytest.approx((-1 / 2, -2 / 3))
 
