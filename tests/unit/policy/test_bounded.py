@@ -73,7 +73,13 @@ def test_who_is_near_the_longest_wait_is_not_overtaken() -> None:
     assert behind_a_long_one(after_a_long_queue(0.9)).start_all() == "shortest short long"
 
 
-EVENTS = st.sampled_from(["append", "remove", "raise", "lower", "copy"])
+EVENTS = st.sampled_from(["append", "remove", "remove the most", "raise", "lower", "copy", "look"])
+
+
+def check_waits(waits: Waits, plain: dict[int, float], place: int) -> None:
+    most = max((value for each, value in plain.items() if each < place), default=GONE)
+    for limit in (most - 1, most, most + 1):
+        assert waits.are_within(limit, before=place) == (most <= limit)
 
 
 @given(st.integers(0, 2 * BLOCK), st.lists(st.tuples(EVENTS, st.integers(0, 10**6)), max_size=80))
@@ -86,7 +92,10 @@ def test_waits_are_those_of_a_plain_list(num: int, events: list[tuple[str, int]]
             plain[waits.append(float(number))] = float(number)
         elif event == "copy":
             waits = waits.copy()
-        elif plain and event == "remove":
+        elif plain and event == "look":
+            check_waits(waits, plain, place)
+        elif plain and event.startswith("remove"):
+            place = max(plain, key=plain.__getitem__) if event == "remove the most" else place
             waits.remove(place)
             del plain[place]
         elif plain and event == "raise":
@@ -96,9 +105,7 @@ def test_waits_are_those_of_a_plain_list(num: int, events: list[tuple[str, int]]
             waits.lower_after(place, float(number))
             plain = {each: value - number * (each > place) for each, value in plain.items()}
     for place in plain:
-        most = max((value for each, value in plain.items() if each < place), default=GONE)
-        for limit in {most, most - 1, *plain.values()}:
-            assert waits.are_within(limit, before=place) == (most <= limit)
+        check_waits(waits, plain, place)
 
 
 def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
