@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from overture_client import __version__
 
 # Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
 IMPORT_S = 300.0
-CHECK_FAILED = 2  # exit codes above it: nothing was checked
 GIB = 1 << 30
 IS_CHECKOUT = (PROJECT_ROOT / "Makefile").is_file()
 
@@ -115,11 +113,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     device = config.device if config.device != "auto" else _detected_device()
     machine, versions = look(), _versions()
     model = model_facts(config)
-    with ThreadPoolExecutor(1) as beside:  # both import vLLM, which keeps a core busy
-        is_known = vllm_source is None and model.has_config
-        asked = beside.submit(_ask_for_model, config) if is_known else None
-        features, failure = _check_vllm(vllm_source)
-        answer = asked.result() if asked is not None else {}
+    features, answer, failure = _ask_vllm(vllm_source, config if model.has_config else None)
     left_out: dict[str, str] = answer.get("left_out", {})
     matter = [
         each for each in features if each["at_start"] and each["device"] in (None, device) and each["moved"]
@@ -198,43 +192,43 @@ def _installed(packages: tuple[str, ...]) -> str:
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 
-def _check_vllm(source: Path | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the inventory's features, and why they could not be checked.
+def _ask_vllm(source: Path | None, config: Config | None) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """Ask vLLM, in a separate process, so that an import that crashes ends only that process.
 
-    The check runs in a separate process, so that an import that crashes ends only that process.
+    Args:
+        source: where vLLM lies; None for the installed one.
+        config: whose model the installed one is asked about; None for no model.
+
+    Returns:
+        The inventory's features, what the model cannot have, and why the features could not be checked. Nothing about the model where asking for
+        it failed: the server's start would say better why.
     """
-    command = [sys.executable, "-m", "engine_bridge.driver.vllm_api"]
+    command, settings = [sys.executable, "-m", "engine_bridge.driver.vllm_api"], b""
     if source is not None:
         command += ["--source", str(source)]
+    elif config is not None:
+        from gateway.app import engine_config
+
+        command += ["--model"]
+        settings = msgspec.json.encode(engine_config(config), enc_hook=str)  # paths
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_S, env=_quiet_environment(), check=False
+            command,
+            input=settings,
+            capture_output=True,
+            timeout=IMPORT_S,
+            env=_quiet_environment(),
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return [], f"vLLM could not be imported within {IMPORT_S:.0f} s"
-    if 0 <= done.returncode < CHECK_FAILED:
-        return json.loads(done.stdout.splitlines()[-1]), ""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        return [], {}, f"vLLM could not be imported within {IMPORT_S:.0f} s"
+    said = done.stdout.splitlines()
+    features = next((json.loads(line) for line in said if line.startswith(b"[{")), [])
+    if features:
+        return features, next((json.loads(line) for line in said if line.startswith(b"{")), {}), ""
+    lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
     reason = lines[-1] if lines else f"exit status {done.returncode}"
-    return [], f"vLLM could not be checked: {reason}"
-
-
-def _ask_for_model(config: Config) -> dict[str, Any]:
-    """Ask vLLM what the model can have, in a process of its own that does not read the weights.
-
-    Returns nothing where that failed: the server's start would say better why.
-    """
-    from gateway.app import engine_config
-
-    done = subprocess.run(
-        [sys.executable, "-m", "engine_bridge.driver.engine.model_facts"],
-        input=msgspec.json.encode(engine_config(config), enc_hook=str),  # paths
-        capture_output=True,
-        timeout=IMPORT_S,
-        env=_quiet_environment(),
-        check=False,
-    )
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    return [], {}, f"vLLM could not be checked: {reason}"
 
 
 def _quiet_environment() -> Mapping[str, str]:

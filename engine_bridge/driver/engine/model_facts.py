@@ -1,9 +1,7 @@
-"""What vLLM knows of a model before it loads the weights. `overture doctor` runs this module."""
+"""What vLLM knows of a model before it loads the weights."""
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -76,19 +74,20 @@ def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
         raise CannotHave(reasons)
 
 
-def main() -> None:
-    """Read an engine's settings as JSON, and print what its model cannot have, as JSON: {"left_out"} or {"why", "remedy"}."""
-    given = sys.stdin.buffer.read()
-    config = msgspec.json.decode(given, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
+def prepare(settings: bytes) -> EngineConfig:
+    """Read an engine's settings, which are JSON, and set its environment. Call it before vLLM is imported."""
+    config = msgspec.json.decode(settings, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
     configure_environment(config)
+    return config
+
+
+def told(config: EngineConfig) -> dict[str, Any]:
+    """Return what the model of these settings cannot have, for `overture doctor`: {"left_out"}, or {"why", "remedy"} where vLLM refuses it."""
     try:
         vllm_config = configuration_of(engine_args(config, None))
-        found: dict[str, Any] = {
-            "left_out": left_out_of(vllm_config, config, has_tiers=config.kv_host_gib > 0)
-        }
     except UnusableModel as error:
-        found = {"why": error.why, "remedy": error.remedy}
-    print(json.dumps(found))
+        return {"why": error.why, "remedy": error.remedy}
+    return {"left_out": left_out_of(vllm_config, config, has_tiers=config.kv_host_gib > 0)}
 
 
 def facts_of(vllm_config: Any) -> ModelFacts:
@@ -107,7 +106,3 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         is_recurrent=bool(model.is_hybrid or model.is_attention_free),
         reuses_kv=reuses_kv(vllm_config),
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,7 @@
-"""`python -m engine_bridge.driver.vllm_api`: prints, as JSON for `overture doctor`, which names of vLLM's that we use have moved."""
+"""`python -m engine_bridge.driver.vllm_api`: prints, as JSON for `overture doctor`, which names of vLLM's that we use have moved.
+
+With `--model` a second line says what the model of the settings on stdin cannot have: one process imports vLLM for both.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 from engine_bridge.driver.vllm_api.check import Finding, check
 from engine_bridge.driver.vllm_api.features import FEATURES, Feature
 from engine_bridge.driver.vllm_api.inventory import ALL
+from engine_bridge.process_end import leave, stop_collecting
 
 EXIT_MOVED = 1
 
@@ -22,7 +26,12 @@ def main(arguments: list[str]) -> int:
     """Print a report of each feature; returns EXIT_MOVED if a name has moved, else 0."""
     parser = argparse.ArgumentParser(prog="python -m engine_bridge.driver.vllm_api", description=__doc__)
     parser.add_argument("--source", type=Path, metavar="PLACE", help="import vLLM from this folder or wheel")
+    parser.add_argument("--model", action="store_true", help="read an engine's settings as JSON from stdin")
     options = parser.parse_args(arguments)
+    if options.model:
+        from engine_bridge.driver.engine import model_facts
+
+        config = model_facts.prepare(sys.stdin.buffer.read())
     with tempfile.TemporaryDirectory(prefix="overture-vllm-") as scratch:
         if options.source is not None:
             folder = _folder_of(options.source, Path(scratch))
@@ -30,7 +39,10 @@ def main(arguments: list[str]) -> int:
                 parser.error(f"there is no vllm/__init__.py in {options.source}")
             sys.path.insert(0, str(folder))
         findings = check(ALL)
-    print(json.dumps([_report(feature, findings) for feature in FEATURES]))
+    # At once: what follows may end the process.
+    print(json.dumps([_report(feature, findings) for feature in FEATURES]), flush=True)
+    if options.model:
+        print(json.dumps(model_facts.told(config)))
     return EXIT_MOVED if findings else 0
 
 
@@ -67,4 +79,5 @@ def _names(feature: Feature) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop_collecting()
+    leave(main(sys.argv[1:]))
