@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.node import Node
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
+from gateway.settings import logs
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
@@ -90,6 +92,21 @@ def demo_config(data_dir: Path, **changes: Any) -> Config:
         drain_timeout_s=5,
         **{"kv_host_gib": 0.25, "kv_cache_gib": 0.25} | changes,
     )
+
+
+@contextlib.contextmanager
+def logging_kept() -> Iterator[None]:
+    """Logging may be set up in the block as a command does it; everything is as before afterwards."""
+    root = logging.getLogger()
+    levels = {name: logging.getLogger(name).level for name in (None, *root.manager.loggerDict)}
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in root.handlers if isinstance(handler, logs._Handler)]:
+            root.removeHandler(handler)
+        for name in {*levels, *root.manager.loggerDict}:
+            logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+        logging.captureWarnings(False)
 
 
 @asynccontextmanager

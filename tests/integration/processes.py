@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
@@ -22,14 +21,6 @@ from tests.conftest import ROOT
 MOST_CPU_S = 2.0
 OVERTURE = (sys.executable, "-m", "gateway.cli")
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
-
-
-def overture(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a command that ends by itself says."""
-    command = [*OVERTURE, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=240
-    )
 
 
 @contextlib.asynccontextmanager

@@ -6,21 +6,21 @@ Runs before the shared engine starts (conftest).
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.profiling.machine import measure, profiling_config
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.profile import MachineProfile
+from gateway import cli
 from gateway.app import engine_config
-from tests.integration.conftest import demo_config
-from tests.integration.processes import overture
+from tests.integration.conftest import demo_config, logging_kept
 
 SECONDS = 3.0
 # Small bounds: in so little time a few dozen steps are to cover them.
@@ -33,10 +33,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def printed(data_dir: Path) -> subprocess.CompletedProcess[str]:
-    """What the command says of the demo model."""
+def printed(data_dir: Path) -> Result:
+    """What the command says of the demo model, in this process, which has imported vLLM."""
     limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-    return overture("profile", "--json", "--seconds", str(SECONDS), "--data-dir", str(data_dir), *limits)
+    command = ["profile", "--json", "--seconds", str(SECONDS), "--data-dir", str(data_dir), *limits]
+    with logging_kept():
+        return CliRunner().invoke(cli.cli, command)
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,15 @@ def config(data_dir: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def driver(config: EngineConfig, printed: subprocess.CompletedProcess[str]) -> Iterator[VllmDriver]:
+def driver(config: EngineConfig, printed: Result) -> Iterator[VllmDriver]:
     """The next engine with the same settings, without tiers."""
     driver = VllmDriver(replace(config, kv_host_gib=0.0, kv_disk_gib=0.0, adapters_in_kv=False))
     yield driver
     driver.close()
 
 
-def test_the_command_measures_everything_and_says_so(printed: subprocess.CompletedProcess[str]) -> None:
-    assert printed.returncode == 0, printed.stderr
+def test_the_command_measures_everything_and_says_so(printed: Result) -> None:
+    assert printed.exit_code == 0, printed.stderr
     line: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
     assert not [note for note in line["notes"] if "not measured" in note]
     assert 0 < line["steps"]["error"] < 1 and line["steps"]["num_held_out"] > 0
@@ -77,9 +79,7 @@ def test_the_command_measures_everything_and_says_so(printed: subprocess.Complet
         assert part in printed.stderr
 
 
-def test_nothing_but_the_profile_is_left_behind(
-    data_dir: Path, printed: subprocess.CompletedProcess[str]
-) -> None:
+def test_nothing_but_the_profile_is_left_behind(data_dir: Path, printed: Result) -> None:
     found = sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*"))
     fingerprint = json.loads(printed.stdout.splitlines()[-1])["fingerprint"]
     assert found == ["profiles", f"profiles/{fingerprint}.json"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import logging
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +12,7 @@ import pytest
 
 from gateway.settings import logs
 
-from .conftest import Gateways
+from .conftest import Gateways, logging_kept
 from .facts import CHAT, COMPLETIONS, KEYS, MESSAGES, MODEL, RESPONSES, Http, bearer
 from .test_connections import peer_of
 
@@ -25,16 +24,10 @@ CONTROLS = "\n2026-01-01 00:00:00 ERROR gateway: forged\x1b[31m\r\u2028"
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """What the server's own logging writes at `debug`; everything is as before afterwards."""
-    root, stream = logging.getLogger(), io.StringIO()
-    names = [None, *logging.root.manager.loggerDict]
-    levels = {name: logging.getLogger(name).level for name in names}
-    logs.setup("plain", "debug", stream=stream)
-    yield stream
-    for handler in [handler for handler in root.handlers if isinstance(handler, logs._Handler)]:
-        root.removeHandler(handler)
-    for name in {*levels, *logging.root.manager.loggerDict}:
-        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
-    logging.captureWarnings(False)
+    stream = io.StringIO()
+    with logging_kept():
+        logs.setup("plain", "debug", stream=stream)
+        yield stream
 
 
 def chat(content: Any = "x", role: str = "user", **more: Any) -> dict[str, Any]:
