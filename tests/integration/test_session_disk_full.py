@@ -143,7 +143,10 @@ async def test_a_start_on_a_full_disk_after_a_kill_loses_nothing_and_can_delete(
     await check_sound(disk, stored - gone | {"new"})
 
 
-@pytest.mark.parametrize("disk", [tmpfs], indirect=True, ids=["tmpfs"])  # ext4 has a little left, always
+ON_TMPFS = pytest.mark.parametrize("disk", [tmpfs], indirect=True, ids=["tmpfs"])
+
+
+@ON_TMPFS  # ext4 has a little left, always
 async def test_without_a_reserve_the_start_says_that_the_disk_is_full(disk: Path) -> None:
     """As after an upgrade on a full disk: the message says what to do, and once that is done nothing is lost."""
     path = disk / "sessions.db"
@@ -159,6 +162,7 @@ async def test_without_a_reserve_the_start_says_that_the_disk_is_full(disk: Path
     await store.close()
 
 
+@ON_TMPFS  # what makes room is the same on any disk
 async def test_a_conversation_larger_than_the_reserve_can_be_deleted(disk: Path) -> None:
     """Part by part, with the log folded back in between."""
     (disk / "others").unlink()

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from gateway.app import Server
 from gateway.sessions import SessionStore
-from gateway.sessions.schema import SESSION_BYTES
+from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 @pytest_asyncio.fixture(loop_scope="session")
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """Its engine is not started."""
-    limits = {"max_stored_mib": 1, "api_keys": KEYS, "max_requests_per_s": 10_000}
+    limits = {"max_stored_mib": 1, "api_keys": KEYS}
     async with served(demo_config(tmp_path / "data", **limits)) as server:
         yield server
 
@@ -35,9 +35,13 @@ async def http(server: Server) -> AsyncIterator[Http]:
         yield session
 
 
-async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: Http) -> None:
+async def test_a_key_over_its_quota_hears_what_to_do_and_others_go_on(http: Http, server: Server) -> None:
     """429 with OpenAI's type for it, and no Retry-After: nothing comes of repeating."""
-    for _ in range(MIB // SESSION_BYTES):
+    owner = server.services.gatekeeper.authenticate(KEYS[0], None).owner
+    text = "x" * (MIB - TURN_BYTES - 3 * SESSION_BYTES)
+    store = server.services.store
+    await store.record_turn(owner, "large", "t", text, answer="", makes_session=True, now=1.0)
+    for _ in range(2):
         last = await told(http.post("/api/sessions", json={}), 201)
     async with http.post("/api/sessions", json={}) as response:
         error = (await response.json())["error"]

@@ -60,17 +60,18 @@ async def test_a_child_that_is_started_again_or_has_died_comes_back_as_another_p
 
 async def test_a_process_may_say_nothing_for_longer_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports then may be gigabytes on a slow disk."""
-    node = teller("3")
-    monkeypatch.setattr(process, "SILENT_S", 1.5)
+    node = teller("1.5")
+    monkeypatch.setattr(process, "LOOK_EVERY_S", 0.2)
     async with asyncio.timeout(4 * PATIENCE_S):
-        await node.start()
-        monkeypatch.undo()
+        with monkeypatch.context() as short:
+            short.setattr(process, "SILENT_S", 0.7)
+            await node.start()
         before = node.incarnation
         os.kill(int(await answer_of(node)), signal.SIGSTOP)
-        monkeypatch.setattr(process, "SILENT_S", 1.5)
-        while node.is_up:
-            await asyncio.sleep(0.05)
-        monkeypatch.undo()
+        with monkeypatch.context() as short:
+            short.setattr(process, "SILENT_S", 0.7)
+            while node.is_up:
+                await asyncio.sleep(0.05)
         while node.progress.state != "ready":
             await asyncio.sleep(0.05)
         assert node.incarnation != before
