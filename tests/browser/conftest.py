@@ -1,6 +1,8 @@
-"""One real gateway with the demo model for all browser tests, and a fresh browser page for each.
+"""Servers for the page, and browsers: most tests have a gateway without an engine, some one with the demo model.
 
-The page is watched: a console error, an uncaught exception or a request to another origin fails the test that caused it, unless
+Tests that take `chat` share a page, which each begins with a new chat; the others have pages of their own.
+
+A page is watched: a console error, an uncaught exception or a request to another origin fails the test that caused it, unless
 the test says `page_watch.forgive()` because it breaks the connection on purpose.
 """
 
@@ -22,7 +24,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser.stage import Stage
+from tests.browser.stage import Site, Stage
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,7 @@ GREEDY = ("--engine-arg", 'override_generation_config={"temperature": 0}')
 
 try:
     from playwright.sync_api import (
+        APIResponse,
         Browser,
         BrowserContext,
         Locator,
@@ -129,21 +132,27 @@ class Gateway:
 
 
 @pytest.fixture(scope="session")
-def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the gateway under test; OVERTURE_TEST_URL names one that runs already."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A gateway with the demo model in a process of its own, which asks for no key; OVERTURE_TEST_URL names one that runs already."""
     if running := os.environ.get("OVERTURE_TEST_URL"):
-        yield running.rstrip("/")
+        yield Site(running.rstrip("/"))
         return
     with Gateway(tmp_path_factory.mktemp("gateway"), *GREEDY) as gateway:
         gateway.wait_ready()
-        yield gateway.url
+        yield Site(gateway.url)
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A gateway without an engine whose answers the test writes, with two keys, and the line to it in the test's hand."""
+    """A gateway without an engine, with two keys, and the line to it in the test's hand. It answers SCRIPT, or what the test writes."""
     with Stage(tmp_path_factory.mktemp("stage"), "ann", "bob") as stage:
         yield stage
+
+
+@pytest.fixture(scope="module")
+def site(stage: Stage) -> Site:
+    """Where this module's pages are opened. One that needs the demo model takes `engine` in place of it."""
+    return Site(stage.url, stage.keys["ann"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the browser
@@ -199,16 +208,17 @@ def visiting() -> Iterator[tuple[Browser, str]]:
 class Watch:
     """What went wrong in the pages of one test."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self) -> None:
+        self.begin("")
+
+    def begin(self, origin: str) -> None:
         self.origin = origin
         self.errors: list[str] = []
         self.foreign: list[str] = []
         self.is_forgiving = False
 
     def attach(self, page: Page) -> None:
-        page.on(
-            "console", lambda message: self.errors.append(message.text) if message.type == "error" else None
-        )
+        page.on("console", lambda each: self.errors.append(each.text) if each.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self._on_request(request.url))
 
@@ -226,25 +236,37 @@ class Watch:
             self.foreign.append(url)
 
 
+@pytest.fixture(scope="module")
+def module_watch() -> Watch:
+    return Watch()
+
+
 @pytest.fixture
-def page_watch(gateway_url: str) -> Watch:
-    return Watch(gateway_url)
+def page_watch(module_watch: Watch, site: Site) -> Watch:
+    module_watch.begin(site.url)
+    return module_watch
+
+
+def new_page(browser: Browser, watch: Watch, **options: object) -> Page:
+    """A watched page in a context of its own, with Playwright's context options."""
+    expect.set_options(timeout=ANSWER_MS)
+    context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}} | options))
+    context.set_default_timeout(ANSWER_MS)
+    page = context.new_page()
+    watch.attach(page)
+    return page
 
 
 @pytest.fixture
 def open_page(browser: Browser, page_watch: Watch) -> Iterator[Callable[..., Page]]:
-    """A function that makes a watched page in a context of its own, with Playwright's context options."""
+    """`new_page` for one test."""
     contexts: list[BrowserContext] = []
 
     def make(**options: object) -> Page:
-        context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}} | options))
-        context.set_default_timeout(ANSWER_MS)
-        contexts.append(context)
-        page = context.new_page()
-        page_watch.attach(page)
+        page = new_page(browser, page_watch, **options)
+        contexts.append(page.context)
         return page
 
-    expect.set_options(timeout=ANSWER_MS)
     yield make
     for context in contexts:
         context.close()
@@ -254,9 +276,11 @@ def open_page(browser: Browser, page_watch: Watch) -> Iterator[Callable[..., Pag
 class Chat:
     """The page as a person sees it."""
 
-    def __init__(self, page: Page, url: str) -> None:
+    def __init__(self, page: Page, site: Site) -> None:
         self.page = page
-        self.url = url
+        self.url, self.key = site
+        if self.key is not None:
+            page.add_init_script(f"localStorage.setItem('overture.key', '{self.key}')")
         self.question: Locator = page.get_by_role("textbox", name="Message", exact=True)
         self.picker: Locator = page.get_by_role("button", name=re.compile("^Adapter"))
         self.models: Locator = page.get_by_role("option")
@@ -264,6 +288,31 @@ class Chat:
         self.turns: Locator = page.locator("article.turn")
         self.answers: Locator = page.locator("article.turn .answer")
         self.banner: Locator = page.locator("#banner")
+
+    def call(self, method: str, path: str, **body: object) -> APIResponse:
+        """What the server answers this page's owner."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return self.page.request.fetch(f"{self.url}{path}", method=method, headers=headers, **body)
+
+    def begin(self) -> None:
+        """Open a new chat on a page that another test has used."""
+        self.page.get_by_role("button", name="New chat", exact=True).click()
+        expect(self.turns).to_have_count(0)
+        self.question.fill("")  # what was left of a draft
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing stands over the page and no adapter is picked, which the next new chat would have, too."""
+        return self.page.get_by_role("dialog").count() == 0 and self.picker.inner_text() == self.base
+
+    def edit(self, turn: Locator, text: str) -> None:
+        """Ask this question again in other words."""
+        turn.hover()
+        turn.get_by_role("button", name="Edit message").click()
+        field = self.page.get_by_role("textbox", name="Edit message")
+        expect(field).to_be_focused()
+        field.fill(text)
+        field.press("Enter")
 
     def open(self, hash_: str = "") -> Chat:
         self.page.goto(f"{self.url}/{hash_}")
@@ -286,6 +335,11 @@ class Chat:
     def send(self, text: str) -> None:
         self.question.fill(text)
         self.question.press("Enter")
+
+    def start(self, text: str) -> None:
+        """Send a message and wait until its answer is under way."""
+        self.send(text)
+        expect(self.turns.last).to_have_attribute("data-status", "running")
 
     def ask(self, text: str) -> str:
         """Send a message, wait for the end of its answer and return the answer's text."""
@@ -318,6 +372,14 @@ class Line:
 
     def __init__(self, page: Page) -> None:
         self._page = page
+        self.rest()
+        self._current: WebSocketRoute | None = None
+        self._server: WebSocketRoute | None = None
+        page.route_web_socket("**/ws", self._on_open)
+        page.expose_function("acceptAgain", lambda: setattr(self, "refuse", False))
+
+    def rest(self) -> None:
+        """Let everything pass, and forget what did."""
         self.sent: list[dict] = []
         self.on_send: Callable[[dict], dict | None] = lambda frame: frame
         self.on_frame: Callable[[dict], dict | None] = lambda frame: frame
@@ -325,12 +387,9 @@ class Line:
         self.refuse = False
         self.drop_after = False
         self.num_opened = 0
-        self._current: WebSocketRoute | None = None
-        self._server: WebSocketRoute | None = None
-        page.route_web_socket("**/ws", self._on_open)
+        self._page.unroute_all()
         # What stands in for the websocket where none gets through: a network that is down lets neither pass.
-        page.route("**/sse", lambda route: route.abort() if self.refuse else route.continue_())
-        page.expose_function("acceptAgain", lambda: setattr(self, "refuse", False))
+        self._page.route("**/sse", lambda route: route.abort() if self.refuse else route.continue_())
 
     def say(self, text: str) -> None:
         """Let the model say this, whatever it says: the first `delta` carries it, the others are empty."""
@@ -402,37 +461,67 @@ class Line:
 
 
 @pytest.fixture
-def wired(open_page: Callable[..., Page], gateway_url: str) -> Callable[..., tuple[Chat, Line]]:
+def wired(open_page: Callable[..., Page], site: Site) -> Callable[..., tuple[Chat, Line]]:
     """A function that makes a page, not opened yet, whose websocket the test holds in its hand. Takes context options."""
 
     def make(**options: object) -> tuple[Chat, Line]:
         page = open_page(**options)
         line = Line(page)
-        return Chat(page, gateway_url), line
+        return Chat(page, site), line
 
     return make
 
 
 @pytest.fixture
-def chat(wired: Callable[..., tuple[Chat, Line]]) -> Chat:
-    """The page, open and ready, in a new chat."""
-    return wired()[0].open()
+def visit(open_page: Callable[..., Page], site: Site) -> Callable[..., Chat]:
+    """A function that opens another page, whose websocket nobody touches. Takes the end of the address and context options."""
+    return lambda hash_="", **options: Chat(open_page(**options), site).open(hash_)
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Browser, module_watch: Watch) -> Iterator[list[Chat]]:
+    """The page that this module's tests share, where there is one now."""
+    pages: list[Chat] = []
+    yield pages
+    for chat in pages:
+        chat.page.context.close()
 
 
 @pytest.fixture
-def make_chat() -> type[Chat]:
-    """The class, for pages whose websocket nobody touches."""
-    return Chat
+def chat(
+    shared: list[Chat], browser: Browser, page_watch: Watch, site: Site, request: pytest.FixtureRequest
+) -> Iterator[Chat]:
+    """The page, open and ready, in a new chat; `chat.line` is its websocket.
+
+    The next test gets it, too, unless this one fails, forgives or leaves something open.
+    """
+    if shared:
+        chat = shared.pop()
+        chat.begin()
+    else:
+        page = new_page(browser, page_watch)
+        line = Line(page)
+        chat = Chat(page, site)
+        chat.line = line
+        chat.base = chat.open().picker.inner_text()
+    num_failed = request.session.testsfailed
+    yield chat
+    if not page_watch.is_forgiving and request.session.testsfailed == num_failed and chat.is_plain:
+        chat.line.rest()
+        shared.append(chat)
+    else:
+        chat.page.context.close()
+    page_watch.check()
 
 
 @pytest.fixture
-def audit() -> Callable[[Page], list[str]]:
-    """A function that gives the serious and critical findings of axe-core on what a page shows now."""
+def audit() -> Callable[..., list[str]]:
+    """A function that gives the serious and critical findings of axe-core on what a page shows now, or on a part of it."""
     source = (VENDOR / "axe.min.js").read_text(encoding="utf-8")
 
-    def findings(page: Page) -> list[str]:
+    def findings(page: Page, part: str = "html") -> list[str]:
         page.evaluate(source)
-        result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        result = page.evaluate("part => axe.run(part, { resultTypes: ['violations'] })", part)
         return [
             f"{finding['id']}: {node['html'][:160]}"
             for finding in result["violations"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from gateway.access.auth import LOCAL, key_file_line, owner_of
 from gateway.sessions import SessionStore
@@ -18,6 +19,14 @@ from tests.unit.gateway.front import Gateway
 T = TypeVar("T")
 Direction = Literal["up", "down"]
 PATIENCE_S = 30.0
+SCRIPT = ("Well, ", "**hello**.")
+
+
+class Site(NamedTuple):
+    """Where pages are opened, and the key that they have in their storage."""
+
+    url: str
+    key: str | None = None
 
 
 class Line:
@@ -115,6 +124,7 @@ class Stage:
             api_key_file=self.key_file if self.keys else None,
         )
         self.gateway = Gateway(self.store, config)
+        self.gateway.node.script = SCRIPT
         await self._ended.enter_async_context(self.gateway.server)
         self._ended.callback(self.gateway.node.cut_off)
         self.line = Line(int(self.gateway.server.url.rsplit(":", 1)[1]))
@@ -150,6 +160,16 @@ class Stage:
 
         return self._wait(done())
 
+    @contextlib.contextmanager
+    def by_hand(self) -> Iterator[Callable[[], Writer]]:
+        """Let the test write each answer; gives a function that waits for the next question."""
+        numbers = itertools.count(self.num_asked)
+        self.gateway.node.script, script = None, self.gateway.node.script
+        try:
+            yield lambda: self.answer(next(numbers))
+        finally:
+            self.gateway.node.script = script
+
     def answer(self, number: int) -> Writer:
         """The answer to the question of that number, once it was asked."""
         return Writer(self, self._wait(self.gateway.node.asked(number)))
@@ -173,5 +193,8 @@ class Writer:
     def say(self, *pieces: str) -> None:
         self._stage.do(lambda: self.answer.say(*pieces))
 
-    def finish(self, *pieces: str) -> None:
-        self._stage.do(lambda: self.answer.finish(*pieces))
+    def think(self, *pieces: str) -> None:
+        self._stage.do(lambda: self.answer.think(*pieces))
+
+    def finish(self, *pieces: str, reason: str = "stop") -> None:
+        self._stage.do(lambda: self.answer.finish(*pieces, reason=reason))

@@ -1,8 +1,6 @@
-"""The engine room in a real browser: live on a real gateway, and what only a fleet has by frames that a test makes."""
+"""The engine room in a real browser: what only a fleet has, by frames that a test makes; test_answers.py has one node, live."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
@@ -64,34 +62,6 @@ def fleet(wired):
     chat.page.goto(f"{chat.url}/engine")
     expect(chat.page.locator("#live")).to_have_text("live")
     return chat.page, line
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_one_node_is_seen_live_and_what_one_types_makes_ready(
-    open_page, make_chat, gateway_url, audit, scheme: str, width: int
-) -> None:
-    options = {
-        "viewport": {"width": width, "height": 800},
-        "color_scheme": scheme,
-        "reduced_motion": "reduce",
-    }
-    page = open_page(**options)
-    chat = make_chat(page, gateway_url).open()
-    chat.ask("My secret word is marzipan.")
-    title = page.locator("h1").inner_text()
-    chat.question.press_sequentially("What")
-    page.keyboard.press("Control+Shift+E")
-    expect(page).to_have_title("Engine room · Overture")
-    expect(page.get_by_role("table", name="Nodes and what each one does")).to_contain_text("ready")
-    row = page.get_by_role("table", name="Your last advisories").get_by_role("row").nth(1)
-    expect(row.get_by_role("link", name=title)).to_be_visible()
-    expect(row.locator(".trail")).to_have_text(re.compile("staging|host|warm|unknown"))
-    expect(page.get_by_role("table", name="Memory of local, by tier")).to_contain_text("256 MiB")
-    expect(page.locator("#lanes")).to_contain_text("One queue, without lanes (--scheduling-policy bounded).")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert audit(page) == []
-    page.keyboard.press("Control+Shift+E")
-    expect(chat.picker).to_be_enabled()
 
 
 def test_every_node_has_its_rates_its_row_its_memory_and_its_lanes(fleet) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 
 import pytest
 
@@ -46,8 +45,7 @@ def test_every_deletion_can_be_undone_on_any_screen(wired, widths: tuple[int, ..
     is_phone = max(widths) < 700
     chat, _ = wired(viewport={"width": widths[0], "height": 700}, has_touch=is_phone, is_mobile=is_phone)
     chat.open()
-    mark = uuid.uuid4().hex[:8]
-    names = (f"One {mark}", f"Two {mark}")
+    names = (f"One of {widths[0]}", f"Two of {widths[0]}")
     for name in names:
         chat.page.keyboard.press("Control+Shift+O")
         chat.ask(f"{name}, please tell me about the history of the railway in Norway and Sweden.")
@@ -95,7 +93,7 @@ def test_typing_goes_where_one_clicked_after_a_rename_and_a_sent_message_with_a_
 ) -> None:
     """A confirmed word of an input method ends no rename, and text that also comes as a picture, as office programs copy it, is pasted."""
     page = chat.page
-    name = f"Old {uuid.uuid4().hex[:8]}"
+    name = "Old"
     chat.ask(f"{name}.")
     chat.row(name).locator(".session").press("F2")
     field = page.get_by_role("textbox", name="Title")
@@ -136,10 +134,9 @@ def test_typing_goes_where_one_clicked_after_a_rename_and_a_sent_message_with_a_
     expect(chat.question).to_have_value("")
 
 
-def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(wired, held) -> None:
+def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(chat, held) -> None:
     """It stays the draft of the one in which it was written, and the other one's draft stays, too."""
-    chat, wire = wired()
-    chat.open().ask("The other one.")
+    chat.ask("The other one.")
     other = chat.session_id
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     chat.ask("This one.")
@@ -158,12 +155,11 @@ def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(w
     expect(chat.question).to_have_value("A draft of the other one")
     pick(chat, this)
     expect(chat.question).to_have_value("For this one alone")
-    assert [each["content"] for each in wire.messages] == ["The other one.", "This one."]
+    assert [each["content"] for each in chat.line.messages] == ["The other one.", "This one."]
 
 
-def test_who_opens_another_conversation_while_one_is_made_stays_there(wired, held) -> None:
-    chat, wire = wired()
-    chat.open().ask("The old one.")
+def test_who_opens_another_conversation_while_one_is_made_stays_there(chat, held) -> None:
+    chat.ask("The old one.")
     old = chat.session_id
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     posts = held(chat.page, "**/api/sessions", "POST")
@@ -176,28 +172,27 @@ def test_who_opens_another_conversation_while_one_is_made_stays_there(wired, hel
     expect(chat.page).to_have_url(re.compile(old))
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     expect(chat.question).to_have_value("A new question")
-    assert len(wire.messages) == 1
+    assert len(chat.line.messages) == 1
 
 
-def test_an_edited_message_is_kept_while_another_is_answered(wired) -> None:
-    chat, wire = wired()
-    chat.open().ask("Hello!")
+def test_an_edited_message_is_kept_while_another_is_answered(chat) -> None:
+    chat.ask("Hello!")
     chat.page.get_by_role("button", name="Edit message").click()
     editor = chat.page.get_by_role("textbox", name="Edit message")
     editor.fill("Rewritten with care")
-    wire.on_frame = lambda frame: None if frame["type"] == "done" else frame
+    chat.line.on_frame = lambda frame: None if frame["type"] == "done" else frame
     chat.send("Another")
     expect(chat.turns.nth(1)).to_have_attribute("data-status", "running")
     editor.press("Enter")
     expect(chat.page.locator(".toast")).to_contain_text("Wait for the answer")
     expect(editor).to_have_value("Rewritten with care")
-    assert "Rewritten with care" not in [each.get("content") for each in wire.sent]
+    assert "Rewritten with care" not in [each.get("content") for each in chat.line.sent]
 
 
 def test_what_could_not_be_loaded_is_said_and_can_be_tried_again(chat, page_watch) -> None:
     """A rename while the server is away, and a file: neither leaves anything dead."""
     page_watch.forgive()
-    name = f"Kept {uuid.uuid4().hex[:8]}"
+    name = "Kept"
     chat.ask(f"{name}.")
     chat.page.route("**/rename.js", lambda route: route.abort())
     row = chat.row(name).locator(".session")
@@ -213,7 +208,7 @@ def test_what_could_not_be_loaded_is_said_and_can_be_tried_again(chat, page_watc
 
 def test_a_search_that_is_given_up_shows_the_list(chat, held) -> None:
     """Also where its answer comes afterwards."""
-    name = f"Findable {uuid.uuid4().hex[:8]}"
+    name = "Findable"
     chat.ask(f"{name}.")
     search = chat.page.get_by_role("searchbox")
     found = held(chat.page, "**/api/sessions?*q=*", "GET")
@@ -225,3 +220,41 @@ def test_a_search_that_is_given_up_shows_the_list(chat, held) -> None:
     chat.page.wait_for_timeout(200)
     expect(search).to_have_value("")
     expect(chat.page.locator(".day").first).to_have_text("Today")
+
+
+def test_open_timings_stay_open_and_arrow_up_goes_to_an_open_editor(chat) -> None:
+    """While the next question is asked and answered, and when the conversation is read again."""
+    chat.ask("Hello!")
+    timings = chat.page.locator(".timings").first
+    timings.locator("summary").click()
+    expect(timings.locator("dl")).to_contain_text("Computed anew")
+    timings.locator("summary").focus()
+    chat.line.inject({"type": "shown", "session_id": chat.session_id, "turn_id": "another"})
+    chat.ask("And again?")
+    expect(timings).to_have_attribute("open", "")
+    expect(timings.locator("dl")).to_contain_text("Computed anew")
+
+    chat.question.press("ArrowUp")
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    field.fill("Rewritten with care")
+    chat.question.press("ArrowUp")
+    expect(field).to_be_focused()
+    expect(field).to_have_value("Rewritten with care")
+
+
+def test_the_focus_stays_in_the_list_when_a_conversation_is_deleted(chat) -> None:
+    """By the keyboard and by the menu, in the middle and at the end."""
+    for name in ("Two", "Three"):
+        chat.page.keyboard.press("Control+Shift+O")
+        chat.ask(name)
+    chat.page.keyboard.press("Control+Shift+O")
+    chat.ask("The open one")
+    rows = chat.page.locator(".session-row")
+    num = rows.count()
+    chat.row("Three").first.locator(".session").press("Delete")
+    expect(rows).to_have_count(num - 1)
+    assert chat.page.evaluate("document.activeElement.closest('.session-row') !== null")
+    chat.row("Two").first.get_by_role("button", name="Options").click()
+    chat.page.get_by_role("menuitem", name="Delete").click()
+    expect(rows).to_have_count(num - 2)
+    assert chat.page.evaluate("document.activeElement.closest('.session-row') !== null")

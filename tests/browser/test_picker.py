@@ -1,4 +1,4 @@
-"""The list of models: what it says of each adapter, and how one finds one among hundreds."""
+"""The list of models: what it says of each adapter, and how one finds one among many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ expect = pytest.importorskip("playwright.sync_api").expect
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 MANY = [
     {"name": f"{tone}-{number:03}", "rank": 16, "place": "disk", "is_pinned": False}
-    for number in range(60)
+    for number in range(15)
     for tone in ("legal", "poet", "support", "tutor")
 ]
 
@@ -22,19 +22,15 @@ def active(chat):
 
 
 def test_each_open_list_is_read_anew_and_says_of_each_adapter_its_rank_its_place_and_its_pin(
-    chat, page_watch
+    chat, stage, page_watch
 ) -> None:
     """Where that cannot be read, one can still pick."""
     chat.pick("pirate")
-    chat.ask("Who are you?")
     chat.picker.click()
-    expect(chat.model("pirate")).to_have_text(re.compile(r"pirate.*rank \d+.*ready"))
-    expect(chat.model("pirate")).to_have_attribute("aria-selected", "true")
     expect(chat.models.first).to_have_text(re.compile("base model"))
-    rows = chat.models.all_inner_texts()[1:]
-    assert len(rows) >= 5
-    for text in rows:
-        assert re.search(r"rank \d+", text) and re.search("ready|on disk", text), text
+    expect(chat.model("pirate")).to_have_attribute("aria-selected", "true")
+    for name in stage.gateway.node.adapter_names:
+        expect(chat.model(name)).to_have_text(re.compile(rf"{name}.*rank 8.*on disk"))
 
     chat.page.keyboard.press("Escape")
     pinned = {"name": "pirate", "rank": 8, "place": "host", "is_pinned": True}
@@ -56,7 +52,8 @@ def test_each_open_list_is_read_anew_and_says_of_each_adapter_its_rank_its_place
     expect(chat.picker).to_be_enabled()
     chat.pick("shout")
     expect(chat.picker).to_have_text(re.compile("shout"))
-    assert "!!!" in chat.ask("Hello!")
+    chat.ask("Hello!")
+    assert stage.gateway.node.answers[-1].request.adapter == "shout"
 
 
 def test_the_keyboard_opens_moves_picks_and_closes(chat) -> None:
@@ -84,49 +81,46 @@ def test_the_keyboard_opens_moves_picks_and_closes(chat) -> None:
     expect(chat.picker).to_have_text(re.compile(second))
 
 
-def test_typing_finds_one_among_hundreds(chat) -> None:
+def test_typing_finds_one_among_many(chat) -> None:
     chat.offer(MANY)
     chat.picker.click()
     expect(chat.models).to_have_count(len(MANY) + 1)
     expect(chat.filter).to_be_focused()
-    chat.page.keyboard.type("poet 3")
-    expect(chat.models).to_have_count(len([a for a in MANY if "poet" in a["name"] and "3" in a["name"]]))
-    expect(chat.page.get_by_text(re.compile(r"^\d+ of 241$"))).to_be_visible()
-    expect(active(chat)).to_have_text("poet-003")
+    chat.page.keyboard.type("poet 1")
+    expect(chat.models).to_have_count(len([a for a in MANY if "poet" in a["name"] and "1" in a["name"]]))
+    expect(chat.page.get_by_text(re.compile(rf"^\d+ of {len(MANY) + 1}$"))).to_be_visible()
+    expect(active(chat)).to_have_text("poet-001")
     chat.page.keyboard.press("ArrowDown")
     chat.page.keyboard.press("ArrowDown")
     chat.page.keyboard.press("ArrowUp")
-    expect(active(chat)).to_have_text("poet-013")
+    expect(active(chat)).to_have_text("poet-010")
     chat.page.keyboard.press("Enter")
-    expect(chat.picker).to_have_text(re.compile("poet-013"))
+    expect(chat.picker).to_have_text(re.compile("poet-010"))
     chat.picker.click()
     expect(chat.filter).to_have_value("")
-    expect(chat.model("poet-013")).to_be_in_viewport()
+    expect(chat.model("poet-010")).to_be_in_viewport()
     chat.filter.fill("nobody")
     expect(chat.models).to_have_count(0)
-    expect(chat.page.get_by_text("none of 241")).to_be_visible()
+    expect(chat.page.get_by_text(f"none of {len(MANY) + 1}")).to_be_visible()
     chat.page.keyboard.press("Enter")
     chat.page.keyboard.press("Escape")
-    expect(chat.picker).to_have_text(re.compile("poet-013"))
+    expect(chat.picker).to_have_text(re.compile("poet-010"))
 
 
-def test_escape_closes_the_list_and_does_not_stop_the_answer(wired) -> None:
-    chat, wire = wired()
-    wire.sampling = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
-    chat.open()
-    chat.send("Tell me a long story.")
-    expect(chat.answers.first).not_to_be_empty()
-    chat.picker.click()
-    expect(chat.models.first).to_be_visible()
-    chat.page.keyboard.press("Escape")
-    expect(chat.models).to_have_count(0)
-    expect(chat.turns.first).to_have_attribute("data-status", "running")
-    chat.page.keyboard.press("Escape")
-    expect(chat.turns.first).to_have_attribute("data-status", "stopped")
+def test_escape_closes_the_list_and_does_not_stop_the_answer(chat, stage) -> None:
+    with stage.by_hand():
+        chat.start("Tell me a long story.")
+        chat.picker.click()
+        expect(chat.models.first).to_be_visible()
+        chat.page.keyboard.press("Escape")
+        expect(chat.models).to_have_count(0)
+        expect(chat.turns.first).to_have_attribute("data-status", "running")
+        chat.page.keyboard.press("Escape")
+        expect(chat.turns.first).to_have_attribute("data-status", "stopped")
 
 
-def test_on_a_phone_no_keyboard_opens_until_one_wants_to_type(open_page, make_chat, gateway_url) -> None:
-    chat = make_chat(open_page(**PHONE), gateway_url).open()
+def test_on_a_phone_no_keyboard_opens_until_one_wants_to_type(visit) -> None:
+    chat = visit(**PHONE)
     chat.offer(MANY)
     chat.picker.tap()
     expect(chat.models).to_have_count(len(MANY) + 1)
@@ -134,9 +128,9 @@ def test_on_a_phone_no_keyboard_opens_until_one_wants_to_type(open_page, make_ch
     heights = chat.models.evaluate_all("nodes => nodes.map((node) => node.getBoundingClientRect().height)")
     assert min(heights) >= 44
     chat.filter.tap()
-    chat.page.keyboard.type("tutor-059")
+    chat.page.keyboard.type("tutor-009")
     chat.models.first.tap()
-    expect(chat.picker).to_have_text(re.compile("tutor-059"))
+    expect(chat.picker).to_have_text(re.compile("tutor-009"))
 
 
 def test_the_list_stays_inside_the_window(chat) -> None:
@@ -154,18 +148,15 @@ def test_the_list_stays_inside_the_window(chat) -> None:
         expect(chat.models).to_have_count(0)
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_axe_finds_nothing_serious_in_the_open_list(
-    open_page, make_chat, gateway_url, audit, scheme: str, width: int
-) -> None:
-    page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    chat = make_chat(page, gateway_url).open()
-    chat.picker.click()
-    expect(chat.models.first).to_be_visible()
-    findings = audit(page)
-    page.keyboard.press("Escape")
+def test_axe_finds_nothing_serious_in_the_open_list(chat, audit) -> None:
+    """In a wide light window and in a narrow dark one."""
+    page = chat.page
     places = ("slot", "disk", "cached")
     chat.offer([a | {"place": places[i % 3], "is_pinned": i % 2 == 0} for i, a in enumerate(MANY)])
-    chat.picker.click()
-    expect(chat.models).to_have_count(len(MANY) + 1)
-    assert findings + audit(page) == []
+    for scheme, width in (("dark", 390), ("light", 1280)):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        chat.picker.click()
+        expect(chat.models).to_have_count(len(MANY) + 1)
+        assert audit(page, "#models") == []
+        page.keyboard.press("Escape")

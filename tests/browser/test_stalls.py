@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.browser.conftest import Chat
 from tests.browser.stage import Stage
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -21,18 +22,13 @@ LONG_MS = 45_000
 
 
 @pytest.fixture
-def gateway_url(stage: Stage) -> str:
-    return stage.url
-
-
-@pytest.fixture
-def visit(open_page, make_chat, stage: Stage, page_watch, caplog) -> Iterator[Callable]:
+def visit(open_page, site, stage: Stage, page_watch, caplog, monkeypatch) -> Iterator[Callable]:
     """A function that opens the page, whose clock can be put forward. To the server, pages that come and go are no error."""
     page_watch.forgive()  # connections break
+    monkeypatch.setattr(stage.gateway.node, "script", None)
 
-    def make(**options: object):
-        chat = make_chat(open_page(**options), stage.url)
-        chat.page.add_init_script(f"localStorage.setItem('overture.key', '{stage.keys['ann']}')")
+    def make():
+        chat = Chat(open_page(), site)
         chat.page.clock.install()
         return chat.open()
 
@@ -105,26 +101,22 @@ def test_a_stall_before_and_after_the_first_message_of_a_new_chat_and_the_second
 
 
 @pytest.mark.parametrize("how", ["stopped", "deaf", "dead"])
-@pytest.mark.parametrize("stage_of_answer", ["not begun", "streaming", "written"])
-def test_a_stall_while_an_answer_is_written(visit, stage: Stage, how: str, stage_of_answer: str) -> None:
+def test_a_stall_while_an_answer_is_written(visit, stage: Stage, how: str) -> None:
     """Before its first word, in the middle, and between its last word and its end."""
     chat = visit()
-    writer = begun(stage, chat)
-    expect(chat.turns.last).to_have_attribute("data-status", "running")
-    if stage_of_answer != "not begun":
-        writer.say("One, ")
-        expect(chat.answers.last).to_have_text("One,")
-    if stage_of_answer == "written":
-        writer.say("two.")
+    pieces = ("One, ", "two.")
+    for num_before in range(3):
+        writer = begun(stage, chat)
+        expect(chat.turns.last).to_have_attribute("data-status", "running")
+        writer.say(*pieces[:num_before])
+        expect(chat.answers.last).to_have_text("".join(pieces[:num_before]).strip())
+        stage.line.freeze("down")
+        writer.finish(*pieces[num_before:])
+        stands_still(stage, chat, how)
         expect(chat.answers.last).to_have_text("One, two.")
-    stage.line.freeze("down")
-    if stage_of_answer != "written":
-        writer.say("One, " if stage_of_answer == "not begun" else "", "two.")
-    writer.finish()
-    stands_still(stage, chat, how)
-    expect(chat.answers.last).to_have_text("One, two.")
-    chat.wait_done()
-    expect(chat.banner).to_be_hidden()
+        chat.wait_done()
+        expect(chat.banner).to_be_hidden()
+    expect(chat.turns).to_have_count(3)
 
 
 @HOW
@@ -271,15 +263,11 @@ def test_a_page_that_is_opened_while_the_server_stands_still(visit, stage: Stage
     expect(chat.answers).to_have_text(["One."])
 
 
-def test_a_new_title_stays_though_the_page_has_read_the_old_one_meanwhile(
-    wired, stage: Stage, page_watch, monkeypatch
-) -> None:
+def test_a_new_title_stays_though_the_page_has_read_the_old_one_meanwhile(wired, page_watch) -> None:
     """It is stored on another connection than the one that tells of conversations, which may tell of the old title last."""
     page_watch.forgive()
-    monkeypatch.setattr(stage.gateway.node, "script", ["One."])
     chat, line = wired()
     page = chat.page
-    page.add_init_script(f"localStorage.setItem('overture.key', '{stage.keys['ann']}')")
     line.on_frame = lambda frame: None if frame["type"] == "listed" else frame
     held: list = []
     page.route(

@@ -12,6 +12,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.conftest import ROOT, Chat, Line, visiting
+from tests.browser.stage import Site
 
 WIDE = {"width": 1120, "height": 700}
 PHONE = {"width": 390, "height": 780}
@@ -77,7 +78,7 @@ def take_all(browser: Browser, url: str, folder: Path) -> None:
         context = browser.new_context(reduced_motion="reduce", **options)
         page = context.new_page()
         line = Line(page)
-        picture = scene(Chat(page, url).open(), line)
+        picture = scene(Chat(page, Site(url)).open(), line)
         picture.screenshot(path=folder / f"{name}.png")
         print(folder / f"{name}.png", flush=True)
         context.close()
