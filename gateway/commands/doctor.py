@@ -223,7 +223,7 @@ def _ask_vllm(source: Path | None, config: Config | None) -> tuple[list[dict[str
     except subprocess.TimeoutExpired:
         return [], {}, f"vLLM could not be imported within {IMPORT_S:.0f} s"
     said = done.stdout.splitlines()
-    features = next((json.loads(line) for line in said if line.startswith(b"[{")), [])
+    features: list[dict[str, Any]] = next((json.loads(line) for line in said if line.startswith(b"[{")), [])
     if features:
         return features, next((json.loads(line) for line in said if line.startswith(b"{")), {}), ""
     lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]

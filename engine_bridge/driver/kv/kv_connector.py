@@ -201,7 +201,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Copy a layer of all finished blocks to host memory, after its attention has run."""
-        self._step.save(self._layers.group_of[layer_name], self._layers.region_of[layer_name])
+        group = self._layers.group_of.get(layer_name)
+        if group is not None:
+            self._step.save(group, self._layers.region_of[layer_name])
 
     def wait_for_save(self) -> None:
         """End the worker's side of a step. Copies may still run afterwards."""

@@ -70,7 +70,7 @@ class Layers:
 
     Attributes:
         regions: a tensor for each stretch of memory, in the order of the layers.
-        group_of, region_of: by a layer's name, the numbers of its group and of its memory.
+        group_of, region_of: by a layer's name, the numbers of its group and of its memory. A layer that only reads another's KV may have no group.
         places_of: by group, the pairs of its number and each of its regions.
         plan: which layers keep their KV where, and in what form.
     """
@@ -83,11 +83,11 @@ class Layers:
         self.region_of = {name: numbers[tensor.data_ptr()] for name, tensor in kv_caches.items()}
         self.group_of = {name: group for group, names in enumerate(group_names) for name in names}
         self.places_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        for name, region in self.region_of.items():
-            self.places_of[self.group_of[name]].add((self.group_of[name], region))
-
+        for name, group in self.group_of.items():
+            if name in self.region_of:
+                self.places_of[group].add((group, self.region_of[name]))
         self.plan = [
-            (name, self.group_of[name], self.region_of[name], str(tensor.shape[1:]), tensor.stride()[1:])
+            (name, self.group_of.get(name), self.region_of[name], str(tensor.shape[1:]), tensor.stride()[1:])
             for name, tensor in kv_caches.items()
         ]
 

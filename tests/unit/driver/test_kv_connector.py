@@ -134,6 +134,32 @@ def test_what_each_kind_of_attention_looks_at_is_known_and_of_others_it_is_said_
             layout_of_groups(unknown)
 
 
+def test_layers_of_several_groups_share_memory_and_one_that_only_reads_has_no_group() -> None:
+    first, second = torch.zeros(2, 8, 64, dtype=torch.uint8)
+    caches = {"full 0": first, "full 1": second, "window 0": first, "window 1": second, "reader": second}
+    layers = Layers(caches, [["window 0", "window 1"], ["full 0", "full 1"]])
+    assert [region.data_ptr() for region in layers.regions] == [first.data_ptr(), second.data_ptr()]
+    assert layers.region_of == {"full 0": 0, "full 1": 1, "window 0": 0, "window 1": 1, "reader": 1}
+    assert layers.places_of == {0: {(0, 0), (0, 1)}, 1: {(1, 0), (1, 1)}} and "reader" not in layers.group_of
+
+
+def test_of_a_group_a_layer_is_saved_once_that_layer_has_run(stepped: Stepped) -> None:
+    """The layer of another group in the same memory runs before, and the KV is not there yet."""
+    stepped.layers.places_of = {0: {(0, 0), (0, 1)}, 1: {(1, 0), (1, 1)}}
+    stepped.begin()
+    stepped.moves.saves[0].groups[:] = [0, 1]
+    stepped.step.begin(stepped.moves)
+    for group, layer in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        stepped.step.load(layer)
+        stepped.device[layer][3 + group].fill_(10 * layer + group + 1)
+        stepped.step.save(group, layer)
+    stepped.step.end()
+    assert stepped.num_saved == 2
+    slots = [stepped.store._host.blocks[key].slots for key in SAVED]
+    found = [[int(stepped.store.pool.slot(slot)[0]) for slot in of_block] for of_block in slots]
+    assert found == [[1, 11], [2, 12]]
+
+
 def test_what_a_step_that_never_ends_holds_goes_with_its_engine(stepped: Stepped) -> None:
     stage = stepped.begin()
     stepped.run(ends=False)
