@@ -46,6 +46,7 @@ class Traces:
         self.tracer: Tracer = (
             NoOpTracer() if self._provider is None else self._provider.get_tracer(SERVICE_NAME)
         )
+        self._num_open, self._has_ended = 0, threading.Condition()
 
     @property
     def is_on(self) -> bool:
@@ -68,6 +69,8 @@ class Traces:
         span = self.tracer.start_span(
             name, parent_of(traceparent), SpanKind.SERVER, attributes, start_time=start_ns
         )
+        with self._has_ended:
+            self._num_open += 1
         try:
             yield span
         except BaseException as error:
@@ -75,10 +78,18 @@ class Traces:
             raise
         finally:
             span.end()
+            with self._has_ended:
+                self._num_open -= 1
+                self._has_ended.notify_all()
 
     def close(self) -> None:
-        """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread."""
+        """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread.
+
+        Before that it waits as long at most for requests that are just ending: a web server waits for none whose client has gone.
+        """
         if self._provider is not None:
+            with self._has_ended:
+                self._has_ended.wait_for(lambda: not self._num_open, SEND_WITHIN_S)
             # OpenTelemetry itself would wait half a minute for a collector that does not answer.
             sending = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
             sending.start()

@@ -5,9 +5,10 @@ Runs before the shared engine starts (conftest), on an engine of its own.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from engine_bridge.local_node import LocalNode
+from engine_bridge.tracing import Traces
 from gateway.app import node_config
 
 from .conftest import connected, demo_config, engine_is_empty, served, settle
@@ -100,7 +102,11 @@ async def test_calls_and_turns_are_one_trace_from_the_clients_span_to_the_last_t
                 reply.close()
             await engine_is_empty(node)
         # A server that goes down does not wait long for its collector; on a busy machine the last spans come a little later.
-        await settle(lambda: all(f"POST {CHAT}" in collector.of(trace) for trace in (*traceparents, left)))
+        waited_for = {*traceparents, left}
+        with suppress(TimeoutError):
+            await settle(lambda: all(f"POST {CHAT}" in collector.of(trace) for trace in waited_for), 60)
+        found = sorted((span.trace_id.hex()[:4], span.name) for span in collector.spans)
+        assert not [trace for trace in waited_for if f"POST {CHAT}" not in collector.of(trace)], found
         await settle(lambda: "chat turn" in collector.of(TRACE))
     for trace, traceparent in traceparents.items():
         spans = collector.of(trace)
@@ -119,3 +125,24 @@ async def test_calls_and_turns_are_one_trace_from_the_clients_span_to_the_last_t
     assert spans[f"POST {CHAT}"].status.code == Status.STATUS_CODE_ERROR
     [reason] = [each for each in spans["decode"].attributes if each.key == "gen_ai.response.finish_reasons"]
     assert reason.value.array_value.values[0].string_value == "abort"
+
+
+async def test_a_call_that_ends_while_the_server_closes_is_sent() -> None:
+    entered, may_end = threading.Event(), threading.Event()
+    with collecting() as (collector, endpoint):
+        traces = Traces(endpoint)
+
+        def serve() -> None:
+            with traces.request("late", "", {}):
+                entered.set()
+                may_end.wait()
+
+        serving, closing = threading.Thread(target=serve), threading.Thread(target=traces.close)
+        serving.start()
+        entered.wait()
+        closing.start()
+        await asyncio.to_thread(closing.join, 0.1)
+        may_end.set()
+        await settle(lambda: [span for span in collector.spans if span.name == "late"], 60)
+        for thread in (serving, closing):
+            await asyncio.to_thread(thread.join)
