@@ -50,6 +50,8 @@ MODULES = {"langgraph": "langgraph", "openai_agents": "agents", "crewai": "crewa
 
 
 def test_an_example_without_its_framework_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An example may switch off what its framework sends elsewhere, for its whole process.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "argv", ["x", "--model", "m"])
     monkeypatch.syspath_prepend(EXAMPLES)
     for name, module in MODULES.items():
