@@ -21,7 +21,8 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 SERVICE_NAME = "overture"
-# Chosen: a server that goes down waits so long, once for itself and once for its node, for a collector that does not answer.
+# Chosen: a server that goes down waits so long for a collector that does not answer, and before that for requests that are just ending. Its node does
+# the same.
 SEND_WITHIN_S = 2
 NUM_WAITS = 40
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -85,7 +86,7 @@ class Traces:
     def close(self) -> None:
         """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread.
 
-        Before that it waits as long at most for requests that are just ending: a web server waits for none whose client has gone.
+        Before that, requests that are just ending are waited for, as long at most: a web server ends without requests whose clients have gone.
         """
         if self._provider is not None:
             with self._has_ended:

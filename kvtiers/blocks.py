@@ -161,9 +161,9 @@ class Stage:
         return [block.slots for block in self.blocks]
 
     @property
-    def first_bad(self) -> BlockKey | None:
-        """The first block that will not come; None if all will. Those behind it may not have been looked for: a peer lends leading blocks only."""
-        return next((block.key for block in self.blocks if block.is_bad), None)
+    def first_bad(self) -> set[BlockKey]:
+        """The first block that will not come, if there is one. Later ones may not have been looked for: a peer lends leading blocks only."""
+        return set([block.key for block in self.blocks if block.is_bad][:1])
 
 
 @dataclass(frozen=True, slots=True)

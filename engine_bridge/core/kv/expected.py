@@ -65,7 +65,7 @@ class ExpectedSession:
         self.first = 0
         self.entries: Sequence[Entry] = ()
         self.num_tokens = self.num_content_tokens = 0
-        self.lacking: set[BlockKey | None] = set()
+        self.lacking: set[BlockKey] = set()
         self.limit, self.is_known = 0, False
         self.num_on_device = 0
         self.is_ahead = False

@@ -122,7 +122,7 @@ class _Known:
     goes_whole: bool = False
     turn_bytes: int = 0
     common_tokens: int = 0
-    lacking: set[BlockKey | None] = field(default_factory=set)
+    lacking: set[BlockKey] = field(default_factory=set)
     num_replans: int = 0
 
     def take_restore(self) -> Restore | None:
@@ -216,12 +216,12 @@ class Restores:
         return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
 
     def _replan(self, known: _Known, restore: Restore, first: int, num_tokens: int) -> int | None:
-        """Wait for a shorter prefix in place of one of which blocks did not come, if there is one."""
-        known.lacking.add(restore.stages[0].first_bad)
+        """Stage a shorter prefix, because a block of this one did not come. Return None to wait for it, 0 where there is none."""
+        known.lacking |= restore.stages[0].first_bad
         known.num_replans += 1
         known.take_restore()
         self._stage(known, first, num_tokens, self._store, set())
-        restore.release(self._store)  # not earlier, or what has come would be read again
+        restore.release(self._store)  # not earlier: blocks that have come are wanted again
         return None if known.restore is not None or known.waits_for else 0
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
@@ -286,10 +286,11 @@ class Restores:
     ) -> tuple[Whole, list[BlockKey], int]:
         """Return what the longest prefix that is held needs beyond the device's `first` blocks, the keys of that, and `common_tokens`.
 
-        peer: the address of a node that is taken to hold what it has not been found to lack; "" for none.
+        peer: the address of a node that is assumed to hold each block until it has failed to send it; "" for no node.
         """
 
         def held(entries: Sequence[Entry]) -> Sequence[bool]:
+            """Return of each entry whether it is to be had."""
             keys = [block_key(entry) for entry in entries]
             are_here = store.are_held(keys)
             return [

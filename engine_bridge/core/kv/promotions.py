@@ -337,7 +337,7 @@ class Promotions:
         if progress.num_blocks < len(guess.stage.blocks):
             guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next block is damaged
             if not self._layout.is_divisible:
-                guess.lacking.add(guess.stage.first_bad)
+                guess.lacking |= guess.stage.first_bad
                 self._release(guess)
                 self._plan(guess)
                 self._has_news = True
@@ -390,7 +390,7 @@ class Promotions:
         keys = [block_key(entry) for entry in guess.entries[first:]]
         num_held = len(keys) if peer else self._store.num_held(keys)
         if num_held < len(keys) and not self._layout.is_divisible:
-            self._plan(guess)  # some of it has gone, so that none of it is of use
+            self._plan(guess)  # blocks have gone, without which the others are of no use
             self._has_news = True
             return False
         guess.limit, guess.is_known = first + num_held, True
@@ -429,6 +429,7 @@ class Promotions:
         is_asked = self._peer_of(guess) != ""
 
         def are_held(entries: Sequence[Entry]) -> list[bool]:
+            """Return of each entry whether it is to be had."""
             on_device, keys = self._device.holds(entries), [block_key(entry) for entry in entries]
             in_tiers = self._store.are_held(keys)
             return [

@@ -86,7 +86,7 @@ def peer_to_ask(
     Args:
         address: where KV may be; "" for no peer.
         store: knows the size of a block and the speed of each peer.
-        block_size_tokens: tokens that one of the store's blocks stands for in a long prefix.
+        block_size_tokens: the tokens of a long prefix for each of the store's blocks.
         prefill_s_per_token: None where that was not measured.
     """
     rate = store.peer_bytes_per_s(address) if address else None

@@ -30,7 +30,7 @@ def layout_of(kv_cache_config: Any, vllm_config: Any) -> KvLayout:
 
 
 def known_layout_of(kv_cache_config: Any, vllm_config: Any) -> KvLayout:
-    """Return the layout of an engine, or where it has layers that this does not know one that takes them for full attention: enough for figures."""
+    """Return the layout of an engine. Layers of an unknown kind are taken for full attention, which is enough for figures."""
     try:
         return layout_of(kv_cache_config, vllm_config)
     except CannotHave:

@@ -253,7 +253,7 @@ def distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def own_memory(kv_caches: Sequence[Any]) -> bool:
-    """Return whether each of these is one tensor of KV blocks in memory of its own."""
+    """Return whether these are tensors of KV blocks, no two of which share memory."""
     if not all(isinstance(each, torch.Tensor) for each in kv_caches):
         return False
     try:

@@ -41,7 +41,7 @@ class CraftedRequests:
         self.block_size = self._layout.unit_tokens
         self.num_seqs: int = config.scheduler_config.max_num_seqs
         self.num_batched_tokens: int = config.scheduler_config.max_num_batched_tokens
-        self.num_kv_tokens = driver.capacity_tokens
+        self.num_kv_tokens = self._layout.sure_tokens(self._pool.num_gpu_blocks - 1)
         self.max_model_len: int = config.model_config.max_model_len
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._chance = random.Random(0)

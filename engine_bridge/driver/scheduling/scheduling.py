@@ -120,7 +120,7 @@ class Scheduling:
         make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
         num_tokens: the most tokens that requests may hold together.
         num_blocks: the device's blocks.
-        layout: what a request of so many tokens holds of them.
+        layout: says how many of them a request of a given length holds.
         is_ready: returns whether a waiting request may start as far as its adapter and its grammar are concerned.
         num_cached_tokens: returns how many leading tokens of a waiting request need not be computed.
         block_pool: vLLM's, where requests that begin alike share blocks; None: each request is charged all that it holds.

@@ -102,6 +102,11 @@ class KvLayout(Struct, frozen=True):
             return num_blocks * self.unit_tokens
         return num_blocks * longest_tokens // max(self.num_blocks(longest_tokens), 1)
 
+    def sure_tokens(self, num_blocks: int) -> int:
+        """Return the tokens for which `num_blocks` are enough however many requests share them: short ones profit from no window."""
+        unit = self.unit_tokens
+        return num_blocks // sum(unit // group.block_tokens for group in self.groups) * unit
+
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a request of this many tokens holds."""
         return sum(
@@ -115,7 +120,7 @@ class KvLayout(Struct, frozen=True):
         return [bytes(hashes[(index + 1) * steps[group] - 1]) + tails[group] for group, index in blocks]
 
     def leading_entries(self, hashes: Sequence[bytes]) -> list[Entry]:
-        """Return the entries of the first group's blocks, from the first one on; each hash stands for one of them."""
+        """Return the entries of the first group's blocks from the beginning on. Each hash is that of one block."""
         tail = bytes(GROUP_BYTES)
         return [bytes(block_hash) + tail for block_hash in hashes]
 
@@ -169,6 +174,7 @@ class KvLayout(Struct, frozen=True):
         runs: list[tuple[LayerGroup, int, list[int]]] = []
 
         def shorten(num_tokens: int) -> int:
+            """Return the longest prefix up to this one for which all `runs` have what it needs."""
             while num_tokens > start_tokens and not all(_is_whole(*each, num_tokens) for each in runs):
                 num_tokens -= self.unit_tokens
             return num_tokens
@@ -185,8 +191,8 @@ class KvLayout(Struct, frozen=True):
     def to_keep(self, start_tokens: int, end_tokens: int, ends: Sequence[int]) -> list[BlockAt]:
         """Return which blocks of the tokens from `start_tokens` to `end_tokens` are worth keeping.
 
-        These are all blocks of full attention, and those that a prefix needs which ends at one of `ends`: what no later request is likely to look at
-        would take room from what one does.
+        Those are all blocks of full attention, and the blocks that a prefix of one of the lengths in `ends` needs. Later requests seldom look at
+        the other ones.
         """
         return [
             BlockAt(number, index)

@@ -1,5 +1,6 @@
 """What a prefix needs of each kind of attention, against a reading of it token by token."""
 
+import itertools
 import math
 
 from hypothesis import given
@@ -92,10 +93,20 @@ def test_what_is_kept_serves_a_prefix_that_ends_with_the_step(layout: KvLayout, 
         assert group.kind == "all" or at.block >= group.first_needed(end)
 
 
+@given(layouts, st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_blocks_that_are_surely_enough_are(layout: KvLayout, lengths: list[int]) -> None:
+    tokens = [length * layout.unit_tokens for length in lengths]
+    num_blocks = next(number for number in itertools.count() if layout.sure_tokens(number) >= sum(tokens))
+    assert num_blocks >= sum(map(layout.num_blocks, tokens))
+
+
 def test_one_group_of_full_attention_is_the_simple_case() -> None:
     layout = one_group(32)
     assert layout.is_divisible and layout.needed(64, 128) == [BlockAt(0, 2), BlockAt(0, 3)]
-    assert layout.capacity_tokens(10, 1 << 20) == 320 and layout.blocks_per_token == 1 / 32
+    assert (
+        layout.capacity_tokens(10, 1 << 20) == layout.sure_tokens(10) == 320
+        and layout.blocks_per_token == 1 / 32
+    )
     assert layout.leading_entries([b"a", b"b"]) == layout.entries(
         [b"a", b"b"], [BlockAt(0, 0), BlockAt(0, 1)]
     )
