@@ -120,7 +120,7 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
 
     `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits` and
     `decisions`. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes, length_errors: None where there are none.
-    num_answer_tokens: generated since the engine's start. block_size: tokens of a KV block.
+    num_answer_tokens: generated since the engine's start. block_size: tokens that a KV block stands for where prompts are long.
     """
 
     policy: str
