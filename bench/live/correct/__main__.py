@@ -66,9 +66,13 @@ def notices_a_wrong_block() -> bool:
     return oracle.num_wrong(mixed, answer) == 0 and oracle.num_wrong(prompt, answer) > 0
 
 
-async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any]]:
-    """Play all, two at a time: a start keeps one core busy. Return the cases, and what each play returned that ended without an error."""
-    progress, cases, ended = Progress(), [], {}
+async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any], dict[str, str]]:
+    """Play all, two at a time: a start keeps one core busy.
+
+    Returns:
+        The cases; what each play returned that ended without an error; and of each that cannot be played on this processor, what vLLM lacks.
+    """
+    progress, cases, ended, impossible = Progress(), [], {}, {}
     waiting = iter(chosen.items())
 
     def note(case: Checked) -> None:
@@ -86,11 +90,14 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any]]:
             with tempfile.TemporaryDirectory(prefix="correct-") as scratch:
                 try:
                     ended[name] = await play(Path(scratch), note)
+                except plays.NotComputable as error:
+                    print(f"  {name}: not on this processor, for which vLLM has no {error}", flush=True)
+                    impossible[name] = str(error)
                 except Exception:
                     traceback.print_exc()
 
     await asyncio.gather(play_on(), play_on())
-    return cases, ended
+    return cases, ended, impossible
 
 
 def main() -> None:
@@ -109,18 +116,20 @@ def main() -> None:
     # Measured beside busy servers: a second thread makes the oracle's small sums take ten times as much processor time, as each waits for the other.
     torch.set_num_threads(1)
     is_sensitive = notices_a_wrong_block()
-    cases, ended = asyncio.run(run(chosen))
+    cases, ended, impossible = asyncio.run(run(chosen))
     if args.table:
         played = [family for family in FAMILIES if f"family {family.name}" in chosen]
         left_out = {name.removeprefix("family "): found for name, found in ended.items()}
-        table.write(args.table, played, cases, left_out)
+        found = {name.removeprefix("family "): why for name, why in impossible.items()}
+        table.write(args.table, played, cases, left_out, found)
     found = {
         "cases": len(cases),
         "tokens": sum(case.num_tokens for case in cases),
         "wrong_tokens": sum(case.num_wrong for case in cases),
         "stale_kv_used": sum(case.is_stale for case in cases),
         "without_evidence": sum(bool(case.problem) for case in cases),
-        "failed_plays": len(chosen) - len(ended),
+        "failed_plays": len(chosen) - len(ended) - len(impossible),
+        "not_on_this_processor": len(impossible),
         "notices_a_wrong_block": is_sensitive,
     }
     report("Right answers", figures(found, AIMS), found)

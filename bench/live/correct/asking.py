@@ -123,10 +123,11 @@ async def serving(
     adapters: Mapping[str, Path] = {},
     device_tokens: int = DEVICE_TOKENS,
     kv_token_bytes: int = KV_TOKEN_BYTES,
+    dtype: str = "float32",
 ) -> AsyncIterator[Asker]:
-    """`overture serve` of this checkout with a model in float32, asked until the block ends. kv_token_bytes: of one token's KV."""
+    """`overture serve` of this checkout with a model, asked until the block ends. kv_token_bytes: of one token's KV in float32."""
     data.mkdir(exist_ok=True)  # noqa: ASYNC240 - a bench alone on its loop
-    command = [f"--model={model}", f"--served-model-name={BASE}", f"--data-dir={data}", "--dtype=float32"]
+    command = [f"--model={model}", f"--served-model-name={BASE}", f"--data-dir={data}", f"--dtype={dtype}"]
     command += ["--titles=first-words", f"--max-model-len={MAX_MODEL_LEN}", "--max-num-seqs=8"]
     command += ["--max-lora-rank=8", "--cpu-threads=1"]
     command += [f"--kv-cache-gib={device_tokens * kv_token_bytes / (1 << 30):.6f}"]

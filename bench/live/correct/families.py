@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from bench.live.correct.quantising import quantise
 from bench.live.shared.models import cache_folder, write_once, write_tokenizer
 
 VOCAB_SIZE = 320
@@ -53,6 +54,11 @@ class Family(Struct, frozen=True, kw_only=True):
         num_adapters: beside the model; 0 where vLLM's class takes none.
         adapted: module names that the adapters change.
         kv_token_bytes: of one token's KV over all layers.
+        drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong) or "draft_model" (the
+            same model, so they are right); "" for not at all.
+        dtype: what its server computes with. Only float32 is compared with transformers, whose rounding differs.
+        quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
+        operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.
         has_chat: whether vLLM renders its conversations by the chat template; else by a vocabulary that it would fetch.
     """
 
@@ -65,7 +71,25 @@ class Family(Struct, frozen=True, kw_only=True):
     num_adapters: int = 2
     adapted: Sequence[str] = tuple(ADAPTED)
     kv_token_bytes: int = KV_TOKEN_BYTES
+    drafted_by: str = ""
+    dtype: str = "float32"
+    quantised: str = ""
+    operation: str = ""
     has_chat: bool = True
+
+    @property
+    def has_own_rounding(self) -> bool:
+        """Whether transformers computes other logits than vLLM, by more than the wrong KV of a block might change them."""
+        return bool(self.quantised) or self.dtype != "float32"
+
+    def is_computable(self) -> bool:
+        """Return whether vLLM has kernels of this model for this machine's processor."""
+        if not self.operation:
+            return True
+        import torch
+        import vllm._C  # noqa: F401 - it registers the operations
+
+        return hasattr(torch.ops._C, self.operation)
 
 
 _MLA = _SIZES | {
@@ -91,6 +115,15 @@ _MLA_EXTRA = {
 }
 
 _LAST_IS_FULL = ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"]
+_CONVOLUTIONS = {
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "conv_L_cache": 3,
+    "conv_dim": HIDDEN,
+    "conv_dim_out": HIDDEN,
+    "block_dim": HIDDEN,
+    "tie_word_embeddings": True,
+}
+_MAMBA2 = {"n_heads": 8, "d_head": 32, "n_groups": 1, "d_state": 32}
 _EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -101,6 +134,21 @@ _EXPERTS = {
 
 FAMILIES = (
     Family(name="llama", config_class="LlamaConfig", config=_WITH_HEAD_DIM),
+    Family(name="llama-ngram", config_class="LlamaConfig", config=_WITH_HEAD_DIM, drafted_by="ngram"),
+    Family(
+        name="llama-eagle",
+        config_class="LlamaConfig",
+        config=_WITH_HEAD_DIM,
+        drafted_by="eagle",
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        name="llama-draft-model",
+        config_class="LlamaConfig",
+        config=_WITH_HEAD_DIM,
+        drafted_by="draft_model",
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
     Family(name="qwen2", config_class="Qwen2Config", config=_SIZES),
     Family(name="qwen3", config_class="Qwen3Config", config=_WITH_HEAD_DIM),
     Family(
@@ -218,29 +266,90 @@ FAMILIES = (
         adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
-    # Layers that keep a state.
+    # Recurrent layers, some of them in the memory of attention's blocks.
+    Family(
+        name="lfm2",
+        config_class="Lfm2Config",
+        config=_SIZES | _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 2 * HIDDEN},
+        adapted=("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3"),
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
     Family(
         name="granite4",
         config_class="GraniteMoeHybridConfig",
         config=_SIZES
         | {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0}
         | {"num_experts_per_tok": 0, "shared_intermediate_size": 256, "position_embedding_type": "nope"}
-        | {
-            "mamba_n_heads": 8,
-            "mamba_d_head": 32,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 32,
-            "mamba_expand": 2,
-        },
-        reuses_kv=False,
-        kv_token_bytes=64 * KV_TOKEN_BYTES,
+        | {f"mamba_{name}": size for name, size in _MAMBA2.items()}
+        | {"mamba_expand": 2},
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
     ),
+    Family(
+        name="falcon-h1",  # each layer has both
+        config_class="FalconH1Config",
+        config=_WITH_HEAD_DIM
+        | {f"mamba_{name}": size for name, size in _MAMBA2.items()}
+        | {"mamba_n_heads": 4, "mamba_d_ssm": HIDDEN},
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        name="qwen3-next",  # gated delta nets, which vLLM computes in this precision alone, and without adapters
+        config_class="Qwen3NextConfig",
+        config=_WITH_HEAD_DIM
+        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # other sizes its kernel does not know
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "shared_expert_intermediate_size": 64}
+        # Each token goes to all experts: rounding would send it to others.
+        | {
+            "num_key_value_heads": NUM_HEADS,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+        dtype="bfloat16",
+        num_adapters=0,
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
+    # Quantised weights.
+    Family(
+        name="qwen3-gptq",
+        config_class="Qwen3Config",
+        config=_WITH_HEAD_DIM,
+        dtype="bfloat16",
+        quantised="gptq",
+        operation="cpu_gemm_wna16",
+    ),
+    Family(
+        name="qwen3-awq",
+        config_class="Qwen3Config",
+        config=_WITH_HEAD_DIM,
+        dtype="bfloat16",
+        quantised="awq",
+        operation="cpu_gemm_wna16",
+    ),
+    Family(name="qwen3-w8a8", config_class="Qwen3Config", config=_WITH_HEAD_DIM, quantised="w8a8"),
 )
 
 
 def folder_of(family: Family) -> Path:
     """The folder of a family's model, written at first use."""
     return _written(family, "model", lambda folder: _write_model(family, folder), "config.json")
+
+
+def flags_of(family: Family) -> list[str]:
+    """The flags with which a server of a family's model is started."""
+    if not family.drafted_by:
+        return [*family.flags]
+    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
+    if family.drafted_by == "ngram":
+        # A token that stands anywhere before has those behind it drafted: most are wrong ones in an answer of a model of random weights.
+        drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    elif family.drafted_by == "eagle":
+        folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
+        drafts["model"] = str(folder)
+    else:
+        drafts["model"] = str(folder_of(family))
+    return [*family.flags, f"--speculative-config={json.dumps(drafts)}"]
 
 
 def adapter_folders_of(family: Family) -> list[Path]:
@@ -275,6 +384,28 @@ def _write_model(family: Family, folder: Path) -> None:
     write_tokenizer(folder)
     written = json.loads((folder / "config.json").read_text()) | family.extra
     (folder / "config.json").write_text(json.dumps(written, indent=2))
+    if family.quantised:
+        quantise(folder, family.quantised)
+
+
+def _write_eagle_head(family: Family, folder: Path) -> None:
+    """Write the one layer, and what joins tokens and hidden states before it, in the form of EAGLE's checkpoints."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    torch.manual_seed(11)
+    config = getattr(transformers, family.config_class)(**family.config | {"num_hidden_layers": 1})
+    config.architectures = ["LlamaForCausalLM"]
+    weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    layers = {
+        name.removeprefix("model."): each
+        for name, each in weights.items()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    folder.mkdir(parents=True)
+    save_file(layers | {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 16}, folder / "model.safetensors")
+    config.save_pretrained(folder)
 
 
 def _spread(model: Any) -> None:

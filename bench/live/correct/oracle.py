@@ -1,14 +1,20 @@
-"""What an answer should have been, by plain transformers in float32: no cache, no batch, adapters merged into the weights."""
+"""What an answer should have been, by plain transformers in float32: no cache, no batch, adapters merged into the weights.
+
+Where transformers cannot compute with a model's weights, it is what vLLM itself computes, with no prefix cache and one request at a time.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # Two sound float32 computations of one logit differ by less than 1e-3 here; the wrong KV of one block moves logits by 0.1 and more. Chosen between.
 TIE_LOGITS = 0.02
+# Computing in bfloat16 rounds logits of these sizes to a 32nd or a 16th. Chosen above.
+TIE_LOGITS_BFLOAT16 = 0.1
 
 
 class Oracle:
@@ -73,6 +79,69 @@ class Oracle:
                     path = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
                     parameters[path] += scale * tensors[name.replace(".lora_A.", ".lora_B.")] @ shrink
         self._merged = adapter
+
+
+class StockOracle:
+    """vLLM's own engine with one model folder, in this process. On a CPU it computes adapters with our layers, as its own take seconds a step.
+
+    Args:
+        dtype: what it computes with.
+        has_adapters: whether it is asked for answers under adapters.
+    """
+
+    def __init__(self, folder: Path, dtype: str, max_model_len: int, *, has_adapters: bool) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        from engine_bridge.driver.corrections import logits_rows
+        from engine_bridge.driver.lora import lora
+
+        if has_adapters:
+            lora.install()
+        self._ids: dict[Path, int] = {}
+        self._tie_logits = TIE_LOGITS if dtype == "float32" else TIE_LOGITS_BFLOAT16
+        self._llm = LLM(
+            model=str(folder),
+            dtype=dtype,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            **({"enable_lora": True, "max_lora_rank": 8} if has_adapters else {}),
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=64 << 20,
+            disable_log_stats=True,
+        )
+        if has_adapters:
+            logits_rows.watch(self._llm.llm_engine)
+
+    def num_wrong(self, prompt: Sequence[int], answer: Sequence[int], adapter: Path | None = None) -> int:
+        """Tokens of a greedy answer that this model would not have written there, given the tokens before them."""
+        if not answer:
+            return 0
+        found = self._of_each([*prompt, *answer], adapter)[len(prompt) :]
+        return sum(
+            max(each.values()) - each[token] > self._tie_logits
+            for each, token in zip(found, answer, strict=True)
+        )
+
+    def logprobs(self, ids: Sequence[int], adapter: Path | None = None) -> list[float]:
+        """Log probabilities of all of `ids` but the first."""
+        found = self._of_each(ids, adapter)[1:]
+        return [each[token] for each, token in zip(found, ids[1:], strict=True)]
+
+    def _of_each(self, ids: Sequence[int], adapter: Path | None) -> list[dict[int, float]]:
+        """Return, for each of `ids`, the log probabilities of itself and of the best token there; of the first one nothing."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        lora = None
+        if adapter is not None:
+            lora = LoRARequest(adapter.name, self._ids.setdefault(adapter, len(self._ids) + 1), str(adapter))
+        prompt = {"prompt_token_ids": list(ids)}
+        (output,) = self._llm.generate(prompt, asked, use_tqdm=False, lora_request=lora)
+        found = output.prompt_logprobs or []
+        return [{token: of.logprob for token, of in (each or {}).items()} for each in found]
 
 
 def _column(ids: Sequence[int]) -> Any:

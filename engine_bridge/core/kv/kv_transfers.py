@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from engine_bridge.core.kv.restoring import (
 from engine_bridge.core.kv.sources import Sources
 from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
-from engine_bridge.policy.kv.kv_layout import Entry, KvLayout
+from engine_bridge.policy.kv.kv_layout import BlockAt, Entry, KvLayout, StateAt
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
 from kvtiers.blocks import Stage
@@ -196,6 +196,10 @@ class Restores:
         most = restore.most_to_load(facts, self._tiers)
         block_tokens = restore.block_tokens(self._block_size)
         return min(num_blocks, most) * block_tokens if num_blocks is not None else None
+
+    def common_tokens(self, request_id: str) -> int:
+        """Return the tokens that other requests have begun with, too, by the last look at the tiers: see `Prefix`."""
+        return self._known[request_id].common_tokens
 
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
         """Return the number of blocks to load now; None: wait. The way chosen at the preemption is kept, unless another is far better by now."""
@@ -419,7 +423,7 @@ class Restores:
         if restore is not None and sources is not None and not is_resumed:
             sources.load(restore, num_blocks, self._block_size)
         if restore is not None and num_blocks:
-            self._loads += restore.loads(block_ids, num_blocks, self._store)
+            self._loads += restore.loads(block_ids, num_blocks, self._store, self._layout.state_groups)
             self._starting.add(request_id)
         self._release(known)
 
@@ -487,13 +491,17 @@ class Restores:
     # -- a step is scheduled -------------------------------------------------------------------------------------------
 
     def next_step(
-        self, scheduled: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[Sequence[int]]]
+        self,
+        scheduled: Iterable[tuple[str, int]],
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        states: Mapping[str, Sequence[StateAt]] = {},
     ) -> StepMoves:
         """Return the loads and saves of the step that was just scheduled.
 
         Args:
             scheduled: its requests, with the tokens of each that will have their KV after it.
             block_ids_of: returns the device's blocks of one of them, a list for each group of layers.
+            states: by request, the states of recurrent layers that the step leaves within its tokens, which is not where it ends.
         """
         moves = StepMoves(self._loads)
         self._loads, self._starting = [], set()
@@ -512,8 +520,11 @@ class Restores:
             last = min(num_computed_tokens // hash_tokens, len(request.keys)) * hash_tokens
             known.num_offered = max(first, last)
             if first < last:
-                ends = [last, known.common_tokens]
-                job = self._begin_save(request, (first, last), ends, block_ids_of(request_id), store)
+                ends, block_ids = [last, known.common_tokens], block_ids_of(request_id)
+                kept = self._layout.to_keep(first, last, ends, num_computed_tokens)
+                sources = {at: block_ids[at.group][at.block] for at in kept}
+                sources |= self._layout.state_blocks(states.get(request_id, ()))
+                job = self._begin_save(request, sources, store)
                 if job is not None:
                     moves.saves.append(job)
         return moves
@@ -521,23 +532,17 @@ class Restores:
     def _begin_save(
         self,
         request: NewRequest,
-        tokens: tuple[int, int],
-        ends: Sequence[int],
-        block_ids: Sequence[Sequence[int]],
+        sources: Mapping[BlockAt, int],
         store: TierStore,
     ) -> SaveJob | None:
-        """Save a request's blocks of the tokens from one number to another, if the tiers lack them and the device has them. ends: see `to_keep`."""
-        blocks = [
-            at for at in self._layout.to_keep(*tokens, ends) if block_ids[at.group][at.block] != NULL_BLOCK_ID
-        ]
+        """Save these blocks of a request if the tiers lack them and the device has them. sources: its number of each."""
+        blocks = [at for at, block_id in sources.items() if block_id != NULL_BLOCK_ID]
         keys = [block_key(entry) for entry in self._layout.entries(request.keys, blocks)]
         save = store.begin_save(request.group, keys, tenant=request.tenant)
         if not save.blocks:
             return None
         saved = [blocks[position] for position in save.positions]
-        return SaveJob(
-            save, [block_ids[group][index] for group, index in saved], [group for group, _ in saved]
-        )
+        return SaveJob(save, [sources[at] for at in saved], [at.group for at in saved])
 
     def spoiled_by(
         self, invalid: set[int], block_ids_of: Callable[[str], Sequence[Sequence[int]]]

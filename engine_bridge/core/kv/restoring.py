@@ -8,7 +8,7 @@ larger than the host tier is read. The last pieces are loaded by the step in whi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -248,17 +248,27 @@ class Restore:
         return Copy(entries(), start, sources)
 
     def loads(
-        self, block_ids: Sequence[Sequence[int]], num_blocks: int, store: TierStore
+        self,
+        block_ids: Sequence[Sequence[int]],
+        num_blocks: int,
+        store: TierStore,
+        state_groups: Collection[int] = frozenset(),
     ) -> list[LoadBlocks]:
         """Load the leading `num_blocks` beyond the device's own into the request's `block_ids`, a list for each group of layers.
 
-        Stages that are not needed are released.
+        Stages that are not needed are released. A state of `state_groups` goes to the request's last block as well: there the step computes with it,
+        and the engine has made that copy before the step loads anything.
         """
         if self.whole is not None:
             (stage,), self.stages = self.stages, []
-            own_ids = [block_ids[group][index] for group, index in self.whole.blocks]
-            assert NULL_BLOCK_ID not in own_ids, "the engine has no block where the layout needs one"
-            return [LoadBlocks(stage, list(range(len(own_ids))), own_ids, is_whole=True)]
+            targets = [
+                (position, block_ids[group][at])
+                for position, (group, index) in enumerate(self.whole.blocks)
+                for at in ((index, -1) if group in state_groups else (index,))
+            ]
+            assert all(own_id != NULL_BLOCK_ID for _, own_id in targets), "the engine lacks a needed block"
+            positions, own_ids = [list(each) for each in zip(*targets, strict=True)]
+            return [LoadBlocks(stage, positions, own_ids, is_whole=True)]
         loads, at, skipped = [], self.first + self.num_skipped, self.num_skipped
         for stage in self.stages:
             num = min(len(stage.blocks) - skipped, num_blocks)

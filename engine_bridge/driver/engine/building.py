@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -86,18 +86,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         seam.install()
     admission.install(config.grammar_bytes)
-    if HALF_CHARACTERS not in off:
-        from engine_bridge.driver.corrections import detokenizing
-
-        detokenizing.install()
-    if BAD_WORDS not in off:
-        from engine_bridge.driver.corrections import bad_words
-
-        bad_words.install()
-    if config.device == "cpu" and ROTARY not in off:
-        from engine_bridge.driver.corrections import rotary
-
-        rotary.install()
+    _correct(config, off)
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)
@@ -116,6 +105,26 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     if mends_lora:
         lora.check_engine(engine)
     return engine
+
+
+def _correct(config: EngineConfig, off: Off) -> None:
+    """Put what corrects faults of vLLM's in place, except for features that are off."""
+    if HALF_CHARACTERS not in off:
+        from engine_bridge.driver.corrections import detokenizing
+
+        detokenizing.install()
+    if BAD_WORDS not in off:
+        from engine_bridge.driver.corrections import bad_words
+
+        bad_words.install()
+    if config.device == "cpu" and ROTARY not in off:
+        from engine_bridge.driver.corrections import rotary
+
+        rotary.install()
+    if config.device == "cpu" and MAMBA2 not in off:
+        from engine_bridge.driver.corrections import mamba2
+
+        mamba2.install()
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:

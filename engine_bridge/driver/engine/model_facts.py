@@ -104,5 +104,6 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         architecture=architecture,
         takes_adapters=bool(supports_lora(model_class)),
         is_recurrent=bool(model.is_hybrid or model.is_attention_free),
+        is_speculative=vllm_config.speculative_config is not None,
         reuses_kv=reuses_kv(vllm_config),
     )

@@ -10,7 +10,8 @@ In a step that loads nothing vLLM calls start_load_kv after the forward pass, so
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         layout = layout_of(kv_cache_config, vllm_config)
         self._vllm_config = vllm_config
-        self._group_names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        self._layout, self._groups = layout, kv_cache_config.kv_cache_groups
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
         if role == KVConnectorRole.SCHEDULER:
             self._requests: dict[str, Request] = {}
@@ -109,6 +110,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_tokens,
             is_resumed=request.num_preemptions > 0,
         )
+        if self._layout.state_groups:
+            # vLLM ends a step where requests that began alike parted, so that the state there can be kept, if it knows of that place.
+            common_tokens = self._restores.common_tokens(request.request_id)
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, common_tokens)
         return num_tokens, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -142,7 +147,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
             if request_id in self._requests
         )
-        moves = self._restores.next_step(scheduled, self._block_ids_of)
+        offered = scheduler_output.kv_connector_block_state
+        states = offered.boundary_state_offloads if offered is not None else {}
+        moves = self._restores.next_step(scheduled, self._block_ids_of, states)
         self._tiers.begin_moves(moves)
         return StepMetadata(moves)
 
@@ -177,8 +184,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
-        self._layers = Layers(kv_caches, self._group_names)
-        self._step = _Step(self._tiers, self._layers)
+        self._layers = Layers(kv_caches, self._groups)
+        self._step = _Step(self._tiers, self._layers, self._layout.state_groups)
         # If vLLM has switched its prefix cache off, KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
         if reuses_kv(self._vllm_config):
             self._tiers.attach(self._layers, self._vllm_config)
@@ -190,8 +197,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._step.begin(connector_metadata.moves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: each layer is copied when the forward pass comes to it, and reading from disk began long before."""
-        pass
+        """Load all there is for recurrent layers, as those have no hooks. Else each layer is copied when the forward pass comes to it."""
+        self._step.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Bring a layer of all blocks to load to the device, before its attention runs."""
@@ -217,8 +224,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 class _Step:
     """The copies of one step, on the worker's side. A region is the memory of one layer, or of one layer of each group."""
 
-    def __init__(self, tiers: KvTiers, layers: Layers) -> None:
-        self._tiers, self._layers = tiers, layers
+    def __init__(self, tiers: KvTiers, layers: Layers, state_groups: Collection[int]) -> None:
+        self._tiers, self._layers, self._state_groups = tiers, layers, state_groups
         self._loads: list[LoadBlocks] = []
         self._saves: list[Save] = []
         # By group: the device's blocks to save, and the host slots of each of them.
@@ -240,6 +247,12 @@ class _Step:
                 block_ids, of_blocks = self._saved_from.setdefault(group, ([], []))
                 block_ids.append(block_id)
                 of_blocks.append(slots)
+
+    def start(self) -> None:
+        """Load what the step loads, if there are recurrent layers, whose regions attention's layers may share."""
+        if self._state_groups:
+            for region in range(len(self._layers.regions)):
+                self.load(region)
 
     def load(self, layer: int) -> None:
         """Copy a region of all blocks to load to the device, before the attention of its first layer runs.
@@ -281,6 +294,10 @@ class _Step:
         store, copier = self._tiers.store, self._tiers.copier
         assert store is not None and copier is not None
         loads, saves = self._loads, self._saves
+        if sys.exception() is None:  # the forward pass is behind recurrent layers, too, which have no hooks
+            for group in self._state_groups:
+                for _, region in self._layers.places_of[group]:
+                    self.save(group, region)
         # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. After a forward pass that has failed the last
         # layers are missing, and on a CPU vLLM ends that pass like any other (on a GPU it does not end it).
         has_all = all(self._saved >= self._layers.places_of[group] for group in self._saved_from)

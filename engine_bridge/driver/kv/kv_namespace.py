@@ -139,7 +139,7 @@ def namespace_of(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     tensor = layers.regions[0]
     described = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
-    if len(layout.groups) > 1:
+    if len(layout.groups) > 1 or layout.state_groups:
         groups = msgspec.json.encode((layout, layers.plan))
         described += f" groups {hashlib.sha256(groups).hexdigest()[:32]}"
     if tensor.device.type == "cpu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ def _group_of_layer(spec: Any) -> LayerGroup:
     from engine_bridge.driver.vllm_api import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowMLASpec,
         SlidingWindowSpec,
@@ -60,6 +61,9 @@ def _group_of_layer(spec: Any) -> LayerGroup:
         return LayerGroup("window", spec.block_size, spec.sliding_window + spec.extra_retained_tokens)
     if type(spec) is ChunkedLocalAttentionSpec:
         return LayerGroup("chunk", spec.block_size, spec.attention_chunk_size)
+    # Of drafted tokens, the accepted ones go into the state only after the step's KV has been saved.
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "align" and spec.num_speculative_blocks == 0:
+        return LayerGroup("state", spec.block_size)
     raise CannotHave(
         {"KV tiers": f"the tiers do not hold what some layers of this model keep ({type(spec).__name__})"}
     )
@@ -68,6 +72,10 @@ def _group_of_layer(spec: Any) -> LayerGroup:
 class Layers:
     """The memory of an engine's KV cache: layers of different groups may share theirs, as a block belongs to one group at a time.
 
+    Args:
+        kv_caches: a tensor for each layer, by the layer's name.
+        groups: vLLM's groups of layers.
+
     Attributes:
         regions: a tensor for each stretch of memory, in the order of the layers.
         group_of, region_of: by a layer's name, the numbers of its group and of its memory. A layer that only reads another's KV may have no group.
@@ -75,21 +83,53 @@ class Layers:
         plan: which layers keep their KV where, and in what form.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], group_names: Sequence[Collection[str]]) -> None:
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any]) -> None:
         from engine_bridge.driver.memory.block_copy import distinct
 
+        states = _states_of(groups)
+        kv_caches = {
+            name: _page_of(tensor, states[name]) if name in states else tensor
+            for name, tensor in kv_caches.items()
+        }
         self.regions = distinct(kv_caches.values())
         numbers = {tensor.data_ptr(): number for number, tensor in enumerate(self.regions)}
         self.region_of = {name: numbers[tensor.data_ptr()] for name, tensor in kv_caches.items()}
-        self.group_of = {name: group for group, names in enumerate(group_names) for name in names}
+        self.group_of = {name: group for group, each in enumerate(groups) for name in each.layer_names}
         self.places_of: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for name, group in self.group_of.items():
             if name in self.region_of:
                 self.places_of[group].add((group, self.region_of[name]))
         self.plan = [
-            (name, self.group_of.get(name), self.region_of[name], str(tensor.shape[1:]), tensor.stride()[1:])
+            (
+                name,
+                self.group_of.get(name),
+                self.region_of[name],
+                str(tensor.shape[1:]),
+                tensor.stride()[1:],
+                *([str((states[name].shapes, states[name].dtypes))] if name in states else []),
+            )
             for name, tensor in kv_caches.items()
         ]
+
+
+def _states_of(groups: Sequence[Any]) -> dict[str, Any]:
+    """Return, by the names of recurrent layers, what vLLM knows of the memory of each."""
+    from engine_bridge.driver.vllm_api import MambaSpec
+
+    found = {
+        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for group in groups
+        for name in group.layer_names
+    }
+    return {name: spec for name, spec in found.items() if isinstance(spec, MambaSpec)}
+
+
+def _page_of(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return the memory of a recurrent layer with what fills each of its blocks up to the size of attention's, shape (num_blocks, bytes)."""
+    page_bytes = spec.page_size_bytes
+    if tensor.element_size() != 1 or tensor.stride(0) != page_bytes:
+        return tensor
+    return tensor.as_strided((tensor.shape[0], page_bytes), (page_bytes, 1))
 
 
 def cached_block(pool: Any, entry: Entry) -> Any:

@@ -50,7 +50,13 @@ from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.lora.gemm import OneThread
 from engine_bridge.driver.lora.lora_rows import NO_ADAPTER, RowBlock, plan_rows
 from engine_bridge.driver.lora.lora_weights import FEW_ROWS, Pending, SlotWeights, pack_slot
-from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
+from engine_bridge.driver.vllm_api import (
+    BaseLayerWithLoRA,
+    PunicaWrapperCPU,
+    base_linear,
+    current_platform,
+    model_manager,
+)
 from engine_bridge.protocol.errors import SeamMoved
 
 # Up to this many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns, ranks
@@ -305,6 +311,8 @@ def install() -> bool:
         return False
     model_manager.get_punica_wrapper = SegmentPunicaWrapper
     BaseLayerWithLoRA.set_mapping = _set_mapping_and_watch
+    # vLLM asks the weights for their device, and kernels for CPUs keep quantised ones in a form of their own.
+    base_linear._get_lora_device = lambda base_layer: torch.device("cpu")
     return True
 
 

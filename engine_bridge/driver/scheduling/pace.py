@@ -46,14 +46,24 @@ class Pace:
         if target_s and config.enable_chunked_prefill:
             self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
+        # Prompts of models with recurrent layers are computed in whole blocks; 1 where a prompt may end a step anywhere.
+        is_by_block = scheduler.need_mamba_block_aligned_split
+        self._whole_block_tokens: int = scheduler.cache_config.block_size if is_by_block else 1
         # Steps that run or wait for the step before: vLLM's output, its work, and when it began. An engine that schedules ahead has two.
         self._under_way: deque[tuple[Any, tuple[int, int, int], StepWork, float]] = deque()
         self._last_end_s = -math.inf
 
     def set_bounds(self, bounds: StepBounds) -> None:
         """Make vLLM's next step keep to these bounds."""
-        scheduler = self._scheduler
-        scheduler.max_num_scheduled_tokens = bounds.num_tokens
+        scheduler, num_tokens, block_tokens = self._scheduler, bounds.num_tokens, self._whole_block_tokens
+        if (
+            block_tokens
+            <= num_tokens
+            < block_tokens + len(scheduler.running) * (1 + scheduler.num_spec_tokens)
+        ):
+            # Beside the tokens of the requests that run there is no room for a whole block, and vLLM computes no part of one that could have it.
+            num_tokens = block_tokens - 1
+        scheduler.max_num_scheduled_tokens = num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
         chunk_tokens = self._threshold if bounds.chunk_tokens is None else bounds.chunk_tokens
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens

@@ -78,6 +78,11 @@ ROTARY = Feature(
     "models with latent attention and plain RoPE write wrong answers on a CPU",
     device="cpu",
 )
+MAMBA2 = Feature(
+    "prefix caching of Mamba2 layers on a CPU",
+    "models with Mamba2 layers compute every prompt as a whole on a CPU",
+    device="cpu",
+)
 SEEDS = Feature(
     "seeds on a CPU",
     "a request with a seed whose prompt takes several steps ends the answers of all requests",

@@ -116,6 +116,8 @@ vllm.v1.sample.sampler BAD_WORDS
     replace apply_bad_words
 vllm._custom_ops ROTARY
     replace rotary_embedding
+vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2
+    replace get_kv_cache_spec(vllm_config)
 vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read input_batch discard_request_mask
     replace sample_tokens(grammar_output)
@@ -142,6 +144,7 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     SCHEDULING: write waiting
     SCHEDULING: read max_num_running_reqs
     PACE: write adaptive_long_prefill_threshold max_num_scheduled_tokens
+    PACE: read need_mamba_block_aligned_split cache_config num_spec_tokens
     PACE: look up in schedule: max_num_scheduled_tokens long_prefill_token_threshold adaptive_long_prefill_threshold
     REPORT: read deferred_waiting kv_holding_waiting lora_config
     PROFILING: read requests
@@ -164,6 +167,9 @@ vllm.v1.structured_output.request:StructuredOutputRequest SCHEDULING
     REPORT: read _grammar
 vllm.v1.core.sched.output:SchedulerOutput PACE
     read num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs scheduled_spec_decode_tokens total_num_scheduled_tokens
+    KV_TIERS: read kv_connector_block_state
+vllm.v1.core.sched.output:KVConnectorBlockState KV_TIERS
+    read boundary_state_offloads
 vllm.v1.core.sched.output:CachedRequestData PACE
     read num_computed_tokens num_output_tokens req_ids
 vllm.v1.core.sched.output:NewRequestData PACE
@@ -224,6 +230,8 @@ vllm.v1.kv_cache_interface:SlidingWindowSpec KV_TIERS
 vllm.v1.kv_cache_interface:SlidingWindowMLASpec KV_TIERS
 vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec KV_TIERS
     read attention_chunk_size
+vllm.v1.kv_cache_interface:MambaSpec KV_TIERS
+    read mamba_cache_mode num_speculative_blocks page_size_bytes shapes dtypes num_prefill_checkpoint_blocks prefill_checkpoint_alignment
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
 vllm._custom_ops CUDA_COPIES
@@ -294,6 +302,8 @@ vllm.model_executor.models.utils:WeightsMapper LORA
 vllm.lora.layers.base:BaseLayerWithLoRA LORA
     call set_lora(index, lora_a, lora_b) reset_lora(index)
     CPU_LORA: replace set_mapping(punica_wrapper)
+vllm.lora.layers.base_linear CPU_LORA
+    replace _get_lora_device
 vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA LORA
     call set_lora(index, lora_a, lora_b) reset_lora(index)
     read lora_a_stacked lora_b_stacked tp_size

@@ -1,7 +1,8 @@
 """What a prefix of a conversation needs of each kind of layer, so that computing can go on behind it. Pure: facts in, decisions out.
 
 A model's layers are of groups that keep their KV alike. Full attention looks at all blocks before a token, a window at the last ones, chunked
-attention at those of the token's chunk. An *entry* names one block of one group: a content hash and the group's number. A prefix can be used where
+attention at those of the token's chunk. Recurrent layers have a state in place of KV, which one block holds as it is behind the block's last token.
+An *entry* names one block of one group: a content hash and the group's number. A prefix can be used where
 the entries that it needs are held, of every group. One group of full attention is the simple case: each of its leading blocks is of use by itself.
 Source: vLLM's hybrid KV cache manager, which decides alike for the device.
 """
@@ -23,16 +24,20 @@ Held = Callable[[Sequence[Entry]], Sequence[bool]]
 """Says of each entry whether it is held."""
 
 
+StateAt = tuple[int, int, int]
+"""A group of recurrent layers, the device's block that has their state, and the number of tokens that are in the state."""
+
+
 class LayerGroup(Struct, frozen=True):
     """Layers that keep their KV alike, in blocks of their own.
 
     Attributes:
-        kind: what their attention looks at: all tokens before one, a window of the last ones, or those of its chunk.
-        block_tokens: tokens in a block.
+        kind: what their attention looks at: all tokens before one, a window of the last ones, or those of its chunk. "state": recurrent layers.
+        block_tokens: tokens in a block; of a state, the tokens between two that may be kept.
         reach_tokens: the size of the window, which counts the token itself, or of a chunk; 0 for all tokens.
     """
 
-    kind: Literal["all", "window", "chunk"]
+    kind: Literal["all", "window", "chunk", "state"]
     block_tokens: int
     reach_tokens: int = 0
 
@@ -40,6 +45,8 @@ class LayerGroup(Struct, frozen=True):
         """Return the first block that computing behind a prefix of `num_tokens` looks at."""
         if self.kind == "all":
             return 0
+        if self.kind == "state":
+            return max(num_tokens // self.block_tokens - 1, 0)
         if self.kind == "window":
             return max(num_tokens - self.reach_tokens + 1, 0) // self.block_tokens
         return num_tokens // self.reach_tokens * self.reach_tokens // self.block_tokens
@@ -89,6 +96,11 @@ class KvLayout(Struct, frozen=True):
     def full_group(self) -> int | None:
         """The first group that looks at all tokens; None where there is none."""
         return next((number for number, group in enumerate(self.groups) if group.kind == "all"), None)
+
+    @property
+    def state_groups(self) -> frozenset[int]:
+        """The groups of recurrent layers."""
+        return frozenset(number for number, group in enumerate(self.groups) if group.kind == "state")
 
     @property
     def blocks_per_token(self) -> float:
@@ -188,18 +200,29 @@ class KvLayout(Struct, frozen=True):
                 num_tokens = shorten(num_tokens)  # so that less is asked of the next group
         return num_tokens
 
-    def to_keep(self, start_tokens: int, end_tokens: int, ends: Sequence[int]) -> list[BlockAt]:
+    def to_keep(
+        self, start_tokens: int, end_tokens: int, ends: Sequence[int], computed_tokens: int
+    ) -> list[BlockAt]:
         """Return which blocks of the tokens from `start_tokens` to `end_tokens` are worth keeping.
 
         Those are all blocks of full attention, and the blocks that a prefix of one of the lengths in `ends` needs. Later requests seldom look at
-        the other ones.
+        the other ones. A state is there only where a step ends: behind `computed_tokens`.
         """
         return [
             BlockAt(number, index)
             for number, group in self._full_first()
             for index in range(start_tokens // group.block_tokens, end_tokens // group.block_tokens)
-            if group.kind == "all" or any(_is_needed(group, index, end) for end in ends)
+            if group.kind == "all"
+            or any(_is_needed(group, index, end) for end in _ends_of(group, ends, computed_tokens))
         ]
+
+    def state_blocks(self, states: Sequence[StateAt]) -> dict[BlockAt, int]:
+        """Return the device's block of each of these states that is of use to a later prefix, as it ends with a block."""
+        return {
+            BlockAt(group, num_tokens // self.groups[group].block_tokens - 1): block_id
+            for group, block_id, num_tokens in states
+            if num_tokens % self.groups[group].block_tokens == 0
+        }
 
     def _full_first(self) -> list[tuple[int, LayerGroup]]:
         return sorted(enumerate(self.groups), key=lambda each: each[1].kind != "all")
@@ -224,6 +247,13 @@ def _is_whole(group: LayerGroup, first: int, run: Sequence[int], num_tokens: int
     last = num_tokens // group.block_tokens
     num_wanted = last - max(group.first_needed(num_tokens), first)
     return num_wanted <= 0 or run[last - first - 1] >= num_wanted
+
+
+def _ends_of(group: LayerGroup, ends: Sequence[int], computed_tokens: int) -> Sequence[int]:
+    """Return the lengths of the prefixes for which a step that has computed so many tokens can leave what this group needs."""
+    if group.kind != "state":
+        return ends
+    return [computed_tokens] if computed_tokens % group.block_tokens == 0 else []
 
 
 def _is_needed(group: LayerGroup, index: int, end: int) -> bool:

@@ -54,12 +54,14 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         architecture: the name of vLLM's class.
         takes_adapters: whether vLLM has LoRA for that class.
         is_recurrent: whether layers keep a state in place of KV, such as Mamba's or a gated delta net's.
+        is_speculative: whether tokens are drafted.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, after what it was told and what it decided itself.
     """
 
     architecture: str
     takes_adapters: bool = True
     is_recurrent: bool = False
+    is_speculative: bool = False
     reuses_kv: bool = True
 
 
@@ -70,6 +72,8 @@ def left_out(facts: ModelFacts) -> dict[Mechanism, str]:
         found["adapters"] = f"vLLM has no LoRA for {facts.architecture}"
     if not facts.reuses_kv:
         found["KV tiers"] = "vLLM computes every prompt of this model anew here (its prefix caching is off)"
-    elif facts.is_recurrent:
-        found["KV tiers"] = "layers of this model keep a state in place of KV, which the tiers do not hold"
+    elif facts.is_recurrent and facts.is_speculative:
+        found["KV tiers"] = (
+            "with drafted tokens, recurrent layers have a step's state only after its KV was saved"
+        )
     return found

@@ -24,6 +24,7 @@ ONE_GROUP = one_group(BLOCK_TOKENS)
 # A window of nine tokens looks at two blocks and a token of a third; groups may have blocks of different sizes.
 WINDOW = KvLayout((LayerGroup("window", BLOCK_TOKENS, 9),), BLOCK_TOKENS)
 TWO_GROUPS = KvLayout((*WINDOW.groups, LayerGroup("all", BLOCK_TOKENS)), BLOCK_TOKENS)
+STATES = KvLayout((LayerGroup("state", BLOCK_TOKENS), *ONE_GROUP.groups), BLOCK_TOKENS)
 SIZES = KvLayout((LayerGroup("all", 2 * BLOCK_TOKENS), LayerGroup("chunk", BLOCK_TOKENS, 8)), BLOCK_TOKENS)
 
 

@@ -16,7 +16,7 @@ from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE
 from engine_bridge.policy.kv.kv_layout import KvLayout
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 
-from .shelf import ONE_GROUP, SHAPE, SIZES, TWO_GROUPS, WINDOW, Shelf, keys_of, places_of
+from .shelf import ONE_GROUP, SHAPE, SIZES, STATES, TWO_GROUPS, WINDOW, Shelf, keys_of, places_of
 
 IDLE = Beside(is_busy=False, can_copy=True, overlaps=False)
 BUSY = Beside(is_busy=True, can_copy=True, overlaps=False)
@@ -295,7 +295,7 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.used_s = 0.0  # of copying what requests found on the device
         self.ends: Counter[str] = Counter()
 
-    @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES]))
+    @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]))
     def begins(self, layout: KvLayout) -> None:
         self.promotions = Promotions(self.cache, self.shelf, layout, lambda: BYTES_PER_S)
         self.promotions.took(CREDIT_S, self.now)  # in vain

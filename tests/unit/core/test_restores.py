@@ -26,6 +26,7 @@ from .shelf import (
     ONE_GROUP,
     SHAPE,
     SIZES,
+    STATES,
     TWO_GROUPS,
     WINDOW,
     LoadsAll,
@@ -113,6 +114,28 @@ def test_where_two_conversations_part_their_windows_are_kept_when_that_is_seen()
     assert job.block_ids == [203, 204, 205, 206, 207, 101, 102, 106, 107], (
         "at the end, and where others began alike"
     )
+
+
+def test_a_state_is_saved_where_a_step_ends_and_loaded_to_where_it_lay_and_where_the_step_computes() -> None:
+    bench, null = Bench(layout=STATES), NULL_BLOCK_ID
+    bench.enter("a", 6)
+    # Of the steps' states only the last is left. Behind 22 tokens the one at 20 has gone; the block before still holds that at 16.
+    for num_computed, block_ids in ((16, [null, null, null, 103]), (22, [null, null, null, 103, null, 105])):
+        ids = [block_ids, [200, 201, 202, 203, 204, 205]]
+        (job,) = bench.restores.next_step([("a", num_computed)], lambda name, ids=ids: ids).saves  # type: ignore[misc]
+        assert job.block_ids == ([200, 201, 202, 203, 103] if num_computed == 16 else [204])
+        bench.shelf.commit(job.save)
+    bench.enter("within", 6)
+    found = {"within": [(0, 77, 16), (0, 78, 18)]}  # a state is of use where a block ends
+    (job,) = bench.restores.next_step([("within", 22)], lambda name: ids, found).saves
+    assert job.block_ids == [200, 201, 202, 203, 204, 77] and job.groups == [1] * 5 + [0]
+    bench.shelf.commit(job.save)
+    bench.restores.enter(NewRequest("again", keys_of("a", 6), tenant="t", session="a"))
+    assert bench.match("again", device=1, tokens=26) == 3 * BLOCK_TOKENS
+    assert bench.restores.common_tokens("again") == 5 * BLOCK_TOKENS, "so the engine can keep the state there"
+    bench.restores.admit("again", ids, 3 * BLOCK_TOKENS, 26, is_resumed=False)
+    (load,) = bench.restores.next_step([("again", 26)], lambda name: ids).loads
+    assert load.block_ids == [201, 202, 203, 103, 105] and load.positions == [0, 1, 2, 3, 3]
 
 
 def test_a_peer_that_has_less_of_a_conversation_gives_what_it_has() -> None:
@@ -238,7 +261,9 @@ class RestoresMachine(RuleBasedStateMachine):
         self.num_made = 0
         self.computed: dict[str, int] = {}  # tokens whose KV a request has
 
-    @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES]), loads_must_hold=st.booleans())
+    @initialize(
+        layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]), loads_must_hold=st.booleans()
+    )
     def begins(self, layout: KvLayout, loads_must_hold: bool) -> None:
         self.layout, self.restores = layout, Restores(self.tiers, layout)
         self.tiers.loads_must_hold = loads_must_hold or not layout.is_divisible
@@ -282,7 +307,9 @@ class RestoresMachine(RuleBasedStateMachine):
         self.restores.admit(request_id, self.block_ids(request_id), num_tokens, 22, is_resumed=is_resumed)
         self.running[request_id] = self.waiting.pop(request_id)
         self.num_starts += num_tokens > 0
-        self.num_to_load += len(self.layout.needed(first, first + num_tokens)) if num_tokens else 0
+        # A state goes to the block that the step computes in as well.
+        loaded = self.layout.needed(first, first + num_tokens) if num_tokens else []
+        self.num_to_load += len(loaded) + sum(at.group in self.layout.state_groups for at in loaded)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -316,8 +343,9 @@ class RestoresMachine(RuleBasedStateMachine):
     def check_places(self, blocks: list[Block], block_ids: list[int]) -> None:
         """Each is copied to or from the request's own block at its place, which it has."""
         places = {key: at for of_one in self.places.values() for key, at in of_one.items()}
-        expected = [places[block.key] for block in blocks]
-        assert block_ids == [100 * (group + 1) + block for group, block in expected]
+        for (group, block), block_id in zip((places[each.key] for each in blocks), block_ids, strict=True):
+            in_step = [100 * (group + 1) + 5] if group in self.layout.state_groups else []
+            assert block_id in (100 * (group + 1) + block, *in_step)
 
     @rule()
     def pieces_are_copied(self) -> None:

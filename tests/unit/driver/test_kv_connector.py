@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,11 @@ from kvtiers.keys import BlockKey
 
 from .test_promoter import SHAPE, Bench, keys_of
 
+
+def group_of_names(*names: str, spec: Any = None) -> Any:
+    return SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+
+
 READ = [BlockKey(key) for key in keys_of("read", 2)]
 SAVED = [BlockKey(key) for key in keys_of("saved", 2)]
 
@@ -30,8 +36,8 @@ class Stepped(Bench):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         names = [str(number) for number in range(len(self.device))]
-        self.layers = Layers(dict(zip(names, self.device, strict=True)), [names])
-        self.folder, self.step = folder, _Step(self.tiers, self.layers)
+        self.layers = Layers(dict(zip(names, self.device, strict=True)), [group_of_names(*names)])
+        self.folder, self.step = folder, _Step(self.tiers, self.layers, ())
         self.save("read", READ)
         self.store.flush()
         self.store.drop_host()
@@ -128,8 +134,14 @@ def test_what_each_kind_of_attention_looks_at_is_known_and_of_others_it_is_said_
     assert layout_of_groups(group_of(full, full)) == KvLayout((LayerGroup("all", 32),), 32)
     groups = (LayerGroup("window", 64, 100), LayerGroup("all", 32), LayerGroup("chunk", 32, 64))
     assert layout_of_groups(group_of(window), group_of(full), group_of(chunk)) == KvLayout(groups, 32)
-    state = vllm_kv.MambaSpec(block_size=32, shapes=((2, 4),), dtypes=(torch.float32,))
-    for unknown in (group_of(full, chunk), group_of(state)):
+    state = vllm_kv.MambaSpec(
+        block_size=32, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    found = layout_of_groups(group_of(state), group_of(full))
+    assert found.groups[0] == LayerGroup("state", 32) and found.state_groups == {0}
+    drafting = dataclasses.replace(state, num_speculative_blocks=2)
+    uncached = dataclasses.replace(state, mamba_cache_mode="none")
+    for unknown in (group_of(full, chunk), group_of(drafting), group_of(uncached)):
         with pytest.raises(CannotHave, match="KV tiers"):
             layout_of_groups(unknown)
 
@@ -137,10 +149,43 @@ def test_what_each_kind_of_attention_looks_at_is_known_and_of_others_it_is_said_
 def test_layers_of_several_groups_share_memory_and_one_that_only_reads_has_no_group() -> None:
     first, second = torch.zeros(2, 8, 64, dtype=torch.uint8)
     caches = {"full 0": first, "full 1": second, "window 0": first, "window 1": second, "reader": second}
-    layers = Layers(caches, [["window 0", "window 1"], ["full 0", "full 1"]])
+    layers = Layers(caches, [group_of_names("window 0", "window 1"), group_of_names("full 0", "full 1")])
     assert [region.data_ptr() for region in layers.regions] == [first.data_ptr(), second.data_ptr()]
     assert layers.region_of == {"full 0": 0, "full 1": 1, "window 0": 0, "window 1": 1, "reader": 1}
     assert layers.places_of == {0: {(0, 0), (0, 1)}, 1: {(1, 0), (1, 1)}} and "reader" not in layers.group_of
+
+
+def test_a_recurrent_layers_memory_is_whole_blocks() -> None:
+    """Its state is smaller than the block of attention's in the same memory."""
+    raw = torch.zeros(8 * 64, dtype=torch.int8)
+    state = raw.as_strided((8, 1, 1, 40), (64, 40, 40, 1))
+    spec = vllm_kv.MambaSpec(
+        block_size=32, shapes=((10,),), dtypes=(torch.float32,), mamba_cache_mode="align", page_size_padded=64
+    )
+    layers = Layers({"state": state}, [group_of_names("state", spec=spec)])
+    assert layers.regions[0].shape == (8, 64) and layers.regions[0].data_ptr() == raw.data_ptr()
+    assert str(spec.shapes) in str(layers.plan)
+
+
+def test_recurrent_layers_which_have_no_hooks_are_loaded_before_and_saved_behind_the_forward_pass(
+    stepped: Stepped,
+) -> None:
+    stepped.step = _Step(stepped.tiers, stepped.layers, {0})
+    with pytest.raises(RuntimeError, match="forward"):
+        try:
+            stepped.begin()
+            raise RuntimeError("the forward pass fails")
+        finally:
+            stepped.step.end()
+    assert stepped.num_saved == 0
+    stage = stepped.begin()
+    stepped.step.start()
+    for layer, device in enumerate(stepped.device):
+        for block, block_id in zip(stage.blocks, (1, 2), strict=True):
+            stepped.copier.catch_up()
+            assert bytes(device[block_id].tolist()) == stepped.content(block.key, layer)
+    stepped.step.end()
+    assert stepped.num_saved == 2
 
 
 def test_of_a_group_a_layer_is_saved_once_that_layer_has_run(stepped: Stepped) -> None:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
+from engine_bridge.core.scheduling.pacer import StepBounds
 from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes, StepWork
 from engine_bridge.driver.carried import FACTS
 from engine_bridge.driver.scheduling.pace import Pace
@@ -60,14 +61,37 @@ def test_a_steps_work_is_what_vllm_has_scheduled(step: SchedulerOutput, work: tu
     assert work_of(step) == work
 
 
-def scheduler() -> Any:
+def scheduler(block_tokens: int = 0) -> Any:
+    """block_tokens: of the blocks of recurrent layers, in which prompts are computed; 0 where there are none."""
     config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
     requests = {name: with_rank(rank) for name, rank in (("old0", 0), ("old1", 8), ("new0", 16))}
-    return SimpleNamespace(scheduler_config=config, max_num_scheduled_tokens=2048, requests=requests)
+    return SimpleNamespace(
+        scheduler_config=config,
+        max_num_scheduled_tokens=2048,
+        requests=requests,
+        running=list(requests),
+        num_spec_tokens=1,
+        need_mamba_block_aligned_split=block_tokens > 0,
+        cache_config=SimpleNamespace(block_size=block_tokens or 32),
+    )
 
 
 def with_rank(rank: int) -> Any:
     return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FACTS: EngineRequest(rank=rank)}))
+
+
+@pytest.mark.parametrize(
+    ("wished", "bound"), [(1100, 1100), (1062, 1062), (1061, 1055), (1056, 1055), (40, 40)]
+)
+def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_run(
+    wished: int, bound: int
+) -> None:
+    """vLLM computes no part of a block that a step has room for, and three requests of two tokens each take that room in every step."""
+    nothing: Any = None
+    for block_tokens, expected in ((1056, bound), (0, wished)):
+        engine = scheduler(block_tokens)
+        Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished, None))
+        assert engine.max_num_scheduled_tokens == expected
 
 
 class Bench:

@@ -14,7 +14,7 @@ HASH_TOKENS = 4
 @st.composite
 def groups(draw: st.DrawFn) -> LayerGroup:
     block_tokens = HASH_TOKENS * draw(st.sampled_from([1, 2, 4]))
-    kind = draw(st.sampled_from(["all", "window", "chunk"]))
+    kind = draw(st.sampled_from(["all", "window", "chunk", "state"]))
     if kind == "window":
         return LayerGroup("window", block_tokens, draw(st.integers(1, 40)))
     # vLLM wants chunks of whole blocks.
@@ -25,7 +25,9 @@ layouts = st.lists(groups(), min_size=1, max_size=3).map(lambda found: KvLayout(
 
 
 def sees(group: LayerGroup, token: int) -> set[int]:
-    """The tokens before this one that its attention looks at."""
+    """The tokens before this one that its attention looks at; of a state, the last token that is in it."""
+    if group.kind == "state":
+        return set(range(max(token - 1, 0), token))
     if group.kind == "window":
         return set(range(max(token - group.reach_tokens + 1, 0), token))
     return set(range(token // group.reach_tokens * group.reach_tokens if group.kind == "chunk" else 0, token))
@@ -80,7 +82,7 @@ def test_the_longest_prefix_is_the_longest_whose_blocks_are_all_held(
 @given(layouts, st.integers(0, 20), st.integers(0, 20))
 def test_what_is_kept_serves_a_prefix_that_ends_with_the_step(layout: KvLayout, first: int, num: int) -> None:
     start, end = first * HASH_TOKENS, (first + num) * HASH_TOKENS
-    kept, unit = set(layout.to_keep(start, end, [end])), layout.unit_tokens
+    kept, unit = set(layout.to_keep(start, end, [end], end)), layout.unit_tokens
     if end % unit == 0:
         # Blocks that began before `start` and end behind it are of this step.
         whole = {
@@ -91,6 +93,9 @@ def test_what_is_kept_serves_a_prefix_that_ends_with_the_step(layout: KvLayout, 
         group = layout.groups[at.group]
         assert start < (at.block + 1) * group.block_tokens <= end
         assert group.kind == "all" or at.block >= group.first_needed(end)
+    # A step that goes on behind `end` leaves no state there.
+    beyond = layout.to_keep(start, end, [end], end + 1)
+    assert set(beyond) == {at for at in kept if at.group not in layout.state_groups}
 
 
 @given(layouts, st.lists(st.integers(1, 6), min_size=1, max_size=6))

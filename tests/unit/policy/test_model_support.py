@@ -8,9 +8,11 @@ from engine_bridge.policy.limits.model_support import CONSEQUENCES, Mechanism, M
     [
         ({}, []),
         ({"takes_adapters": False}, ["adapters"]),
-        ({"is_recurrent": True}, ["KV tiers"]),
+        ({"is_recurrent": True}, []),
+        ({"is_speculative": True}, []),
+        ({"is_recurrent": True, "is_speculative": True}, ["KV tiers"]),
         ({"reuses_kv": False, "is_recurrent": True}, ["KV tiers"]),
-        ({"takes_adapters": False, "is_recurrent": True}, ["adapters", "KV tiers"]),
+        ({"takes_adapters": False, "reuses_kv": False}, ["adapters", "KV tiers"]),
     ],
 )
 def test_what_a_model_cannot_have_follows_from_its_facts(
