@@ -22,6 +22,7 @@ LONG_TOKENS = 600
 """Of a prompt: some of it lies outside of every window, and four of them fill the device."""
 DEVICE_TOKENS = 2048
 ADVISORY_S, MOST_TRIES = 10.0, 8
+READY_S = 120.0
 GREEDY = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
 OVER = {"hit", "late", "wasted", "expired", "cancelled", "unknown"}
 
@@ -103,6 +104,16 @@ class Asker:
             state = ""
             await asyncio.sleep(0.3)
         return state
+
+    async def ready_nodes(self, num_nodes: int) -> list[str]:
+        """Return the ids of the server's nodes, once as many are ready. Raises TimeoutError after READY_S."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                nodes = (await self.call("GET", "/v1/nodes"))["nodes"]
+                ready = [node["id"] for node in nodes if node["state"] == "ready"]
+                if len(ready) >= num_nodes:
+                    return ready
+                await asyncio.sleep(0.2)
 
     async def fill_device(self) -> None:
         """Have other prompts take all of the device's blocks."""

