@@ -117,6 +117,10 @@ def _correct(config: EngineConfig, off: Off) -> None:
         from engine_bridge.driver.corrections import bad_words
 
         bad_words.install()
+    if config.kv_host_gib > 0:
+        from engine_bridge.driver.corrections import state_blocks
+
+        state_blocks.install()
     if config.device == "cpu" and ROTARY not in off:
         from engine_bridge.driver.corrections import rotary
 

@@ -56,12 +56,9 @@ class Pace:
     def set_bounds(self, bounds: StepBounds) -> None:
         """Make vLLM's next step keep to these bounds."""
         scheduler, num_tokens, block_tokens = self._scheduler, bounds.num_tokens, self._whole_block_tokens
-        if (
-            block_tokens
-            <= num_tokens
-            < block_tokens + len(scheduler.running) * (1 + scheduler.num_spec_tokens)
-        ):
-            # Beside the tokens of the requests that run there is no room for a whole block, and vLLM computes no part of one that could have it.
+        # Beside the tokens of the requests that run there may be no room for a whole block, of which vLLM computes no part if it fits into a step.
+        num_running_tokens = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
+        if num_running_tokens < block_tokens - 1 < num_tokens < block_tokens + num_running_tokens:
             num_tokens = block_tokens - 1
         scheduler.max_num_scheduled_tokens = num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound

@@ -230,6 +230,8 @@ vllm.v1.kv_cache_interface:SlidingWindowSpec KV_TIERS
 vllm.v1.kv_cache_interface:SlidingWindowMLASpec KV_TIERS
 vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec KV_TIERS
     read attention_chunk_size
+vllm.v1.core.single_type_kv_cache_manager:MambaManager KV_TIERS
+    replace get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_local_computed_tokens, *args, **kwargs)
 vllm.v1.kv_cache_interface:MambaSpec KV_TIERS
     read mamba_cache_mode num_speculative_blocks page_size_bytes shapes dtypes num_prefill_checkpoint_blocks prefill_checkpoint_alignment
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS

@@ -120,9 +120,15 @@ class KvLayout(Struct, frozen=True):
         return num_blocks // sum(unit // group.block_tokens for group in self.groups) * unit
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks a request of this many tokens holds."""
+        """Return how many blocks a request of this many tokens holds.
+
+        Of a state those are two: the one in which it computes, and the one that the step before has left.
+        """
         return sum(
-            -(-num_tokens // group.block_tokens) - group.first_needed(num_tokens) for group in self.groups
+            min(-(-num_tokens // group.block_tokens), 2)
+            if group.kind == "state"
+            else -(-num_tokens // group.block_tokens) - group.first_needed(num_tokens)
+            for group in self.groups
         )
 
     def entries(self, hashes: Sequence[bytes], blocks: Sequence[BlockAt]) -> list[Entry]:
@@ -217,11 +223,14 @@ class KvLayout(Struct, frozen=True):
         ]
 
     def state_blocks(self, states: Sequence[StateAt]) -> dict[BlockAt, int]:
-        """Return the device's block of each of these states that is of use to a later prefix, as it ends with a block."""
+        """Return the device's block of each of these states that is of use to a later prefix, as it ends with a block.
+
+        Where content has hashes within a block, vLLM may also say that a block is whole whose state is that of a place within it: no state is taken.
+        """
         return {
-            BlockAt(group, num_tokens // self.groups[group].block_tokens - 1): block_id
+            BlockAt(group, num_tokens // self.hash_tokens - 1): block_id
             for group, block_id, num_tokens in states
-            if num_tokens % self.groups[group].block_tokens == 0
+            if self.groups[group].block_tokens == self.hash_tokens and num_tokens % self.hash_tokens == 0
         }
 
     def _full_first(self) -> list[tuple[int, LayerGroup]]:

@@ -81,17 +81,26 @@ def with_rank(rank: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wished", "bound"), [(1100, 1100), (1062, 1062), (1061, 1055), (1056, 1055), (40, 40)]
+    ("block_tokens", "wished", "bound"),
+    [
+        *(
+            (1056, wished, bound)
+            for wished, bound in ((1100, 1100), (1062, 1062), (1061, 1055), (1056, 1055))
+        ),
+        (1056, 40, 40),
+        (7, 9, 9),  # those that run take more than a block's tokens
+        (8, 9, 7),
+        *((0, wished, wished) for wished in (1, 5, 6, 1061)),
+    ],
 )
 def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_run(
-    wished: int, bound: int
+    block_tokens: int, wished: int, bound: int
 ) -> None:
     """vLLM computes no part of a block that a step has room for, and three requests of two tokens each take that room in every step."""
     nothing: Any = None
-    for block_tokens, expected in ((1056, bound), (0, wished)):
-        engine = scheduler(block_tokens)
-        Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished, None))
-        assert engine.max_num_scheduled_tokens == expected
+    engine = scheduler(block_tokens)
+    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished, None))
+    assert engine.max_num_scheduled_tokens == bound
 
 
 class Bench:
