@@ -31,11 +31,13 @@ def runner_of(engine: Any) -> Any:
 
 def kv_caches_of(engine: Any) -> list[Any]:
     """Return an in-process engine's KV cache: a tensor for each layer, or for the layers of several groups that share its memory."""
-    from engine_bridge.driver.memory.block_copy import distinct
+    from engine_bridge.driver.memory.block_copy import distinct, whole_pages
 
-    caches = list(runner_of(engine).kv_caches)
-    # Where layers keep a state it is a list of tensors.
-    return distinct(caches) if all(hasattr(each, "data_ptr") for each in caches) else caches
+    runner = runner_of(engine)
+    # All groups have blocks of the same bytes where layers of several share memory.
+    pages = {group.kv_cache_spec.page_size_bytes for group in runner.kv_cache_config.kv_cache_groups}
+    page_bytes = pages.pop() if len(pages) == 1 else 0
+    return distinct(whole_pages(each, page_bytes) for each in runner.kv_caches)
 
 
 def reuses_kv(vllm_config: Any) -> bool:

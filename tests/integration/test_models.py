@@ -109,6 +109,13 @@ def null_block_is_untouched(driver: Any) -> bool:
     return not any(layer[0].any() for layer in kv_caches_of(driver.engine))
 
 
+def blocks_are_rows(driver: Any) -> bool:
+    from engine_bridge.driver.in_process import kv_caches_of
+    from engine_bridge.driver.memory.block_copy import own_memory
+
+    return own_memory(kv_caches_of(driver.engine))
+
+
 async def test_where_vllm_reuses_no_kv_neither_does_this_server(tmp_path: Path, caplog: Log) -> None:
     model, folder = folder_of(KNOWN["deepseek-mla"]), tmp_path / "kv"
     prompt = text("prompt", 300)
@@ -150,6 +157,7 @@ async def test_a_server_starts_without_what_its_model_cannot_have(tmp_path: Path
             assert num_reused > 3 * 200
             tiers = node.figures().kv_tiers
             assert tiers is not None and tiers.host.num_hits > 0, "the device had lost it"
+            assert await node.run_on_engine(blocks_are_rows), "so adapters can lie in them"
             pirate = {"lora_name": "pirate", "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")}
             refused = await node.load_adapter(pirate)
             assert refused.status == 400, "it fits none of these models"

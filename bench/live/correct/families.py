@@ -207,7 +207,13 @@ FAMILIES = (
         adapted=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
     ),
     Family(name="stablelm", config_class="StableLmConfig", config=_SIZES, num_adapters=0),
-    Family(name="gpt-neox", config_class="GPTNeoXConfig", config=_SIZES, num_adapters=0),
+    Family(
+        name="gpt-neox",  # all its heads have keys of their own
+        config_class="GPTNeoXConfig",
+        config=_SIZES | {"num_key_value_heads": NUM_HEADS},
+        num_adapters=0,
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
     Family(name="smollm3", config_class="SmolLM3Config", config=_SIZES),
     # Layers of two kinds, whose KV caches share memory.
     Family(

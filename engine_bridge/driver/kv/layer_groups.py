@@ -84,11 +84,11 @@ class Layers:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any]) -> None:
-        from engine_bridge.driver.memory.block_copy import distinct
+        from engine_bridge.driver.memory.block_copy import distinct, whole_pages
 
         states = _states_of(groups)
         kv_caches = {
-            name: _page_of(tensor, states[name]) if name in states else tensor
+            name: whole_pages(tensor, states[name].page_size_bytes) if name in states else tensor
             for name, tensor in kv_caches.items()
         }
         self.regions = distinct(kv_caches.values())
@@ -122,14 +122,6 @@ def _states_of(groups: Sequence[Any]) -> dict[str, Any]:
         for name in group.layer_names
     }
     return {name: spec for name, spec in found.items() if isinstance(spec, MambaSpec)}
-
-
-def _page_of(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Return the memory of a recurrent layer with what fills each of its blocks up to the size of attention's, shape (num_blocks, bytes)."""
-    page_bytes = spec.page_size_bytes
-    if tensor.element_size() != 1 or tensor.stride(0) != page_bytes:
-        return tensor
-    return tensor.as_strided((tensor.shape[0], page_bytes), (page_bytes, 1))
 
 
 def cached_block(pool: Any, entry: Entry) -> Any:

@@ -247,6 +247,16 @@ def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def whole_pages(kv_cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """Return a recurrent layer's states with what fills each block's memory up to `page_bytes`, shape (num_blocks, page_bytes).
+
+    Other tensors are returned as they are: attention fills its blocks.
+    """
+    if kv_cache.element_size() != 1 or kv_cache.stride(0) != page_bytes:
+        return kv_cache
+    return kv_cache.as_strided((kv_cache.shape[0], page_bytes), (page_bytes, 1))
+
+
 def distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return one tensor for each stretch of memory: layers of several groups, or that share their KV, lie at one address."""
     return list({tensor.data_ptr(): tensor for tensor in reversed(list(kv_caches))}.values())[::-1]
