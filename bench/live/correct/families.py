@@ -57,6 +57,7 @@ class Family(Struct, frozen=True, kw_only=True):
         drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong) or "draft_model" (the
             same model, so they are right); "" for not at all.
         dtype: what its server computes with. Only float32 is compared with transformers, whose rounding differs.
+        computed_as: fields of its configuration that vLLM computes with in place of what they say.
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
         operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.
         has_chat: whether vLLM renders its conversations by the chat template; else by a vocabulary that it would fetch.
@@ -66,6 +67,7 @@ class Family(Struct, frozen=True, kw_only=True):
     config_class: str
     config: Mapping[str, Any]
     extra: Mapping[str, Any] = {}
+    computed_as: Mapping[str, Any] = {}
     flags: Sequence[str] = ()
     reuses_kv: bool = True
     num_adapters: int = 2
@@ -87,7 +89,7 @@ class Family(Struct, frozen=True, kw_only=True):
         if not self.operation:
             return True
         import torch
-        import vllm._C  # noqa: F401 - it registers the operations
+        from vllm import _custom_ops  # noqa: F401 - it registers the operations
 
         return hasattr(torch.ops._C, self.operation)
 
@@ -235,6 +237,8 @@ FAMILIES = (
         config=_SIZES
         | {"sliding_window": WINDOW_TOKENS, "layer_types": _LAST_IS_FULL}
         | {"tie_word_embeddings": True, "logit_scale": 0.5},
+        # The window leaves out the token itself, as vLLM's class says of how these models were trained.
+        computed_as={"sliding_window": WINDOW_TOKENS + 1},
     ),
     Family(
         name="olmo3",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ class Oracle:
         overrides: fields of config.json that the server was started with in place of the folder's.
     """
 
-    def __init__(self, folder: Path, overrides: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, overrides: Mapping[str, Any] = {}) -> None:
         import torch
         import transformers
 
         torch.set_grad_enabled(False)
         config = transformers.AutoConfig.from_pretrained(folder)
-        for name, value in (overrides or {}).items():
+        for name, value in overrides.items():
             setattr(config, name, value)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager"

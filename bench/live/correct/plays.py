@@ -136,7 +136,7 @@ async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, st
     if family.has_own_rounding:
         oracle = StockOracle(folder, family.dtype, MAX_MODEL_LEN, has_adapters=bool(adapters))
     else:
-        oracle = Oracle(folder)
+        oracle = Oracle(folder, family.computed_as)
     judge = Judge(family.name, oracle, adapters, note, family.reuses_kv)
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
