@@ -70,7 +70,7 @@ format: $(TESTING) ## let ruff mend what it can
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 
-models: $(RUNTIME) $(TESTING) ## serve a tiny model of each family, compare with transformers, write docs/models.md (twenty minutes)
+models: $(RUNTIME) $(TESTING) ## serve a tiny model of each family, compare with transformers, write docs/models.md (half an hour)
 	$(PY) -m bench.live.correct --table docs/models.md $(ARGS)
 
 clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')

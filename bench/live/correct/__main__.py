@@ -40,11 +40,12 @@ AIMS = {
 QUICK = "gemma3"
 
 
-def all_plays() -> dict[str, Play]:
-    """Return all plays by name, in the order of playing."""
+def all_plays(*, is_quick: bool) -> dict[str, Play]:
+    """Return all plays by name, in the order of playing. is_quick: families are played without a second node."""
     llama = BY_NAME["llama"]
     found: dict[str, Play] = {
-        f"family {family.name}": partial(plays.family_play, family) for family in FAMILIES
+        f"family {family.name}": partial(plays.family_play, family, has_peer=not is_quick)
+        for family in FAMILIES
     }
     return found | {
         "changes between two starts": partial(plays.changes_play, llama),
@@ -110,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
     wanted = f"family {QUICK}" if args.quick else f"family {args.only}" if args.table else args.only
-    chosen = {name: play for name, play in all_plays().items() if wanted in name}
+    chosen = {name: play for name, play in all_plays(is_quick=args.quick).items() if wanted in name}
     import torch
 
     # Measured beside busy servers: a second thread makes the oracle's small sums take ten times as much processor time, as each waits for the other.

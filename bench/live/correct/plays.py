@@ -122,8 +122,14 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 # -- one family ----------------------------------------------------------------------------------------------------------------------
 
 
-async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, str]:
+async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bool = True) -> dict[str, str]:
     """Every tier, adapters, sessions, batches, a restart, and a second node, with one model. Returns what its server goes without, and why.
+
+    Args:
+        family: the model.
+        scratch: a folder for the servers' data.
+        note: is told of each case.
+        has_peer: whether there is a second node.
 
     Raises:
         NotComputable: vLLM has no kernel of the model for this processor.
@@ -157,7 +163,7 @@ async def family_play(family: Family, scratch: Path, note: Note) -> dict[str, st
         if family.has_chat:
             told = (await server.chat(*turn) for turn in _turns_before(adapter))
             await _until_reused(judge, "a conversation after a restart", told)
-    if family.has_chat:
+    if family.has_chat and has_peer:
         start["device_tokens"] = 3 * DEVICE_TOKENS  # both share it
         async with serving(folder, scratch / "two nodes", "--nodes=2", *flags_of(family), **start) as server:
             await _until_reused(judge, "from another node", _moved(server))
