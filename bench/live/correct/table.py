@@ -16,9 +16,10 @@ _HEAD = """# Model families
 `make models` writes this page. Each row is a tiny model of a family with random weights, served as it comes, without a flag that it would need.
 Its answers were compared token by token with what transformers computes without any cache, adapters merged into the weights (quantised models and
 those in bfloat16: with what vLLM computes without a prefix cache, one request at a time): cold, from the device, from host memory, from disk after a
-restart, after an advisory, under adapters, and in one batch of all that.
+restart, from another node, after an advisory, under adapters, and in one batch of all that.
 
-The numbers are prompt tokens that were not computed again, of a prompt of {tokens}. What a family goes without, and why, is what the server says in
+The numbers are prompt tokens that were not computed again, of a prompt of {tokens}; at another node and after an advisory, of the second turn of a
+conversation of some 390. What a family goes without, and why, is what the server says in
 `/v1/nodes`, and `overture doctor --model` before the start ([operations.md](operations.md), "What a model cannot have").
 
 {versions}, {num} families, {wrong} of {all} tokens wrong.
