@@ -42,6 +42,11 @@ _SIZES = {
 }
 _WITH_HEAD_DIM = _SIZES | {"head_dim": HEAD_DIM}
 
+# A token that stands anywhere before has those behind it drafted: most are wrong ones in an answer of a model of random weights.
+DRAFTS_BY_LOOKUP = "--speculative-config=" + json.dumps(
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+)
+
 
 class Family(Struct, frozen=True, kw_only=True):
     """A family's tiny model.
@@ -350,11 +355,10 @@ def flags_of(family: Family) -> list[str]:
     """The flags with which a server of a family's model is started."""
     if not family.drafted_by:
         return [*family.flags]
-    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
     if family.drafted_by == "ngram":
-        # A token that stands anywhere before has those behind it drafted: most are wrong ones in an answer of a model of random weights.
-        drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    elif family.drafted_by == "eagle":
+        return [*family.flags, DRAFTS_BY_LOOKUP]
+    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
+    if family.drafted_by == "eagle":
         folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
         drafts["model"] = str(folder)
     else:

@@ -34,6 +34,7 @@ from bench.live.correct.asking import (
     serving,
 )
 from bench.live.correct.families import (
+    DRAFTS_BY_LOOKUP,
     MAX_MODEL_LEN,
     Family,
     adapter_folders_of,
@@ -46,10 +47,6 @@ from bench.live.correct.oracle import Oracle, StockOracle
 LOGPROB_TOLERANCE = 0.02
 NUM_TRIES = 4
 PIECES = "--max-num-batched-tokens=256"
-# A token that stands anywhere before has those behind it drafted: most are wrong ones in an answer of a model of random weights.
-DRAFTS = "--speculative-config=" + json.dumps(
-    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-)
 OPENING = "You keep the harbour's books and weigh each word. " * 4
 """With which conversations begin. It stands in the first message: what is computed ahead for a session of the API knows no system prompt."""
 
@@ -366,7 +363,7 @@ async def head_play(family: Family, scratch: Path, note: Note) -> None:
     write_adapter(family, folder, 77, adapted=["lm_head", "q_proj"])
     adapters = {"head": folder, "plain": adapter_folders_of(family)[0]}
     oracle, play = Oracle(folder_of(family)), f"{family.name}, adapter of the head"
-    for kind, flags in {play: (), f"{play}, drafts": (PIECES, DRAFTS)}.items():
+    for kind, flags in {play: (), f"{play}, drafts": (PIECES, DRAFTS_BY_LOOKUP)}.items():
         judge = Judge(kind, oracle, adapters, note)
         async with serving(folder_of(family), scratch / "head", *flags, adapters=adapters) as server:
             await _head(judge, server)

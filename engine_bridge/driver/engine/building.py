@@ -89,6 +89,9 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     _correct(config, off)
     args = engine_args(config, tiers)
     if tiers is not None:
+        from engine_bridge.driver.corrections import state_blocks
+
+        state_blocks.install()
         tiers.arguments = arguments_that_count(args)
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
@@ -117,10 +120,6 @@ def _correct(config: EngineConfig, off: Off) -> None:
         from engine_bridge.driver.corrections import bad_words
 
         bad_words.install()
-    if config.kv_host_gib > 0:
-        from engine_bridge.driver.corrections import state_blocks
-
-        state_blocks.install()
     if config.device == "cpu" and ROTARY not in off:
         from engine_bridge.driver.corrections import rotary
 

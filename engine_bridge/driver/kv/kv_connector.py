@@ -57,7 +57,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         layout = layout_of(kv_cache_config, vllm_config)
         self._vllm_config = vllm_config
-        self._layout, self._groups = layout, kv_cache_config.kv_cache_groups
+        self._state_groups, self._groups = layout.state_groups, kv_cache_config.kv_cache_groups
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
         if role == KVConnectorRole.SCHEDULER:
             self._requests: dict[str, Request] = {}
@@ -110,7 +110,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_tokens,
             is_resumed=request.num_preemptions > 0,
         )
-        if self._layout.state_groups:
+        if self._state_groups:
             # vLLM ends a step where requests that began alike parted, so that the state there can be kept, if it knows of that place.
             common_tokens = self._restores.common_tokens(request.request_id)
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, common_tokens)
@@ -185,7 +185,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
         self._layers = Layers(kv_caches, self._groups)
-        self._step = _Step(self._tiers, self._layers, self._layout.state_groups)
+        self._step = _Step(self._tiers, self._layers, self._state_groups)
         # If vLLM has switched its prefix cache off, KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
         if reuses_kv(self._vllm_config):
             self._tiers.attach(self._layers, self._vllm_config)
