@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.emulated.core.arrivals import Arrival, Timed
-from bench.emulated.core.clock import Clock, Event
-from bench.emulated.core.steps import BLOCK_TOKENS, Chunk, Decoding, Shape, StepCost, pool_blocks
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.steps import BLOCK_TOKENS, Chunk, Shape, StepCost, pool_blocks
 from engine_bridge.policy.nodes.routing import RequestEstimate, RoutingPolicy
 from engine_bridge.protocol.node_facts import NodeFacts, Ranks
 
@@ -35,18 +35,6 @@ class Served(Timed):
     def num_unfilled(self) -> int:
         """Tokens of its prompt that are still to be computed."""
         return self.arrival.num_prompt_tokens - self.num_prefilled
-
-
-@dataclass(slots=True)
-class Step:
-    """A step, or `num` steps that only decode. parts: tokens of prompts that it computes."""
-
-    began_s: float
-    num: int
-    parts: list[tuple[Served, int]]
-    decoding: Decoding | None
-    does_decode: bool
-    end: Event
 
 
 class SmallNode:
@@ -69,13 +57,13 @@ class SmallNode:
         self.num_changes = 0
         """Counts requests that came, started, began to answer and ended: while it stays the same, `facts` may be kept."""
         self._ranks = ranks
-        self._reserved_tokens = self._context_tokens = self._num_steps = self._ranks_read = 0
+        self._reserved_tokens = self._context_tokens = self._num_decoded = self._ranks_read = 0
         self._decoding: dict[str, Served] = {}
         self._num_by_rank: Counter[int] = Counter()
         self._ends: list[tuple[int, int, Served]] = []
-        """By the count of decode steps at which each has its answer."""
+        """By the count of steps that decode, `_num_decoded`, at which each has its answer."""
         self._order = itertools.count()
-        self._step: Step | None = None
+        self._is_busy = False
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request in, now. Raises ValueError if it would not fit an empty device."""
@@ -85,13 +73,8 @@ class SmallNode:
             raise ValueError(f"{request.arrival.num_tokens} tokens do not fit the device")
         self.waiting.append(request)
         self.num_changes += 1
-        now, step = self.clock.now, self._step
-        if step is None:
-            self._begin(now)
-        elif step.num > 1 and step.decoding is not None:  # the next step may start it
-            step.num = step.decoding.steps_until(now - step.began_s, step.num)
-            step.end.cancel()
-            step.end = self.clock.at(max(step.began_s + step.decoding.total_s(step.num), now), self._end)
+        if not self._is_busy:
+            self._begin(self.clock.now)
 
     def facts(self, node_id: str) -> NodeFacts:
         """Return what the node reports to a router."""
@@ -109,22 +92,17 @@ class SmallNode:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
-        """Begin the next step, or a run of steps that only decode, if there is anything to compute."""
-        parts, decodes = list(self._parts()), (len(self._decoding), self._context_tokens, self._ranks_read)
-        decoding, num = None, 1
+        """Begin the next step, if there is anything to compute."""
+        parts = list(self._parts())
         does_decode = bool(self._decoding) and (self.shape.is_mixed or not parts)
-        if parts:
+        self._is_busy = does_decode or bool(parts)
+        if self._is_busy:
             chunks = [
                 Chunk(size, each.num_prefilled, each.rank, size == each.num_unfilled) for each, size in parts
             ]
-            seconds = self.cost.step_s(chunks, *decodes) if does_decode else self.cost.step_s(chunks)
-        elif does_decode:
-            decoding = self.cost.decoding(*decodes)
-            num = self._ends[0][0] - self._num_steps
-            seconds = decoding.total_s(num)
-        else:
-            return
-        self._step = Step(now, num, parts, decoding, does_decode, self.clock.at(now + seconds, self._end))
+            decodes = (len(self._decoding), self._context_tokens, self._ranks_read) if does_decode else ()
+            seconds = self.cost.step_s(chunks, *decodes)
+            self.clock.at(now + seconds, lambda now: self._end(parts, does_decode, now))
 
     def _parts(self) -> Iterable[tuple[Served, int]]:
         """Yield the parts of prompts in the next step: chunks beside decoding, or whole prompts where steps are not mixed, and then at least one."""
@@ -155,16 +133,14 @@ class SmallNode:
             and self._reserved_tokens + request.arrival.num_tokens <= self.num_tokens
         )
 
-    def _end(self, now: float) -> None:
-        """A step ends: give out its tokens, and begin the next one."""
-        step, self._step = self._step, None
-        assert step is not None, "a step ended that had not begun"
-        if step.does_decode:
-            self._num_steps += step.num
-            self._context_tokens += step.num * len(self._decoding)
-            while self._ends and self._ends[0][0] <= self._num_steps:
+    def _end(self, parts: Sequence[tuple[Served, int]], does_decode: bool, now: float) -> None:
+        """End a step: give out its tokens, and begin the next one."""
+        if does_decode:
+            self._num_decoded += 1
+            self._context_tokens += len(self._decoding)
+            while self._ends and self._ends[0][0] <= self._num_decoded:
                 self._leave(heapq.heappop(self._ends)[2], now)
-        for request, size in step.parts:
+        for request, size in parts:
             request.num_prefilled += size
             if request.num_unfilled == 0:
                 self._enter(request, now)
@@ -181,7 +157,7 @@ class SmallNode:
         if request.arrival.num_answer_tokens == 1:
             self._leave(request, now)
         else:
-            due = self._num_steps + request.arrival.num_answer_tokens - 1
+            due = self._num_decoded + request.arrival.num_answer_tokens - 1
             heapq.heappush(self._ends, (due, next(self._order), request))
 
     def _leave(self, request: Served, now: float) -> None:

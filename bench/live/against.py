@@ -32,11 +32,10 @@ import numpy as np
 import psutil
 
 from bench.intervals import Aim, interval, verdict
-from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.shared.asking import Streamed, streamed
-from bench.live.shared.report import Progress, commit_of, options, report, spread
+from bench.live.shared.report import ROOT, Progress, commit_of, options, report, spread
 from bench.live.shared.rounds import in_turn
-from bench.live.shared.serving import OvertureServer
+from bench.live.shared.serving import QUIET_OPENMP, OvertureServer
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 REQUEST_TIMEOUT_S = 120.0

@@ -2,7 +2,7 @@
 
 Source: AdaptiveLLM §3.2 (D1): a regressor on polynomial features of what a step computes. The paper compares eight regressors on degrees 1 to 5 and
 takes a random forest. Here it is ridge regression on degree 3. Of the eight it is the best on a real engine (2 cores; 4.8 to 5.1% from degree 2 on,
-boosting 5.7%, a forest 10%), and on emulated devices second to boosting (2.6 to 3.4%, 2.4 to 3.0%): `bench.emulated.regressors` compares them.
+boosting 5.7%, a forest 10%), and on emulated devices second to boosting (2.6 to 3.4%, 2.4 to 3.0%; bench/LOG.md, "The emulated node").
 
 Departs in: one model and device at a time, so layers and hidden size are no features; context tokens are one, since decode steps read all KV;
 features are scaled; samples are weighted by 1/seconds², because the error that counts is relative (the paper's linear models, at 40% and more, seem

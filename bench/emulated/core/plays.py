@@ -53,21 +53,13 @@ class Played:
 
     Attributes:
         jobs: in order of arrival.
-        scheduler_s: wall time in the scheduler alone.
     """
 
     jobs: list[Job]
-    num_steps: int
     ended_s: float
-    scheduler_s: float
     num_preempted: int
     counts: dict[str, int]
     """What the dispatcher, the tiers and the adapters' core counted."""
-
-    @property
-    def us_per_step(self) -> float:
-        """Wall time of a step in the scheduler, in microseconds."""
-        return self.scheduler_s / self.num_steps * 1e6
 
     @property
     def times(self) -> list[tuple[float, float]]:
@@ -112,4 +104,4 @@ def play_on_node(
     if node.tiers is not None:
         counts |= node.tiers.way_counts()
     num_preempted = node.scheduler.num_preempted
-    return Played(jobs, node.num_steps, clock.now, node.scheduler_s, num_preempted, counts)
+    return Played(jobs, clock.now, num_preempted, counts)

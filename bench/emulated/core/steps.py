@@ -7,13 +7,10 @@ adapters  over a prompt: their FLOPs at the rate of S-LoRA's kernels (`Gpu.lora_
           meets (see tests).
 assisted  what a host computes of a prompt's adapter while that is on its way to the device. In each layer it goes on beside the base model's own
           product with the same matrices; what takes longer holds up the rest of the layer, and calling costs. Source: CaraServe §4.
-
-A step in which nothing but decoding happens grows by the same amount from one to the next, so that many are summed at once (`Decoding`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,63 +118,9 @@ class StepCost:
         assistant_s = longest_s * max(num_cores / assistant.num_cores, 1.0)
         return max(assistant_s - hidden_s, 0.0) + assistant.call_s
 
-    def decoding(self, num_decodes: int, num_context: int, sum_rank: int) -> Decoding:
-        """Return the run of steps from here on in which the same requests decode; `num_context` is the first step's."""
-        fixed_s = sum_rank * self._lora_decode_s + self.gpu.step_s + num_decodes * self.gpu.request_s
-        compute_s = num_decodes * (self._token_s + self._head_s) + num_context * self._pair_s
-        memory_s = self._weights_s + num_context * self._kv_token_s
-        return Decoding(
-            fixed_s, compute_s, num_decodes * self._pair_s, memory_s, num_decodes * self._kv_token_s
-        )
-
     def prefill_s(self, num_tokens: int, rank: int = 0) -> float:
         """Return the seconds of a prompt alone."""
         return self.step_s((Chunk(num_tokens, 0, rank, True),))
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """A run of decode steps: the n-th takes fixed + max(compute + n · its growth, memory + n · its growth), n from 0."""
-
-    fixed_s: float
-    compute_s: float
-    compute_growth_s: float
-    memory_s: float
-    memory_growth_s: float
-
-    def total_s(self, num_steps: int) -> float:
-        """Return the seconds of the first `num_steps` steps."""
-        cross = self._crossing(num_steps)
-        first, second = self._sum(0, cross), self._sum(cross, num_steps)
-        return num_steps * self.fixed_s + first + second
-
-    def _sum(self, start: int, end: int) -> float:
-        """Return the sum of the larger part over steps between which the larger part does not change."""
-        if end <= start:
-            return 0.0
-        middle = (start + end - 1) / 2
-        compute_s = self.compute_s + middle * self.compute_growth_s
-        memory_s = self.memory_s + middle * self.memory_growth_s
-        return (end - start) * max(compute_s, memory_s)
-
-    def _crossing(self, num_steps: int) -> int:
-        """The first step from which on the other part is the larger; `num_steps` if there is none."""
-        gap_s = self.compute_s - self.memory_s
-        growth_s = self.compute_growth_s - self.memory_growth_s
-        if gap_s * growth_s >= 0:
-            return num_steps
-        return min(math.ceil(-gap_s / growth_s), num_steps)
-
-    def steps_until(self, seconds: float, num_steps: int) -> int:
-        """Return the number of steps, of at most `num_steps` and at least one, whose end is the first at or after `seconds`."""
-        low, high = 1, num_steps
-        while low < high:
-            middle = (low + high) // 2
-            if self.total_s(middle) >= seconds:
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
-from bench.live.peers.client import Worker, start_workers
 from bench.live.peers.engine import forget_files
 from bench.live.peers.play import Answer, Ask, decode_rate, text
+from bench.live.peers.worker import Worker, start_workers
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.traffic import Adapters, Traffic

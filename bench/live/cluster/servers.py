@@ -10,10 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from bench.live.peers.client import QUIET_OPENMP
 from bench.live.shared.asking import streamed
 from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.serving import OvertureServer, ServerFailed
+from bench.live.shared.serving import QUIET_OPENMP, OvertureServer, ServerFailed
 from overture_client import nodes
 
 START_TIMEOUT_S = 300.0

@@ -30,8 +30,8 @@ from typing import Any
 
 from bench.live.kv.advisory_disk import run_disk
 from bench.live.kv.people import script, times_of
-from bench.live.peers.client import Worker, start_alike
 from bench.live.peers.play import text
+from bench.live.peers.worker import Worker, start_alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn

@@ -31,8 +31,8 @@ from typing import Any
 
 from bench.intervals import Aim, interval, quantile_ratio, quantile_ratio_interval, verdict
 from bench.live.kv.people import Times, script, times_of
-from bench.live.peers.client import Worker, start_workers
 from bench.live.peers.engine import Settings
+from bench.live.peers.worker import Worker, start_workers
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, report, spread, spread_ms
 from bench.measures import quantile

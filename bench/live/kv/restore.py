@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
-from bench.live.peers.client import Worker, start_alike
 from bench.live.peers.play import FIRST_TEXT_TOKEN, text
+from bench.live.peers.worker import Worker, start_alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn

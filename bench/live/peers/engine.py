@@ -179,15 +179,14 @@ class Engine(ABC):
 
     def warm_up(self) -> None:
         """Answer two requests that do not count."""
-        self.play([{"prompt": [1] * num_tokens, "max_tokens": 2} for num_tokens in WARM_UP_TOKENS])
+        self.play([Ask(prompt=[1] * num_tokens, max_tokens=2) for num_tokens in WARM_UP_TOKENS])
 
-    def play(self, requests: list[dict[str, Any]], one_by_one: bool = False) -> list[dict[str, Any]]:
+    def play(self, asks: Sequence[Ask], one_by_one: bool = False) -> list[Answer]:
         """Answer requests at their times, or each when the one before it is done; they find no KV of an earlier play."""
         self._num_plays += 1
-        asks = [Ask(**request) for request in requests]
-        groups = [[ask] for ask in asks] if one_by_one else [asks]
+        groups: list[Sequence[Ask]] = [[ask] for ask in asks] if one_by_one else [asks]
         answers = [self.do(self._play(group, f"play {self._num_plays}")) for group in groups]
-        return [answer.__dict__ for group in answers for answer in group]
+        return [answer for group in answers for answer in group]
 
     def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
         """Run one request alone, which finds the KV of earlier turns."""

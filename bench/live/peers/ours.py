@@ -282,7 +282,7 @@ class Ours(Engine):
             # Or one of them might make room for another: seldom used ones leave first.
             others = self._version_ids(name for name in self.folders if name not in adapters)
             self.on_engine(lambda driver: driver.adapters.put_back(others, keeps_host=True))
-            self.play([{"prompt": [1] * 4, "max_tokens": 2, "adapter": name} for name in adapters])
+            self.play([Ask(prompt=[1] * 4, max_tokens=2, adapter=name) for name in adapters])
         self._wait_until(inside.is_quiet)
         if place == "host":
             self.on_engine(lambda driver: [driver.adapters.core.prefetch(adapter_id) for adapter_id in ids])
@@ -324,9 +324,7 @@ class Ours(Engine):
 
     # -- scheduling --------------------------------------------------------------------------------------------------
 
-    def use(
-        self, policy: str, history: list[list[Any]], rate_per_s: float, way: str = "cheaper"
-    ) -> dict[str, Any]:
+    def use(self, policy: str, history: list[list[Any]], rate_per_s: float, way: str = "cheaper") -> None:
         """Let this policy decide from now on which request starts, with no other knowledge than `history`.
 
         Args:
@@ -345,7 +343,6 @@ class Ours(Engine):
             time.sleep(0.05)
         if self.tiers is not None:
             self._set_way(way)
-        return self.on_engine(lambda driver: driver.scheduling.state())
 
     def _set_way(self, way: str) -> None:
         """A fixed way knows no costs, by which a way would be chosen for each victim when it is preempted."""

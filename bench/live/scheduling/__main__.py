@@ -45,13 +45,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.intervals import quantile_ratio_interval
-from bench.live.peers.client import QUIET_OPENMP, Worker, start_workers
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import Ask
+from bench.live.peers.worker import Worker, start_workers
 from bench.live.scheduling import predictors
 from bench.live.scheduling.outcomes import Seen, change, ms
 from bench.live.shared.models import ModelShape, model_folder
 from bench.live.shared.report import Progress, figures, last_line, options, report
+from bench.live.shared.serving import QUIET_OPENMP
 from bench.live.shared.traffic import TIGHT_RATE_PER_S, Adapters, Traffic, tight_asks, tight_history
 from bench.measures import quantile
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import Ask, text
+from bench.live.peers.worker import Worker
 from bench.live.shared.models import ModelShape
 from bench.live.shared.traffic import TIGHT_RATE_PER_S, Traffic, tight_asks, tight_history
 from bench.predicting import error_of, fitted_error

@@ -20,6 +20,8 @@ from bench.live.shared.report import ROOT
 
 HOST = "127.0.0.1"
 READY_TIMEOUT_S, CLOSE_TIMEOUT_S = 240.0, 60.0
+# Beside other engines OpenMP's threads must sleep, not spin, while theirs has nothing to do.
+QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
 
 class ServerFailed(RuntimeError):

@@ -78,8 +78,8 @@ class Mlq(QueuePolicy):
     for its adapter; `AdapterTurns` bounds that wait.
 
     Costs: `arrived`, `admitted`, `ended` a few binary searches. `decide` looks up the requests that it starts, a head for each lane,
-    `num_looked_at` behind a head without memory. The cost depends neither on how many wait, nor on how many tenants they are of (`python -m
-    bench.emulated exact`).
+    `num_looked_at` behind a head without memory. The cost depends neither on how many wait, nor on how many tenants they are of (bench/LOG.md,
+    "The emulated node").
 
     Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes
     keep quota that a waiting head can use, in that heads that were passed come before other lanes' heads, in that a head that lacks blocks is

@@ -1,6 +1,5 @@
 """vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
 
-import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +16,6 @@ from bench.emulated.core.node import EmulatedNode, Engine
 from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
 from bench.emulated.core.steps import StepCost
 from bench.emulated.core.traffic import Lengths, play
-from bench.emulated.exact import Queue, measure
 from engine_bridge.policy.scheduling.policies import POLICIES
 
 ROOMY = Engine(num_blocks=6000, max_running=64)
@@ -108,24 +106,6 @@ def test_a_request_that_would_never_fit_is_refused() -> None:
     node = EmulatedNode(Clock(), COST, Engine(num_blocks=40), "vllm")
     with pytest.raises(ValueError, match="do not fit"):
         node.submit(Arrival("a", 0.0, num_prompt_tokens=640, num_answer_tokens=1))
-
-
-def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bench.emulated.exact.NUM_STEPS", 20)
-    monkeypatch.setattr("bench.emulated.exact.NUM_WARM", 10)
-    looks, steps = itertools.count(), []
-
-    class Counted(FlatCost):
-        def step_s(self, *work: Any, **more: Any) -> float:
-            steps.append(super().step_s(*work, **more))
-            return steps[-1]
-
-    found = measure(Queue("mlq", 100, seed=1), lambda: next(looks) / 1e3, Counted(), ROOMY)
-    # A millisecond from look to look: around the decision; before and after it, and around the telling who started.
-    step_s = sum(steps[10:30]) / 20
-    assert (found.decide, found.own) == pytest.approx((1e-3 / step_s, 4e-3 / step_s), rel=0.02)
 
 
 def with_adapters(

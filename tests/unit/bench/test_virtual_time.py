@@ -119,24 +119,6 @@ def test_chunks_of_a_prompt_cost_its_attention_once() -> None:
     assert parts == pytest.approx(whole)
 
 
-@pytest.mark.parametrize(
-    ("num_decodes", "context", "memory_times"),
-    [(1, 100, 1), (40, 40_000, 1), (4000, 400_000, 1), (300, 300, 4)],
-    ids=["few", "some", "many", "reading overtakes computing"],
-)
-def test_a_run_of_decode_steps_takes_what_its_steps_take(
-    num_decodes: int, context: int, memory_times: int
-) -> None:
-    cost = StepCost(replace(A40, memory_bytes_per_s=A40.memory_bytes_per_s * memory_times), LLAMA_7B)
-    run = cost.decoding(num_decodes, context, 30 * num_decodes)
-    single = [cost.step_s((), num_decodes, context + n * num_decodes, 30 * num_decodes) for n in range(2000)]
-    for num in (1, 2, 7, 300, 2000):
-        assert run.total_s(num) == pytest.approx(sum(single[:num]))
-    for seconds in (0.0, 0.01, run.total_s(3), run.total_s(3) + 1e-6, run.total_s(49)):
-        num = run.steps_until(seconds, 50)
-        assert run.total_s(num) >= seconds and (num == 1 or run.total_s(num - 1) < seconds)
-
-
 # An adapter's part of ten tokens takes it three seconds, and calling it half a second.
 SLOW_HOST = AssistingHost("slow", 2 * 128 * 8 * 10 / 3, 4, 1.0, 10, 0.5)
 
