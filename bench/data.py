@@ -13,10 +13,13 @@ MT_BENCH = FOLDER / "sharegpt_multiturn/mtbench101.jsonl.zst"
 
 
 def are_recorded(*paths: Path) -> bool:
-    """Return whether all of these files are there. Print the missing ones: lengths drawn in their place give other figures."""
+    """Return whether all of these files are there. Print the missing ones: what is drawn in their place, if anything, gives other figures."""
     missing = [path for path in paths if not path.exists()]
     for path in missing:
-        print(f"{path.name} is not there: what is drawn in its place gives other figures", file=sys.stderr)
+        print(
+            f"{path.name} is not there: what is drawn in its place, if anything, gives other figures",
+            file=sys.stderr,
+        )
     return not missing
 
 

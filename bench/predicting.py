@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from bench.measures import quantile
 from engine_bridge.policy.costs.costs import CopyTable, StepTable
-
-# A disturbance spans successive predictions, so the bootstrap draws windows of them. Chosen: some seconds of steps.
-WINDOW, NUM_BOOTSTRAPS = 50, 500
 
 Seen = list[list[float]]
 """Of each: seconds as predicted, as they came to be, what else is known of it, and last of a step its work, of a copy its bytes."""
@@ -48,17 +43,11 @@ def relative_errors(seen: Sequence[Sequence[float]]) -> list[float]:
     return [abs(each[0] / each[1] - 1) for each in seen]
 
 
-def error_of(seen: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return the mean relative error (AdaptiveLLM's measure) with the interval of nine in ten bootstraps over windows, the median, and the number."""
-    errors, chance = relative_errors(seen), random.Random(0)
-    windows = [errors[at : at + WINDOW] for at in range(0, len(errors), WINDOW)]
-    means = []
-    for _ in range(NUM_BOOTSTRAPS):
-        drawn = chance.choices(windows, k=len(windows))
-        means.append(sum(map(sum, drawn)) / sum(map(len, drawn)))
+def error_of(seen: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean relative error (AdaptiveLLM's measure), the median, and the number of predictions."""
+    errors = relative_errors(seen)
     return {
         "mean": round(statistics.fmean(errors), 4),
-        "interval": [round(quantile(means, share), 4) for share in (0.05, 0.95)],
         "median": round(statistics.median(errors), 4),
         "num": len(errors),
     }

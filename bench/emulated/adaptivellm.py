@@ -7,11 +7,8 @@ the paper (§4.2): 128 blocks of 16 tokens on the device and 64 in host memory, 
 batches with numbers). An arm is a queue and a way back for those who are preempted:
   vllm       vLLM's queue, always recomputed; no host memory
   swap       vLLM's queue, always loaded, as far as host memory has it
-  swap only  as `swap`, but on the device no more blocks than host memory has: our reading of the paper's vLLM_s, which never recomputes and whose
-             batch "is limited by host memory"; it does not say how
   cost       vLLM's queue, the cheaper way by SwapOrRecompute: the cost alone
   adaptive   fair, least fair preempted first, the cheaper way: what stands for AdaptiveLLM
-  mlq        the cheaper way
   default    bounded, the cheaper way: what serves by default
   free       the best of several queues, seed by seed, where swapping costs nothing and host memory holds everything: no way back is cheaper
 
@@ -31,8 +28,7 @@ fewer, as each step is scheduled for real.
 Parts: `main` table 3. `turnaround` Fig. 8, batches of at most 64 and 128. `limits` where swapping by cost stops paying: link speed, host memory,
 prompt length (OPT-13B; vLLM's queue). `predictors` Tables 5 and 6 and Fig. 9: how far off predictions of steps and copies are where these vary as a
 real engine's equal ones did, in the same order (bench/emulated/predictors.py): `adaptive`. `step_error`, `swap_error`: mean relative error against
-what was seen (of copies each way, the worse), `_of_true` against what it would have been without noise, `_floor` that of who knows this: noise cannot
-be foretold.
+what was seen (of copies each way, the worse), `_floor` that of one who knows what it would have been without noise: noise cannot be foretold.
 
 Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
 requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
@@ -96,23 +92,19 @@ class Arm:
     Attributes:
         queue: a name in the registry of policies, "vllm" for vLLM's own.
         way: of those who are preempted: "recompute" without host memory, "swap", or "cost" for the live engine's choice.
-        is_host_bound: has on the device no more blocks than host memory.
         is_free: swaps take no time, and all fits host memory.
     """
 
     queue: str
     way: str
-    is_host_bound: bool = False
     is_free: bool = False
 
 
 ARMS = {
     "vllm": Arm("vllm", "recompute"),
     "swap": Arm("vllm", "swap"),
-    "swap only": Arm("vllm", "swap", is_host_bound=True),
     "cost": Arm("vllm", "cost"),
     "adaptive": Arm("fair", "cost"),
-    "mlq": Arm("mlq", "cost"),
     "default": Arm(DEFAULT_POLICY, "cost"),
 }
 FREE = tuple(Arm(queue, "cost", is_free=True) for queue in ("fcfs", "fair", "mlq", "bounded"))
@@ -152,10 +144,9 @@ class Setting:
         ]
 
 
-def engine_of(arm: Arm, setting: Setting) -> Engine:
-    """Return the bounds of the arm's engine."""
-    num_blocks = setting.host_blocks if arm.is_host_bound else DEVICE_BLOCKS
-    return Engine(num_blocks, BLOCK_TOKENS, setting.max_running, max_tokens=num_blocks * BLOCK_TOKENS)
+def engine_of(setting: Setting) -> Engine:
+    """Return the bounds of every arm's engine."""
+    return Engine(DEVICE_BLOCKS, BLOCK_TOKENS, setting.max_running, max_tokens=DEVICE_BLOCKS * BLOCK_TOKENS)
 
 
 def tiers_of(arm: Arm, setting: Setting) -> TierSizes | None:
@@ -204,7 +195,7 @@ class Outcome:
 def serve(point: Point) -> Outcome | dict[str, float]:
     """Play one point; return its outcome, or the errors of predictions."""
     arm, setting = point.arm, point.setting
-    requests, engine, tiers = setting.arrivals(point.seed), engine_of(arm, setting), tiers_of(arm, setting)
+    requests, engine, tiers = setting.arrivals(point.seed), engine_of(setting), tiers_of(arm, setting)
     if point.is_foretold:
         assert tiers is not None, "only copies to host memory and back are foretold"
         return errors(setting.gpu, setting.model, engine, arm.queue, tiers, requests, point.seed)
@@ -253,12 +244,8 @@ def ratios(
 
 
 # Least throughput of all models and datasets against vLLM and vLLM_s. Source: table 3.
-PAPER_SPEEDUP = {"vllm": 1.09, "swap": 1.64, "swap only": 1.64}
-THROUGHPUT = {
-    "vllm": "throughput_vs_recompute",
-    "swap": "throughput_vs_swap",
-    "swap only": "throughput_vs_swap_only",
-}
+PAPER_SPEEDUP = {"vllm": 1.09, "swap": 1.64}
+THROUGHPUT = {"vllm": "throughput_vs_recompute", "swap": "throughput_vs_swap"}
 
 
 def main_part(bench: Bench) -> None:
@@ -270,7 +257,7 @@ def main_part(bench: Bench) -> None:
         bench.figure((key,), own, PAPER_SPEEDUP[base], False, "ratio")
         bound = ratios(bench, FREE, base, settings, "per_s")
         bench.figure(("parts", "main", "bound", key), bound, None, False, "ratio")
-    for arm in ("cost", "mlq", "default"):
+    for arm in ("cost", "default"):
         own = ratios(bench, [ARMS[arm]], "vllm", settings, "per_s")
         bench.figure(("throughput", f"{arm} against vllm"), own, None, False, "ratio")
 
@@ -283,7 +270,7 @@ TURNAROUNDS = {"weighted": "weighted_turnaround_change", "turnaround_s": "mean_t
 
 def turnaround_part(bench: Bench) -> None:
     """Find turnarounds, Fig. 8, of which the text gives ranges only: 20 to 40% less than vLLM, 20 to 60% less than vLLM_s."""
-    arms, bases = ("adaptive", "mlq", "default"), ("vllm", "swap")
+    arms, bases = ("adaptive", "default"), ("vllm", "swap")
     headline = []
     for batch in BATCHES:
         settings = settings_of(bench, max_running=batch)

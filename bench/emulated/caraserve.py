@@ -9,7 +9,6 @@ q, k and v. Requests are served first come, first served; prompts are computed i
 Arms, each by what it adds to the mean TTFT of `cached`:
   cached         all adapters lie in memory of their own
   on_demand      a step waits for the copies of its adapters, with everybody in it: a GPU without a host's help, and the paper's OnDmd
-  gated          a request waits for its own adapter's copy alone, the others go on (as Punica loads)
   cpu_assist     as it serves: the host computes the adapter's part of a step, layer by layer, until one begins with the copy whole; cores by
                  the live engine's rule (driver/assist/shares.py): so many that they are as quick as the device
 There are slots for all that run, beside the KV, as `cached` has no bound by definition. Adapters leave with their last request, as in the paper.
@@ -25,7 +24,6 @@ printed first; of a baseline's overhead, falling short is being smaller. The las
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ SPAN_S, QUICK_SPAN_S = 300.0, 40.0  # Source of the first: CaraServe §7.1. The 
 ARMS: dict[str, ColdStart | None] = {
     "cached": None,
     "on_demand": "step waits",
-    "gated": "request waits",
     "cpu_assist": "host helps",
 }
 
@@ -72,10 +69,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Over the requests of a run, in seconds."""
+    """Means over the requests of a run."""
 
     ttft_s: float
-    tpot_s: float
 
 
 def cost_of(arm: str, rank: int) -> StepCost:
@@ -104,10 +100,7 @@ def serve(point: Point) -> Means:
         ranks=(traffic.rank,) * (traffic.num_adapters or len(arrivals)),
         memory=memory,
     ).jobs
-    return Means(
-        ttft_s=statistics.fmean(job.ttft_s for job in jobs),
-        tpot_s=statistics.fmean(job.tpot_s for job in jobs if not math.isnan(job.tpot_s)),
-    )
+    return Means(statistics.fmean(job.ttft_s for job in jobs))
 
 
 @dataclass(frozen=True, slots=True)

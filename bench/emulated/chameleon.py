@@ -90,12 +90,7 @@ class Arm:
 
 BASE, CACHE = Arm(), Arm(eviction="chameleon")
 DEFAULT = Arm(DEFAULT_POLICY, "adaptive", cold_start="host helps")
-MAIN = {
-    "base": BASE,
-    "cache": CACHE,
-    "sched": Arm("mlq"),
-    "default": DEFAULT,
-}
+MAIN = {"base": BASE, "cache": CACHE, "sched": Arm("mlq"), "default": DEFAULT}
 # What knows the future: the lengths of answers, and for a cache every next use, so that no request ever waits for a load. The slots are the engine's,
 # with the same number as ours. No order is known to be the best, so the best in hindsight counts, for each figure apart.
 ORDERS = ("fcfs", "sjf", "bounded")
@@ -258,15 +253,11 @@ def main_part(bench: Bench) -> None:
     """Fig. 10 and 12: P99 and P50 TTFT over loads, and loads within SLO, of the four systems."""
     loads = QUICK_LOADS if bench.is_quick else LOADS
     bench.play(points(bench, [*MAIN.values(), *itertools.chain(*KNOWING.values())], AMPLE, loads))
-    for (key, papers), (name, arm), load in itertools.product(PAPER.items(), MAIN.items(), loads):
-        if arm == BASE:
-            continue
-        changes = against_base(bench, arm, AMPLE, load, f"{key}_s")
-        if arm == DEFAULT and load in papers:
-            bench.figure((f"{key}_change", str(load)), changes, papers[load])
-            bench.note((*BOUND, f"{key}_change", str(load)), best(bench, name, AMPLE, load, f"{key}_s"))
-        else:
-            bench.figure(("changes_by_arm", key, name, str(load)), changes)
+    for key, papers in PAPER.items():
+        for load, paper in papers.items():
+            place, measure = (f"{key}_change", str(load)), f"{key}_s"
+            bench.figure(place, against_base(bench, DEFAULT, AMPLE, load, measure), paper)
+            bench.note((*BOUND, *place), best(bench, "default", AMPLE, load, measure))
     within = {name: knees(bench, arm, loads) for name, arm in MAIN.items()}
     for name, (key, paper) in RATIOS.items():
         ratios = [

@@ -4,9 +4,8 @@
 
 What runs: `engine_bridge.predict.length`, refitted after every 1,000 answers (live, a thread does that now and then; here time stands still
 meanwhile). The first 1,000 answers are learned from but not counted; of small data an eighth and a quarter. Data:
-  turns   MT-Bench-101 (Apache-2.0): conversations with text, in random order, turns in theirs. Tokens are taken as words · 4/3. The task's name is
-          the adapter, which is synthetic. Without the file, conversations are made up: sentences of ours of six kinds, whose answers differ by kind
-          as we chose. Their figures say that the bench runs, not what hints are worth (`is_recorded`)
+  turns   MT-Bench-101 (Apache-2.0) from the folder of recorded traffic: conversations with text, in random order, turns in theirs. Tokens are taken
+          as words · 4/3. The task's name is the adapter, which is synthetic. Left out where the file is missing
   plain   the same without adapters: what a base model sees
   files   files of yours (`--jsonl`), a line for each request in the order in which they came: `messages` (role, content) or `prompt` and perhaps
           `system`; `answer`, or `num_tokens` of it
@@ -61,9 +60,7 @@ class Answered:
 
 
 def turns(rng: random.Random) -> list[Answered]:
-    """Return recorded conversations with text, or made-up ones where the file is missing."""
-    if not MT_BENCH.exists():
-        return mixed([made_up(number, rng) for number in range(1400)], rng)
+    """Return the turns of recorded conversations."""
     return mixed([list(conversation(json.loads(line))) for line in lines_of(MT_BENCH)], rng)
 
 
@@ -112,32 +109,6 @@ def asked(messages: Sequence[tuple[str, str]], num_tokens: int, session: str, ad
         hints=read.hints + NO_SETTINGS,
     )
     return Answered(features, num_tokens)
-
-
-# Kinds of questions, and the median of their answers in tokens. Chosen, so that all together have the quantiles of Azure's conversations.
-KINDS = {
-    "Is it true that {}? Answer with yes or no.": 20,
-    "Translate this into French: {}.": 45,
-    "Who was the first to say that {}?": 75,
-    "Explain why {}.": 210,
-    "Give me a list of {} reasons and examples why {}.": 280,
-    "Write a python function that shows {} and explain it step by step.": 330,
-}
-TOPICS = ("water boils", "trains are late", "the moon has no wind", "bread rises", "prices fall", "cats purr")
-
-
-def made_up(number: int, rng: random.Random) -> list[Answered]:
-    """A conversation of one to five turns of one kind."""
-    kind = rng.choice(list(KINDS))
-    found, messages = [], []
-    for _ in range(rng.randint(1, 5)):
-        question = kind.replace("{}", rng.choice(TOPICS))
-        length = max(int(rng.lognormvariate(math.log(KINDS[kind]), 0.35)), 1)
-        messages.append(("user", question))
-        answer = "word " * max(round(length / TOKENS_PER_WORD), 1)
-        found.append(asked(messages, words(answer), f"made-{number}", ""))
-        messages.append(("assistant", answer))
-    return found
 
 
 def words(text: str) -> int:
@@ -213,7 +184,8 @@ def serve(point: Point) -> dict[str, Any]:
 
 def lengths_part(data: str, bench: Bench) -> None:
     """Find the figures of all arms on one data set, or on each file of the user's."""
-    bench.note(("is_recorded",), are_recorded(MT_BENCH))
+    if data != "files" and not are_recorded(MT_BENCH):
+        return
     sets = [(path.stem, path) for path in bench.files] if data == "files" else [(data, None)]
     points = [Point(name, arm, bench.size, path) for name, path in sets for arm in ARMS]
     bench.play(points)

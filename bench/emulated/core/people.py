@@ -13,8 +13,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from statistics import NormalDist
 from types import SimpleNamespace
 
 from bench.emulated.core.arrivals import Arrival
@@ -25,7 +23,8 @@ from kvtiers.keys import BlockKey
 
 WORDS_PER_TOKEN = 0.75
 READ_WORDS_PER_S, TYPE_WORDS_PER_S = 228 / 60, 48 / 60
-MEAN_LEAD_S = 11.3
+# Longer texts are pasted. It makes the mean lead the paper's 11.3 s where prompts are those of `Chats`.
+LONGEST_TYPING_S = 13.72306662643126
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,6 @@ class LogNormal:
         """Return a random value."""
         return rng.lognormvariate(self.mu, self.sigma)
 
-    def mean_below(self, limit: float) -> float:
-        """Return the mean of values, each cut at the limit."""
-        z = (math.log(limit) - self.mu) / self.sigma
-        normal = NormalDist()
-        return self.mean * normal.cdf(z - self.sigma) + limit * (1 - normal.cdf(z))
-
 
 @dataclass(frozen=True, slots=True)
 class Chats:
@@ -82,7 +75,7 @@ class Chats:
         """Return one turn."""
         prompt = min(max(round(self.prompts.draw(rng)), 1), self.max_tokens // 4)
         answer = min(max(round(self.answers.draw(rng)), 1), self.max_tokens // 4)
-        lead_s = min(type_s(prompt), lead_limit_s(self.prompts))
+        lead_s = min(prompt * WORDS_PER_TOKEN / TYPE_WORDS_PER_S, LONGEST_TYPING_S)
         return Exchange(prompt, answer, lead_s, answer * WORDS_PER_TOKEN / READ_WORDS_PER_S)
 
     def session(self, rng: random.Random) -> Session:
@@ -106,22 +99,6 @@ class Chats:
         lengths = [self.num_turns(rng) for _ in range(20 * num)]
         met = [self._of(length, rng) for length in rng.choices(lengths, lengths, k=num)]
         return [(session, rng.randrange(len(session))) for session in met]
-
-
-def type_s(num_tokens: int) -> float:
-    """Return the seconds of typing these tokens."""
-    return num_tokens * WORDS_PER_TOKEN / TYPE_WORDS_PER_S
-
-
-@cache
-def lead_limit_s(prompts: LogNormal) -> float:
-    """Return the longest typing, in seconds, that makes the mean lead the paper's; longer texts are pasted."""
-    low, high, per_token_s = 0.1, 10_000.0, type_s(1)
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        mean_s = prompts.mean_below(middle / per_token_s) * per_token_s
-        low, high = (middle, high) if mean_s < MEAN_LEAD_S else (low, middle)
-    return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,34 +24,10 @@ from bench.emulated.core.clock import Clock
 RANKS = (8, 16, 32, 64, 128)
 
 # Of the 19,366 requests of that trace: share of requests, tokens.
-PROMPT_QUANTILES = (
-    (0.0, 2),
-    (0.01, 29),
-    (0.05, 181),
-    (0.1, 207),
-    (0.25, 396),
-    (0.5, 1020),
-    (0.75, 1189),
-    (0.9, 2734),
-    (0.95, 4083),
-    (0.99, 4142),
-    (0.999, 6212),
-    (1.0, 14050),
-)
-ANSWER_QUANTILES = (
-    (0.0, 7),
-    (0.01, 16),
-    (0.05, 41),
-    (0.1, 54),
-    (0.25, 85),
-    (0.5, 129),
-    (0.75, 395),
-    (0.9, 424),
-    (0.95, 451),
-    (0.99, 601),
-    (0.999, 954),
-    (1.0, 1000),
-)
+SHARES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+PROMPTS = (2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 6212, 14050)
+ANSWERS = (7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 954, 1000)
+PROMPT_QUANTILES, ANSWER_QUANTILES = (tuple(zip(SHARES, each, strict=True)) for each in (PROMPTS, ANSWERS))
 
 # Alpaca: mean tokens and sigma of their logarithm. The means are published (Kwon et al., vLLM, SOSP 2023, Fig. 11); the sigmas are read off some
 # dozens of its published examples, whose answers have a mean of twice the median. Cut at the longest answers of the text model that wrote them.

@@ -16,8 +16,7 @@ not told the bound of an answer. Changes are fractions against the peer: -0.8 is
 `slo_load_ratio`: the highest load at which P99 TTFT is within the SLO, ours over the peer's; of the loads of the sweep, each arm's until it is
 beyond, by a straight line between the highest one within and the next one. The SLO is Chameleon's (§5.1): SLO_TIMES the mean time of a request,
 arrival to end, in the peer at IDLE of its capacity. Capacity (`capacity_per_s`): requests per second of the peer when all are there at once.
-At low load each arm is played several times, in turn: a machine that grows slower meets both. `intervals`: of the changes there, at 95%,
-by rounds. `low` is that load alone, at LOW_SHARE of capacity.
+At low load each arm is played several times, in turn: a machine that grows slower meets both. `low` is that load alone, at LOW_SHARE of capacity.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
 (the default order, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always; beside them
@@ -25,8 +24,7 @@ AdaptiveLLM's order of starting (`fair`). `weighted_turnaround`: (end - arrival)
 once and are then kept waiting, so mean turnaround stands beside it.
 
 `decision_share_10k`: with 10,000 requests queued, our time for deciding in a step over that step's time.
-`step_error`, `swap_error`: of predictions in service, see `bench.live.scheduling.predictors`; `profile_step_error`, `profile_swap_error`: mean
-relative errors on held-out points of `overture profile`'s tables, which learn no more. `length_accuracy`: `bench.emulated length`.
+`step_error`, `swap_error`: of predictions in service, see `bench.live.scheduling.predictors`. `length_accuracy`: `bench.emulated length`.
 
 The last line is JSON.
 """
@@ -34,7 +32,6 @@ The last line is JSON.
 from __future__ import annotations
 
 import random
-import statistics
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -44,7 +41,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.intervals import quantile_ratio_interval
+from bench.data import MT_BENCH, are_recorded
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import Ask
 from bench.live.peers.worker import Worker, start_workers
@@ -216,24 +213,12 @@ class Bench(Progress):
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
-    def load_intervals(self, load: str) -> dict[str, tuple[float, float] | None]:
-        """Return the 95% intervals of the changes; None where each arm was played once."""
-        ours, peer = self.seen[load, OURS].rounds, self.seen[load, PEER].rounds
-        found = {}
-        for name, share in (("ttft_p50_change", 0.5), ("ttft_p99_change", 0.99)):
-            ratios = quantile_ratio_interval(ours, peer, share)
-            found[name] = None if ratios is None else (round(ratios[0] - 1, 3), round(ratios[1] - 1, 3))
-        return found
-
     def load_result(self, load: str) -> dict[str, float]:
         """Return our changes against the peer at one load."""
         ours, peer = self.seen[load, OURS], self.seen[load, PEER]
         return {
             "ttft_p99_change": change(quantile(ours.ttft_s, 0.99), quantile(peer.ttft_s, 0.99)),
             "ttft_p50_change": change(quantile(ours.ttft_s, 0.5), quantile(peer.ttft_s, 0.5)),
-            "ttft_mean_change": change(statistics.mean(ours.ttft_s), statistics.mean(peer.ttft_s)),
-            "tpot_p50_change": change(quantile(ours.tpot_s, 0.5), quantile(peer.tpot_s, 0.5)),
-            "tokens_per_s_change": change(ours.tokens_per_s, peer.tokens_per_s),
         }
 
     def worst_class_change(self, load: str) -> float:
@@ -304,7 +289,6 @@ def measure_loads(bench: Bench) -> Part:
 def loads_part(bench: Bench, loads_per_s: Mapping[str, float]) -> Part:
     """Return what was measured at these loads."""
     return {"loads": {load: bench.load_result(load) for load in loads_per_s}}, {
-        "intervals": {"low": bench.load_intervals("low")},
         "capacity_per_s": round(bench.capacity_per_s, 3),
         "loads_per_s": {load: round(per_s, 3) for load, per_s in loads_per_s.items()},
         "arms": {f"{part}, {arm}": seen.as_dict() for (part, arm), seen in bench.seen.items()},
@@ -312,10 +296,10 @@ def loads_part(bench: Bench, loads_per_s: Mapping[str, float]) -> Part:
 
 
 def measure_predictors(bench: Bench, folder: Path, is_quick: bool) -> Part:
-    """Measure the errors of predictions: in service, of `overture profile`'s tables, and of answers' lengths."""
+    """Measure the errors of predictions in service, from `overture profile`'s tables on, and of answers' lengths."""
     plan, shape = bench.plan, ModelShape()
     bench.say("overture profile")
-    profile = last_line(
+    last_line(
         *(str(Path(sys.executable).parent / "overture"), "profile", "--json"),
         *("--seconds", str(plan.profile_seconds), "--max-model-len", str(MAX_MODEL_LEN)),
         *("--model", str(model_folder(shape)), "--dtype", shape.dtype, "--device", "cpu"),
@@ -331,18 +315,15 @@ def measure_predictors(bench: Bench, folder: Path, is_quick: bool) -> Part:
         plan.predicted_tight,
         bench.say,
     )
+    result = {name: served.pop(name) for name in ("step_error", "swap_error")}
+    if not are_recorded(MT_BENCH):
+        return result, served
     bench.say("bench.emulated length")
     quick = ["--quick"] if is_quick else []
     lengths = last_line(
         sys.executable, "-m", "bench.emulated", "length", "--part", "turns", *quick, timeout_s=300
     )
-    (live,) = (run for run in lengths["runs"] if run["arm"] == "ours + hints")
-    result = {name: served.pop(name) for name in ("step_error", "swap_error")} | {
-        "profile_step_error": round(profile["steps"]["error"], 4),
-        "profile_swap_error": round(profile["copies"]["swap_error"], 4),
-        "length_accuracy": live["accuracy"],
-    }
-    return result, served | {"profile": profile, "length": lengths}
+    return result | {"length_accuracy": lengths["accuracy"]["turns"]["ours + hints"]}, served
 
 
 def measure_part(part: str, bench: Bench, settings: Settings, folder: Path, is_quick: bool) -> Part:

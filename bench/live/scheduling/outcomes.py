@@ -16,15 +16,9 @@ NUM_CLASSES = 4
 
 @dataclass
 class Seen:
-    """Times and tokens of all requests of one arm.
-
-    Attributes:
-        rounds: `ttft_s` by play.
-        weighted: the time since arrival over the time since the start, of each request at its end.
-    """
+    """Times and tokens of all requests of one arm. weighted: of each request at its end, the time since arrival over the time since the start."""
 
     ttft_s: list[float] = field(default_factory=list)
-    rounds: list[list[float]] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
     weighted: list[float] = field(default_factory=list)
@@ -36,8 +30,7 @@ class Seen:
     def add(self, asks: Sequence[Ask], answers: Sequence[Answer]) -> None:
         """Add the answers of one play."""
         self.play_s += max(answer.token_s[-1] for answer in answers)
-        self.rounds.append([answer.ttft_s for answer in answers])
-        self.ttft_s += self.rounds[-1]
+        self.ttft_s += [answer.ttft_s for answer in answers]
         for ask, answer in zip(asks, answers, strict=True):
             assert len(answer.token_ids) == ask.max_tokens, "an answer is not whole"
             self.num_tokens += ask.max_tokens

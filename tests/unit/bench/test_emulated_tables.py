@@ -73,7 +73,7 @@ ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "class 8")
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
     "adapter_cache": number,
     "adaptivellm": of_errors,
-    "caraserve": lambda point: caraserve.Means(number(point), 1.0),
+    "caraserve": lambda point: caraserve.Means(number(point)),
     "chameleon": lambda point: chameleon.Outcome(1.0, point.per_s / 8 * chameleon.slo_s(point.setting)),
     "followers": lambda point: Tally(),
     "host_tier": lambda point: [host_tier.Restore(8, 0, (8, 8, 8, 8), 1)],
@@ -335,16 +335,11 @@ def of_router(policy: str, **changed: Any) -> routing.Point:
 SLOW_LINK, LONG = {"gb_per_s": 0.4}, {"mean_prompt_tokens": 340.48}
 LESS_THAN: list[tuple[str, Any, Any, float]] = [
     ("ttft_s", of_cold("cached"), of_cold("on_demand"), 1 / 1.5),
-    ("ttft_s", of_cold("cached"), of_cold("gated"), 1 / 1.5),
     ("ttft_s", of_cold("cpu_assist"), of_cold("cached"), 1.1),
-    ("tpot_s", of_cold("cached"), of_cold("on_demand"), 1 / 1.2),
-    ("tpot_s", of_cold("gated"), of_cold("cached"), 1.05),
-    ("tpot_s", of_cold("cpu_assist"), of_cold("cached"), 1.1),
     ("ttft_p50_s", of_cache(chameleon.CACHE), of_cache(chameleon.BASE), 1),
     ("ttft_p50_s", of_cache(*chameleon.KNOWING["cache"]), of_cache(chameleon.BASE), 1),
     ("per_s", of_memory("swap", **SLOW_LINK), of_memory("vllm"), 1),
     ("per_s", of_memory("vllm"), of_memory("swap"), 1),
-    ("per_s", of_memory("swap only", host_blocks=64), of_memory("swap", host_blocks=64), 1),
     ("swapped", of_memory("cost", **SLOW_LINK), of_memory("cost"), 1),
     ("weighted", of_memory("adaptive", **LONG), of_memory("vllm", **LONG), 0.8),
     ("turnaround_s", of_memory("adaptive", **LONG), of_memory("vllm", **LONG), 1),

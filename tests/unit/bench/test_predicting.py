@@ -43,7 +43,6 @@ def test_so_is_one_of_a_copy() -> None:
 def test_errors_are_relative_to_what_came() -> None:
     found = error_of([[2.0, 1.0]] * 50 + [[1.0, 1.0]] * 150)
     assert (found["mean"], found["median"], found["num"]) == (0.25, 0.0, 200)
-    assert found["interval"][0] <= 0.25 <= found["interval"][1]
 
 
 def test_copies_are_fitted_by_their_set_up_and_bandwidth_as_far_as_they_have_one() -> None:
@@ -83,13 +82,11 @@ def test_on_the_emulated_device_steps_and_copies_are_foretold_but_for_their_nois
     found = serve(Point(ARMS["adaptive"], Setting(num_requests=120), is_foretold=True, seed=1))
     predictors.profile.cache_clear()
     assert isinstance(found, dict)
-    to_seen, to_true, floor = (
+    errors, floor = (
         {what: found[f"{what}_{name}"] for what in ("step", "swap")} for name in predictors.ERRORS
     )
     if ratios == [1.0]:
-        assert to_seen == to_true and not any(floor.values())
-        assert max(to_seen.values()) < 0.1
+        assert max(errors.values()) < 0.1 and not any(floor.values())
     else:
         assert floor["step"] == pytest.approx(0.1, abs=0.01)
-        assert max(to_true.values()) < 0.06
-        assert all(to_seen[what] < 1.05 * floor[what] for what in floor)
+        assert all(errors[what] < 1.05 * floor[what] for what in floor)
