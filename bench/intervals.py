@@ -52,6 +52,7 @@ def quantile_ratio_interval(rounds: Rounds, others: Rounds, share: float) -> tup
         return None
 
     def of(drawn: Any) -> float:
+        """Return the ratio over the drawn rounds."""
         return quantile_ratio([rounds[n] for n in drawn], [others[n] for n in drawn], share)
 
     return _bootstrap(np.arange(len(rounds)), of, vectorized=False, n_resamples=NUM_RESAMPLES)

@@ -41,7 +41,7 @@ def leave(code: int) -> NoReturn:
 
     Functions that are registered for the interpreter's end are called (libraries remove temporary files, end helpers and release semaphores there).
     The rest of
-    the interpreter's end is left out: it waits for every thread, also for one that hangs, and takes all objects apart.
+    the interpreter's end is left out: it waits for every thread, also for a thread that hangs, and takes all objects apart.
     """
     with suppress(Exception):
         atexit._run_exitfuncs()

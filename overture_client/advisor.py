@@ -26,7 +26,7 @@ REPORT_TIMEOUT_S = 5.0
 class Advisor:
     """One run of a workflow.
 
-    Tell it which agents start and end; it advises for those that come next. Its methods return at once, on any thread.
+    Tell it which agents start and end; it advises for the agents that are likely to come next. Its methods return at once, on any thread.
 
     As a context manager it calls `finish` at the end.
 

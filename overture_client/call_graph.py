@@ -262,7 +262,7 @@ class CallGraph:
         return min(record.runtimes_s) if record is not None and record.runtimes_s else None
 
     def _left_s(self, run: _Run, agent: str, now: float) -> float:
-        """Return the seconds until the agent ends, at the earliest: of several runs of it at once, the one that began first."""
+        """Return the seconds until the agent ends, at the earliest. Of several calls of the agent under way, the first counts."""
         started_s = run.running.get(agent, [now])[0]
         return max(0.0, (self._bound_s(agent) or 0.0) - max(0.0, now - started_s))
 

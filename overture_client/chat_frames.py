@@ -91,7 +91,7 @@ class Model(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, tag_field="type", tag="ready"):
-    """The server's greeting. `session` is the one that was opened, if any."""
+    """The server's greeting. session: the session that the hello has opened; None if it named none."""
 
     protocol: int = 1
     session: Session | None = None

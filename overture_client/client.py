@@ -41,7 +41,7 @@ MAX_KINDS = 64  # kinds of failures that are distinguished in the log
 class CallError(Exception):
     """A call failed.
 
-    code: one that the server gives over HTTP (docs/protocol.md, "Error codes"), or the client's own: ``unreachable``, ``timeout``,
+    code: a code of the server's (docs/protocol.md, "Error codes"), or the client's own: ``unreachable``, ``timeout``,
     ``bad_reply``, ``closed``. http_status: None without an answer.
     """
 

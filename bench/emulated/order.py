@@ -234,6 +234,7 @@ def summary(own: Sequence[Mapping[str, float]], at_12: Sequence[Mapping[str, flo
     """Return an order's figures over all its changes. at_12: those at a load of 1.2."""
 
     def mean(name: str) -> float:
+        """Return the geometric mean of this change over all settings and loads, as a ratio."""
         return statistics.geometric_mean(1 + each[name] for each in own)
 
     return {

@@ -42,7 +42,7 @@ _interval = cache(interval)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number, perhaps beside one that is wanted.
+    """One number, perhaps beside an aim.
 
     Attributes:
         place: where its median stands in the JSON; in the table these keys are its name.

@@ -61,6 +61,7 @@ def cost_with_table() -> StepCost:
     cost = SETTING.cost
 
     def seconds(points: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Return the seconds of steps by tokens of prompts, decoding requests and their context tokens."""
         return [cost.step_s([Chunk(p, 0, 0, True)] if p else [], d, c) for p, d, c in points]
 
     cost.table = StepTable.of(seconds, PREFILL_AXIS, DECODE_AXIS, CONTEXT_AXIS)

@@ -60,7 +60,7 @@ FIXED = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": str(OOM_SCORE),
-    # The kernel has a killer of its own.
+    # Without Ray's killer of processes that take much memory: the kernel has one.
     "RAY_memory_monitor_refresh_ms": "0",
     # On a machine at its limit Ray's agents take longer than the 30 s after which the raylet would give up. Measured.
     "RAY_agent_register_timeout_ms": "120000",
@@ -104,9 +104,11 @@ class NodeActor:
         node = settings.node
 
         def make_node() -> Any:
+            """Return a new node by the settings that came with this process."""
             return getattr(importlib.import_module(module), name)(node.settings)
 
         def load(made: Any) -> None:
+            """Do the slow work of a node's start that may run beside other nodes' starts."""
             importlib.import_module(module).load(made)
 
         self._host = NodeHost(
@@ -172,6 +174,7 @@ def drive(control: socket.socket, log_to: int) -> None:
     lines = control.makefile("rb")
 
     def tell(news: orders.News) -> None:
+        """Send news to the gateway, unless it has ended."""
         # The end of the gateway is noticed by the thread that reads its orders.
         with suppress(OSError):
             control.sendall(orders.line_of(news))
@@ -202,6 +205,7 @@ def _lend_stderr(folder: Path, fd: int) -> None:
     listener.listen()
 
     def lend() -> None:
+        """Pass the file descriptor to each process that connects, for as long as this one lives."""
         while True:
             there, _ = listener.accept()
             with there, suppress(OSError):

@@ -141,6 +141,7 @@ class Peering:
         known: dict[str, Peer] = {}
 
         def find(address: str) -> Peer | None:
+            """Return the peer at an address; None for this node's own, a malformed one, and a peer that is left alone after a failure."""
             peer = known.get(address)
             if len(known) > MAX_KNOWN:
                 known.clear()

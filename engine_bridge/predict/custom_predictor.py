@@ -75,7 +75,7 @@ def load_predictor(name: str, context: PredictorContext) -> LengthPredictor:
 
 @contextmanager
 def _refused(name: str, what: str) -> Iterator[None]:
-    """Turn any error of a user's code into PredictorRefused, which says at what it failed."""
+    """Turn any error of a user's code into PredictorRefused. what: the call that failed, for its message."""
     try:
         yield
     except Exception as error:

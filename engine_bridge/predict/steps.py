@@ -159,6 +159,7 @@ def fitted(model: Any, degree: int, samples: Sequence[StepSample], *, is_weighte
         model.fit(features.fit_transform(work), target, **weights)
 
     def predict(points: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Return the seconds of steps with this work, each as `StepSample.work`; never below 0."""
         found: Floats = model.predict(features.transform(np.array(points, dtype=np.float64)))
         return [float(value) for value in np.maximum(found, 0.0) * unit]
 

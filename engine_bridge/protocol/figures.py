@@ -108,7 +108,7 @@ class LengthErrors(Struct, frozen=True, kw_only=True):
 
 
 class TokenizerStats(Struct, frozen=True):
-    """All tenants' rendering and tokenising since the start: jobs done, their seconds, and the jobs that wait now."""
+    """Counts of rendering and tokenising for all tenants since the start: jobs done, their seconds, and the jobs that wait now."""
 
     num_jobs: int
     seconds: float
@@ -120,7 +120,7 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
 
     `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits` and
     `decisions`. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes, length_errors: None where there are none.
-    num_answer_tokens: generated since the engine's start. block_size: tokens that a KV block stands for where prompts are long.
+    num_answer_tokens: generated since the engine's start. block_size: tokens that a KV block holds on average where prompts are long.
     """
 
     policy: str

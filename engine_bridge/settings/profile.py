@@ -100,7 +100,7 @@ class LinearCost(Struct, frozen=True, kw_only=True):
 
 
 class AdapterProfile(Struct, frozen=True, kw_only=True):
-    """What adapters cost.
+    """Costs of adapters, as measured.
 
     load_bytes_per_s: from disk to host memory, checked and laid out. What adapters add to a decode step stands in both forms of CaraServe §5 (B4).
     bgmv: x is the number of requests times the largest rank among them. mbgmv: x is the sum of their ranks.

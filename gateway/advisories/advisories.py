@@ -34,7 +34,7 @@ from gateway.settings.priorities import checked_priority
 
 log = logging.getLogger(__name__)
 
-# Chosen: a person who types sends a word every few seconds; after a minute of silence no question comes.
+# Chosen: typing sends a word every few seconds; after a minute of silence no question comes.
 DEFAULT_TTL_S = 60.0
 MAX_TTL_S = 3600.0
 # How much later than its lower bound an expected request may come, unless a lifetime is given. Chosen.

@@ -61,7 +61,7 @@ class WasteBudget:
         return True
 
     def note(self, outcome: Outcome, num_bytes: float, now: float) -> None:
-        """Settle bytes that were started, for an advisory's parts one by one. Bytes beyond those that are out are ignored."""
+        """Settle bytes that were started, for an advisory's parts one by one. Bytes beyond those under way are ignored."""
         self._refill(now)
         num_bytes = min(max(num_bytes, 0.0), self._out_bytes)
         self._out_bytes -= num_bytes

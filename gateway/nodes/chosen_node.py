@@ -71,7 +71,7 @@ class Places:
         Args:
             key: the request's session.
             make_ask: makes the estimate of the request.
-            failed: what the nodes raised that have failed the request.
+            failed: the errors of the nodes that have failed the request, by node.
 
         Raises:
             EngineUnavailable: where no other node takes the request; the first error of `failed`, if there is one.

@@ -267,8 +267,8 @@ def indexed_owners(conn: sqlite3.Connection) -> list[int]:
 def merge_some(conn: sqlite3.Connection, owner: int, is_first: bool) -> bool:
     """Do a part of the work that removes dropped texts from an owner's index; return whether there is more to do.
 
-    FTS5 only marks what is dropped and removes it as it merges, in its own time: after half of 60 texts of 190 kB were deleted, the index held
-    14.4 MB, and 7.1 MB when this had run for 0.3 s.
+    FTS5 only marks dropped texts and removes them when it merges parts of the index, at times of its choice: after half of 60 texts of 190 kB were
+    deleted, the index held 14.4 MB, and 7.1 MB when this had run for 0.3 s.
 
     Args:
         conn: the writer's connection.

@@ -200,7 +200,7 @@ class SessionStore:
             )
         cursor = None if before is None else decode_cursor(before)
         text = (clean(q) or "").strip()
-        # A search that reads every text of its owner takes seconds for a gigabyte, so it has a connection of its own.
+        # A search that reads every text of its owner takes seconds for a gigabyte, so it has a separate connection.
         if not text:
             return await self._reader.transact(listing.list_sessions, owner, text, limit, cursor, origin)
         with self._searches.enter(owner) as one:

@@ -26,6 +26,7 @@ def as_quick_as(gpu: Gpu, host: AssistingHost, model: Model, rank: int, prompt_t
     module_s = base_s * model.adapted_share / num_modules
 
     def measure(shape: ModuleShape, rows: int) -> float:
+        """Return the seconds that one core takes for this many rows of an adapter's module."""
         flops = 2 * rows * shape.rank * (shape.num_in + shape.num_out)
         return flops / host.achieved_core_flops
 

@@ -125,6 +125,7 @@ class NoisyLink(SharedLink):
         began_s = self._clock.now
 
         def ended(now: float) -> None:
+            """Count the copy, and say that it has ended."""
             self.copied.num_bytes += num_bytes
             self.copied.num_copies += self._copies_each
             self.copied.seconds += now - began_s

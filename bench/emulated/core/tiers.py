@@ -114,6 +114,7 @@ class EmulatedCopier:
         """Start all copies noted since the last call. then: called when they have been made."""
 
         def copied(now: float) -> None:
+            """Note that the copies were made; after the last ones let go on what waits for them."""
             self.num_under_way -= 1
             then()
             if not self.num_under_way:
@@ -235,11 +236,13 @@ class EmulatedTiers(KvTiers):
         """
 
         def begin() -> None:
+            """Begin the step."""
             self.end_moves(moves)
             self._step = _Step(self, moves, compute_s, end)
             self._step.load()
 
         def end(failed: set[int]) -> None:
+            """End the step."""
             self._step = None
             self.num_failed_loads += len(failed)
             ended(failed)

@@ -29,6 +29,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         handle = asyncio.TimerHandle(when, callback, args, self, context)
 
         def due(now: float) -> None:
+            """Call back now, unless that was cancelled."""
             if not handle.cancelled() and not self.is_closed():
                 self.call_soon(callback, *args, context=context)
                 self.turn()
@@ -45,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def turn(self) -> None:
-        """Run what is due. A call from within a turn does nothing: the outer call continues until nothing is left."""
+        """Run what is due. A call from within a turn does nothing: the outer call runs all of it."""
         while not self.is_running() and self._ready:  # type: ignore[attr-defined]  # asyncio has no other way to ask
             self.call_soon(self.stop)
             self.run_forever()

@@ -137,7 +137,7 @@ def gaps_of(answers: Sequence[Answer]) -> list[float]:
 
 @dataclass
 class PolicyResult:
-    """What came of the repeats of one policy's traffic. found: requests by where their adapter was when they came."""
+    """Results of the repeats of one policy's traffic. found: number of requests by the place of their adapter when they came."""
 
     ttft_s: list[float] = field(default_factory=list)
     found: Counter[str] = field(default_factory=Counter)

@@ -241,7 +241,7 @@ def _other_turn() -> list[dict[str, str]]:
 
 
 def _turns_before(adapter: str) -> list[tuple[list[dict[str, str]], str]]:
-    """What conversations asked of which adapter before the restart."""
+    """Return the messages of each conversation before the restart, and the adapter that was asked."""
     return [(_first_turn(), ""), (_other_turn(), adapter), (_other_turn(), "")]
 
 

@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(kw_only=True)
 class Answer:
-    """What became of a request; times are in seconds after the play's start.
+    """The answer to a request; times are in seconds after the play's start.
 
     Attributes:
         ttft_s: seconds from when the request was due until its first token was there.

@@ -68,7 +68,7 @@ class Server:
         await asyncio.to_thread(self.running.wait, self.running.is_ready, START_TIMEOUT_S)
 
     async def is_alive(self, within_s: float) -> bool:
-        """Return whether the server answers within so many seconds."""
+        """Return whether the server answers within `within_s` seconds."""
         running = self.running
         try:
             await asyncio.to_thread(running.wait, lambda: running.status_of("/healthz") == 200, within_s)

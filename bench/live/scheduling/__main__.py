@@ -287,7 +287,7 @@ def measure_loads(bench: Bench) -> Part:
 
 
 def loads_part(bench: Bench, loads_per_s: Mapping[str, float]) -> Part:
-    """Return what was measured at these loads."""
+    """Return the figures of these loads."""
     return {"loads": {load: bench.load_result(load) for load in loads_per_s}}, {
         "capacity_per_s": round(bench.capacity_per_s, 3),
         "loads_per_s": {load: round(per_s, 3) for load, per_s in loads_per_s.items()},
@@ -327,7 +327,7 @@ def measure_predictors(bench: Bench, folder: Path, is_quick: bool) -> Part:
 
 
 def measure_part(part: str, bench: Bench, settings: Settings, folder: Path, is_quick: bool) -> Part:
-    """Start what the part needs, measure it and return what was found."""
+    """Start the engines that the part needs, measure it and return its figures."""
     if part == "predictors":
         return measure_predictors(bench, folder, is_quick)
     peer = settings

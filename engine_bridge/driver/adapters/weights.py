@@ -68,7 +68,7 @@ class Memories:
     Fresh pages cost more to touch than an adapter to read (measured on a virtual machine).
 
     Args:
-        make: returns new memory of so many values, with arbitrary contents.
+        make: returns new memory for a number of values, with arbitrary contents.
         max_idle_bytes: beyond this the oldest memory is freed.
         small: memory of at most this many values also serves any smaller request.
     """

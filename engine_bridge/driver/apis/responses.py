@@ -38,7 +38,10 @@ class ResponsesServing(OpenAIServingResponses):
 
 
 def sse_text(request: Any, event: Any) -> tuple[str]:
-    """Return an event of vLLM's stream as server-sent events have it. vLLM says that every stream was completed; here one that was cut says so."""
+    """Return an event of vLLM's stream as server-sent events have it.
+
+    vLLM calls every stream completed; here a stream that was cut off is called incomplete.
+    """
     if event.type == "response.completed" and event.response.status == "incomplete":
         event = IncompleteEvent(
             type="response.incomplete", response=event.response, sequence_number=event.sequence_number

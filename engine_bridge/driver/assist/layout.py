@@ -81,7 +81,7 @@ class Mailbox:
         return bool(_STATE.unpack_from(self.region, self.start)[1])
 
     def tell(self, num_done: int) -> None:
-        """Tell the other process that the worker is ready and has done so many jobs."""
+        """Tell the other process that the worker is ready. num_done: the jobs that it has done."""
         _STATE.pack_into(self.region, self.start, num_done, 1)
 
     def write(self, job: Job) -> None:

@@ -59,11 +59,11 @@ class RequestSpans:
             known.kv_tokens = {tier: getattr(sources, tier) for tier in ("device", *_RESTORED)}
 
     def ended(self, request_id: str, times: Any, finish_reason: str) -> None:
-        """Make the spans of a request that has ended, by itself or because its client has gone; of an unknown one none.
+        """Make the spans of a request that has ended, by itself or because its client left. An unknown request gets none.
 
         Args:
             request_id: the request.
-            times: vLLM's `RequestStateStats`, in seconds of the monotonic clock, 0 for what has not come to pass; None where it noted none.
+            times: vLLM's `RequestStateStats`, in seconds of the monotonic clock, 0 for events that did not happen; None where vLLM noted no times.
             finish_reason: "stop", "length", "abort" or "error".
         """
         known = self._requests.pop(request_id, None)
@@ -76,12 +76,14 @@ class RequestSpans:
         def span(
             name: str, start_s: float, end_s: float, attributes: dict[str, Any], event: str = "", **named: int
         ) -> None:
+            """Make a span from `start_s` to `end_s`, in seconds of Unix time; with an event at its start that has the numbers of `named`."""
             made = self._tracer.start_span(name, parent, start_time=_ns(start_s), attributes=attributes)
             if named:
                 made.add_event(event, named, _ns(start_s))
             made.end(_ns(max(start_s, end_s)))
 
         def wall(monotonic_s: float) -> float:
+            """Return seconds of the monotonic clock as Unix time; 0, for an event that did not happen, as now."""
             return monotonic_s + offset_s if monotonic_s else now_s
 
         if known.accepted_s:

@@ -192,7 +192,7 @@ class KvLayout(Struct, frozen=True):
         runs: list[tuple[LayerGroup, int, list[int]]] = []
 
         def shorten(num_tokens: int) -> int:
-            """Return the longest prefix up to this one for which all `runs` have what it needs."""
+            """Return the length of the longest prefix, at most `num_tokens`, whose windows and chunks all `runs` hold."""
             while num_tokens > start_tokens and not all(_is_whole(*each, num_tokens) for each in runs):
                 num_tokens -= self.unit_tokens
             return num_tokens
@@ -259,7 +259,7 @@ def _is_whole(group: LayerGroup, first: int, run: Sequence[int], num_tokens: int
 
 
 def _ends_of(group: LayerGroup, ends: Sequence[int], computed_tokens: int) -> Sequence[int]:
-    """Return the lengths of the prefixes for which a step that has computed so many tokens can leave what this group needs."""
+    """Return the lengths, of `ends`, of prefixes whose KV or state this group can keep after a step with `computed_tokens` tokens computed in all."""
     if group.kind != "state":
         return ends
     return [computed_tokens] if computed_tokens % group.block_tokens == 0 else []

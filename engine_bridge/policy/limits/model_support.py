@@ -48,14 +48,14 @@ class UnusableModel(NotSupported):
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What vLLM knows of a model before it loads the weights.
+    """Facts that vLLM knows of a model before it loads the weights.
 
     Attributes:
         architecture: the name of vLLM's class.
         takes_adapters: whether vLLM has LoRA for that class.
         is_recurrent: whether layers keep a state in place of KV, such as Mamba's or a gated delta net's.
         is_speculative: whether tokens are drafted.
-        reuses_kv: whether vLLM reuses the KV of a prompt's beginning, after what it was told and what it decided itself.
+        reuses_kv: whether vLLM reuses the KV of a prompt's beginning, by the settings and by its own decision for this model.
     """
 
     architecture: str

@@ -487,7 +487,7 @@ class ChatConnection:
 
 
 async def sweep_slow_readers(services: Services) -> None:
-    """Run until cancelled: close sockets whose peer has taken no bytes for SLOW_READER_S while frames waited, each in a task of its own."""
+    """Run until cancelled: close sockets whose peer has taken no bytes for SLOW_READER_S while frames waited, each in a separate task."""
     line = RareLine()
     async with asyncio.TaskGroup() as closing:
         while True:

@@ -42,6 +42,7 @@ def case(name: str, *, bad: tuple[str, ...] = ("open",)) -> Callable[[Attack], A
     """Enter the attack that follows into CASES. bad: outcomes that mean harm."""
 
     def enter(attack: Attack) -> Attack:
+        """Enter the attack, and return it."""
         CASES.append(Case(name, attack, bad))
         return attack
 
