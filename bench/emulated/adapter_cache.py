@@ -32,11 +32,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bench.emulated.core.traffic import RANKS
 from bench.emulated.table import Bench, Table
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, choose_victims
 from engine_bridge.policy.adapters.cached_adapter import AdapterEvictionPolicy, CachedAdapter, UseWindow
 
-RANKS = (8, 16, 32, 64, 128)
 BYTES_PER_RANK = 2 << 20  # Of a 7B model: q, k, v, o of 32 layers in 16 bits.
 CACHE_SHARES = (0.05, 0.1, 0.2)
 LINK_BYTES_PER_S, OVERHEAD_S = 10e9, 0.002

@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 from bench.data import MT_BENCH, are_recorded, lines_of
+from bench.emulated.core.arrivals import CLASS_ENDS
 from bench.emulated.table import Bench, Table
 from engine_bridge.predict.hints import read_conversation, setting_hints
 from engine_bridge.predict.length import P50, P90, OnlineLengths, Recent
@@ -40,7 +41,6 @@ from engine_bridge.protocol.asked import NOTHING_ASKED
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 EVERY, NUM_RECENT = 1000, 512
-BUCKET_ENDS = (0.25, 0.5, 0.75, 0.99)
 TOKENS_PER_WORD = 4 / 3
 # Recorded conversations say nothing of temperatures and stop strings.
 NO_SETTINGS = setting_hints(
@@ -166,7 +166,7 @@ def serve(point: Point) -> dict[str, Any]:
     """Return the figures of one arm on one data set."""
     answers = answers_of(point)
     lengths = sorted(answered.num_tokens for answered in answers)
-    ends = [lengths[int(share * (len(lengths) - 1))] for share in BUCKET_ENDS]
+    ends = [lengths[int(share * (len(lengths) - 1))] for share in CLASS_ENDS]
     guesses = guesses_of(answers, point.arm, point.seed)
     pairs = [(guess, answered.num_tokens) for guess, answered in zip(guesses, answers, strict=True)]
     pairs = pairs[min(EVERY, len(pairs) // 4) :]

@@ -46,8 +46,7 @@ from bench.measures import quantile
 from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.scheduling.policies import MakePolicy
 
-LOADS, QUICK_LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3), (0.5, 0.9, 1.2, 1.3)
-NUM_REQUESTS, QUICK_REQUESTS = 600, 300
+LOADS, NUM_REQUESTS = (0.5, 0.9, 1.2, 1.3), 300
 # Shares of the longest wait, for `bounded`: its frontier.
 ORDERS = ("mlq", "bounded 0.8", "bounded 0.9", "bounded 1")
 DEFAULT = f"bounded {BoundedSettings().peak_share:g}"
@@ -254,7 +253,7 @@ def orders_part(bench: Bench) -> None:
         at_once = Point("vllm", trace, has_adapters, int(bench.size))
         capacities = zip(bench.seeds, bench.values(at_once, itemgetter("capacity_per_s")), strict=True)
         stock = replace(at_once, capacity_per_s=tuple(capacities))
-        loads = [replace(stock, load=load) for load in (QUICK_LOADS if bench.is_quick else LOADS)]
+        loads = [replace(stock, load=load) for load in LOADS]
         bench.play(replace(point, order=order) for point in loads for order in ("vllm", *ORDERS))
         for point in loads:
             theirs = bench.of(point)
@@ -282,6 +281,7 @@ TABLE = Table(
     "Orders of starting against vLLM's own queue",
     serve,
     {"orders": orders_part, "starved": starved_part},
-    (NUM_REQUESTS, QUICK_REQUESTS),
-    f"loads {QUICK_LOADS}, {QUICK_REQUESTS} requests",
+    (NUM_REQUESTS, NUM_REQUESTS),
+    "two seeds",
+    seeds=3,
 )

@@ -38,9 +38,8 @@ from bench.live.kv.advisory_disk import (
     MOST_TOKENS,
     NEW_TOKENS,
     NUM_STREAMS,
-    QUICK,
     SHAPE,
-    histories_of,
+    first_lengths,
 )
 from bench.live.kv.people import human_times
 from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
@@ -105,7 +104,7 @@ class People:
 
     def __init__(self, point: Point) -> None:
         self.arm, self.clock = point.arm, Clock()
-        self.lengths = histories_of(QUICK.num_people)
+        self.lengths = first_lengths()
         num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.lengths.values())
         self.device_blocks = int(num_blocks * DEVICE_SHARE)
         block_bytes = BLOCK_SIZE * MODEL.kv_bytes_per_token

@@ -82,22 +82,19 @@ class Client:
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         return await streamed(self._http, f"{self._url}/v1/completions", body, {"X-Session-Id": session})
 
-    async def advise(self, session: str) -> dict[str, Any]:
+    async def advise(self, session: str) -> None:
         """Send an advisory and wait until no more comes of it."""
         body = {"session_id": session, "model": "bench"}
         async with self._http.post(f"{self._url}/v1/advisories", json=body, raise_for_status=True) as reply:
             advisory: dict[str, Any] = await reply.json()
-        path, deadline_s = (
-            f"{self._url}/v1/advisories/{advisory['id']}",
-            time.monotonic() + ADVISORY_TIMEOUT_S,
-        )
+        path = f"{self._url}/v1/advisories/{advisory['id']}"
+        deadline_s = time.monotonic() + ADVISORY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             async with self._http.get(path, raise_for_status=True) as reply:
                 advisory = await reply.json()
             if advisory.get("tier") == "device" or advisory.get("state") in ADVISORY_ENDS:
                 break
             await asyncio.sleep(0.05)
-        return advisory
 
 
 def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
@@ -177,14 +174,9 @@ class Played:
         theirs = self.ms(to)
         return {num_tokens: round(ms / theirs[num_tokens], 3) for num_tokens, ms in self.ms(source).items()}
 
-    def different(self) -> list[str]:
-        """Turns that were answered otherwise than from the device."""
-        return [
-            f"{num_tokens} #{number} {source}"
-            for (num_tokens, number), answers in self.answers.items()
-            for source, answer in answers.items()
-            if answer != answers["device"]
-        ]
+    def are_identical(self) -> bool:
+        """Return whether each turn was answered from every source as from the device."""
+        return all(len(set(answers.values())) == 1 for answers in self.answers.values())
 
 
 def histories() -> list[tuple[int, int, str, list[int]]]:
@@ -203,20 +195,18 @@ def turn_of(prompt: list[int]) -> list[int]:
 
 async def play(
     client: Client, played: Played, progress: Progress, rounds: Mapping[str, Sequence[Sequence[str]]]
-) -> list[Any]:
-    """Ask all histories in each round, by its name, from these sources, which take turns; return the outcomes of the advisories."""
+) -> None:
+    """Ask all histories in each round, by its name, from these sources, which take turns."""
     for number in range(3):
         await client.ask(f"w{number}", text(3000, "warm", number))  # not counted
-    advisories = []
     for said, turns in rounds.items():
         progress.say(said)
         for at, (num_tokens, number, session, prompt) in enumerate(histories()):
             for source in turns[at % len(turns)]:
                 if source.startswith("advised"):
-                    advisories.append(await client.advise(session))
+                    await client.advise(session)
                 asked = prompt if source == "recompute" else turn_of(prompt)
                 played.note(source, num_tokens, number, await client.ask(session, asked))
-    return advisories
 
 
 def copy_gb_s() -> dict[str, Any]:
@@ -256,10 +246,10 @@ async def run(args: argparse.Namespace) -> None:
         folder, logs = Path(name) / "data", Path(name)
         progress.say("starting the server")
         async with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
-            details["advisories"] = await play(client, played, progress, FIRST_SERVER)
+            await play(client, played, progress, FIRST_SERVER)
         progress.say("starting it anew")
         async with serving(shape, args.device, folder, logs / "second.log", *flags) as client:
-            details["disk_advisories"] = await play(client, played, progress, SECOND_SERVER)
+            await play(client, played, progress, SECOND_SERVER)
     link_gb_s = details["copy_gb_s"].get("to_device")
     restore_gb_s = {
         num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms, 0.1) / 1e6, 1)
@@ -280,8 +270,7 @@ async def run(args: argparse.Namespace) -> None:
         },
         "restore_gb_s": restore_gb_s,
         "restore_vs_link": round(restore_gb_s[HISTORY_TOKENS[-1]] / link_gb_s, 3) if link_gb_s else None,
-        "tokens_identical": not played.different(),
-        "different": played.different(),
+        "tokens_identical": played.are_identical(),
         "num_distinct_answers": len({answers["device"] for answers in played.answers.values()}),
     }
     report(f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}", rows, details)

@@ -29,7 +29,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
     "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
     "emulated-adaptivellm-predictors": ("adaptivellm", "--part", "predictors"),
-    "emulated-order": ("order", "--quick", "--seeds", "3"),
+    "emulated-order": ("order",),
     "emulated-scarce": ("scarce",),
     "emulated-urgent": ("urgent",),
     "emulated-adaptercache": ("adapter_cache",),

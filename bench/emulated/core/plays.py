@@ -34,7 +34,7 @@ def lognormal(num: int, seed: int) -> Lengths:
     pairs = tuple(
         (length(PROMPT, 8, MOST_PROMPT_TOKENS), length(ANSWER, 4, MOST_ANSWER_TOKENS)) for _ in range(num)
     )
-    return Lengths("log-normal", pairs)
+    return Lengths(pairs)
 
 
 def arrivals(lengths: Lengths, per_s: float, num: int, seed: int) -> list[Arrival]:

@@ -32,7 +32,7 @@ from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePre
 from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from kvtiers.keys import BlockKey, BlockShape, Namespace
-from kvtiers.policy.eviction import ByValue, EvictionPolicy
+from kvtiers.policy.eviction import ByValue
 from kvtiers.policy.restore import RestorePolicy
 from kvtiers.store import KvStore
 
@@ -48,13 +48,12 @@ class TierSizes:
 
     Attributes:
         disk_bytes_per_s: each way; None for no disk.
-        policy, eviction: in place of the policies that serve.
+        policy: in place of the policy that serves.
     """
 
     host_bytes: int
     disk_bytes_per_s: float | None = None
     policy: RestorePolicy | None = None
-    eviction: EvictionPolicy | None = None
 
 
 class HollowStore(KvStore):
@@ -68,7 +67,7 @@ class HollowStore(KvStore):
             num_slots,
             io,
             self.disk,  # type: ignore[arg-type]  # asks the same of it as of a log of files
-            sizes.eviction or ByValue(),
+            ByValue(),
             clock=lambda: clock.now,
         )
         if rate is not None:

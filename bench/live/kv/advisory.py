@@ -2,7 +2,7 @@
 
     python -m bench.live.kv.advisory [--quick] [--source device | disk]
 
-`--source disk` is another bench: see `bench.live.kv.advisory_disk`. The rest is of the other one.
+`--source disk` is another bench, of one size, which takes a quarter of an hour: see `bench.live.kv.advisory_disk`. The rest is of the other one.
 
 Two engines, each in a process of its own, take turns: our node, and stock vLLM (prefix cache, statistics off) with the same device memory, a tenth of
 what the conversations need. Model: `bench.live.shared.models`.
@@ -231,13 +231,13 @@ def show(
 
 def main() -> None:
     """Run the bench from the command line."""
-    parser = options(__doc__, quick="within five minutes; `--source disk` within ten")
+    parser = options(__doc__, quick="within five minutes")
     parser.add_argument(
         "--source", choices=("device", "disk"), default="device", help="what memory is scarce"
     )
     asked = parser.parse_args()
     if asked.source == "disk":
-        run_disk(asked.quick)
+        run_disk()
     else:
         run(QUICK if asked.quick else Plan())
 

@@ -1,6 +1,6 @@
 """What advisories are worth where KV comes from the disk: long conversations, host memory for a tenth of them, and others at work all the while.
 
-    python -m bench.live.kv.advisory --source disk [--quick]
+    python -m bench.live.kv.advisory --source disk
 
 Our node, in a process of its own, has device memory for a fifth and host memory for a tenth of the conversations. The model is made on the spot:
 16 KiB of KV a token, contexts of 4,096 to 16,384 tokens, and little else to compute. Two streams of others decode all the time.
@@ -24,7 +24,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,9 @@ DEVICE_SHARE, HOST_SHARE = 1 / 5, 1 / 10
 NUM_STREAMS = 2
 BLOCK_SIZE = 32
 ARMS = ("ours", "none")
+NUM_PEOPLE, ROUND_S, NUM_ROUNDS = 20, 30.0, 10
+# No round begins after it would end later than this; three are always played.
+END_S = 1080.0
 AIMS = {
     "ttft_vs_without_p50": Aim(0.6, is_most=True),
     "ttft_vs_without_p99": Aim(0.6, is_most=True),
@@ -54,25 +56,12 @@ AIMS = {
 }
 
 
-def histories_of(num_people: int) -> dict[str, int]:
-    """How long each person's conversation is at first, in tokens; their logarithms are spread evenly."""
+def first_lengths() -> dict[str, int]:
+    """Return the tokens of each person's conversation at first; their logarithms are spread evenly."""
     ratio = MOST_TOKENS / FEWEST_TOKENS
-    lengths = [int(FEWEST_TOKENS * ratio ** (n / (num_people - 1))) for n in range(num_people)]
+    lengths = [int(FEWEST_TOKENS * ratio ** (n / (NUM_PEOPLE - 1))) for n in range(NUM_PEOPLE)]
     random.Random(0).shuffle(lengths)
     return {f"person{n}": length for n, length in enumerate(lengths)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How much is measured; as it is, by the whole bench. end_s: no round begins after it would end later than this; three are always played."""
-
-    num_people: int = 24
-    round_s: float = 30
-    rounds: int = 20
-    end_s: float = 3000
-
-
-QUICK = Plan(num_people=20, round_s=30, rounds=10, end_s=1080)
 
 
 def counted(asked: Sequence[dict[str, Any]], times: Sequence[Times]) -> list[dict[str, Any]]:
@@ -95,10 +84,9 @@ class Bench(Progress):
         reads: bytes read by the tiers and by the disk itself, in rounds without advisories.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.plan = plan
-        self.histories = histories_of(plan.num_people)
+        self.histories = first_lengths()
         self.ttft_s: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
         self.tokens_per_s: dict[str, list[float]] = {arm: [] for arm in ARMS}
         self.reads = Counter[str]()
@@ -125,8 +113,8 @@ class Bench(Progress):
     def play(self, worker: Worker) -> None:
         """Play as many rounds as the time allows."""
         lasting_s: list[float] = []
-        for number in range(self.plan.rounds):
-            if number >= 3 and self.elapsed_s + max(lasting_s) > self.plan.end_s:
+        for number in range(NUM_ROUNDS):
+            if number >= 3 and self.elapsed_s + max(lasting_s) > END_S:
                 break
             started_s = self.elapsed_s
             for arm in random.Random(number).sample(ARMS, len(ARMS)):
@@ -139,7 +127,7 @@ class Bench(Progress):
     def play_arm(self, arm: str, worker: Worker, number: int) -> None:
         """Play one arm of one round."""
         worker.call("place", source="disk_cold")
-        times = times_of(list(self.histories), ANSWER_WORDS, self.plan.round_s, number)
+        times = times_of(list(self.histories), ANSWER_WORDS, ROUND_S, number)
         played = worker.call(
             "people_beside",
             num_streams=NUM_STREAMS,
@@ -159,9 +147,9 @@ class Bench(Progress):
         return list(chain(*self.ttft_s[arm]))
 
 
-def run_disk(is_quick: bool) -> None:
+def run_disk() -> None:
     """Measure and report."""
-    bench = Bench(QUICK if is_quick else Plan())
+    bench = Bench()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
         bench.play(bench.start(folder, stack))

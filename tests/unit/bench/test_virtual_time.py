@@ -212,7 +212,7 @@ def test_the_same_seed_brings_the_same_requests_at_any_load() -> None:
     assert slow == [replace(b, at_s=a.at_s) for a, b in zip(slow, fast, strict=False)]
     assert [a.at_s for a in slow] == pytest.approx([4 * a.at_s for a in fast[: len(slow)]])
     assert len(fast) == 800 and fast[-1].at_s == pytest.approx(100, rel=0.2)
-    cut = Lengths("", ((5000, 1500), (100, 50), (2000, 100))).fitted(2048)
+    cut = Lengths(((5000, 1500), (100, 50), (2000, 100))).fitted(2048)
     assert cut.pairs == ((1024, 1024), (100, 50), (1948, 100))
 
 

@@ -16,7 +16,6 @@ from bench.live.robustness.attacks.attacker import (
 )
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-JSON_TYPE = "Content-Type: application/json"
 
 
 async def _open(port: int, num: int, first: bytes) -> list[Streams]:
