@@ -90,13 +90,16 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 
     def _answer(self, do: str, timeout_s: float) -> Any:
+        is_late = False
         try:
-            if not self._pipe.poll(timeout_s):  # a worker that hangs must not hang the bench
+            is_late = not self._pipe.poll(timeout_s)
+            if is_late:  # a worker that hangs must not hang the bench
                 self._kill()
             found, error = self._pipe.recv()
         except (EOFError, ConnectionError):
             said = self._log.read_text(errors="replace")[-1500:]
-            raise WorkerFailed(f"{self.name}: ended during {do!r}\n{said}") from None
+            why = f"no answer within {timeout_s:.0f} s" if is_late else "ended"
+            raise WorkerFailed(f"{self.name}: {do!r}: {why}\n{said}") from None
         if error:
             raise WorkerFailed(f"{self.name}: {do!r} failed: {error}")
         return found
