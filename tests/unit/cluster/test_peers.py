@@ -121,17 +121,6 @@ def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: No
     assert other.fetch(KEYS[:14]) == ["host"] * 14
 
 
-def test_only_the_layers_that_are_lacking_are_asked_for(home: Node, other: Node) -> None:
-    """Blocks whose last layers were dropped, and whose file has gone."""
-    other.save("a", KEYS[:10])
-    assert other.store.flush()
-    for block in other.store._host.blocks.values():
-        other.store._host.trim(block, 3)
-    other.store._disk.forget(KEYS[:10])
-    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
-    assert other.figures.bytes_fetched == 10 * SHAPE.layer_bytes
-
-
 def test_two_stages_ask_once(home: Node, other: Node) -> None:
     first = other.stage(KEYS[:10], home.address)
     assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10 or first.origins == ["peer"] * 10
@@ -151,18 +140,16 @@ def test_a_conversation_comes_in_pieces(home: Node, other: Node, monkeypatch: py
     assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
 
 
-def test_a_loan_neither_touches_nor_evicts(make: MakeNode, other: Node) -> None:
+def test_a_loan_evicts_nothing(make: MakeNode, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
     node = make("full", host_blocks=8)
     for first in (0, 4):  # as much as may wait for the disk
         node.save("old", KEYS[first : first + 4])
         node.to_disk()
     node.save("new", KEYS[8:16])
-    before = {name: group.last_used_s for name, group in node.store._host.groups.items()}
     assert other.fetch(KEYS[:20], node.address) == ["peer"] * 16
-    assert {name: group.last_used_s for name, group in node.store._host.groups.items()} == before
-    assert set(node.store._host.blocks) == set(KEYS[8:16]) and until(lambda: node.num_pins() == 0)
-    node.store.check_invariants()
+    assert until(lambda: node.num_pins() == 0)
+    assert node.fetch(KEYS[8:16]) == ["host"] * 8
 
 
 def test_a_block_that_the_disk_cannot_give_ends_a_loan(home: Node, other: Node, tmp_path: Path) -> None:

@@ -18,25 +18,24 @@ from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
 from gateway.turns.replies import AnswerReader, items_of, question_of, session_named
 
-from .parts import NOW
+from .parts import NOW, settled
+
+USER = {"role": "user", "content": "b"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "b"}, {}]}
 
 
 @pytest.mark.parametrize(
-    ("api", "body", "question"),
+    ("api", "body"),
     [
-        (
-            "chat",
-            {"messages": [*({"role": "user", "content": each} for each in "ab"), {"role": "tool"}]},
-            "b",
-        ),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {}]}]}, "x"),
-        ("completions", {"prompt": "p"}, "p"),
-        ("responses", {"input": "i"}, "i"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "i"}]}]}, "i"),
+        ("chat", {"messages": [USER | {"content": "a"}, USER, {"role": "tool"}]}),
+        ("messages", {"messages": [PARTS]}),
+        ("completions", {"prompt": "b"}),
+        ("responses", {"input": "b"}),
+        ("responses", {"input": [PARTS]}),
     ],
 )
-def test_the_question_is_the_last_user_message(api: Any, body: dict[str, Any], question: str) -> None:
-    assert question_of(api, body) == question
+def test_the_question_is_the_last_user_message(api: Any, body: dict[str, Any]) -> None:
+    assert question_of(api, body) == "b"
 
 
 def test_the_header_goes_before_the_body() -> None:
@@ -157,31 +156,22 @@ class Call:
         self.stored.append(job.status)
 
 
-async def test_who_cancels_a_second_time_waits_for_what_is_stored() -> None:
+@pytest.mark.parametrize("has_ended", [False, True], ids=["cancelled", "ended"])
+async def test_who_cancels_one_that_is_being_stored_waits_for_it_and_changes_nothing(has_ended: bool) -> None:
     call = Call()
     job = await call.begin()
-    first = asyncio.create_task(call.all.cancel(job))
+    if has_ended:
+        call.events.put_nowait(event(1, "response.completed"))
+        call.events.put_nowait(None)
+    ends = [] if has_ended else [asyncio.create_task(call.all.cancel(job))]
     await call.is_storing.wait()
-    second = asyncio.create_task(call.all.cancel(job))
-    await asyncio.sleep(0)
-    call.may_store.set()
-    await asyncio.gather(first, second)
-    assert call.stored == ["cancelled"] and job.is_over
-
-
-async def test_one_that_is_being_stored_is_not_cancelled_any_more() -> None:
-    call = Call()
-    job = await call.begin()
-    call.events.put_nowait(event(1, "response.completed"))
-    call.events.put_nowait(None)
-    await call.is_storing.wait()
-    ends = [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    ends += [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
+    await settled(5)
     assert not any(end.done() for end in ends) and not job.is_over
     call.may_store.set()
     await asyncio.gather(*ends)
-    assert call.stored == ["in_progress"] and job.reply()["id"] == "resp_1"
+    assert call.stored == ["in_progress" if has_ended else "cancelled"] and job.is_over
+    assert job.reply()["id"] == "resp_1"
 
 
 async def test_a_follower_goes_on_by_number_whatever_comments_stand_between() -> None:
