@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import random
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -305,19 +303,6 @@ def until(holds: Callable[[], bool]) -> bool:
 def test_a_question_that_makes_no_sense_is_cut_off(home: Node, key: BlockKey, first_layer: int) -> None:
     assert Asker(home).greet().ask([key], first_layer).is_cut_off()
     assert home.figures.refusals == {"malformed": 1}
-
-
-def test_any_bytes_at_all_hurt_nobody(home: Node, other: Node) -> None:
-    """Before and after the greeting; whole frames with nonsense in them, too."""
-    rng = random.Random(7)
-    for number in range(60):
-        with Asker(home).socket if number % 2 else Asker(home).greet().socket as stranger:
-            noise = rng.randbytes(rng.randrange(1, 300))
-            if number % 3:
-                noise = struct.pack("<II", len(noise), rng.randrange(3)) + noise
-            stranger.sendall(noise)
-    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
-    assert until(lambda: not home.peering._lender.connections and home.num_pins() == 0)
 
 
 def test_there_are_only_so_many_connections(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:

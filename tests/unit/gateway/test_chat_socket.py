@@ -121,27 +121,6 @@ async def test_a_server_that_goes_down_says_so_to_sockets(gateways: Gateways, st
         await closing
 
 
-async def test_typing_tells_each_new_state_once_and_done_says_what_it_was_worth(gateway: Gateway) -> None:
-    async with gateway.socket(hello={}) as socket:
-        session_id = (await socket.ask("a"))["session_id"]
-        (await gateway.node.asked()).finish("Yes.")
-        await socket.rest()
-        await socket.send(type="typing", session_id=session_id)
-        told = await gateway.node.told()
-        told.report("staging", num_tokens=32)
-        told.report("staging", num_tokens=32)
-        told.report("warm", num_tokens=32, device_tokens=32)
-        frames = [await socket.next() for _ in range(2)]
-        assert [f["type"] for f in frames] == ["advisory"] * 2
-        assert [(f["state"], f["tier"]) for f in frames] == [("staging", "host"), ("warm", "device")]
-        assert (await socket.ask("b", session_id=session_id))["type"] == "accepted"
-        told.report("hit", num_tokens=32, device_tokens=32, lead_s=1.5)
-        assert (await socket.next())["state"] == "hit"
-        (await gateway.node.asked(1)).finish("Yes again.")
-        _, done = await socket.rest()
-        assert done["advisory"]["state"] == "hit" and done["advisory"]["lead_ms"] == 1500
-
-
 async def test_of_all_who_type_without_keys_nobody_stops_anothers_draft(gateways: Gateways) -> None:
     gateway = await gateways(draft_prefill=True)
     gateway.node.gate.clear()

@@ -46,13 +46,6 @@ def test_the_help_loads_none_of_the_slow_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_config_shows_the_settings_in_effect_and_warns() -> None:
-    result = run("config", "--port", "9000", "--host", "0.0.0.0")
-    assert result.exit_code == 0
-    assert "flag --port" in result.stdout
-    assert "no API key" in result.stderr
-
-
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
     from gateway.access.auth import KeyRing
 

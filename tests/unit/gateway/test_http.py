@@ -194,6 +194,7 @@ async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSe
 
 
 async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner(gateways: Gateways) -> None:
+    """What a page makes of titles and pins is in tests/browser/test_page.py."""
     gateway = await gateways(api_keys=("ov-one", "ov-two"))
     async with (
         gateway.socket(key="ov-one", hello={}) as watching,
@@ -205,32 +206,29 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong"
 
-        async def heard(session_id: str, **fields: object) -> None:
-            frame = await watching.next()
-            assert (frame["type"], frame["session_id"]) == ("listed", session_id)
-            assert {name: frame["session"][name] for name in fields} == fields
-
         async def call(method: str, path: str, body: Any = None) -> Any:
-            reply = await gateway.call(method, path, body, key="ov-one")
+            reply = await gateway.call(method, f"/api/sessions{path}", body, key="ov-one")
             assert 200 <= reply.status < 300
             return reply.body
 
-        session_id = (await call("POST", "/api/sessions", {}))["id"]
-        await heard(session_id, title=None, num_turns=0)
-        assert (await asking.ask("a", "Hello!", session_id=session_id))["type"] == "accepted"
-        await heard(session_id, title="Hello!", num_turns=1)
+        async def heard() -> Any:
+            frame = await watching.next()
+            assert frame["type"] == "listed"
+            session = frame["session"]
+            return session and (frame["session_id"], session["title"], session["num_turns"])
+
+        name = (await call("POST", "", {}))["id"]
+        assert await heard() == (name, None, 0)
+        assert (await asking.ask("a", "Hello!", session_id=name))["type"] == "accepted"
+        assert await heard() == (name, "Hello!", 1)
         (await gateway.node.asked()).finish("Hi.")
         assert (await asking.rest())[1]["type"] == "done"
-        path = f"/api/sessions/{session_id}"
-        for change in ({"title": "Greetings"}, {"is_pinned": True}):
-            await call("PATCH", path, change)
-            await heard(session_id, **change)
-        await call("DELETE", path)
-        assert await watching.next() == {"type": "listed", "session_id": session_id, "session": None}
-        await call("POST", f"{path}/restore")
-        await heard(session_id, is_pinned=True)
-        copy = await call("POST", "/api/sessions/import", await call("GET", f"{path}/export"))
-        await heard(copy["id"], title="Greetings", num_turns=1)
+        await call("DELETE", f"/{name}")
+        assert await heard() is None
+        await call("POST", f"/{name}/restore")
+        assert await heard() == (name, "Hello!", 1)
+        copy = await call("POST", "/import", await call("GET", f"/{name}/export"))
+        assert await heard() == (copy["id"], "Hello!", 1)
         for each in (asking, other):
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong", "it does not watch, or is another's"

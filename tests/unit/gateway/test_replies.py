@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event
+from engine_bridge.protocol.node import SseReply, token_ids_event
 from gateway.doors.api.recording import recording_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
@@ -77,18 +77,6 @@ def response(text: str, answer: str, previous: str | None = None) -> StoredRespo
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}]
     reply, items = orjson.dumps({"output": output}), orjson.dumps([{"role": "user", "content": text}])
     return StoredResponse(reply=reply, items=items, previous=previous)
-
-
-async def test_a_session_has_the_ids_of_its_last_call_and_a_response_its_own(store: SessionStore) -> None:
-    for name, previous, ids in (("a", None, [1, 2, 3]), ("b", "resp_a", [1, 2, 3, 4, 5])):
-        call = {"answer": "hi", "response_id": f"resp_{name}", "makes_session": True}
-        call["response"] = response("hello", "hi", previous)
-        await store.record_turn("ann", "s", name, "hello", token_ids=pack_token_ids(ids), now=NOW, **call)
-    assert await store.token_ids("ann", "s") == pack_token_ids([1, 2, 3, 4, 5])
-    found = await store.responses.history("ann", "resp_a")
-    assert found is not None and found.token_ids == pack_token_ids([1, 2, 3])
-    assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
-    assert await store.responses.history("bob", "resp_a") is None
 
 
 def turn(name: str) -> Turn:

@@ -37,6 +37,7 @@ def test_the_defaults_serve_the_demo_model_on_this_machine_only() -> None:
     assert config.served_model_name == "overture-demo"
     assert not config.has_api_keys and not config.cors_origins and not config.allow_adapter_loading
     assert config.warnings() == []
+    assert any("no API key" in each for each in load({"host": "0.0.0.0"}).warnings())
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
