@@ -16,9 +16,8 @@ from engine_bridge.cluster import actors, orders
 from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.trust import Trust
-from tests.unit.cluster.catalog_node import until
+from tests.unit.cluster.catalog_node import PATIENCE_S, until
 
-PATIENCE_S = 20.0
 TRUST = Trust(token=b"of this cluster")
 
 

@@ -9,34 +9,12 @@ import pytest
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, Api, JsonReply, SseReply
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SseReply
 from tests.unit.cluster.catalog_node import PATIENCE_S, connected, until
 from tests.unit.gateway.fake_node import FakeNode
-
-
-class ServingNode(FakeNode):
-    """Answers API calls: with what it was asked, or with events that the test sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
-        self.are_closed = asyncio.Event()
-
-    async def serve(self, api: Api, body: Any, headers: Any, context: EngineRequest = ANONYMOUS) -> Any:
-        if body.get("stream"):
-            return SseReply(self._sent())
-        return JsonReply(200, f"{api} {body['n']} {context.tenant} {dict(headers)}".encode())
-
-    async def _sent(self) -> AsyncIterator[bytes]:
-        try:
-            while (event := await self.events.get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-        finally:
-            self.are_closed.set()
+from tests.unit.gateway.nodes import PlacedNode
 
 
 def question(name: str = "r1") -> EngineRequest:
@@ -75,7 +53,7 @@ async def test_when_the_line_is_cut_all_that_is_under_way_ends_at_both_ends_and_
 
 
 async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> None:
-    async with connected(ServingNode()) as (remote, _):
+    async with connected(PlacedNode("n1")) as (remote, _):
         headers = {"X-Request-Id": "r\udc80", "Authorization": "Bearer secret"}
         reply = await remote.serve("chat", {"n": 1}, headers, EngineRequest(tenant="t"))
     assert reply == JsonReply(200, b"chat 1 t {'X-Request-Id': 'r?'}")
@@ -83,11 +61,12 @@ async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> 
 
 @pytest.mark.parametrize("is_read", [False, True])
 async def test_streamed_calls_give_events_and_their_error_or_are_stopped(is_read: bool) -> None:
-    node = ServingNode()
-    for event in (b"a", b"b", *([EngineUnavailable("gone")] if is_read else ())):
-        node.events.put_nowait(event)
+    node = PlacedNode("n1")
     async with connected(node) as (remote, _):
         reply = await remote.serve("chat", {"stream": True}, {})
+        call = await node.called()
+        for event in (b"a", b"b", *([EngineUnavailable("gone")] if is_read else ())):
+            call.events.put_nowait(event)
         assert isinstance(reply, SseReply)
         if is_read:
             assert [await anext(reply.events), await anext(reply.events)] == [b"a", b"b"]
@@ -95,7 +74,7 @@ async def test_streamed_calls_give_events_and_their_error_or_are_stopped(is_read
                 await anext(reply.events)
         else:
             await reply.events.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(node.are_closed.wait(), PATIENCE_S)
+        await until(lambda: call.is_closed)
 
 
 async def test_what_is_read_at_once_follows_the_nodes_reports() -> None:

@@ -11,9 +11,8 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.protocol.errors import EngineUnavailable
-from tests.unit.cluster.catalog_node import answer_of, until
+from tests.unit.cluster.catalog_node import PATIENCE_S, answer_of, until
 
-PATIENCE_S = 20.0
 DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")
 
 

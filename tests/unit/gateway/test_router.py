@@ -92,17 +92,6 @@ async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> No
         assert [report.state for report in reports] == ["cancelled"]
 
 
-async def test_an_answer_that_had_not_begun_is_served_elsewhere_and_nobody_hears_of_it() -> None:
-    async with routed("a", "b") as (router, placement):
-        task = asking(router, question())
-        await placement.inner["a"].asked()
-        placement.kill("a")
-        (await placement.inner["b"].asked()).finish("here")
-        assert text(await task) == "here"
-        assert router.home_of("t", "s") == "b"
-        assert router.counts() == {"new": 1, "tried_again": 1}
-
-
 async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
     async with routed("a", "b") as (router, placement):
         request = question()
