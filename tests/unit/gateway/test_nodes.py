@@ -37,24 +37,32 @@ def busy(gateway: Gateway) -> Gateway:
     return gateway
 
 
-async def list_of(gateway: Gateway) -> NodeList:
-    reply = await gateway.call("GET", "/v1/nodes")
-    assert reply.status == 200, reply.body
-    return msgspec.convert(reply.body, NodeList)
-
-
 async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gateway: Gateway) -> None:
-    listed = await list_of(busy(gateway))
-    (node,) = listed.nodes
+    busy(gateway)
+    first, again = [
+        msgspec.convert((await gateway.call("GET", "/v1/nodes")).body, NodeList) for _ in range(2)
+    ]
+    (node,) = first.nodes
     assert (node.id, node.model, node.state, node.is_draining) == ("local", "fake-model", "ready", False)
     assert node.load is not None and node.load.lanes == LANES
     assert (node.load.num_running, node.load.num_free_kv_blocks, node.load.num_answer_tokens) == (4, 20, 70)
     assert node.kv is not None and node.kv.disk is not None
     assert (node.kv.host.bytes, node.kv.host.num_hits, node.kv.disk.capacity_bytes) == (10, 7, 200)
     assert node.adapters.num_by_place == {"disk": 2} and node.adapters.resident == []
-    totals = listed.totals
+    totals = first.totals
     assert (totals.num_open, totals.num_running, totals.num_kv_blocks) == (1, 4, 60)
-    assert (await list_of(gateway)).nodes[0].incarnation == node.incarnation != ""
+    assert again.nodes[0].incarnation == node.incarnation != ""
+    lines = (await gateway.call("GET", "/metrics")).body.splitlines()
+    for line in (
+        'state{node="local",state="ready"} 1.0',
+        'state{node="local",state="draining"} 0.0',
+        'running{node="local"} 4.0',
+        'kv_free_blocks{node="local"} 20.0',
+        'answer_tokens_total{node="local"} 70.0',
+        'tier_bytes{node="local",tier="disk"} 20.0',
+        'peer_bytes_total{direction="in",node="local"} 40.0',
+    ):
+        assert f"overture_node_{line}" in lines
 
 
 def test_what_a_node_cannot_load_is_shown_to_operators() -> None:
@@ -126,20 +134,6 @@ async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened(
         placement.kill("b")
         await settled()
         assert not maintenance.states()[1].is_open and maintenance.states()[1].incarnation == ""
-
-
-async def test_metrics_tell_of_each_node(gateway: Gateway) -> None:
-    lines = (await busy(gateway).call("GET", "/metrics")).body.splitlines()
-    for line in (
-        'state{node="local",state="ready"} 1.0',
-        'state{node="local",state="draining"} 0.0',
-        'running{node="local"} 4.0',
-        'kv_free_blocks{node="local"} 20.0',
-        'answer_tokens_total{node="local"} 70.0',
-        'tier_bytes{node="local",tier="disk"} 20.0',
-        'peer_bytes_total{direction="in",node="local"} 40.0',
-    ):
-        assert f"overture_node_{line}" in lines
 
 
 async def picture(socket: Socket) -> Frame:
