@@ -1,17 +1,15 @@
 """The command line: what it says, the exit codes that scripts rely on, and vLLM's flags as ours understands them (docs/from-vllm.md)."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner, Result
 
 from engine_bridge.settings.engine_arguments import RULED_OUT
@@ -19,6 +17,7 @@ from gateway import cli
 from gateway.settings.config import SETTINGS
 from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, translate
 from overture_client.completion_command import COMPLETE_VARIABLE
+from tests.served import served
 
 ROOT = Path(cli.__file__).parents[1]
 
@@ -171,19 +170,27 @@ def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str
     assert translate(argv, OWN) == expected
 
 
-class Nodes(ThreadingHTTPServer):
+class Nodes:
     """states: what each question finds a node to be, the last one from then on. asked: calls that change something, with their bodies."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = ""
         self.states: dict[str, list[dict[str, Any]]] = {"node-1": [{}], "node-2": [{}]}
         self.asked: list[tuple[str, Any, str | None]] = []
-        self.refusal: tuple[int, str] | None = None
+        self.refusal = ""
 
-    def found(self) -> dict[str, Any]:
+    async def list_all(self, request: web.Request) -> web.Response:
         now = {name: states.pop(0) if len(states) > 1 else states[0] for name, states in self.states.items()}
         totals = {"num_open": 2, "num_nodes": 2, "num_running": 3, "num_waiting": 1}
-        return {"nodes": [node(name, **state) for name, state in now.items()], "totals": totals}
+        return web.json_response(
+            {"nodes": [node(name, **state) for name, state in now.items()], "totals": totals}
+        )
+
+    async def change(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.json(), request.headers["Authorization"]))
+        if self.refusal:
+            return web.json_response({"error": {"message": self.refusal}}, status=409)
+        return web.json_response({}, status=202)
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
@@ -195,50 +202,22 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Nodes
-
-    def do_GET(self) -> None:
-        self._reply(200, self.server.found())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body, self.headers["Authorization"]))
-        if self.server.refusal is not None:
-            status, message = self.server.refusal
-            self._reply(status, {"error": {"message": message}})
-        else:
-            self._reply(202, {})
-
-    def _reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[Nodes]:
-    with Nodes() as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
+    nodes, app = Nodes(), web.Application()
+    app.add_routes([web.get("/v1/nodes", nodes.list_all), web.post("/v1/nodes/{name}/{how}", nodes.change)])
+    with served(app) as nodes.url:
+        yield nodes
+
+
+def overture(server: Nodes, *arguments: str) -> Result:
+    options = ("--url", server.url, "--api-key", "the-key")
+    return CliRunner().invoke(cli.cli, ["nodes", *options, *arguments], env={"COLUMNS": "140"})
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overture_client.nodes.LOOK_EVERY_S", 0.0)
-
-
-def overture(server: Nodes, *arguments: str) -> Result:
-    options = ("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "the-key")
-    return CliRunner().invoke(cli.cli, ["nodes", *options, *arguments], env={"COLUMNS": "140"})
 
 
 def test_the_table_says_what_each_node_does(server: Nodes) -> None:
@@ -274,7 +253,7 @@ def test_all_nodes_restart_one_after_the_other_until_one_does_not_come_back(serv
     result = overture(server, "restart", "--all")
     assert result.exit_code == 1 and "node-1: no such model" in result.output
     assert [path for path, _, _ in server.asked] == [*both, both[0]]
-    server.refusal = (409, "node-1 is the only one that takes requests")
+    server.refusal = "node-1 is the only one that takes requests"
     result = overture(server, "drain", "node-1")
     assert result.exit_code == 1
     assert result.output == "overture nodes: node-1 is the only one that takes requests\n"
