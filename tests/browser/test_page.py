@@ -416,16 +416,6 @@ def test_settings_are_kept_with_their_conversation_and_sent_before_the_next_mess
     expect(prompt).to_have_value("")
 
 
-def test_an_address_opens_its_session_and_a_wrong_one_says_so(chat, visit) -> None:
-    chat.ask("Hello!")
-    lost = visit(f"#/s/{chat.session_id}")
-    expect(lost.page.locator(".bubble")).to_have_text("Hello!")
-    lost.page.goto(f"{chat.url}/#/s/there-is-no-such-session")
-    expect(lost.page.get_by_text("does not exist any more")).to_be_visible()
-    expect(lost.page.locator("#welcome")).to_be_visible()
-    assert lost.ask("Hello!")
-
-
 def test_an_address_that_is_none_and_a_list_with_odd_entries(visit) -> None:
     chat = visit("#/s/%E0%A4%A")
     expect(chat.page.get_by_text("does not exist any more")).to_be_visible()
