@@ -143,15 +143,15 @@ def test_no_key_and_no_hash_shows(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "KeyRing(num_keys=3)" in shown
 
 
+WRONG_HEADS = ("me:md5$aa", "me:sha256$aaa", "me:sha256$zz", "a b:sha256$aa", ":sha256$aa")
+
+
 @pytest.mark.parametrize(
     "line",
     [
         f"me:{KEY}",
         "me:sha256$aa$bb",
-        *(
-            f"{head}${'b' * 64}"
-            for head in "me:md5$aa me:sha256$aaa me:sha256$zz a\tb:sha256$aa :sha256$aa".split(" ")
-        ),
+        *(f"{head}${'b' * 64}" for head in WRONG_HEADS),
         *(key_file_line("me", KEY) + end for end in (":admin", ":", ":operator:operator", " operator")),
     ],
 )
