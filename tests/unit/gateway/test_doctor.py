@@ -62,6 +62,7 @@ def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:
     assert all(step in missing.remedy and f"    {step}\n" in documented for step in remedies.CPU_STEPS)
     no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, is_checkout=True)
     assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
+    assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD, is_checkout=True))
     assert "--kv-host-gib and --kv-cache-gib" in advice(kv_host_gib=16.0)
     assert "--kv-cache-gib" not in advice("cuda", WITH_GPU, kv_host_gib=16.0)
 

@@ -153,16 +153,17 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
     ):
         await mine.send(type="typing", session_id="lisbon")
         told = await gateway.node.told()
-        for state in ("staging", "staging", "warm"):  # each is told once
-            told.report(state, num_tokens=32, device_tokens=32 * (state == "warm"))
-        heard = [await mine.next() for _ in range(2)]
-        assert [(each["state"], each["tier"]) for each in heard] == [("staging", "host"), ("warm", "device")]
+        for state in ("staging", "staging", "warm", "hit"):  # each is told once
+            told.report(state, num_tokens=32, device_tokens=32 * (state != "staging"))
+        heard = [await mine.next() for _ in range(3)]
+        tiers = {"staging": "host", "warm": "device", "hit": "device"}
+        assert {each["state"]: each["tier"] for each in heard} == tiers
         to_me, to_other, to_operator = [await picture(socket) for socket in (mine, other, operator)]
     (trail,) = to_me["advisories"]
     assert (trail["session_id"], trail["source"]) == ("lisbon", "typing")
-    assert [each["state"] for each in trail["states"]] == ["staging", "warm"]
+    assert [each["state"] for each in trail["states"]] == ["staging", "warm", "hit"]
     assert to_other["advisories"] == to_operator["advisories"] == []
-    assert to_operator["advisory_counts"] == {"live": 1}
+    assert to_operator["advisory_counts"] == {"live": 0, "hit": 1}
     assert to_me["advisory_counts"] is to_other["advisory_counts"] is None
     assert to_me["nodes"][0]["kv"] is None and to_operator["nodes"][0]["kv"] is not None
 

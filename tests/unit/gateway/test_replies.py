@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine_bridge.protocol.node import SseReply, token_ids_event
+from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event
 from gateway.doors.api.recording import recording_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
@@ -77,6 +77,16 @@ def response(text: str, answer: str, previous: str | None = None) -> StoredRespo
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}]
     reply, items = orjson.dumps({"output": output}), orjson.dumps([{"role": "user", "content": text}])
     return StoredResponse(reply=reply, items=items, previous=previous)
+
+
+async def test_a_response_is_gone_on_from_by_its_owner_alone(store: SessionStore) -> None:
+    ids, kept = pack_token_ids([1, 2, 3]), response("hello", "hi")
+    call = {"answer": "hi", "response_id": "resp_a", "response": kept, "makes_session": True}
+    await store.record_turn("ann", "s", "a", "hello", token_ids=ids, now=NOW, **call)
+    found = await store.responses.history("ann", "resp_a")
+    assert found is not None and found.token_ids == ids == await store.token_ids("ann", "s")
+    assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
+    assert await store.responses.history("bob", "resp_a") is None
 
 
 def turn(name: str) -> Turn:

@@ -139,6 +139,7 @@ async def test_a_streamed_call_is_streamed_by_another_node_unless_something_was_
         assert await reading == b"here"
         assert [event async for event in reply.events] == []
         assert router.homes.num_requests("b") == 0
+        assert router.counts() == {"new": 1, "tried_again": 1}
 
 
 async def test_a_silent_node_gets_nothing_and_then_its_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:

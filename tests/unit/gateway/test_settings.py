@@ -80,6 +80,7 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
         ({"host": ""}, "--host: expected a non-empty string"),
         ({"data_dir": ""}, "--data-dir: expected a path"),
         ({"chat_template": "gone.jinja"}, "chat_template: there is no file /nonexistent/gone.jinja"),
+        ({"adapters_dir": "gone"}, "adapters_dir: there is no folder"),
         ({"model": "./gone"}, "model: there is no folder"),
         ({"prot": "1"}, "did you mean port"),
         ({"nodes": "0"}, "nodes: 0 is for a cluster that others join"),
