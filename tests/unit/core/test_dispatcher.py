@@ -69,18 +69,6 @@ def test_a_head_that_was_passed_knows_how_often() -> None:
     assert small is not None and small.is_bypasser and engine.own.reason("head") == "no_blocks"
 
 
-def test_vllms_victims_stay_and_ours_spare_who_came_first() -> None:
-    for policy, expected in (("fcfs", None), ("fair", ["a", "c", "b"])):
-        engine = FakeEngine(policy)
-        for name, num_tokens in (("a", 100), ("b", 90), ("c", 10)):
-            engine.ask(arrival(name, num_tokens))
-            engine.now += 0.5
-            engine.step()
-        progress = [(each, engine.tokens.get(each, 1), 0) for each in ("c", "b", "a", "unknown")]
-        assert engine.own.victims(progress, engine.now) == expected
-        assert engine.own.victims(progress[:1], engine.now) is None
-
-
 def test_only_answers_that_ended_by_themselves_tell_of_lengths() -> None:
     engine = FakeEngine()
     for name, is_finished, is_background in (("a", True, False), ("b", False, False), ("c", True, True)):
@@ -138,20 +126,6 @@ def test_nobody_stands_for_longer_than_it_has_run_and_a_moment_however_many_urge
         ran_s, stood_s = (ran_s + 0.1, stood_s) if "a" in engine.running else (ran_s, stood_s + 0.1)
         assert stood_s <= ran_s + GRACE_S + 0.25, "a step later at most"
     assert stood_s > GRACE_S + 3.0
-
-
-def test_one_that_is_given_up_while_it_stands_is_forgotten() -> None:
-    engine = FakeEngine("mlq", num_slots=8, pauses=pauses(1))
-    engine.ask(arrival("a"))
-    engine.step()
-    engine.ask(arrival("urgent", priority=-1))
-    engine.step()
-    engine.step()
-    assert engine.own.reason("a") == "paused"
-    engine.end("a", is_finished=False)
-    engine.own.check_invariants()
-    engine.end("urgent")
-    assert engine.step() == StepPlan() and not engine.own.pauses.is_on
 
 
 def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a_step() -> None:
