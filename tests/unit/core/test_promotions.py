@@ -287,6 +287,11 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.shelf.read_one()
         self.promotions.staged()
 
+    @rule()
+    def requests_take_host_memory(self) -> None:
+        self.shelf.revoke()
+        self.promotions.staged()
+
     @rule(num_used=st.integers(0, 12))
     def others_use_the_device(self, num_used: int) -> None:
         self.cache.used = {b"used%d" % number for number in range(num_used)}

@@ -1,4 +1,3 @@
-import gc
 import os
 import select
 import signal
@@ -14,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.driver.assist import profile
 from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFitAllocator
 from engine_bridge.driver.assist.pool import AssistPool
-from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core, split_rows
+from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.team import AssistLost
 from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread
 from engine_bridge.driver.lora.lora_rows import plan_rows
@@ -268,27 +266,6 @@ def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case
     assert ended, "the worker outlived its parent"
 
 
-def test_nothing_is_left_open_after_close():
-    gc.collect()
-    fds = len(os.listdir("/proc/self/fd"))
-    pool = make_pool()
-    pids = pool.pids
-    assert not pool.is_alive
-    with pytest.raises(AssistLost, match="in time"):
-        pool.wait_ready(timeout_s=0)
-    assert pool.put(1, {"m": random_layer(16, 8, (16,))})
-    with pytest.raises(AssistLost, match="not ready"):
-        pool.add(1, "m", torch.zeros(4, 16), random_rows(4, 16), 1.0)
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ("self", *pids))
-    assert "overture-assist" in maps and "/dev/shm/overture" not in maps, "its memory has no name"
-    pool.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
 @given(rows=st.integers(1, 5000), per_core=st.integers(1, 600), num_workers=st.integers(1, 64))
 def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_workers):
     assert [num_workers_for(num, 64, 4) for num in (1, 64, 65, 128, 129, 1000)] == [1, 1, 2, 2, 3, 4]
@@ -301,24 +278,3 @@ def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_w
     assert used == 1 or min(sizes) >= MIN_ROWS
     if used < num_workers and rows >= MIN_ROWS * (used + 1):
         assert max(sizes) <= per_core
-
-
-def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
-    wide, narrow = ModuleShape(1024, 64, 4096), ModuleShape(1024, 64, 512)
-
-    def measure(shape, rows):
-        return rows * shape.num_out * 1e-9
-
-    found = rows_per_core(measure, [narrow, wide], 1e-3, max_rows=10_000)
-    assert 244 * 15 / 16 - 1 <= found <= 244
-    assert rows_per_core(measure, [narrow], 1e-3, max_rows=100) == 100
-    assert rows_per_core(measure, [wide], 1e-9, max_rows=100) == MIN_ROWS
-
-
-def test_a_profile_of_a_pool_leaves_nothing_behind(pool):
-    usual = pool.rows_per_core
-    shapes = [ModuleShape(256, 8, 512), ModuleShape(256, 8, 256)]
-    with profile.one_worker(pool, repeats=2) as measure:
-        assert 8 <= rows_per_core(measure, shapes, 10.0, max_rows=64) <= 64
-    assert pool.rows_per_core == usual
-    assert not pool.holds(profile.PROFILE_ID)

@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -128,15 +127,6 @@ async def test_outputs_gather_until_one_is_urgent() -> None:
     assert [start - left for _, left in harness.outputs] == list(range(1, len(harness.outputs) + 1))
 
 
-async def test_without_an_interval_nothing_waits_for_an_urgent_output() -> None:
-    async with running(ScriptedDriver, 0) as harness:
-        harness.built[0].is_urgent = lambda outputs: False  # type: ignore[method-assign]
-        harness.thread.submit(lambda driver: driver.left.update(a=10**9))
-        # With an interval of an hour only the first of them would have come.
-        await harness.until(lambda: len(harness.outputs) > 3)
-        harness.thread.submit(lambda driver: driver.left.clear())
-
-
 async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
     async with running() as harness, asyncio.timeout(60):
         driver = harness.built[0]
@@ -147,16 +137,6 @@ async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
         while driver.left:
             await asyncio.sleep(0.001)
         assert driver.num_steps == 1
-
-
-async def test_work_that_may_not_run_is_not_spun_on() -> None:
-    async with running() as harness:
-        harness.thread.submit(lambda driver: (driver.left.update(a=1), setattr(driver, "is_gated", True)))
-        await asyncio.to_thread(time.sleep, 0.1)
-        # Without a back-off it would have stepped thousands of times.
-        assert 1 <= harness.built[0].num_steps < 40
-        harness.thread.submit(lambda driver: setattr(driver, "is_gated", False))
-        await harness.until(lambda: harness.outputs == [("a", 0)])
 
 
 class Memory:
@@ -267,14 +247,6 @@ async def test_a_failing_command_is_answered_and_harms_nobody_else(
         assert harness.built[-1].num_steps == 0, "an idle engine does not step"
 
 
-async def test_start_raises_what_stopped_it() -> None:
-    harness = Harness(Building(first=OSError("no such model")))
-    with pytest.raises(OSError, match="no such model"):
-        await harness.thread.start()
-    assert harness.thread.state == "failed"
-    await harness.thread.close()
-
-
 class SlowToClose(ScriptedDriver):
     """Its `close` waits until it is let go, as one does that gives memory back."""
 
@@ -309,20 +281,6 @@ async def test_close_ends_pending_calls_and_refuses_those_that_come_meanwhile_at
         await closing
     with pytest.raises(EngineUnavailable, match="closed"):
         await harness.thread.call(lambda driver: None)
-
-
-async def test_an_engine_that_cannot_take_over_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.0))
-    async with running() as harness:
-
-        def take_over(driver: ScriptedDriver) -> None:
-            if len(harness.built) == 2:
-                raise OSError("the adapters' registry cannot be read")
-
-        harness.thread._on_rebuilt = take_over
-        harness.break_down()
-        await harness.until_state("ready", 1)
-        assert [driver.is_closed for driver in harness.built] == [True, True, False]
 
 
 async def test_when_the_thread_cannot_go_on_every_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
