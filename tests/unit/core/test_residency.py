@@ -15,7 +15,6 @@ from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import HistoryPrefetch
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, AdapterLru, PrefixFacts
-from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
 from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
 from engine_bridge.protocol.node import AdvisoryReport
 
@@ -397,9 +396,6 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.places.table.check(HOST_BYTES)
-        for policy in (self.places.worth._host, self.places.worth._device):
-            for shadow in (policy.lru, *policy.forecasts) if isinstance(policy, Adaptive) else ():
-                shadow.check_invariants(float("inf"))
         wanted = (self.places.table[adapter_id] for adapter_id in self.places.wanted.ids)
         assert self.places.wanted.num_bytes == sum(v.num_bytes for v in wanted if v.host_bytes is None)
 

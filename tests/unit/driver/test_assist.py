@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,28 +166,27 @@ def test_what_does_not_fit_is_refused_by_name(pool):
 
 
 @given(steps=st.lists(st.one_of(st.integers(0, 20 * ALIGN_BYTES), st.floats(0, 0.99)), max_size=40))
-def test_stretches_tile_the_region_and_freed_neighbours_are_joined(steps):
+def test_stretches_never_overlap_and_freed_neighbours_are_joined(steps):
     """Steps: bytes to allocate, or which of the stretches to free."""
-    room, taken = FirstFitAllocator(64 * ALIGN_BYTES), []
+    room, taken = FirstFitAllocator(64 * ALIGN_BYTES), {}
     for step in steps:
-        before = sum(size for _, size in room._free)
         if isinstance(step, int):
             offset = room.allocate(step)
-            assert offset is not None or before < step or taken
+            assert offset is not None or taken
             if offset is not None:
-                assert before - sum(size for _, size in room._free) >= step
-                taken.append(offset)
+                assert offset not in taken and offset % ALIGN_BYTES == 0
+                taken[offset] = step
         elif taken:
-            offset = taken.pop(int(step * len(taken)))
+            offset = list(taken)[int(step * len(taken))]
+            del taken[offset]
             room.free(offset)
             with pytest.raises(KeyError):
                 room.free(offset)
-        at, was_free = 0, False
-        free = [(*each, True) for each in room._free]
-        for offset, size, is_free in sorted(free + [(*each, False) for each in room._taken.items()]):
-            assert offset == at and size > 0 and size % ALIGN_BYTES == 0 and not (is_free and was_free)
-            at, was_free = offset + size, is_free
-        assert at == room.capacity_bytes
+        ends = [*sorted(taken.items()), (room.capacity_bytes, 0)]
+        assert all(offset + size <= after for (offset, size), (after, _) in pairwise(ends))
+    for offset in taken:
+        room.free(offset)
+    assert room.allocate(room.capacity_bytes) == 0
 
 
 @pytest.fixture(scope="module")
