@@ -69,6 +69,18 @@ def test_a_head_that_was_passed_knows_how_often() -> None:
     assert small is not None and small.is_bypasser and engine.own.reason("head") == "no_blocks"
 
 
+def test_vllms_victims_stay_and_ours_spare_who_came_first() -> None:
+    for policy, expected in (("fcfs", None), ("fair", ["a", "c", "b"])):
+        engine = FakeEngine(policy)
+        for name, num_tokens in (("a", 100), ("b", 90), ("c", 10)):
+            engine.ask(arrival(name, num_tokens))
+            engine.now += 0.5
+            engine.step()
+        progress = [(each, engine.tokens.get(each, 1), 0) for each in ("c", "b", "a", "unknown")]
+        assert engine.own.victims(progress, engine.now) == expected
+        assert engine.own.victims(progress[:1], engine.now) is None
+
+
 def test_only_answers_that_ended_by_themselves_tell_of_lengths() -> None:
     engine = FakeEngine()
     for name, is_finished, is_background in (("a", True, False), ("b", False, False), ("c", True, True)):

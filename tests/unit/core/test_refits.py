@@ -1,10 +1,27 @@
 """When lanes and predictor are fitted, and what becomes of it."""
 
-from engine_bridge.core.scheduling.refits import Refits, at_once
+from collections.abc import Callable
+
+from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, at_once
 from engine_bridge.policy.scheduling.sizes import Scale
 
 SCALE = Scale(1000.0, 1000.0, 1.0)
 NUM_TOKENS = 1000
+
+
+def test_one_that_is_still_at_work_is_not_begun_again() -> None:
+    works: list[Callable[[], None]] = []
+    calls: list[int] = []
+    refits = Refits(works.append, lambda: calls.append(1), now=0.0)
+    refits.arrived("a", (1.0, 1.0, 0.0), 1, 1.0, 0.0)
+    refits.start_if_due(REFIT_EVERY_S, SCALE, NUM_TOKENS, True)
+    refits.start_if_due(3 * REFIT_EVERY_S, SCALE, NUM_TOKENS, True)
+    assert len(works) == 2 and refits.take() is None
+    for work in works:
+        work()
+    assert refits.take() is not None and calls == [1]
+    refits.start_if_due(5 * REFIT_EVERY_S, SCALE, NUM_TOKENS, True)
+    assert len(works) == 4
 
 
 def quotas(refits: Refits) -> tuple[int, ...]:

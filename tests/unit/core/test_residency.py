@@ -12,7 +12,7 @@ from engine_bridge.core.adapters import adapter_moves
 from engine_bridge.core.adapters.adapter_moves import Fill, LoadToHost, Move, Refuse, WriteCopy
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
-from engine_bridge.core.adapters.staging import HistoryPrefetch
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, AdapterLru, PrefixFacts
 from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
@@ -167,6 +167,15 @@ def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request(
     assert places.advance(NOBODY, 690.0) == []
     moves = [move for now in range(691, 735) for move in places.advance(NOBODY, float(now))]
     assert LoadToHost(1, "disk") in moves
+
+
+def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or_by_itself() -> None:
+    ahead = ReadAhead(max_bytes=250)
+    assert ahead.begin(1, 1000, 0.0) and not ahead.begin(1, 1, 0.0) and not ahead.begin(2, 1, 0.0)
+    assert ahead.take(1) and not ahead.take(1)
+    assert ahead.begin(2, 100, 1.0) and ahead.begin(3, 100, 2.0) and not ahead.begin(4, 100, 2.0)
+    assert ahead.expire(1.5 + AHEAD_FOR_S) == [2]
+    assert ahead.begin(4, 100, 3.0)
 
 
 HOST_BYTES, NUM_SLOTS, MAX_RUNNING = 250, 3, 2

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
 from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.prefill_meter import MIN_PREFILL_TOKENS, PrefillMeter
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
 from engine_bridge.core.kv.sources import Sources
 from engine_bridge.core.kv.step_moves import StepMoves
@@ -153,6 +154,20 @@ def test_a_peer_that_has_less_of_a_conversation_gives_what_it_has() -> None:
     assert bench.match("a", tokens=26) == 4 * BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("bad", [0, 3, 4])
+def test_damaged_blocks_are_waited_for_a_few_times_only(bad: int) -> None:
+    bench = Bench(layout=TWO_GROUPS)
+    bench.shelf.put(list(places_of(TWO_GROUPS, "a", 5)), on_disk=True)
+    bench.enter("a")
+    for _ in range(4):
+        found = bench.match("a")
+        for stage in bench.shelf.stages:
+            stage.blocks[min(bad, len(stage.blocks) - 1)].is_bad = True
+    assert found == 0 and not [stage for stage in bench.shelf.stages if not stage.blocks]
+    bench.restores.forget("a")
+    assert not bench.shelf.stages
+
+
 def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))
@@ -165,6 +180,15 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     assert bench.restores.spoiled_by({11, 13}, lambda name: [blocks[name]]) == {11, 12, 13, 14}
     assert bench.restores.take_sources("a") == Sources(device=0, host=4)
     assert bench.restores.spoiled_by({99}, lambda name: [blocks[name]]) == {99}
+
+
+def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
+    meter = PrefillMeter()
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
+    assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
+    # Three tokens say little.
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None
+    assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
 
 
 @pytest.mark.parametrize(("s_per_token", "way"), [(1.0, Way.SWAP), (0.1, Way.RECOMPUTE)])

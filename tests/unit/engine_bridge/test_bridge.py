@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -139,6 +140,16 @@ async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
         assert driver.num_steps == 1
 
 
+async def test_work_that_may_not_run_is_not_spun_on() -> None:
+    async with running() as harness:
+        harness.thread.submit(lambda driver: (driver.left.update(a=1), setattr(driver, "is_gated", True)))
+        await asyncio.to_thread(time.sleep, 0.1)
+        # Without a back-off it would have stepped thousands of times.
+        assert 1 <= harness.built[0].num_steps < 40
+        harness.thread.submit(lambda driver: setattr(driver, "is_gated", False))
+        await harness.until(lambda: harness.outputs == [("a", 0)])
+
+
 class Memory:
     """What a step holds."""
 
@@ -245,6 +256,14 @@ async def test_a_failing_command_is_answered_and_harms_nobody_else(
             assert harness.failures == []
         assert await harness.thread.call(lambda driver: 7) == 7
         assert harness.built[-1].num_steps == 0, "an idle engine does not step"
+
+
+async def test_start_raises_what_stopped_it() -> None:
+    harness = Harness(Building(first=OSError("no such model")))
+    with pytest.raises(OSError, match="no such model"):
+        await harness.thread.start()
+    assert harness.thread.state == "failed"
+    await harness.thread.close()
 
 
 class SlowToClose(ScriptedDriver):

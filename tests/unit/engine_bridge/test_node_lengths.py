@@ -1,4 +1,5 @@
 import logging
+import os
 import random
 import stat
 import threading
@@ -12,7 +13,7 @@ import pytest
 from engine_bridge.predict import custom_predictor
 from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorRefused, load_predictor
 from engine_bridge.predict.hints import HINTS
-from engine_bridge.predict.node_lengths import NodeLengths, fingerprint
+from engine_bridge.predict.node_lengths import MAX_FILES, PREFIX, SUFFIX, NodeLengths, fingerprint, tidy
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
@@ -58,6 +59,19 @@ def test_a_disk_that_takes_nothing_is_logged_once(tmp_path: Path, caplog: pytest
     folder.mkdir()
     lengths.close()
     assert NodeLengths.open(folder, "model").num_observed == 6
+
+
+def test_files_are_few_and_the_one_in_use_stays(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{PREFIX}{number}{SUFFIX}" for number in range(MAX_FILES + 3)]
+    for age, path in enumerate(paths):
+        path.write_bytes(b"x")
+        os.utime(path, (1000 - age, 1000 - age))
+    for name in (f"{PREFIX}1{SUFFIX}.77.tmp", f"{PREFIX}1.npz"):  # half-written, and of the format before
+        (tmp_path / name).write_bytes(b"x")
+    other = tmp_path / "sessions.sqlite3"
+    other.write_bytes(b"x")
+    tidy(tmp_path, paths[-1])
+    assert set(tmp_path.iterdir()) == {*paths[: MAX_FILES - 1], paths[-1], other}
 
 
 def test_a_model_is_told_by_what_is_in_its_folder(tmp_path: Path) -> None:

@@ -370,6 +370,16 @@ async def test_a_full_disk_costs_one_record(opened: Opener, extra_bytes: int, ca
     assert await bad_of(await opened(), "a", "b") == []
 
 
+async def test_a_disk_too_full_for_a_segment_is_tried_again_later(opened: Opener) -> None:
+    files = FullDisk(10)
+    log = await opened(files=files)
+    assert not await append(log, "a")
+    files.room_bytes = ROOMY
+    opened.clock.now_s += RETRY_AFTER_S
+    assert await append(log, "a")
+    assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
+
+
 ADA, BOB = owner_tag("ada"), owner_tag("bob")
 
 

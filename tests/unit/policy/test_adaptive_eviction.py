@@ -29,6 +29,15 @@ def test_its_worths_are_the_shares_of_requests_a_second() -> None:
     assert seldom == pytest.approx(0.25 * RELOAD_S_PER_BYTE, rel=0.4)
 
 
+def test_beyond_so_many_adapters_the_longest_unused_is_forgotten() -> None:
+    policy = Adaptive(max_adapters=2)
+    for adapter_id in (1, 2, 1, 3):
+        policy.touched(facts(adapter_id, 0.0, num_requests=1), 0.0)
+        policy.touched(facts(adapter_id, 0.0), 0.0)
+    assert [adapter_id in policy.shares for adapter_id in (1, 2, 3)] == [True, False, True]
+    assert len(policy.shares) == 2
+
+
 def lost_ms(policy: AdapterEvictionPolicy, adapter_ids: Sequence[int], num_places: int) -> float:
     """Of a cache of equal adapters: mean wait for them, requests a second apart and done at once."""
     uses = [Use(float(at), adapter_id, 0.01) for at, adapter_id in enumerate(adapter_ids)]
