@@ -1,6 +1,5 @@
 """vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
 
-import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +16,6 @@ from bench.emulated.core.node import EmulatedNode, Engine
 from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
 from bench.emulated.core.steps import StepCost
 from bench.emulated.core.traffic import Lengths, play
-from bench.emulated.exact import Queue, measure
 from engine_bridge.policy.scheduling.policies import POLICIES
 
 ROOMY = Engine(num_blocks=6000, max_running=64)
@@ -104,30 +102,6 @@ def test_steps_are_those_of_the_engine(
     assert jobs[0].ended_s == pytest.approx(ended_s)
 
 
-def test_a_request_that_would_never_fit_is_refused() -> None:
-    node = EmulatedNode(Clock(), COST, Engine(num_blocks=40), "vllm")
-    with pytest.raises(ValueError, match="do not fit"):
-        node.submit(Arrival("a", 0.0, num_prompt_tokens=640, num_answer_tokens=1))
-
-
-def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bench.emulated.exact.NUM_STEPS", 20)
-    monkeypatch.setattr("bench.emulated.exact.NUM_WARM", 10)
-    looks, steps = itertools.count(), []
-
-    class Counted(FlatCost):
-        def step_s(self, *work: Any, **more: Any) -> float:
-            steps.append(super().step_s(*work, **more))
-            return steps[-1]
-
-    found = measure(Queue("mlq", 100, seed=1), lambda: next(looks) / 1e3, Counted(), ROOMY)
-    # A millisecond from look to look: around the decision; before and after it, and around the telling who started.
-    step_s = sum(steps[10:30]) / 20
-    assert (found.decide, found.own) == pytest.approx((1e-3 / step_s, 4e-3 / step_s), rel=0.02)
-
-
 def with_adapters(
     num_slots: int, policy: str | None, asked: list[tuple[float, int]]
 ) -> list[tuple[float, str]]:
@@ -149,11 +123,6 @@ def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> Non
     assert found[0][0] == pytest.approx(copy_s(128) + A40_COST.prefill_s(100, 128))
     assert found[1][0] == pytest.approx(A40_COST.prefill_s(100, 128))
     assert found[2][0] == pytest.approx(copy_s(64) + A40_COST.prefill_s(100, 64))
-
-
-def test_requests_beyond_the_slots_wait_until_one_is_free() -> None:
-    first, second = with_adapters(1, "lru", [(0.0, 0), (0.001, 1)])
-    assert second[0] > first[0] + copy_s(64) + 4 * 0.03, "the first one's whole answer, and the copy"
 
 
 def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() -> None:
