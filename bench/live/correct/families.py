@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from bench.live.correct.pictures import FIRST_SPECIAL, SIGHTS, TOKENS
 from bench.live.correct.quantising import quantise
 from bench.live.shared.models import cache_folder, write_once, write_tokenizer
 
@@ -66,6 +67,8 @@ class Family(Struct, frozen=True, kw_only=True):
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
         operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.
         has_chat: whether vLLM renders its conversations by the chat template; else by a vocabulary that it would fetch.
+        sight: how it reads pictures, by its name in `pictures.SIGHTS`; "" for a model that reads none.
+        renamed: parts of weights' names, and what published checkpoints have in place of them.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Family(Struct, frozen=True, kw_only=True):
     quantised: str = ""
     operation: str = ""
     has_chat: bool = True
+    sight: str = ""
+    renamed: Mapping[str, str] = {}
 
     @property
     def has_own_rounding(self) -> bool:
@@ -137,6 +142,33 @@ _EXPERTS = {
     "moe_intermediate_size": 64,
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
+}
+
+_DELTA_NETS = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,  # other sizes vLLM's kernel does not know
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+}
+_QWEN_TOKENS = {
+    "image_token_id": TOKENS["<|image_pad|>"],
+    "video_token_id": TOKENS["<|video_pad|>"],
+    "vision_start_token_id": TOKENS["<|vision_start|>"],
+    "vision_end_token_id": TOKENS["<|vision_end|>"],
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_INTERLEAVED = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+_VISION = {"hidden_size": 64, "intermediate_size": 128}
+_QWEN3_VISION = _VISION | {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "out_hidden_size": HIDDEN,
 }
 
 FAMILIES = (
@@ -311,9 +343,8 @@ FAMILIES = (
         name="qwen3-next",  # gated delta nets, which vLLM computes in this precision alone, and without adapters
         config_class="Qwen3NextConfig",
         config=_WITH_HEAD_DIM
-        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # other sizes its kernel does not know
-        | {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "shared_expert_intermediate_size": 64}
+        | _DELTA_NETS
+        | {"shared_expert_intermediate_size": 64}
         # Each token goes to all experts: rounding would send it to others.
         | {
             "num_key_value_heads": NUM_HEADS,
@@ -343,6 +374,62 @@ FAMILIES = (
         operation="cpu_gemm_wna16",
     ),
     Family(name="qwen3-w8a8", config_class="Qwen3Config", config=_WITH_HEAD_DIM, quantised="w8a8"),
+    # Models that read pictures.
+    Family(
+        name="qwen2.5-vl",
+        config_class="Qwen2_5_VLConfig",
+        config=_QWEN_TOKENS
+        | {"text_config": _SIZES | {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}}}
+        | {
+            "vision_config": _VISION
+            | {"depth": 2, "num_heads": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+            | {"out_hidden_size": HIDDEN, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        },
+        sight="qwen2.5-vl",
+    ),
+    Family(
+        name="qwen3-vl",
+        config_class="Qwen3VLConfig",
+        config=_QWEN_TOKENS
+        | {"text_config": _WITH_HEAD_DIM | {"rope_parameters": _MROPE | _INTERLEAVED}}
+        | {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}},
+        sight="qwen3-vl",
+    ),
+    Family(
+        name="qwen3.5",
+        config_class="Qwen3_5Config",
+        config=_QWEN_TOKENS
+        | {
+            "text_config": _WITH_HEAD_DIM
+            | _DELTA_NETS
+            | {"rope_parameters": _MROPE | _INTERLEAVED | {"partial_rotary_factor": 1.0}}
+        }
+        | {"vision_config": _QWEN3_VISION},
+        sight="qwen3-vl",
+        dtype="bfloat16",
+        num_adapters=0,
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        name="gemma3-vision",
+        config_class="Gemma3Config",
+        config={
+            "text_config": _WITH_HEAD_DIM
+            | {
+                "sliding_window": WINDOW_TOKENS,
+                "query_pre_attn_scalar": HEAD_DIM,
+                "layer_types": _LAST_IS_FULL,
+            }
+        }
+        | {
+            "vision_config": _VISION
+            | {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14, "image_size": 56}
+        }
+        | {"mm_tokens_per_image": 4, "boi_token_index": TOKENS["<start_of_image>"]}
+        | {"eoi_token_index": TOKENS["<end_of_image>"], "image_token_index": TOKENS["<image_soft_token>"]},
+        sight="gemma3",
+        renamed={"vision_tower.": "vision_tower.vision_model."},
+    ),
 )
 
 
@@ -392,14 +479,35 @@ def _write_model(family: Family, folder: Path) -> None:
 
     torch.manual_seed(3)
     config = getattr(transformers, family.config_class)(**family.config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     _spread(model)
     model.save_pretrained(folder)
+    if family.renamed:
+        _rename(folder / "model.safetensors", family.renamed)
     write_tokenizer(folder)
+    if family.sight:
+        SIGHTS[family.sight].write(folder)
     written = json.loads((folder / "config.json").read_text()) | family.extra
     (folder / "config.json").write_text(json.dumps(written, indent=2))
     if family.quantised:
         quantise(folder, family.quantised)
+
+
+def _rename(path: Path, renamed: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    for old, new in renamed.items():
+        tensors = {name.replace(old, new): weights for name, weights in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class that makes models with this configuration: of those that read pictures, or of those that read text alone."""
+    import transformers
+
+    reads_pictures = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if reads_pictures else transformers.AutoModelForCausalLM
 
 
 def _write_eagle_head(family: Family, folder: Path) -> None:
@@ -433,6 +541,8 @@ def _spread(model: Any) -> None:
                 continue
             deviation = 0.5 if "embed" in name else 1.2 / math.sqrt(weight.shape[-1])
             weight.normal_(0, 2 * deviation if "lm_head" in name else deviation, generator=generator)
+            if "lm_head" in name:
+                weight[FIRST_SPECIAL:] = 0
 
 
 def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[str] | None = None) -> None:
@@ -444,12 +554,12 @@ def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[
     names = family.adapted if adapted is None else adapted
     config = transformers.AutoConfig.from_pretrained(folder_of(family))
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = model_class(config).from_config(config)
     generator = torch.Generator().manual_seed(100 + seed)
     tensors, targets = {}, set()
     for path, module in model.named_modules():
         last = path.rpartition(".")[2]
-        if last not in names or not isinstance(module, torch.nn.Linear):
+        if last not in names or not isinstance(module, torch.nn.Linear) or "visi" in path or "visual" in path:
             continue
         shrink = torch.randn(ADAPTER_RANK, module.in_features, generator=generator)
         expand = torch.randn(module.out_features, ADAPTER_RANK, generator=generator)

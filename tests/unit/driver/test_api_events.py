@@ -71,7 +71,7 @@ class Outputs:
 
 def answer(call: Call, client: Client, *token_ids: int) -> Answer:
     sampling = SimpleNamespace(output_kind=RequestOutputKind.DELTA)
-    request = SimpleNamespace(sampling_params=sampling, prompt_token_ids=[7])
+    request = SimpleNamespace(sampling_params=sampling, prompt_token_ids=[7], mm_features=[])
     return Answer(client, call, "a", request, Outputs(*token_ids), None)  # type: ignore[arg-type]
 
 
