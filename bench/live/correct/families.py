@@ -60,8 +60,8 @@ class Family(Struct, frozen=True, kw_only=True):
         num_adapters: beside the model; 0 where vLLM's class takes none.
         adapted: module names that the adapters change.
         kv_token_bytes: of one token's KV over all layers.
-        drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong) or "draft_model" (the
-            same model, so they are right); "" for not at all.
+        drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong), "mtp" (the same, of the
+            model's own last layer) or "draft_model" (the same model, so they are right); "" for not at all.
         dtype: what its server computes with. Only float32 is compared with transformers, whose rounding differs.
         computed_as: fields of its configuration that vLLM computes with in place of what they say.
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
@@ -313,6 +313,23 @@ FAMILIES = (
         adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
+    Family(
+        name="glm4-experts-mtp",
+        config_class="Glm4MoeConfig",
+        # The last layer is the one that drafts.
+        config=_WITH_HEAD_DIM
+        | {
+            "num_hidden_layers": NUM_LAYERS + 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+        }
+        | {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "use_qk_norm": True},
+        extra={"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1},
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj"),
+        drafted_by="mtp",
+        kv_token_bytes=KV_TOKEN_BYTES + KV_TOKEN_BYTES // NUM_LAYERS,
+    ),
     # Recurrent layers, some of them in the memory of attention's blocks.
     Family(
         name="lfm2",
@@ -445,6 +462,8 @@ def flags_of(family: Family) -> list[str]:
     if family.drafted_by == "ngram":
         return [*family.flags, DRAFTS_BY_LOOKUP]
     drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
+    if family.drafted_by == "mtp":
+        return [*family.flags, f"--speculative-config={json.dumps(drafts)}"]
     if family.drafted_by == "eagle":
         folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
         drafts["model"] = str(folder)
@@ -482,6 +501,8 @@ def _write_model(family: Family, folder: Path) -> None:
     model = model_class(config).from_config(config, dtype=torch.float32)
     _spread(model)
     model.save_pretrained(folder)
+    if family.drafted_by == "mtp":
+        _add_drafting(folder / "model.safetensors", f"model.layers.{family.extra['num_hidden_layers']}.")
     if family.renamed:
         _rename(folder / "model.safetensors", family.renamed)
     write_tokenizer(folder)
@@ -491,6 +512,22 @@ def _write_model(family: Family, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(written, indent=2))
     if family.quantised:
         quantise(folder, family.quantised)
+
+
+def _add_drafting(path: Path, prefix: str) -> None:
+    """Add the weights that a layer has which drafts tokens, beside those of any layer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(13)
+    tensors = load_file(path)
+    norms = {f"{prefix}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    joined = {f"{prefix}eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 16}
+    shared = {
+        f"{prefix}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+    }
+    save_file(tensors | norms | joined | shared, path, metadata={"format": "pt"})
 
 
 def _rename(path: Path, renamed: Mapping[str, str]) -> None:
