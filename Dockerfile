@@ -38,11 +38,13 @@ CMD ["serve"]
 # Compiled here, since the server's user cannot write compiled files later and every start would take a minute.
 FROM base AS packages-cpu
 ARG TORCH_VERSION=2.13.0
+ARG TORCHVISION_VERSION=0.28.0
 # Has the CPU build of torch, which pip's own index does not. Name a mirror of yours here if you have one.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/cpu.txt requirements/cpu.txt
 RUN python -m venv /opt/overture \
-    && pip install --no-deps --only-binary :all: --index-url "${TORCH_INDEX}" "torch==${TORCH_VERSION}+cpu"
+    && pip install --no-deps --only-binary :all: --index-url "${TORCH_INDEX}" \
+        "torch==${TORCH_VERSION}+cpu" "torchvision==${TORCHVISION_VERSION}+cpu"
 RUN pip install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt
 
 FROM base AS packages-cuda

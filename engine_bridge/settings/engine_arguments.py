@@ -40,6 +40,10 @@ RULED_OUT: Mapping[str, str] = {
             _OWN,
         ),
         ("num_gpu_blocks_override kv_cache_memory_bytes", _KV_SIZE),
+        (
+            "allowed_local_media_path enable_mm_embeds",
+            "pictures come in the request itself, or from a host that --allow-image-host names",
+        ),
         ("enable_sleep_mode", "no route of this server puts the engine to sleep"),
         (
             "reasoning_parser_plugin",

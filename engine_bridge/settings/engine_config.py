@@ -134,6 +134,20 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = None
 
+    max_images: Annotated[
+        int,
+        setting(
+            "Limits",
+            "Most pictures in one call; 0: none, and the model is loaded without the part that reads them.",
+            ge=0,
+        ),
+    ] = 16
+    max_image_mpixels: Annotated[
+        float,
+        setting(
+            "Limits", "Largest picture, in millions of pixels; bytes are bounded by max_body_bytes.", gt=0
+        ),
+    ] = 50.0
     grammar_memory_mib: Annotated[
         Positive | None,
         setting(

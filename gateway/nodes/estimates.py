@@ -8,7 +8,7 @@ from typing import Any
 from engine_bridge.policy.adapters.adapter_places import AdapterAt
 from engine_bridge.policy.nodes.routing import RequestEstimate
 from engine_bridge.protocol.engine_request import EngineRequest
-from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory
+from engine_bridge.protocol.node import Advisory, num_token_ids
 from engine_bridge.protocol.urgency import is_urgent
 
 # English text. Chosen.
@@ -41,7 +41,7 @@ class Asks:
         """Return what routing looks at for a chat turn. With its history as token ids, only the question is estimated."""
         num_tokens = len(request.prompt_token_ids or ())
         if request.messages:
-            history = len(request.history_token_ids) // TOKEN_ID_BYTES
+            history = num_token_ids(request.history_token_ids)
             # With its ids, all but the question is known; else the texts have to tell.
             texts = request.messages[-1:] if history else request.messages
             num_tokens = history + sum(len(message.content) for message in texts) // CHARS_PER_TOKEN
@@ -57,7 +57,7 @@ class Asks:
     def of_advisory(self, advisory: Advisory) -> RequestEstimate:
         """Return what routing looks at for an advisory request, which asks for no tokens."""
         asker = EngineRequest(adapter=advisory.adapter or "", priority=advisory.priority or 0)
-        num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
+        num_tokens = num_token_ids(advisory.token_ids)
         return self._estimate(advisory.advisory_id, num_tokens, asker, None)
 
     def _estimate(

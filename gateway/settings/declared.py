@@ -12,6 +12,7 @@ SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
 GROUPS = ("Server", "Cluster", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")
 # A repeatable flag reads better in the singular: `--api-key A --api-key B`.
 _SINGULAR_FLAGS = {
+    "allow_image_hosts": "--allow-image-host",
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",

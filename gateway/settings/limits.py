@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine_bridge.settings.engine_config import EngineSettings, Positive, setting
+from engine_bridge.settings.engine_config import EngineSettings, NonEmpty, Positive, setting
 
 
 class LimitSettings(EngineSettings, frozen=True, kw_only=True):
@@ -20,6 +20,13 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
         Positive | None,
         setting("Limits", "Longest prompt in characters; unset: 16 for each token that the model reads."),
     ] = None
+    allow_image_hosts: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Limits",
+            "A host that pictures may be fetched from by their address, such as upload.wikimedia.org; unset: none.",
+        ),
+    ] = ()
     max_sequences: Annotated[int, setting("Limits", "Most answers in one call: prompts × n.", ge=1)] = 256
     max_stop_strings: Annotated[int, setting("Limits", "Most stop strings of a request.", ge=1)] = 64
     max_bad_words: Annotated[int, setting("Limits", "Most bad words of a request.", ge=1)] = 256

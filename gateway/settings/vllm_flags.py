@@ -24,6 +24,7 @@ RENAMED: Mapping[str, str] = {
 SEVERAL: Mapping[str, str] = {
     "--lora-modules": "--lora-module",
     "--allowed-origins": "--cors-origin",
+    "--allowed-media-domains": "--allow-image-host",
 }
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {

@@ -105,43 +105,6 @@ def test_conversations_of_api_calls_are_listed_when_asked_for_and_those_in_an_op
     expect(row).to_have_count(0)
 
 
-def test_a_dropped_socket_loses_nothing_and_repeats_nothing(wired, page_watch) -> None:
-    """Where the first piece is lost with it, between two pieces, and before a message is acknowledged."""
-    page_watch.forgive()
-    chat, wire = wired()
-    chat.open()
-    seqs: list[int] = []
-
-    def drop_at(kind: str, number: int, *, is_lost: bool) -> None:
-        """Cut the connection once, behind the frame of this kind and number, or instead of it."""
-        seen: list[dict] = []
-
-        def pass_on(frame: dict) -> dict | None:
-            if frame["type"] != kind:
-                return frame
-            seen.append(frame)
-            if len(seen) != number:
-                return frame
-            wire.drop_after = True
-            seqs.append(frame.get("seq"))
-            return None if is_lost else frame
-
-        wire.on_frame = pass_on
-
-    answers = []
-    for number, case in enumerate([("delta", 1, True), ("delta", 2, False), ("accepted", 1, True)]):
-        drop_at(*case[:2], is_lost=case[2])
-        answers.append(chat.ask(STORY if case[0] == "delta" else "Hello!"))
-        assert wire.num_opened == number + 2
-    resumes = [frame["resume"] for frame in wire.sent if frame["type"] == "hello" and "resume" in frame]
-    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[0], [seqs[1]]]
-    messages = [frame["id"] for frame in wire.messages]
-    assert len(messages) == 4 and messages[2] == messages[3] and len(set(messages)) == 3
-    expect(chat.turns).to_have_count(3)
-    stored = chat.call("GET", f"/api/sessions/{chat.session_id}").json()["turns"]
-    assert [answer.split() for answer in answers] == [turn["answer"].split() for turn in stored]
-
-
 def test_a_conversation_is_marked_as_warm_while_one_types(chat) -> None:
     chat.ask("Please remember all of this: " + " ".join(f"the {n}th is called Anna." for n in range(30)))
     expect(chat.page.locator(".warmth")).to_be_hidden()

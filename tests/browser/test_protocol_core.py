@@ -30,6 +30,8 @@ const greet = (...turns) => {
 };
 const begin = (...turns) => { core.open('s'); greet(...turns); core.drain(); };
 const again = (...turns) => { core.closed(1006, 0); return greet(...turns); };
+const lost = () => { core.closed(1006, 0); core.connecting(); };
+const frame = (id, more = {}) => ({ type: 'message', id, session_id: 's', content: `ask ${id}`, adapter: null, ...more });
 """
 
 
@@ -228,6 +230,45 @@ CASES = {
             ["c", None, None],
         ],
     ),
+    "an edit that stalls is sent again in its place": (
+        """begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('c', { after: 'a' }); core.drain(); lost(); core.opened(); core.drain();
+        core.receive(ready(session(stored('a', 'done', 'A'), stored('b', 'done', 'B')))); const frames = sent(); accepted('c'); done('c', 0);
+        return [frames.filter(({ type }) => type === 'message').map(({ id, after }) => [id, after]), shown()];""",
+        [[["c", "a"]], [["a", "done", "A"], ["c", "done", ""]]],
+    ),
+    # While a connection is made, until a hello and a message are answered, and until an answer is over; not while nothing is under way.
+    "an answer of the server is waited for at each stage": (
+        """const seen = []; const note = () => seen.push(core.isWaiting); core.open('s'); core.connecting(); note(); core.opened(); note();
+        core.receive(ready(session())); note(); core.open('t'); note(); core.receive(ready({ ...session(), id: 't' })); note();
+        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); note(); core.stop('a'); note(); done('a', 1, 'stopped'); note();
+        core.closed(1006, 0); note(); return seen;""",
+        [*(True, True, False, True, False), *(True, True, True, True, False), False],
+    ),
+    "a hello that is refused is told of its own conversation": (
+        """begin(); core.open('t'); core.open('u'); core.drain(); error('rate_limited'); error('not_found', undefined, false);
+        const { events } = core.drain(); const told = events.filter(({ type }) => type !== 'phase');
+        return [told.map(({ type, sessionId }) => [type, sessionId]), core.current];""",
+        [[["problem", "t"], ["current", None], ["gone", "u"]], None],
+    ),
+    "a conversation that is gone is left only where it is shown": (
+        "begin(); core.open('t'); core.open('s'); error('not_found', undefined, false); return core.current;",
+        "s",
+    ),
+    "what an earlier visit left elsewhere is sent and found there": (
+        """core.keep([frame('a'), frame('b', { error: { code: 'busy', message: 'x', retryable: true } })]); core.connecting(); core.opened();
+        core.drain(); core.receive(ready()); const frames = sent(); accepted('a'); core.open('s'); core.drain();
+        core.receive(ready(session(stored('0', 'done', 'O'), stored('a', 'running')))); delta('a', 1, 'A'); done('a', 1);
+        return [frames.map(({ type, id }) => [type, id ?? null]), shown()];""",
+        [
+            [["watch_list", None], ["message", "a"]],
+            [["0", "done", "O"], ["a", "done", "A"], ["b", "failed", ""]],
+        ],
+    ),
+    "a message without a conversation is given back": (
+        """core.keep([frame('a')]); core.connecting(); core.opened(); core.receive(ready()); core.drain();
+        error('not_found', 'a', false); return core.drain().events.map(({ type, turn }) => [type, turn.content, turn.request]);""",
+        [["unsent", "ask a", None], ["homeless", "ask a", None]],
+    ),
 }
 
 
@@ -281,8 +322,6 @@ def test_the_grey_line(
 
 # ---------------------------------------------------------------------------------- a server or a line that stands still
 
-LOST = "core.closed(1006, 0); core.connecting();"
-
 
 @pytest.mark.parametrize("stage", ["sent", "accepted", "streaming", "written", "stopping"])
 @pytest.mark.parametrize("phase", ["offline", "still ready"])
@@ -298,7 +337,7 @@ def test_a_new_connection_takes_up_what_was_under_way_whatever_the_page_thought_
         "stopping": "accepted('a'); delta('a', 1, 'one '); core.stop('a');",
     }
     hello, frames, turns = core(
-        f"""begin(); ask('a'); {steps[stage]} core.drain(); {LOST if phase == "offline" else ""} core.opened(); const [hello] = sent();
+        f"""begin(); ask('a'); {steps[stage]} core.drain(); {"lost();" if phase == "offline" else ""} core.opened(); const [hello] = sent();
         core.receive(ready(session(stored('a', 'running')))); const frames = sent(); accepted('a'); delta('a', 2, 'two'); done('a', 2, 'stop');
         return [hello, frames, shown()];"""
     )
@@ -309,47 +348,6 @@ def test_a_new_connection_takes_up_what_was_under_way_whatever_the_page_thought_
     assert [(each["type"], each.get("id")) for each in frames if each["type"] != "watch_list"] == again
     texts = {"sent": "two", "accepted": "two", "written": "one two"}
     assert turns == [["a", "done", texts.get(stage, "one two")]]
-
-
-def test_an_edit_that_stalls_is_sent_again_in_its_place(core) -> None:
-    frames, turns = core(
-        f"""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('c', {{ after: 'a' }}); core.drain(); {LOST} core.opened(); core.drain();
-        core.receive(ready(session(stored('a', 'done', 'A'), stored('b', 'done', 'B')))); const frames = sent(); accepted('c'); done('c', 0);
-        return [frames.filter((frame) => frame.type === 'message'), shown()];"""
-    )
-    assert [(each["id"], each["after"]) for each in frames] == [("c", "a")]
-    assert turns == [["a", "done", "A"], ["c", "done", ""]]
-
-
-def test_an_answer_of_the_server_is_waited_for_at_each_stage(core) -> None:
-    """While a connection is made, until a hello and a message are answered, and until an answer is over; not while nothing is under way."""
-    assert core("""const seen = []; const note = () => seen.push(core.isWaiting); core.open('s'); core.connecting(); note(); core.opened(); note();
-        core.receive(ready(session())); note(); core.open('t'); note(); core.receive(ready({ ...session(), id: 't' })); note();
-        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); note(); core.stop('a'); note(); done('a', 1, 'stopped'); note();
-        core.closed(1006, 0); note(); return seen;""") == [
-        *(True, True, False, True, False),
-        *(True, True, True, True, False),
-        False,
-    ]
-
-
-def test_a_hello_that_is_refused_is_told_of_its_own_conversation(core) -> None:
-    """And one that is gone is left only where it is the one that is shown."""
-    assert core("""begin(); core.open('t'); core.open('u'); core.drain(); error('rate_limited'); error('not_found', undefined, false);
-        const { events } = core.drain(); const told = events.filter(({ type }) => type !== 'phase');
-        return [told.map(({ type, sessionId }) => [type, sessionId]), core.current];""") == [
-        [["problem", "t"], ["current", None], ["gone", "u"]],
-        None,
-    ]
-    assert (
-        core(
-            "begin(); core.open('t'); core.open('s'); error('not_found', undefined, false); return core.current;"
-        )
-        == "s"
-    )
-
-
-KEPT = """const frame = (id, more = {}) => ({ type: 'message', id, session_id: 's', content: `ask ${id}`, adapter: null, ...more });"""
 
 
 @pytest.mark.parametrize(
@@ -363,31 +361,13 @@ KEPT = """const frame = (id, more = {}) => ({ type: 'message', id, session_id: '
 def test_what_an_earlier_visit_left_is_sent_again(core, stored: str, expected: list) -> None:
     """Whether or not the server had it; one that failed there is tried again by hand."""
     frames, turns, after = core(
-        f"""{KEPT} core.keep([frame('a')]); core.open('s'); greet({stored}); const frames = sent(); const turns = shown();
+        f"""core.keep([frame('a')]); core.open('s'); greet({stored}); const frames = sent(); const turns = shown();
         accepted('a'); delta('a', 1, 'A'); done('a', 1); return [frames, turns, shown()];"""
     )
     again = [each["content"] for each in frames if each["type"] == "message"]
     assert again == ([] if "failed" in stored else ["ask a"])
     assert turns == [expected]
     assert after == ([["a", "failed", ""]] if "failed" in stored else [["a", "done", "A"]])
-
-
-def test_what_an_earlier_visit_left_elsewhere_is_sent_and_found_there(core) -> None:
-    frames, turns = core(
-        f"""{KEPT} core.keep([frame('a'), frame('b', {{ error: {{ code: 'busy', message: 'x', retryable: true }} }})]);
-        core.connecting(); core.opened();
-        core.drain(); core.receive(ready()); const frames = sent(); accepted('a'); core.open('s'); core.drain();
-        core.receive(ready(session(stored('0', 'done', 'O'), stored('a', 'running')))); delta('a', 1, 'A'); done('a', 1);
-        return [frames, shown()];"""
-    )
-    assert [(each["type"], each.get("id")) for each in frames] == [("watch_list", None), ("message", "a")]
-    assert turns == [["0", "done", "O"], ["a", "done", "A"], ["b", "failed", ""]]
-
-
-def test_a_message_without_a_conversation_is_given_back(core) -> None:
-    events = core(f"""{KEPT} core.keep([frame('a')]); core.connecting(); core.opened(); core.receive(ready()); core.drain();
-        error('not_found', 'a', false); return core.drain().events.map(({{ type, turn }}) => [type, turn.content, turn.request]);""")
-    assert events == [["unsent", "ask a", None], ["homeless", "ask a", None]]
 
 
 def pulse(core, steps: str) -> list:

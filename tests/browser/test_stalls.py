@@ -209,24 +209,6 @@ def test_a_message_that_was_not_acknowledged_is_sent_again_after_a_reload(visit,
     assert chat.page.evaluate(kept) == []
 
 
-def test_a_message_that_was_refused_can_be_tried_again_after_a_reload(visit, stage: Stage) -> None:
-    chat = visit()
-    begun(stage, chat).finish("One.")
-    chat.wait_done()
-    stage.gateway.node.state = "rebuilding"
-    chat.send("Try me.")
-    expect(chat.page.get_by_role("alert")).to_be_visible()
-    stage.gateway.node.state = "ready"
-    chat.page.reload()
-    expect(chat.page.locator(".bubble")).to_have_text(["Hello!", "Try me."])
-    number = stage.num_asked
-    chat.page.get_by_role("button", name="Try again").click()
-    stage.answer(number).finish("Here.")
-    expect(chat.answers.last).to_have_text("Here.")
-    chat.page.reload()
-    expect(chat.answers).to_have_text(["One.", "Here."])
-
-
 def test_a_message_whose_conversation_is_gone_becomes_a_draft(visit, stage: Stage) -> None:
     chat = visit()
     request = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
@@ -12,6 +11,7 @@ from aiohttp import web
 
 from tests.browser.conftest import Chat
 from tests.browser.stage import Site, Stage
+from tests.served import served
 
 expect = pytest.importorskip("playwright.sync_api").expect
 
@@ -22,39 +22,19 @@ OF_ONE_HOP = {"connection", "upgrade", "transfer-encoding", "keep-alive", "conte
 class StrippingProxy:
     """Passes requests on, without the header that asks for a websocket. hangs: lets such a request wait for ever instead."""
 
-    def __init__(self, target: str, *, hangs: bool = False) -> None:
-        self.target = target
-        self.hangs = hangs
-        self.num_refused = 0
-        self.url = ""
-        self._ready = threading.Event()
-        self._stop: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+    def __init__(self, target: str) -> None:
+        self.target, self.url = target, ""
+        self.hangs, self.num_refused = False, 0
 
-    def __enter__(self) -> StrippingProxy:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.cleanup_ctx.append(self._with_client)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
 
-    def __exit__(self, *error: object) -> None:
-        assert self._loop is not None and self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _run(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    async def _with_client(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(auto_decompress=False) as self._http:
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", self._pass_on)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._ready.set()
-            await self._stop.wait()
-            await runner.cleanup()
+            yield
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_ONE_HOP}
@@ -77,7 +57,8 @@ class StrippingProxy:
 @pytest.fixture
 def proxy(site: Site, page_watch) -> Iterator[StrippingProxy]:
     page_watch.forgive()  # the browser says on its console that the websocket was refused
-    with StrippingProxy(site.url) as proxy:
+    proxy = StrippingProxy(site.url)
+    with served(proxy.app()) as proxy.url:
         page_watch.origin = proxy.url
         yield proxy
 
@@ -128,25 +109,23 @@ def test_an_answer_goes_on_after_the_stream_was_cut(
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_websocket_that_hangs_is_given_up(site: Site, open_page, page_watch) -> None:
-    page_watch.forgive()
-    with StrippingProxy(site.url, hangs=True) as proxy:
-        page_watch.origin = proxy.url
-        page = open_page()
-        chat = Chat(page, Site(proxy.url, site.key))
-        page.clock.install()
-        page.goto(proxy.url)
-        page.wait_for_function("() => document.querySelector('#server') !== null")
-        page.clock.run_for(9000)
-        expect(chat.picker).to_be_enabled()
-        page.clock.resume()
-        chat.ask("Hello!")
-        # What got through last is tried first, so that no page waits for the websocket again each time.
-        page.route("**/sse/*", lambda route: route.abort(), times=1)
-        num_refused = proxy.num_refused
-        with page.expect_request("**/sse"):
-            # The page asks whether its connection lives, which fails.
-            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        chat.ask("Hello again!")
-        assert proxy.num_refused == num_refused
-        page.close()
+def test_a_websocket_that_hangs_is_given_up(site: Site, open_page, proxy: StrippingProxy) -> None:
+    proxy.hangs = True
+    page = open_page()
+    chat = Chat(page, Site(proxy.url, site.key))
+    page.clock.install()
+    page.goto(proxy.url)
+    page.wait_for_function("() => document.querySelector('#server') !== null")
+    page.clock.run_for(9000)
+    expect(chat.picker).to_be_enabled()
+    page.clock.resume()
+    chat.ask("Hello!")
+    # What got through last is tried first, so that no page waits for the websocket again each time.
+    page.route("**/sse/*", lambda route: route.abort(), times=1)
+    num_refused = proxy.num_refused
+    with page.expect_request("**/sse"):
+        # The page asks whether its connection lives, which fails.
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    chat.ask("Hello again!")
+    assert proxy.num_refused == num_refused
+    page.close()

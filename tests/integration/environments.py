@@ -29,7 +29,9 @@ def with_everything(folder: Path, wheels: list[Path]) -> Path:
 
     Ours are installed there for development, by a file that only takes effect in that environment itself.
     """
-    (make(folder, wheels) / "others.pth").write_text(f"{PACKAGES}\n")
+    operators = "_torchvision_operators"  # requirements/install.sh puts it there, where torchvision needs it
+    imported = f"import {operators}\n" if (PACKAGES / f"{operators}.py").exists() else ""
+    (make(folder, wheels) / "others.pth").write_text(f"{PACKAGES}\n{imported}")
     return folder / "bin" / "overture"
 
 

@@ -9,19 +9,25 @@ import asyncio
 import itertools
 import json
 import logging
+import struct
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from safetensors.torch import save_file
 
-from bench.live.correct.families import FAMILIES, VOCAB_SIZE, adapter_folders_of, folder_of
+from bench.live.correct.checkpoints import adapter_folders_of, folder_of
+from bench.live.correct.families import FAMILIES, VOCAB_SIZE
 from bench.live.correct.oracle import Oracle
+from bench.live.correct.pictures import as_part, picture
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply
+from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, seen_pictures
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from . import nodes
@@ -197,3 +203,84 @@ def write_adapter(folder: Path, module: str, widths: tuple[int, int]) -> None:
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [module.rpartition(".")[2]]}
     (folder / "adapter_config.json").write_text(json.dumps(described))
+
+
+async def test_pictures_are_told_apart_in_every_tier(tmp_path: Path, caplog: Log) -> None:
+    """Those of one size have the same token ids; what is kept of one is used for no other, and a restart knows a conversation's pictures."""
+    model, first, second = folder_of(KNOWN["qwen3-vl"]), picture(1), picture(2)
+    oracle = Oracle(model)
+    known = {"first": b"", "second": b""}
+
+    async def look(node: LocalNode, png: bytes, session: str, more: str = "") -> tuple[list[int], int]:
+        """Return the right answer to a question about a picture, and how many tokens of its prompt were not computed."""
+        reply = await node.serve(
+            "chat", about(png, more=more), {}, EngineRequest(tenant="t", session_id=session)
+        )
+        assert isinstance(reply, JsonReply) and reply.status == 200, reply
+        body = orjson.loads(reply.body)
+        said = body["choices"][0]["token_ids"]
+        assert oracle.num_wrong(body["prompt_token_ids"], said, None, [png]) == 0
+        known[session] = reply.token_ids or b""
+        return said, body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with engine(model, tiers_in(tmp_path / "kv"), max_images=2) as node:
+        assert (await look(node, first, "first"))[1] == 0
+        answer, num_reused = await look(node, second, "second")
+        assert num_reused == BLOCK_TOKENS, "the text before the picture"
+        for _ in range(2):
+            await fill_the_device(node)
+            again, num_reused = await look(node, second, "second")
+            assert again == answer and num_reused > 2 * BLOCK_TOKENS
+        with caplog.at_level(logging.INFO, "engine_bridge"):
+            for body, words in REFUSED_PICTURES.items():
+                reply = await node.serve("chat", orjson.loads(body), {}, EngineRequest(tenant="t"))
+                assert isinstance(reply, JsonReply) and reply.status == 400
+                assert words in orjson.loads(reply.body)["error"]["message"]
+        assert not any(record.exc_info for record in caplog.records)
+    assert [each.num_tokens for each in seen_pictures(known["second"])] == [16]
+    async with engine(model, tiers_in(tmp_path / "kv"), max_images=0) as node:
+        reply = await node.serve("chat", about(first), {}, EngineRequest(tenant="t"))
+        assert isinstance(reply, JsonReply) and b"reads no pictures" in reply.body
+    async with engine(model, tiers_in(tmp_path / "kv")) as node:
+        reports: list[AdvisoryReport] = []
+        told = Advisory(advisory_id="a", tenant="t", session_id="second", token_ids=known["second"])
+        await node.advise(told, reports.append)
+        while not reports or reports[-1].state not in ("warm", "unknown", "expired"):
+            await asyncio.sleep(0.05)
+        assert (reports[-1].state, reports[-1].device_tokens) == ("warm", num_reused)
+        assert (await look(node, second, "second"))[1] == num_reused
+
+
+def about(png: bytes, more: str = "") -> dict[str, Any]:
+    """A chat completion's body with a picture behind a block of text."""
+    parts = [{"type": "text", "text": "Look at this closely, and say what you see."}, as_part(png)]
+    parts.append({"type": "text", "text": "Is it a ship, and if so, which one?" + more})
+    asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "demo", "messages": [{"role": "user", "content": parts}], **asked}
+
+
+def of(part: dict[str, Any], **fields: Any) -> bytes:
+    return orjson.dumps({"model": "demo", "messages": [{"role": "user", "content": [part]}], **fields})
+
+
+def large(num_pixels: int) -> bytes:
+    """A PNG that says it has so many pixels in each direction, and ends there."""
+    head = b"IHDR" + struct.pack(">2I5B", num_pixels, num_pixels, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+
+
+REFUSED_PICTURES = {
+    of(as_part(b"hello")): "cannot be read",
+    of(as_part(picture(1)[:3000])): "cannot be read",
+    of(as_part(large(20_000))): "more pixels than this server reads (max_image_mpixels)",
+    of(as_part(picture(1, width=2000, height=2))): "too narrow",
+    of({"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}): "cannot be read",
+    of({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}): "must come with its data",
+    of(
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    ): "no part of the type 'video_url'",
+    of(as_part(picture(1)), mm_processor_kwargs={"min_pixels": 10**12}): "the operator's to set",
+    orjson.dumps(
+        {"model": "demo", "messages": [{"role": "user", "content": [as_part(picture(1))] * 3}]}
+    ): "at most 2",
+}

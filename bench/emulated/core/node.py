@@ -7,6 +7,7 @@ busy for as long as that takes. The clock is a simulator's, so several nodes may
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class EmulatedNode:
         tiers: host memory for KV that leaves the device; None: there is none.
         urgent_tpot_s: as `--urgent-tpot-ms`.
         noise: by which steps and copies take longer or shorter than the cost says.
+        stopwatch: what our scheduling takes is told by it.
     """
 
     def __init__(
@@ -80,10 +82,13 @@ class EmulatedNode:
         tiers: TierSizes | None = None,
         urgent_tpot_s: float = 0.0,
         noise: DeviceNoise | None = None,
+        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
-        self._urgent_tpot_s = urgent_tpot_s
+        self._urgent_tpot_s, self._stopwatch = urgent_tpot_s, stopwatch
         self.num_steps = 0
+        self.scheduler_s = 0.0
+        """Wall time in vLLM's `schedule`, `add_request` and `update_from_output`, with all of ours that they call."""
         self.ended: list[Job] = []
         self.noise, self.link = noise, link_of(clock, cost.gpu, noise)
         """From host memory to the device: adapters and KV share it."""
@@ -142,6 +147,7 @@ class EmulatedNode:
             pauses=Pauses(lambda num, num_tokens: cost.step_s((), num, num_tokens), self._urgent_tpot_s),
             ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
+            stopwatch=self._stopwatch,
             run_fit=self._fits.append,
         )
         scheduler.use(scheduling)
@@ -190,6 +196,11 @@ class EmulatedNode:
             num += self.tiers.num_held(request.block_hashes[num:])
         return num * self.engine.block_tokens
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the node has requests, waiting or running."""
+        return bool(self._came) or self.scheduler.has_requests()
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, arrival: Arrival) -> None:
@@ -207,6 +218,12 @@ class EmulatedNode:
             self.tiers.advise(session, arrival_s, priority)
             self.wake()
 
+    def submit_ahead(self, arrival: Arrival) -> None:
+        """Take in a request that came at its own time, before the first step; steps begin with the next `wake`."""
+        self.clock.now = arrival.at_s
+        self._came.append(Job(arrival))
+        self._take_in()
+
     def wake(self) -> None:
         """Look for work now, or at the end of the step that is under way."""
         if self._is_busy:
@@ -218,8 +235,10 @@ class EmulatedNode:
     def _take_in(self) -> None:
         requests = [self._request_of(job) for job in self._came]
         self._came.clear()
+        began_s = time.perf_counter()
         for request in requests:
             self.scheduler.add_request(request)
+        self.scheduler_s += time.perf_counter() - began_s
 
     def _request_of(self, job: Job) -> Request:
         arrival = job.arrival
@@ -252,7 +271,9 @@ class EmulatedNode:
         if not self.scheduler.has_requests():
             self._rest(now)
             return
+        began_s = time.perf_counter()
         output = self.scheduler.schedule()
+        self.scheduler_s += time.perf_counter() - began_s
         self.run_fits()
         for new in output.scheduled_new_reqs:
             self._prefix_hits.add(new.num_computed_tokens / self.engine.block_tokens, now)
@@ -308,7 +329,7 @@ class EmulatedNode:
         return needed
 
     def run_fits(self) -> None:
-        """Run the fits that live run beside the steps, so that the next step has them and runs repeat exactly."""
+        """Run the fits that live run beside the steps, so that the next step has them and runs repeat exactly; their time is not the scheduler's."""
         fits, self._fits[:] = list(self._fits), []
         for fit in fits:
             fit()
@@ -324,7 +345,9 @@ class EmulatedNode:
         answer = output_of(
             request_ids, [[TOKEN] if request_id in gets else [] for request_id in request_ids], failed
         )
+        updates_s = time.perf_counter()
         given = self.scheduler.update_from_output(output, answer)
+        self.scheduler_s += time.perf_counter() - updates_s
         if failed:  # tokens that were computed on these blocks are computed again
             gets = {
                 each.request_id

@@ -28,7 +28,6 @@ def lognormal(num: int, seed: int) -> Lengths:
     rng = random.Random(f"lengths {seed}")
 
     def length(law: tuple[float, float], least: int, most: int) -> int:
-        """Return a random length in tokens by a log-normal law (mu, sigma), between two bounds."""
         return min(max(int(rng.lognormvariate(*law)), least), most)
 
     pairs = tuple(
@@ -54,13 +53,21 @@ class Played:
 
     Attributes:
         jobs: in order of arrival.
+        scheduler_s: wall time in the scheduler alone.
     """
 
     jobs: list[Job]
+    num_steps: int
     ended_s: float
+    scheduler_s: float
     num_preempted: int
     counts: dict[str, int]
     """What the dispatcher, the tiers and the adapters' core counted."""
+
+    @property
+    def us_per_step(self) -> float:
+        """Wall time of a step in the scheduler, in microseconds."""
+        return self.scheduler_s / self.num_steps * 1e6
 
     @property
     def times(self) -> list[tuple[float, float]]:
@@ -86,7 +93,6 @@ def play_on_node(
     said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
-        """Send a request, and now and then print how far the play is."""
         nonlocal said_s
         node.submit(arrival)
         if time.perf_counter() - said_s > SAY_AFTER_S:
@@ -106,4 +112,4 @@ def play_on_node(
     if node.tiers is not None:
         counts |= node.tiers.way_counts()
     num_preempted = node.scheduler.num_preempted
-    return Played(jobs, clock.now, num_preempted, counts)
+    return Played(jobs, node.num_steps, clock.now, node.scheduler_s, num_preempted, counts)

@@ -15,14 +15,15 @@ import asyncio
 import os
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.live.correct import plays, table
 from bench.live.correct.asking import prompt_of
-from bench.live.correct.families import FAMILIES, folder_of
+from bench.live.correct.checkpoints import folder_of
+from bench.live.correct.families import FAMILIES
 from bench.live.correct.oracle import Oracle
 from bench.live.correct.plays import Checked, Note
 from bench.live.shared.report import Progress, figures, options, report
@@ -101,12 +102,29 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any], d
     return cases, ended, impossible
 
 
+def of_families(chosen: Iterable[str], cases: Sequence[Checked], ended: Iterable[str]) -> dict[str, int]:
+    """Return how many families were played, of how many the server started and every token was right, and how many reuse KV and have it in tiers."""
+    played = [family for family in FAMILIES if f"family {family.name}" in chosen]
+    started = {family.name for family in played if f"family {family.name}" in ended}
+    wrong = {case.play for case in cases if case.num_wrong}
+    from_disk = {case.play for case in cases if case.num_cached and "from disk after a restart" in case.case}
+    return {
+        "families": len(played),
+        "started": len(started),
+        "equal": len(started - wrong),
+        "with_prefix_caching": sum(family.reuses_kv for family in played if family.name in started),
+        "with_tiers": len(started & from_disk),
+    }
+
+
 def main() -> None:
     """Run the bench from the command line."""
     parser = options(__doc__, quick="one family: a minute")
     parser.add_argument("--only", default="", help="plays whose name holds these words")
     parser.add_argument(
-        "--table", type=Path, help="play the families alone, and write what each has to this file"
+        "--table",
+        type=Path,
+        help="play the families alone (with --only, some of them), and write what each has to this file",
     )
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
@@ -123,7 +141,7 @@ def main() -> None:
         left_out = {name.removeprefix("family "): found for name, found in ended.items()}
         found = {name.removeprefix("family "): why for name, why in impossible.items()}
         table.write(args.table, played, cases, left_out, found)
-    found = {
+    found = of_families(chosen, cases, ended) | {
         "cases": len(cases),
         "tokens": sum(case.num_tokens for case in cases),
         "wrong_tokens": sum(case.num_wrong for case in cases),

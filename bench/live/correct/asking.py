@@ -14,6 +14,7 @@ import aiohttp
 from msgspec import Struct
 
 from bench.live.correct.families import KV_TOKEN_BYTES, MAX_MODEL_LEN
+from bench.live.correct.pictures import pictures_in
 from bench.live.shared.serving import OvertureServer
 
 BASE = "base"
@@ -34,6 +35,7 @@ class Answer(Struct, frozen=True):
         num_cached: prompt tokens whose KV was reused.
         adapter: the adapter's name; "" for none.
         text: the answer's text, in a conversation.
+        pictures: the PNGs that the prompt has, in their order.
     """
 
     prompt: Sequence[int]
@@ -41,6 +43,7 @@ class Answer(Struct, frozen=True):
     num_cached: int
     adapter: str = ""
     text: str = ""
+    pictures: Sequence[bytes] = ()
 
 
 class Refused(RuntimeError):
@@ -77,7 +80,7 @@ class Asker:
         return Answer(list(prompt), reply["choices"][0]["token_ids"], _num_cached(reply["usage"]), adapter)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], adapter: str = "", session: str = "", **fields: Any
+        self, messages: Sequence[Mapping[str, Any]], adapter: str = "", session: str = "", **fields: Any
     ) -> Answer:
         """The next turn of a session, or a conversation of none."""
         body = GREEDY | {"model": adapter or BASE, "messages": list(messages)} | fields
@@ -85,9 +88,8 @@ class Asker:
             "POST", "/v1/chat/completions", body, **({"X-Session-Id": session} if session else {})
         )
         choice, num_cached = reply["choices"][0], _num_cached(reply["usage"])
-        return Answer(
-            reply["prompt_token_ids"], choice["token_ids"], num_cached, adapter, choice["message"]["content"]
-        )
+        text, pictures = choice["message"]["content"], pictures_in(messages)
+        return Answer(reply["prompt_token_ids"], choice["token_ids"], num_cached, adapter, text, pictures)
 
     async def announce(self, session: str, adapter: str = "") -> str:
         """Announce a session's next request until its history is on the device, or for ADVISORY_S. Returns the last state."""

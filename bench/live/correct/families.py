@@ -1,22 +1,17 @@
 """Tiny checkpoints of model families, with random weights: what differs between families is how attention is masked, packed and cached.
 
-Each is written once per machine, by transformers, with a LoRA adapter or several beside it. Weights are wide enough that an answer depends on
-all of its context, so a KV block of another conversation shows as a wrong token.
+Weights are wide enough that an answer depends on all of its context, so a KV block of another conversation shows as a wrong token.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from bench.live.correct.quantising import quantise
-from bench.live.shared.models import cache_folder, write_once, write_tokenizer
+from bench.live.correct.pictures import TOKENS
 
 VOCAB_SIZE = 320
 HIDDEN, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 128, 4, 4, 2, 32
@@ -59,13 +54,15 @@ class Family(Struct, frozen=True, kw_only=True):
         num_adapters: beside the model; 0 where vLLM's class takes none.
         adapted: module names that the adapters change.
         kv_token_bytes: of one token's KV over all layers.
-        drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong) or "draft_model" (the
-            same model, so they are right); "" for not at all.
+        drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong), "mtp" (the same, of the
+            model's own last layer) or "draft_model" (the same model, so they are right); "" for not at all.
         dtype: what its server computes with. Only float32 is compared with transformers, whose rounding differs.
         computed_as: fields of its configuration that vLLM computes with in place of what they say.
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
         operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.
         has_chat: whether vLLM renders its conversations by the chat template; else by a vocabulary that it would fetch.
+        sight: how it reads pictures, by its name in `pictures.SIGHTS`; "" for a model that reads none.
+        renamed: parts of weights' names, and what published checkpoints have in place of them.
     """
 
     name: str
@@ -83,6 +80,8 @@ class Family(Struct, frozen=True, kw_only=True):
     quantised: str = ""
     operation: str = ""
     has_chat: bool = True
+    sight: str = ""
+    renamed: Mapping[str, str] = {}
 
     @property
     def has_own_rounding(self) -> bool:
@@ -137,6 +136,33 @@ _EXPERTS = {
     "moe_intermediate_size": 64,
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
+}
+
+_DELTA_NETS = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,  # other sizes vLLM's kernel does not know
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+}
+_QWEN_TOKENS = {
+    "image_token_id": TOKENS["<|image_pad|>"],
+    "video_token_id": TOKENS["<|video_pad|>"],
+    "vision_start_token_id": TOKENS["<|vision_start|>"],
+    "vision_end_token_id": TOKENS["<|vision_end|>"],
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_INTERLEAVED = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+_VISION = {"hidden_size": 64, "intermediate_size": 128}
+_QWEN3_VISION = _VISION | {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "out_hidden_size": HIDDEN,
 }
 
 FAMILIES = (
@@ -281,6 +307,23 @@ FAMILIES = (
         adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
+    Family(
+        name="glm4-experts-mtp",
+        config_class="Glm4MoeConfig",
+        # The last layer is the one that drafts.
+        config=_WITH_HEAD_DIM
+        | {
+            "num_hidden_layers": NUM_LAYERS + 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+        }
+        | {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "use_qk_norm": True},
+        extra={"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1},
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj"),
+        drafted_by="mtp",
+        kv_token_bytes=KV_TOKEN_BYTES + KV_TOKEN_BYTES // NUM_LAYERS,
+    ),
     # Recurrent layers, some of them in the memory of attention's blocks.
     Family(
         name="lfm2",
@@ -311,9 +354,8 @@ FAMILIES = (
         name="qwen3-next",  # gated delta nets, which vLLM computes in this precision alone, and without adapters
         config_class="Qwen3NextConfig",
         config=_WITH_HEAD_DIM
-        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # other sizes its kernel does not know
-        | {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "shared_expert_intermediate_size": 64}
+        | _DELTA_NETS
+        | {"shared_expert_intermediate_size": 64}
         # Each token goes to all experts: rounding would send it to others.
         | {
             "num_key_value_heads": NUM_HEADS,
@@ -343,129 +385,60 @@ FAMILIES = (
         operation="cpu_gemm_wna16",
     ),
     Family(name="qwen3-w8a8", config_class="Qwen3Config", config=_WITH_HEAD_DIM, quantised="w8a8"),
+    # Models that read pictures.
+    Family(
+        name="qwen2.5-vl",
+        config_class="Qwen2_5_VLConfig",
+        config=_QWEN_TOKENS
+        | {"text_config": _SIZES | {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}}}
+        | {
+            "vision_config": _VISION
+            | {"depth": 2, "num_heads": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+            | {"out_hidden_size": HIDDEN, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        },
+        sight="qwen2.5-vl",
+    ),
+    Family(
+        name="qwen3-vl",
+        config_class="Qwen3VLConfig",
+        config=_QWEN_TOKENS
+        | {"text_config": _WITH_HEAD_DIM | {"rope_parameters": _MROPE | _INTERLEAVED}}
+        | {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}},
+        sight="qwen3-vl",
+    ),
+    Family(
+        name="qwen3.5",
+        config_class="Qwen3_5Config",
+        config=_QWEN_TOKENS
+        | {
+            "text_config": _WITH_HEAD_DIM
+            | _DELTA_NETS
+            | {"rope_parameters": _MROPE | _INTERLEAVED | {"partial_rotary_factor": 1.0}}
+        }
+        | {"vision_config": _QWEN3_VISION},
+        sight="qwen3-vl",
+        dtype="bfloat16",
+        num_adapters=0,
+        kv_token_bytes=2 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        name="gemma3-vision",
+        config_class="Gemma3Config",
+        config={
+            "text_config": _WITH_HEAD_DIM
+            | {
+                "sliding_window": WINDOW_TOKENS,
+                "query_pre_attn_scalar": HEAD_DIM,
+                "layer_types": _LAST_IS_FULL,
+            }
+        }
+        | {
+            "vision_config": _VISION
+            | {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14, "image_size": 56}
+        }
+        | {"mm_tokens_per_image": 4, "boi_token_index": TOKENS["<start_of_image>"]}
+        | {"eoi_token_index": TOKENS["<end_of_image>"], "image_token_index": TOKENS["<image_soft_token>"]},
+        sight="gemma3",
+        renamed={"vision_tower.": "vision_tower.vision_model."},
+    ),
 )
-
-
-def folder_of(family: Family) -> Path:
-    """The folder of a family's model, written at first use."""
-    return _written(family, "model", lambda folder: _write_model(family, folder), "config.json")
-
-
-def flags_of(family: Family) -> list[str]:
-    """The flags with which a server of a family's model is started."""
-    if not family.drafted_by:
-        return [*family.flags]
-    if family.drafted_by == "ngram":
-        return [*family.flags, DRAFTS_BY_LOOKUP]
-    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
-    if family.drafted_by == "eagle":
-        folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
-        drafts["model"] = str(folder)
-    else:
-        drafts["model"] = str(folder_of(family))
-    return [*family.flags, f"--speculative-config={json.dumps(drafts)}"]
-
-
-def adapter_folders_of(family: Family) -> list[Path]:
-    """The folders of its adapters, written at first use."""
-    return [
-        _written(
-            family,
-            f"adapter-{number}",
-            lambda folder, seed=number: write_adapter(family, folder, seed),
-            "adapter_config.json",
-        )
-        for number in range(family.num_adapters)
-    ]
-
-
-def _written(family: Family, what: str, write: Any, last_file: str) -> Path:
-    defined = hashlib.sha256(repr(family).encode()).hexdigest()[:8]
-    folder = cache_folder() / "families" / f"{family.name}-{defined}-{what}"
-    write_once(folder, last_file, write)
-    return folder
-
-
-def _write_model(family: Family, folder: Path) -> None:
-    import torch
-    import transformers
-
-    torch.manual_seed(3)
-    config = getattr(transformers, family.config_class)(**family.config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _spread(model)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    written = json.loads((folder / "config.json").read_text()) | family.extra
-    (folder / "config.json").write_text(json.dumps(written, indent=2))
-    if family.quantised:
-        quantise(folder, family.quantised)
-
-
-def _write_eagle_head(family: Family, folder: Path) -> None:
-    """Write the one layer, and what joins tokens and hidden states before it, in the form of EAGLE's checkpoints."""
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    torch.manual_seed(11)
-    config = getattr(transformers, family.config_class)(**family.config | {"num_hidden_layers": 1})
-    config.architectures = ["LlamaForCausalLM"]
-    weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
-    layers = {
-        name.removeprefix("model."): each
-        for name, each in weights.items()
-        if ".layers." in name and "input_layernorm" not in name
-    }
-    folder.mkdir(parents=True)
-    save_file(layers | {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 16}, folder / "model.safetensors")
-    config.save_pretrained(folder)
-
-
-def _spread(model: Any) -> None:
-    """Give matrices weights that keep their inputs' size and then some: with transformers' small ones every prompt has nearly the same answer."""
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                continue
-            deviation = 0.5 if "embed" in name else 1.2 / math.sqrt(weight.shape[-1])
-            weight.normal_(0, 2 * deviation if "lm_head" in name else deviation, generator=generator)
-
-
-def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[str] | None = None) -> None:
-    """Write a PEFT folder for a family's model. adapted: names of the modules that it changes, in place of the family's."""
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    names = family.adapted if adapted is None else adapted
-    config = transformers.AutoConfig.from_pretrained(folder_of(family))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(100 + seed)
-    tensors, targets = {}, set()
-    for path, module in model.named_modules():
-        last = path.rpartition(".")[2]
-        if last not in names or not isinstance(module, torch.nn.Linear):
-            continue
-        shrink = torch.randn(ADAPTER_RANK, module.in_features, generator=generator)
-        expand = torch.randn(module.out_features, ADAPTER_RANK, generator=generator)
-        tensors[f"base_model.model.{path}.lora_A.weight"] = shrink / math.sqrt(module.in_features)
-        tensors[f"base_model.model.{path}.lora_B.weight"] = expand / math.sqrt(ADAPTER_RANK) / 4
-        targets.add(last)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": ADAPTER_RANK,
-        "lora_alpha": ADAPTER_ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(targets),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2))

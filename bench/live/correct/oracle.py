@@ -5,16 +5,20 @@ Where transformers cannot compute with a model's weights, it is what vLLM itself
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.live.correct.checkpoints import model_class
+from bench.live.correct.pictures import Sight, as_image
+
 # Two sound float32 computations of one logit differ by less than 1e-3 here; the wrong KV of one block moves logits by 0.1 and more. Chosen between.
 TIE_LOGITS = 0.02
-# Computing in bfloat16 rounds logits of these sizes to a 32nd or a 16th. Chosen above.
-TIE_LOGITS_BFLOAT16 = 0.1
+# Computing in bfloat16 rounds logits of these sizes to a 32nd, a 16th or an eighth. Chosen above.
+TIE_LOGITS_BFLOAT16 = 0.13
 
 
 class Oracle:
@@ -32,17 +36,26 @@ class Oracle:
         config = transformers.AutoConfig.from_pretrained(folder)
         for name, value in overrides.items():
             setattr(config, name, value)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self._model = (
+            model_class(config)
+            .from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
+        self._folder = folder
         self._weights = {name: weight.clone() for name, weight in self._model.named_parameters()}
         self._merged: Path | None = None
 
-    def num_wrong(self, prompt: Sequence[int], answer: Sequence[int], adapter: Path | None = None) -> int:
-        """Tokens of a greedy answer that this model would not have written there, given the tokens before them."""
+    def num_wrong(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        adapter: Path | None = None,
+        pictures: Sequence[bytes] = (),
+    ) -> int:
+        """Tokens of a greedy answer that this model would not have written there, given the tokens and the pictures before them."""
         if not answer:
             return 0
-        logits = self._logits([*prompt, *answer], adapter)[len(prompt) - 1 : -1]
+        logits = self._logits([*prompt, *answer], adapter, pictures)[len(prompt) - 1 : -1]
         written = logits.gather(1, _column(answer))[:, 0]
         return int((logits.max(1).values - written > TIE_LOGITS).sum())
 
@@ -56,11 +69,27 @@ class Oracle:
         found: list[float] = logits.gather(1, _column(ids[1:]))[:, 0].tolist()
         return found
 
-    def _logits(self, ids: Sequence[int], adapter: Path | None) -> Any:
+    def _logits(self, ids: Sequence[int], adapter: Path | None, pictures: Sequence[bytes] = ()) -> Any:
         import torch
 
         self._merge(adapter)
-        return self._model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        seen = self._seen(ids, pictures) if pictures else {}
+        return self._model(torch.tensor([list(ids)]), use_cache=False, **seen).logits[0].float()
+
+    def _seen(self, ids: Sequence[int], pictures: Sequence[bytes]) -> dict[str, Any]:
+        """Return what the model is given beside the ids so that it sees these PNGs."""
+        import torch
+        import transformers
+
+        processor = transformers.AutoImageProcessor.from_pretrained(self._folder)
+        seen = dict(processor([as_image(each) for each in pictures], return_tensors="pt"))
+        config, takes = self._model.config, inspect.signature(self._model.forward).parameters
+        token = getattr(config, "image_token_id", None) or config.image_token_index
+        types = (torch.tensor([list(ids)]) == token).int()
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in takes:
+                seen[name] = types
+        return {name: value for name, value in seen.items() if name in takes}
 
     def _merge(self, adapter: Path | None) -> None:
         if adapter == self._merged:
@@ -87,9 +116,12 @@ class StockOracle:
     Args:
         dtype: what it computes with.
         has_adapters: whether it is asked for answers under adapters.
+        sight: how the model reads pictures; None where it reads none.
     """
 
-    def __init__(self, folder: Path, dtype: str, max_model_len: int, *, has_adapters: bool) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, max_model_len: int, *, has_adapters: bool, sight: Sight | None = None
+    ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
@@ -99,6 +131,7 @@ class StockOracle:
         if has_adapters:
             lora.install()
         self._ids: dict[Path, int] = {}
+        self._sight = sight
         self._tie_logits = TIE_LOGITS if dtype == "float32" else TIE_LOGITS_BFLOAT16
         self._llm = LLM(
             model=str(folder),
@@ -114,11 +147,17 @@ class StockOracle:
         if has_adapters:
             logits_rows.watch(self._llm.llm_engine)
 
-    def num_wrong(self, prompt: Sequence[int], answer: Sequence[int], adapter: Path | None = None) -> int:
-        """Tokens of a greedy answer that this model would not have written there, given the tokens before them."""
+    def num_wrong(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        adapter: Path | None = None,
+        pictures: Sequence[bytes] = (),
+    ) -> int:
+        """Tokens of a greedy answer that this model would not have written there, given the tokens and the pictures before them."""
         if not answer:
             return 0
-        found = self._of_each([*prompt, *answer], adapter)[len(prompt) :]
+        found = self._of_each([*prompt, *answer], adapter, pictures)[len(prompt) :]
         return sum(
             max(each.values()) - each[token] > self._tie_logits
             for each, token in zip(found, answer, strict=True)
@@ -129,7 +168,9 @@ class StockOracle:
         found = self._of_each(ids, adapter)[1:]
         return [each[token] for each, token in zip(found, ids[1:], strict=True)]
 
-    def _of_each(self, ids: Sequence[int], adapter: Path | None) -> list[dict[int, float]]:
+    def _of_each(
+        self, ids: Sequence[int], adapter: Path | None, pictures: Sequence[bytes] = ()
+    ) -> list[dict[int, float]]:
         """Return, for each of `ids`, the log probabilities of itself and of the best token there; of the first one nothing."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -138,7 +179,10 @@ class StockOracle:
         lora = None
         if adapter is not None:
             lora = LoRARequest(adapter.name, self._ids.setdefault(adapter, len(self._ids) + 1), str(adapter))
-        prompt = {"prompt_token_ids": list(ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        if self._sight is not None and pictures:
+            prompt = {"prompt_token_ids": self._sight.collapsed(ids)}
+            prompt["multi_modal_data"] = {"image": [as_image(each) for each in pictures]}
         (output,) = self._llm.generate(prompt, asked, use_tqdm=False, lora_request=lora)
         found = output.prompt_logprobs or []
         return [{token: of.logprob for token, of in (each or {}).items()} for each in found]

@@ -33,16 +33,10 @@ from bench.live.correct.asking import (
     prompt_of,
     serving,
 )
-from bench.live.correct.families import (
-    DRAFTS_BY_LOOKUP,
-    MAX_MODEL_LEN,
-    Family,
-    adapter_folders_of,
-    flags_of,
-    folder_of,
-    write_adapter,
-)
+from bench.live.correct.checkpoints import adapter_folders_of, flags_of, folder_of, write_adapter
+from bench.live.correct.families import DRAFTS_BY_LOOKUP, MAX_MODEL_LEN, Family
 from bench.live.correct.oracle import Oracle, StockOracle
+from bench.live.correct.pictures import SIGHTS, as_part, picture
 
 LOGPROB_TOLERANCE = 0.02
 NUM_TRIES = 4
@@ -91,7 +85,8 @@ class Judge:
 
     def num_wrong(self, answer: Answer) -> int:
         """Return the number of tokens of an answer that are not the oracle's."""
-        return self.oracle.num_wrong(answer.prompt, answer.tokens, self.adapters.get(answer.adapter))
+        adapter = self.adapters.get(answer.adapter)
+        return self.oracle.num_wrong(answer.prompt, answer.tokens, adapter, answer.pictures)
 
     def check(self, case: str, answer: Answer, *, may_reuse: bool = True, must_reuse: bool = False) -> None:
         """Compare an answer with the oracle's, and note the case.
@@ -137,7 +132,8 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
     folder = folder_of(family)
     oracle: Oracle | StockOracle
     if family.has_own_rounding:
-        oracle = StockOracle(folder, family.dtype, MAX_MODEL_LEN, has_adapters=bool(adapters))
+        sight = SIGHTS.get(family.sight)
+        oracle = StockOracle(folder, family.dtype, MAX_MODEL_LEN, has_adapters=bool(adapters), sight=sight)
     else:
         oracle = Oracle(folder, family.computed_as)
     judge = Judge(family.name, oracle, adapters, note, family.reuses_kv)
@@ -152,6 +148,8 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
         await _prompt_logprobs(judge, server, adapter)
         if family.has_chat:
             await _conversations(judge, server, adapter)
+        if family.sight:
+            await _pictures(judge, server, adapter)
     async with serving(folder_of(family), data, *flags_of(family), **start) as server:
         # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
         for name, seeds in {adapter: (1, 4), "": (1, 0, 3)}.items():
@@ -160,6 +158,9 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
         if family.has_chat:
             told = (await server.chat(*turn) for turn in _turns_before(adapter))
             await _until_reused(judge, "a conversation after a restart", told)
+        if family.sight:
+            seen = (await server.chat(_about(picture(seed))) for seed in (0, 2, 1))
+            await _until_reused(judge, "a picture, from disk after a restart", seen)
     if family.has_chat and has_peer:
         start["device_tokens"] = 3 * DEVICE_TOKENS  # both share it
         async with serving(folder, scratch / "two nodes", "--nodes=2", *flags_of(family), **start) as server:
@@ -289,6 +290,49 @@ async def _conversations(judge: Judge, server: Asker, adapter: str) -> None:
         answer = await server.chat(other, name, session=f"second-{name}")
         judge.check(f"another conversation that begins alike {name}", answer)
         judge.check(f"the same, once more {name}", await server.chat(other, name))
+
+
+def _about(*pngs: bytes, more: str = "") -> list[dict[str, Any]]:
+    """A question about pictures, between texts so long that some blocks lie before, some inside and some behind the pictures."""
+    text = "Look at this closely, and say what you see. " * 2
+    parts = [part for png in pngs for part in ({"type": "text", "text": text}, as_part(png))]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text + more}]}]
+
+
+async def _pictures(judge: Judge, server: Asker, adapter: str) -> None:
+    """Pictures whose tokens are the same and whose content is not, alone, together, in a conversation, and under an adapter, in all tiers."""
+    first, second, wide = picture(0), picture(1), picture(2, width=168)
+    judge.check("a picture, cold", await server.chat(_about(first)), may_reuse=False)
+    judge.check("a picture, from the device", await server.chat(_about(first)), must_reuse=True)
+    # Its text before the picture may be reused.
+    judge.check("another picture of the same size", await server.chat(_about(second)))
+    judge.check("a picture of another size", await server.chat(_about(wide)))
+    judge.check("two pictures", await server.chat(_about(first, second)))
+    judge.check("the same two the other way round", await server.chat(_about(second, first)))
+    judge.check(
+        "a picture, another tenant", await server.chat(_about(first), cache_salt="x"), may_reuse=False
+    )
+    asked = [
+        server.chat(_about(each, more="Now."), name) for each in (first, second) for name in ("", adapter)
+    ]
+    for number, answer in enumerate(await asyncio.gather(*asked)):
+        judge.check(f"pictures together, {number}", answer)
+    later = _later_chat(server, _about(second))
+    await _until_reused(judge, "a picture, from host memory", later)
+    messages = _about(first)
+    for turn in range(2):
+        said = await server.chat(messages, session="pictures")
+        judge.check(f"a conversation about a picture, turn {turn}", said)
+        messages += [{"role": "assistant", "content": said.text}, *_about(second, more="And this?")]
+    announced = _announced(server, messages, "pictures")
+    await _until_reused(judge, "a picture's conversation that was announced", announced)
+
+
+async def _later_chat(server: Asker, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[Answer]:
+    """Ask the same several times, each time after the device's blocks have been taken by others."""
+    for _ in range(NUM_TRIES):
+        await server.fill_device()
+        yield await server.chat(messages)
 
 
 # -- what changes between two starts -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from engine_bridge.driver.apis.failures import (
     noted,
     unfit,
 )
-from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE, suspect_of
+from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE, PICTURE_MESSAGE, suspect_of
 from engine_bridge.driver.vllm_api import (
     ErrorResponse,
     GracefulHTTPError,
@@ -105,7 +105,9 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
     suspect = suspect_of(body)
     if suspect is None:
         return as_error_response(error)
-    log.info("a body could not be used, which is taken to be its own fault", exc_info=error)
+    # A picture that cannot be read says nothing about our code.
+    trace = None if suspect.message == PICTURE_MESSAGE else error
+    log.info("a body could not be used, which is taken to be its own fault", exc_info=trace)
     return create_error_response(suspect.message, param=suspect.param)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
+# For pictures that were read, which come again with each turn of their conversation. Chosen: vLLM's own 4 GiB would come on top of the KV cache.
+CPU_PICTURE_CACHE_GIB = 0.5
 
 
 def configure_environment(config: EngineConfig) -> None:
@@ -31,6 +33,7 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_LOG_STATS_INTERVAL": "86400",
         # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
         "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
         "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
         "TOKENIZERS_PARALLELISM": "false",
         # torch's C++ side warns at every start about memory policies that no user asked to change.
@@ -154,6 +157,8 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
         "scheduler_cls": scheduler_name(config.device),
+        # A model that may get none of a kind of media is loaded without the part that reads it.
+        "limit_mm_per_prompt": {"image": config.max_images, "video": 0, "audio": 0},
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
     }
@@ -166,7 +171,10 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "download_dir": str(config.download_dir) if config.download_dir is not None else None,
         "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
     }
-    if not on_cpu:
+    if on_cpu:
+        # What reading the largest picture takes is of no use where KV has a size of its own, and finding it out takes half a minute.
+        options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
+    else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     if tiers is not None:
         options["kv_transfer_config"] = connector_config(tiers.name)

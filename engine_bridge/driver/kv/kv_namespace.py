@@ -5,12 +5,14 @@ These are the weights, the model as resolved from its configuration with all ove
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +78,8 @@ HARMLESS_VARIABLES = frozenset(
     VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_GC_DEBUG VLLM_HOST_IP
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_IMAGE_FETCH_TIMEOUT VLLM_IMAGE_TAG VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_LOGGING_COLOR
     VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION
-    VLLM_LOG_STATS_INTERVAL VLLM_LOOPBACK_IP VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB
+    VLLM_LOG_STATS_INTERVAL VLLM_LOOPBACK_IP VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_IMAGE_PIXELS
+    VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB
     VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS
     VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_NO_USAGE_STATS VLLM_PORT
     VLLM_PROCESS_NAME_PREFIX VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SERVER_DEV_MODE
@@ -161,8 +164,6 @@ def namespace_of(
 
 def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
     """Return a digest of how KV is computed from weights and tokens. It covers the longest context: some models choose their positions by it."""
-    import transformers
-
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     draft = speculation.draft_model_config if speculation is not None else None
     facts = {
@@ -170,12 +171,27 @@ def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
         "text_config": _plain(model.hf_text_config.to_dict()),
         "max_model_len": model.max_model_len,
         "arguments": dict(arguments),
-        # Its code runs the models for which vLLM has no class.
-        "code": transformers.__version__ if model.using_transformers_backend() else "",
+        "code": _code(model),
         # The draft model's layers have KV in the same blocks.
         "draft": revision_of(draft) if draft is not None else "",
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
+
+
+def _code(model: Any) -> str:
+    """Return the versions of the libraries beside vLLM that have a part in a model's KV; "" for none."""
+    names = []
+    if model.using_transformers_backend():  # its code runs the models for which vLLM has no class
+        names = ["transformers"]
+    if model.is_multimodal_model:  # they make a model's input of a picture
+        names = ["transformers", "torchvision", "pillow"]
+    return " ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return ""
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

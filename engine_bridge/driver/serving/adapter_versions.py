@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +16,16 @@ from engine_bridge.core.kv.expected import Hashes
 from engine_bridge.driver.carried import facts_of, tell
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.kv.kv_keys import AdapterVersion, cache_salt, version_of
-from engine_bridge.driver.vllm_api import EngineCoreRequest, LoRARequest, Request, SamplingParams
+from engine_bridge.driver.vllm_api import (
+    EngineCoreRequest,
+    LoRARequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    Request,
+    SamplingParams,
+)
 from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import seen_pictures, unpack_token_ids
 
 
 class AdapterVersions:
@@ -100,15 +107,19 @@ class AdapterVersions:
         version = self.of(lora_request)
         return cache_salt(tenant, version.content_hash if version else "", None)
 
-    def hashes_of(
-        self, token_ids: Sequence[int], salt: str | None, lora_request: LoRARequest | None
-    ) -> Hashes:
-        """Return the hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
+    def hashes_of(self, token_ids: bytes, salt: str | None, lora_request: LoRARequest | None) -> Hashes:
+        """Return the hashes of a packed prompt's whole blocks. Takes microseconds per block: not for the event loop."""
         request = Request(
             "prefix",
-            list(token_ids),
+            list(unpack_token_ids(token_ids)),
             SamplingParams(max_tokens=1),
             None,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    None, "image", each.identifier, PlaceholderRange(each.offset, each.num_tokens)
+                )
+                for each in seen_pictures(token_ids)
+            ],
             lora_request=self.of(lora_request),
             cache_salt=salt,
             block_hasher=self._block_hasher,

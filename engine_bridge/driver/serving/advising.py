@@ -10,7 +10,7 @@ from engine_bridge.core.kv.expected import Hashes
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from engine_bridge.driver.vllm_api import LoRARequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, unpack_token_ids
+from engine_bridge.protocol.node import Advisory, AdvisoryReport
 
 
 async def advise(
@@ -36,8 +36,7 @@ async def advise(
         lambda driver: driver.promoter.remembers(advisory.session_id, salt)
     )
     if advisory.token_ids and not is_known:
-        token_ids = unpack_token_ids(advisory.token_ids)
-        hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
+        hashes = await asyncio.to_thread(client.versions.hashes_of, advisory.token_ids, salt, adapter)
 
     def begin(driver: VllmDriver) -> None:
         """Hand the advisory to the promoter."""

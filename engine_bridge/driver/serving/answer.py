@@ -132,7 +132,7 @@ class Answer:
                 self._generated.clear()
             self._generated += output.outputs[0].token_ids
             if output.finished and len(output.outputs) == 1:
-                self._call.answered(self._request.prompt_token_ids or [], self._generated)
+                self._call.answered(self._request, self._generated)
         if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
             self._check_logprobs(output)
 

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest
-from engine_bridge.protocol.node import pack_token_ids
+from engine_bridge.protocol.node import SeenPicture, pack_token_ids
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.vllm_api import EngineCoreRequest
 
 
 class CallAnswer(Protocol):
@@ -58,9 +61,13 @@ class Call:
         history, self._history = self._history, None
         return history
 
-    def answered(self, prompt: list[int], generated: list[int]) -> None:
-        """Note the ids of the prompt and of its only answer, which is over."""
-        self.seen = pack_token_ids([*prompt, *generated])
+    def answered(self, prompt: EngineCoreRequest, generated: list[int]) -> None:
+        """Note the ids of the prompt, with its pictures, and of its only answer, which is over."""
+        pictures = [
+            SeenPicture(each.mm_position.offset, each.mm_position.length, each.identifier)
+            for each in prompt.mm_features or ()
+        ]
+        self.seen = pack_token_ids([*(prompt.prompt_token_ids or ()), *generated], pictures)
 
     @property
     def is_queued(self) -> bool:

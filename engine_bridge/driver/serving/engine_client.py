@@ -62,6 +62,9 @@ class BridgeEngineClient(EngineClient):
         catalog: of the adapters that may be named.
         lengths: what the node knows of answer lengths; None where lengths are not predicted.
         limits: of what one request may ask.
+
+    Attributes:
+        max_images: the most pictures that the model reads in one prompt, by its settings and its own limit; 0: it reads none.
     """
 
     def __init__(
@@ -86,6 +89,10 @@ class BridgeEngineClient(EngineClient):
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
+        processor = engine.renderer.mm_processor
+        self.max_images: int = (
+            processor.info.allowed_mm_limits.get("image", 0) if processor is not None else 0
+        )
         self.versions = AdapterVersions(thread, catalog, engine.engine_core.engine_core.request_block_hasher)
         self._waits = AdapterWaits(streams, self.versions, self.launch)
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
+from engine_bridge.calls import pictures
 from engine_bridge.calls.body_forms import usual_form
 from engine_bridge.calls.context_overflow import ContextOverflow, shorter
 from engine_bridge.calls.continuity import Continued
@@ -253,6 +254,7 @@ class Serving:
         """
         options = self._options
         body = usual_form(api, body, self._client.model_config.max_model_len)
+        pictures.check_pictures(body, self._client.max_images)
         result = first = await self._attempt(api, body, raw_request, call)
         if _is_too_long(first):
             versions = shorter(
@@ -269,7 +271,7 @@ class Serving:
         """Return the result of vLLM's class. An unknown model and errors raised before the request is queued become an ErrorResponse."""
         endpoint = self._endpoints[api]
         try:
-            check_prompt(api, body, self._options.max_prompt_chars)
+            check_prompt(api, body, self._options.max_prompt_chars, pictures.num_chars(body))
             request = parse(endpoint.request_class, body)
             self._check_model(getattr(request, "model", None))
             result = await _cancellable(endpoint.call(request, raw_request))

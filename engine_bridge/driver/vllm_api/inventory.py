@@ -43,11 +43,17 @@ vllm.v1.engine.parallel_sampling:ParentRequest REPORT
 vllm.v1.engine.output_processor:RequestOutputCollector ENGINE
     call __init__(output_kind, request_id) put(output) get() get_nowait()
 vllm.v1.request:Request ENGINE
-    call __init__(request_id, prompt_token_ids, sampling_params, pooling_params, *, lora_request, cache_salt, block_hasher)
+    call __init__(request_id, prompt_token_ids, sampling_params, pooling_params, *, mm_features, lora_request, cache_salt, block_hasher)
     read arrival_time block_hashes cache_salt lora_request max_tokens num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens
         num_tokens priority request_id sampling_params session_id status structured_output_request
     KV_TIERS: read skip_reading_prefix_cache
     KV_TIERS: write lora_request
+vllm.multimodal.inputs:MultiModalFeatureSpec ENGINE
+    call __init__(data, modality, identifier, mm_position)
+    read identifier mm_position
+vllm.multimodal.inputs:PlaceholderRange ENGINE
+    call __init__(offset, length)
+    read length offset
 vllm.outputs:RequestOutput ENGINE
     call __init__(*, request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished)
     read finished num_cached_tokens outputs prompt_logprobs request_id
@@ -92,7 +98,8 @@ vllm.config:KVTransferConfig KV_TIERS
 vllm.engine.arg_utils:EngineArgs ENGINE
     call __init__(*, model, served_model_name, dtype, max_num_seqs, enforce_eager, enable_prefix_caching, disable_log_stats, seed, block_size,
         max_model_len, num_gpu_blocks_override, kv_cache_memory_bytes, use_tqdm_on_load, scheduler_cls, structured_outputs_config,
-        gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype, trust_remote_code, revision, download_dir, speculative_config)
+        gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype, trust_remote_code, revision, download_dir, speculative_config,
+        limit_mm_per_prompt, skip_mm_profiling, mm_processor_cache_gb)
         add_cli_args(parser)
     MODEL_FACTS: call create_engine_config()
     KV_TIERS: read kv_transfer_config
@@ -126,7 +133,8 @@ vllm.platforms:current_platform ENGINE
 vllm.platforms.interface:Platform ENGINE
     call is_cpu()
 vllm.envs ENVIRONMENT
-    read VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL VLLM_LOG_STATS_INTERVAL VLLM_MAX_N_SEQUENCES VLLM_NO_USAGE_STATS VLLM_CPU_OMP_THREADS_BIND
+    read VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL VLLM_LOG_STATS_INTERVAL VLLM_MAX_N_SEQUENCES VLLM_MAX_IMAGE_PIXELS VLLM_NO_USAGE_STATS
+        VLLM_CPU_OMP_THREADS_BIND
 # -- the order of starting: vLLM's scheduler under our order, and the content of a step --------------------------------
 vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.scheduler
     call has_requests() get_request_counts()
@@ -387,11 +395,14 @@ vllm.renderers.online_renderer:OnlineRenderer APIS
         reasoning_parser) warmup() render_chat(request)
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
+    read mm_processor
     KEPT_TOKENS: call validate_token_ids(token_ids)
     KEPT_TOKENS: read _executor
     TOKENIZER_TURNS: read _executor
     PLAIN_CONTENT: read _executor
     PLAIN_CONTENT: replace render_messages_async(messages, params) tokenize_prompts_async(prompts, params)
+vllm.multimodal.processing.context:BaseProcessingInfo APIS
+    read allowed_mm_limits
 vllm.renderers.base:_SwappableExecutor TOKENIZER_TURNS at renderer._executor
     write _inner
     read _max_workers

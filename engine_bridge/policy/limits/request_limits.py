@@ -74,8 +74,11 @@ def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
         )
 
 
-def check_prompt(api: Api, body: Any, limit: int) -> None:
-    """Check the length of the text that the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`."""
+def check_prompt(api: Api, body: Any, limit: int, num_image_chars: int = 0) -> None:
+    """Check the length of the text that the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`.
+
+    num_image_chars: characters of the body that are pictures.
+    """
     if not isinstance(body, dict):
         return
     prompts = body.get("prompt") if api == "completions" else None
@@ -83,7 +86,7 @@ def check_prompt(api: Api, body: Any, limit: int) -> None:
         longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
         check_prompt_chars(longest, limit)
         return
-    num_chars = sum(measure(body[name])[1] for name in _READ if name in body)
+    num_chars = sum(measure(body[name])[1] for name in _READ if name in body) - num_image_chars
     name = next((name for name in _READ if name in body), "prompt")
     check_prompt_chars(num_chars, limit, name)
 

@@ -22,6 +22,7 @@ from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
 from gateway.doors.api.call_size import check_call
+from gateway.doors.api.picture_fetching import fetch_pictures
 from gateway.doors.api.recording import Recording, adapter_named, record, recording_of
 from gateway.doors.http.admission import RareLine
 from gateway.doors.http.bodies import json_body
@@ -81,6 +82,7 @@ async def _handle(
     priority = _take_priority(services, body)
     is_background = _take_background(api, body)
     _take_hints(services, owner, body, client=services.client_of(owner, request))
+    await fetch_pictures(services.config, body)
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)

@@ -41,7 +41,7 @@ SLOW = FlatCost(step_s=0.5, token_s=0.0002)
 SHORT_ANSWERS = tuple((prompt, -(-answer // 3)) for prompt, answer in lognormal(60, 3).pairs)
 REQUESTS = [
     replace(arrival, tenant="ab"[number % 2], priority=number % 3 - 1)
-    for number, arrival in enumerate(arrivals(Lengths(SHORT_ANSWERS), 0.8, 60, 3))
+    for number, arrival in enumerate(arrivals(Lengths("short answers", SHORT_ANSWERS), 0.8, 60, 3))
 ]
 
 
@@ -102,12 +102,6 @@ def test_steps_are_those_of_the_engine(
     assert jobs[0].ended_s == pytest.approx(ended_s)
 
 
-def test_a_request_that_would_never_fit_is_refused() -> None:
-    node = EmulatedNode(Clock(), COST, Engine(num_blocks=40), "vllm")
-    with pytest.raises(ValueError, match="do not fit"):
-        node.submit(Arrival("a", 0.0, num_prompt_tokens=640, num_answer_tokens=1))
-
-
 def with_adapters(
     num_slots: int, policy: str | None, asked: list[tuple[float, int]]
 ) -> list[tuple[float, str]]:
@@ -129,11 +123,6 @@ def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> Non
     assert found[0][0] == pytest.approx(copy_s(128) + A40_COST.prefill_s(100, 128))
     assert found[1][0] == pytest.approx(A40_COST.prefill_s(100, 128))
     assert found[2][0] == pytest.approx(copy_s(64) + A40_COST.prefill_s(100, 64))
-
-
-def test_requests_beyond_the_slots_wait_until_one_is_free() -> None:
-    first, second = with_adapters(1, "lru", [(0.0, 0), (0.001, 1)])
-    assert second[0] > first[0] + copy_s(64) + 4 * 0.03, "the first one's whole answer, and the copy"
 
 
 def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() -> None:

@@ -1,7 +1,5 @@
 """Adapters of an emulated node: their copies lie in vLLM's own block pool, and they come from where they are in the time that takes."""
 
-import itertools
-
 import pytest
 
 from bench.emulated.core.adapters import AdapterMemory, EmulatedAdapters
@@ -42,20 +40,6 @@ def copies_of(adapters: EmulatedAdapters | None) -> list[int]:
     return adapters.copies.ids()
 
 
-def check_loans(node: EmulatedNode) -> int:
-    """Blocks lent. They are free, each is lent once, and the core knows of all that are whole."""
-    pool, adapters = node.scheduler.kv_cache_manager.block_pool, node.adapters
-    assert adapters is not None and adapters.copies is not None
-    copies = adapters.copies
-    lent = [block for entry in copies._entries.values() for block in entry.blocks]
-    assert {block.block_id for block in lent} == copies._lent and len(lent) == len(copies._lent)
-    assert all(block.ref_cnt == 0 for block in lent), "lent and used"
-    free = pool.free_block_queue.get_all_free_blocks()
-    assert copies._lent <= {block.block_id for block in free}
-    assert {v.id for v in adapters.core.table if v.copy == "whole"} == set(copies.ids())
-    return len(lent)
-
-
 def test_an_adapter_that_leaves_its_slot_comes_back_from_kv_blocks_within_the_device() -> None:
     played = play_on_node(
         "fcfs", asks((0, 0), (5, 1), (10, 0)), COST, Engine(2000), ranks=RANKS, memory=IN_KV
@@ -67,38 +51,6 @@ def test_an_adapter_that_leaves_its_slot_comes_back_from_kv_blocks_within_the_de
         max(in_device_s, USED_WRITE_S) + COST.prefill_s(100, 128), rel=1e-3
     )
     assert played.counts["most_copied_blocks"] >= blocks_of(128)
-
-
-def test_copies_are_written_in_slices_that_hold_up_each_step_a_little() -> None:
-    """The request of the other adapter puts the first one out of the slot; its own steps come that much later."""
-    memory, requests = AdapterMemory(num_slots=1, policy="lru"), asks((0, 0), (5, 1), num_answer_tokens=9)
-    without = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=memory).jobs
-    own = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=IN_KV).jobs
-    assert own[1].ended_s - without[1].ended_s == pytest.approx(9 * USED_WRITE_S, rel=0.2)
-
-
-def test_copies_grow_into_idle_memory_and_kv_takes_it_back_under_load() -> None:
-    """Blocks that are lent count as free and are lent once; in the end all are."""
-    clock, num_blocks = Clock(), 130
-    node = EmulatedNode(
-        clock, COST, Engine(num_blocks, has_prefix_cache=False), "fcfs", ranks=RANKS, memory=IN_KV
-    )
-    quiet = asks(*((3.0 * at, at % 4) for at in range(8)))
-    burst = [Arrival(f"burst {number}", 40.0 + 0.01 * number, 300, 60) for number in range(12)]
-    seen: list[tuple[float, int]] = []
-    for arrival in itertools.chain(quiet, burst):
-        clock.at(arrival.at_s, lambda now, arrival=arrival: node.submit(arrival))
-    while clock._heap:
-        clock.step()
-        seen.append((clock.now, check_loans(node)))
-    assert len(node.ended) == len(quiet) + len(burst)
-    most = max(lent for at_s, lent in seen if at_s < 40)
-    assert most >= blocks_of(128) + blocks_of(64)
-    assert min(lent for at_s, lent in seen if at_s > 40) < most / 2
-    assert node.adapters is not None and node.adapters.core.counts["evicted:cached:kv"]
-    pool = node.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == num_blocks
-    node.close()
 
 
 def test_kv_takes_the_adapter_that_the_policy_holds_for_worth_the_least() -> None:

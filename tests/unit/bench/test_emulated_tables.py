@@ -39,7 +39,6 @@ from bench.results.claims import CLAIMS
 from bench.results.limits import SWEEPS
 from bench.results.lookup import find
 from bench.results.runs import Run
-from engine_bridge.driver.lora.gemm import MIN_ROWS
 
 NOWHERE = Path("there is none")
 
@@ -142,14 +141,6 @@ def test_orders_are_compared_by_means_over_seeds_and_the_worst_class_that_all_se
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_load_is_a_share_of_the_capacity_and_the_same_requests_come_at_each() -> None:
-    low, high = (
-        order.Point("vllm", "heavy tail", True, 200, load, ((1, 4.0),), seed=1).requests for load in (0.5, 1)
-    )
-    assert low[-1].at_s == pytest.approx(200 / 2.0) and high[-1].at_s == pytest.approx(200 / 4.0)
-    assert [replace(each, at_s=0.0) for each in low] == [replace(each, at_s=0.0) for each in high]
-
-
 def test_without_overtaking_every_request_has_the_times_of_vllms_own_queue() -> None:
     points = (order.Point(name, "heavy tail", False, 30, seed=1) for name in ("vllm", "bounded 0"))
     stock, own = ([(job.first_token_s, job.ended_s) for job in order.play(point)] for point in points)
@@ -173,21 +164,6 @@ def test_a_session_that_was_announced_is_on_the_device_when_its_request_comes(
     tiers = talk(monkeypatch, "advised").tiers
     assert tiers is not None and tiers.advised["hit"] > 5
     assert tiers.advised["late"] <= tiers.advised["hit"] / 10
-
-
-def test_sessions_that_are_played_twice_give_the_same_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = (
-        [(job.arrival.request_id, job.first_token_s, job.ended_s) for job in node.ended]
-        for node in (talk(monkeypatch, "advised", symphony.SETTING.host_bytes // 1000) for _ in range(2))
-    )
-    assert first == again and len(first) > 5
-
-
-def test_prompts_of_a_session_are_computed_again_only_where_nothing_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow, fast = (sum(job.ttft_s for job in talk(monkeypatch, arm).ended) for arm in ("recompute", "oracle"))
-    assert fast < 0.8 * slow
 
 
 def test_sessions_are_as_published() -> None:
@@ -267,28 +243,7 @@ def test_the_host_keeps_its_part_of_a_step_to_the_end_and_no_token_waits_for_the
     assert quick.ended_s < gpu_s + 4 * cost_with(None).step_s((), 1, 10, 64) + 1e-6
 
 
-def test_cores_by_the_live_rule_are_as_quick_as_the_device() -> None:
-    tokens = {}
-    for rank in (32, 64):
-        cost = caraserve.cost_of("cpu_assist", rank)
-        host = cost.assistant
-        assert host is not None
-        flops = 2 * caraserve.MODEL.lora_weights_per_rank * rank * host.tokens_per_core
-        base_s = cost.prefill_s(caraserve.usual_prompt()) - cost.gpu.step_s
-        is_quick = flops / host.achieved_core_flops <= base_s * caraserve.MODEL.adapted_share
-        assert is_quick or host.tokens_per_core == MIN_ROWS
-        tokens[rank] = host.tokens_per_core
-    assert tokens[64] < tokens[32]
-
-
 # -- caches of adapters ------------------------------------------------------------------------------------------------
-
-
-def test_in_scarce_memory_kv_takes_copies_back_and_no_requests_wait_for_them() -> None:
-    setting = replace(chameleon.SCARCE, trace=NOWHERE)
-    played = chameleon.play(chameleon.Point(chameleon.Arm(eviction="lru"), setting, 8.0, 10.0, 1))
-    assert played.counts["evicted:cached:kv"] > 5
-    assert any(job.found_adapter == "cached" for job in played.jobs)
 
 
 # -- tight memory ------------------------------------------------------------------------------------------------------
@@ -303,12 +258,6 @@ def test_lengths_have_the_published_mean_and_fit_host_memory() -> None:
     ]
     assert statistics.fmean(prompts) == pytest.approx(0.9 * 340.48, rel=0.05), "a few are cut"
     assert max(prompts) == 928 and FEW.arrivals(3) != FEW.arrivals(4)
-
-
-def test_equal_plays_of_an_arm_are_one_point() -> None:
-    settings = [FEW, replace(FEW, host_blocks=8), replace(FEW, gpu=adaptivellm.linked(1.0))]
-    for arm, num in ((adaptivellm.ARMS["vllm"], 1), (adaptivellm.ARMS["swap"], 3), (adaptivellm.FREE[0], 1)):
-        assert len({adaptivellm.Point(arm, setting) for setting in settings}) == num
 
 
 # -- arms against each other -------------------------------------------------------------------------------------------

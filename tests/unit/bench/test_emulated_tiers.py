@@ -1,7 +1,6 @@
 """KV tiers of an emulated node: what leaves the device comes back, by load or by computing, and all accounts balance."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -22,7 +21,6 @@ from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 
 COST = StepCost(A40, LLAMA2_7B)
-SLOW_LINK = StepCost(replace(A40, link_bytes_per_s=A40.link_bytes_per_s / 1000), LLAMA2_7B)
 TIGHT = Engine(num_blocks=400, max_running=64, has_prefix_cache=False)
 TIERS = TierSizes(host_bytes=8 * GB)
 REQUESTS = arrivals(lognormal(20, 5), 2.0, 20, 5)
@@ -59,12 +57,6 @@ def check_ways(node: EmulatedNode, way: str) -> None:
     stats = tiers.stats()
     assert stats is not None and (stats.host.num_hits > num) == (way == "swap")
     assert tiers.link_in.bytes_moved == stats.host.num_hits * tiers.hollow.shape.block_bytes
-
-
-def test_over_a_slow_link_what_was_preempted_is_computed_again() -> None:
-    node = played(SLOW_LINK)
-    times_of(node)
-    check_ways(node, "recompute")
 
 
 def test_over_a_fast_link_it_is_loaded_and_a_play_gives_the_same_times_also_beside_another_node() -> None:
@@ -173,16 +165,6 @@ def on_disk(bytes_per_s: float) -> Steps:
     return steps
 
 
-def test_a_step_waits_for_layers_that_the_disk_still_reads() -> None:
-    steps = on_disk(bytes_per_s=1e9)
-    num_bytes = len(KEYS) * steps.store.shape.block_bytes
-    took_s = steps.step_s(steps.load(is_whole=False), 0.001)
-    assert took_s == pytest.approx(num_bytes / 1e9 + steps.copy_s / 8 + 0.001 / 8)
-    assert not steps.failed
-    steps.store.check_at_rest()
-    steps.tiers.close()
-
-
 def test_layers_that_do_not_come_in_time_are_given_up_and_nothing_is_kept_that_was_computed_on_them() -> None:
     steps = on_disk(bytes_per_s=1e6)
     others = [BlockKey(bytes([number])) for number in range(100, 103)]
@@ -192,18 +174,6 @@ def test_layers_that_do_not_come_in_time_are_given_up_and_nothing_is_kept_that_w
     assert took_s == pytest.approx(LAYER_TIMEOUT_S + 0.001)
     assert steps.failed == set(range(len(KEYS))) and steps.tiers.num_failed_loads == len(KEYS)
     steps.store.check_at_rest()
-    steps.tiers.close()
-
-
-def test_two_who_read_from_disk_share_it() -> None:
-    steps = on_disk(bytes_per_s=1e9)
-    first, second = (steps.store.stage("one", keys) for keys in (KEYS[:5], KEYS[5:]))
-    num_bytes = len(KEYS) * steps.store.shape.block_bytes
-    began_s = steps.clock.now
-    steps.clock.run(began_s + 0.99 * num_bytes / 1e9)
-    assert not any(steps.store.progress(stage).num_ready_blocks for stage in (first, second))
-    steps.clock.run(began_s + 1.01 * num_bytes / 1e9)
-    assert [steps.store.progress(stage).num_ready_blocks for stage in (first, second)] == [5, 5]
     steps.tiers.close()
 
 
@@ -235,14 +205,6 @@ class Talk:
         self.tiers.hollow.check_at_rest()
         self.node.close()
         return self.node.ended[-1].ttft_s
-
-
-def test_a_turn_loads_what_the_one_before_it_left() -> None:
-    talk = Talk()
-    took_s = talk.ttft_s()
-    assert COST.prefill_s(100) < took_s < COST.prefill_s(2100)
-    stats = talk.tiers.stats()
-    assert stats is not None and stats.disk.num_hits == 2000 // 16
 
 
 @pytest.mark.parametrize(

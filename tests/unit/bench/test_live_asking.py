@@ -38,15 +38,6 @@ async def test_chats_and_completions_are_read_alike() -> None:
     assert (found.text, found.token_ids, found.num_cached) == ("Ada", [1], 0)
 
 
-async def test_half_a_character_counts_as_the_first_token() -> None:
-    found = await asked({"choices": [{"text": "", "token_ids": [7]}]})
-    assert found.ttft_s > 0 and found.token_ids == [7]
-
-
-async def test_an_answer_without_text_has_no_first_token() -> None:
-    assert (await asked({"choices": [{"text": ""}]})).ttft_s == 0
-
-
 async def test_refusals_and_errors_in_the_stream_are_raised() -> None:
     with pytest.raises(RuntimeError, match="503"):
         await asked(status=503)

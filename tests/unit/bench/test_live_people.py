@@ -29,10 +29,6 @@ def test_people_ask_as_often_as_the_load_says(turns_per_s: float, load: float, r
     assert num_asked / for_s == pytest.approx(expected, rel=0.1)
 
 
-def test_people_who_cannot_ask_as_often_do_not_pause() -> None:
-    assert Capacity(100.0, 1.0).pause_s(1.5, 0) < 1e-9
-
-
 def test_a_question_that_was_being_typed_when_the_round_began_does_not_count() -> None:
     times = times_of([f"person{n}" for n in range(40)], 100, 60.0, 0)
     is_cut = [each.is_cut for each in times]

@@ -8,10 +8,9 @@ from bench.emulated import predictors
 from bench.emulated.adaptivellm import ARMS, Point, Setting, serve
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.links import DeviceNoise, NoisyLink, Replay
-from bench.predicting import Seen, error_of, fitted_error, note_copies, note_steps
-from engine_bridge.policy.costs.costs import CopyTimes, Link, StepTable
+from bench.predicting import Seen, error_of, note_steps
+from engine_bridge.policy.costs.costs import StepTable
 
-LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
 # A machine that is slow for a while, then fast for a while.
 RATIOS = ([1.1] * 5 + [0.9] * 5) * 3
 
@@ -31,33 +30,9 @@ def test_a_prediction_is_written_down_before_the_table_learns() -> None:
     assert table.step_s(5, 5, 5) > before
 
 
-def test_so_is_one_of_a_copy() -> None:
-    seen: Seen = []
-    table = CopyTimes(LINK).out
-    note_copies(table, seen)
-    table.observe(1 << 20, 1.0, 0.0)
-    assert seen == [[pytest.approx(LINK.out_s(1 << 20)), 1.0, 1 << 20]]
-    assert table.copy_s(1 << 20, 0.0) > LINK.out_s(1 << 20)
-
-
 def test_errors_are_relative_to_what_came() -> None:
     found = error_of([[2.0, 1.0]] * 50 + [[1.0, 1.0]] * 150)
     assert (found["mean"], found["median"], found["num"]) == (0.25, 0.0, 200)
-
-
-def test_copies_are_fitted_by_their_set_up_and_bandwidth_as_far_as_they_have_one() -> None:
-    seen = [[0.0, 0.001 + size / 4e9, float(size)] for size in (1 << 20, 1 << 22, 1 << 24)]
-    assert fitted_error(seen) == 0
-    seen.append([0.0, 2 * seen[-1][1], seen[-1][2]])
-    assert 0.1 < fitted_error(seen) < 0.3
-
-
-def test_noise_goes_round_in_its_order() -> None:
-    replay = Replay([1.0, 2.0, 3.0], 0)
-    drawn = [replay() for _ in range(7)]
-    assert drawn[:3] == drawn[3:6] and set(drawn) == {1.0, 2.0, 3.0}
-    assert drawn[1] - drawn[0] in (1.0, -2.0)
-    assert replay.last == drawn[6]
 
 
 def test_a_noisy_link_says_what_its_copies_took() -> None:

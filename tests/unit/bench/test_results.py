@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from bench.results.__main__ import SIMULATED, check, main, simulate, write
+from bench.results.__main__ import check, write
 from bench.results.claims import (
     CHAMELEON,
-    CHANGE,
     CLAIMS,
     GROUPS,
     HIGHER,
-    LOWER,
     MECHANISMS,
     RATIO,
     WITHOUT_NUMBER,
@@ -29,7 +24,6 @@ from bench.results.claims import (
 from bench.results.lookup import find, rows_of
 from bench.results.page import REACHED, SHORT, UNDECIDED, page
 from bench.results.runs import ROOT, Run, RunError, commit_of, keep, load
-from bench.results.runs import shown as shown_command
 
 KEPT = load()
 
@@ -71,13 +65,6 @@ def test_claims_are_told_apart_and_name_known_groups_and_mechanisms() -> None:
     assert {claim.group for claim in CLAIMS} == set(GROUPS)
     assert {part for claim in CLAIMS for part in claim.id.split("–") if part} <= set(MECHANISMS)
     assert all(claim.source for claim in CLAIMS if claim.paper is not None)
-
-
-def test_a_claim_without_an_aim_is_to_reach_the_easier_end_of_the_papers_range() -> None:
-    read = Claim(CHAMELEON, "C1", "x", CHANGE, (-0.2, -0.4), "Fig. 1")
-    assert (read.goal, read.better) == (-0.2, LOWER)
-    assert Claim(CHAMELEON, "C1", "x", CHANGE, (-0.2, -0.4), aim=-0.4).goal == -0.4
-    assert Claim(CHAMELEON, "C1", "x", RATIO, (-0.2, -0.4)).goal == -0.4
 
 
 # -- finding figures ---------------------------------------------------------------------------------------------------
@@ -222,78 +209,3 @@ def test_a_command_that_fails_or_ends_in_no_json_object_is_not_kept(
     with pytest.raises(RunError, match=why):
         keep("emulated-x", ["python", "-c", code], tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "name", ["x", "sim-x", "emulated-", "emulated-X", "../emulated-x", "live-x.json", "emulated-x-"]
-)
-def test_names_say_whether_a_run_is_emulated_or_live(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RunError, match="a name is"):
-        keep(name, ["true"], tmp_path)
-
-
-def test_of_absolute_paths_the_command_keeps_the_last_part() -> None:
-    words = ["python", "-m", "b", "--data", "/home/me/data.csv", "--to=/var/x/y/", "a/b", "two words"]
-    assert shown_command(words) == "python -m b --data data.csv --to=y/ a/b 'two words'"
-
-
-def test_a_changed_tree_is_marked_but_not_for_what_runs_write(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    (tmp_path / "bench/results").mkdir(parents=True)
-    (tmp_path / "code.py").write_text("1")
-    (tmp_path / "bench/RESULTS.md").write_text("1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    commit = commit_of(tmp_path)
-    assert re.fullmatch(r"[0-9a-f]{7,}", commit)
-    (tmp_path / "bench/results/emulated-x.json").write_text("{}")
-    (tmp_path / "bench/RESULTS.md").write_text("2")
-    assert commit_of(tmp_path) == commit
-    (tmp_path / "bench/results/more.py").write_text("1")
-    assert commit_of(tmp_path) == f"{commit}+changes"
-    (tmp_path / "bench/results/more.py").unlink()
-    (tmp_path / "code.py").write_text("2")
-    assert commit_of(tmp_path) == f"{commit}+changes"
-
-
-def test_one_table_that_fails_does_not_stop_the_others_whose_parts_are_asked_for_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: dict[str, list[str]] = {}
-    written: list[bool] = []
-
-    def fake_keep(name: str, command: list[str]) -> None:
-        asked[name] = command
-        if name == "emulated-routing":
-            raise RunError("broken")
-
-    monkeypatch.setattr("bench.results.__main__.keep", fake_keep)
-    monkeypatch.setattr("bench.results.__main__.write", lambda: written.append(True))
-    with pytest.raises(RunError, match=r"not kept: emulated-routing$"):
-        simulate()
-    assert asked.keys() == SIMULATED.keys() and written == [True]
-    for python, _, package, command, *words in asked.values():
-        table = importlib.import_module(f"{package}.{command}").TABLE
-        parts = {words[at + 1] for at, word in enumerate(words) if word == "--part"}
-        assert (python, package) == ("python", "bench.emulated") and parts <= set(table.parts)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["keep"], ["keep", "emulated-x"], ["keep", "emulated-x", "--"], ["wrong"]]
-)
-def test_a_wrong_call_is_told_how_to_call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as told:
-        main(arguments)
-    assert told.value.code == 1
-    assert "keep NAME -- COMMAND" in capsys.readouterr().out
-
-
-def test_checking_imports_no_policy_and_no_engine() -> None:
-    code = "import sys, bench.results.__main__; print(*sys.modules)"
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert not {"engine_bridge", "bench.emulated", "torch", "vllm"} & set(out.split())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.emulated import __main__ as emulated
-from bench.emulated import adapter_cache, length
+from bench.emulated import adapter_cache
 from bench.emulated.adapter_cache import TEMPERS
 from bench.emulated.followers import (
     Call,
@@ -19,7 +16,6 @@ from bench.emulated.followers import (
     Tally,
     calibration_error,
     events,
-    read,
     serve,
 )
 from bench.emulated.followers import replay as replay_calls
@@ -28,21 +24,12 @@ from bench.emulated.host_tier import (
     NUM_BANDS,
     NUM_DEVICE_BLOCKS,
     Cost,
-    Prompt,
     Request,
     Restore,
     replay,
-    requests_of,
 )
 from kvtiers.keys import BlockKey
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
-
-
-def last_line(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """Run a command and return its JSON."""
-    emulated.main([*words, "--jobs", "1"])
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
 
 # -- adapter_cache -----------------------------------------------------------------------------------------------------
 
@@ -107,24 +94,6 @@ def test_ours_is_no_worse_than_the_rule_and_means_what_it_says(name: str) -> Non
     assert result["calibration_error"] <= 0.12
 
 
-def test_runs_of_a_file_are_read_and_the_json_has_the_worst_of_all_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bench.emulated.followers.MADE", ("roles",))
-    monkeypatch.setattr("bench.emulated.followers.AGENT_RUNS", tmp_path / "none")
-    path = tmp_path / "mine.csv"
-    path.write_text("run,at_s,agent,end_s\nx,3,b,4\nx,0,a,\ny,0,a,9\n")
-    assert read(path) == [[Call(0.0, pytest.approx(2.7), "a"), Call(3.0, 4.0, "b")], [Call(0.0, 9.0, "a")]]
-    path.write_text("run,at_s,agent\n" + "".join(f"{run},{at},a\n" for run in range(9) for at in range(4)))
-    result = last_line(capsys, "followers", "--csv", str(path), "--seeds", "1")
-    assert [data["data"] for data in result["data"]] == ["mine", "roles"]
-    for key, worst in (("precision_vs_trivial", min), ("recall_vs_trivial", min), ("calibration_error", max)):
-        assert result[key] == worst(data[key] for data in result["data"])
-    path.write_text("run,time\n1,2\n")
-    with pytest.raises(ValueError, match="columns"):
-        read(path)
-
-
 # -- host_tier ---------------------------------------------------------------------------------------------------------
 
 NUM_BLOCKS = NUM_DEVICE_BLOCKS // 3  # of a session: four of them overflow the device's cache
@@ -142,17 +111,6 @@ def turns_in_rotation(num_sessions: int, num_rounds: int) -> list[Request]:
         for turn in range(num_rounds)
         for session in range(num_sessions)
     ]
-
-
-def test_a_prompt_that_extends_a_whole_earlier_one_continues_its_session() -> None:
-    chains = ((0, 1, 2, 9), (0, 5, 6, 7), (0, 1, 2, 3, 4), (0, 1, 2, 8))
-    prompts = [
-        Prompt(0.0, len(chain) * BLOCK_TOKENS - 1, chain) for chain in chains
-    ]  # the last block is partial
-    sessions = [request.session for request in requests_of(prompts, random.Random(0))]
-    assert sessions == ["s0", "s1", "s0", "s3"], (
-        "the last one shares blocks with s0, which has gone on without it"
-    )
 
 
 @pytest.mark.parametrize("policy", [Lru(), ByValue(), ByValue(band_weight=0.0)])
@@ -185,23 +143,3 @@ def test_a_stall_is_what_a_restore_adds_to_computing(
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_of_requests_is_read_in_either_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.jsonl"
-    messages = [{"role": "user", "content": "Tell me a story"}]
-    records: list[Any] = [
-        {"prompt": "Name it", "num_tokens": 5},
-        {"messages": messages, "answer": "word " * 300},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records * 100))
-    runs = last_line(capsys, "length", "--part", "files", "--jsonl", str(path))["runs"]
-    assert [(run["data"], run["arm"]) for run in runs] == [("mine", arm) for arm in length.ARMS]
-    recent, bare, hinted = runs
-    assert hinted["num_requests"] == 200 and hinted["p90_coverage"] > 0.85
-    for run in (recent, bare):
-        assert (
-            hinted["accuracy"] > 0.8 > 0.4 > run["accuracy"] and hinted["p50_error"] < 0.1 < run["p50_error"]
-        )

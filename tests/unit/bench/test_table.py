@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
-from bench.emulated import __main__ as emulated
 from bench.emulated.table import Bench, Figure, Table, Workers, crossing
 
 played: list[Point] = []
@@ -44,12 +43,7 @@ def bench(*seeds: int) -> Bench:
 def test_each_point_is_played_once_with_every_seed_and_arms_are_compared_seed_by_seed() -> None:
     found = bench(1, 2)
     found.play([Point("ours"), Point("base"), Point("ours")])
-    assert found.values(Point("ours"), "ttft_s") == [1 / 2, 1 / 3]
-    assert found.values(Point("base"), lambda outcome: outcome.ttft_s * 10) == [10, 10]
     assert played == [Point(arm, seed=seed) for arm in ("ours", "base") for seed in (1, 2)]
-    assert found.of(Point("base", 2.0)) == [Outcome(2.0)] * 2, (
-        "what has not been played is played when it is asked for"
-    )
     assert found.ratios(Point("ours"), Point("base"), "ttft_s") == pytest.approx((1 / 2, 1 / 3))
     assert found.changes(Point("ours"), Point("base"), "ttft_s") == pytest.approx((-1 / 2, -2 / 3))
 
@@ -87,23 +81,6 @@ def test_a_figure_falls_short_on_the_wrong_side_of_the_papers(
     figure = Figure(("x",), (value,), paper, is_less_better)
     assert figure.falls_short is is_short and ("FALLS SHORT" in figure.row()[2]) is is_short
     assert figure.is_compared == (paper is not None and is_less_better is not None)
-
-
-def test_a_figure_shows_its_median_with_the_interval_of_its_seeds() -> None:
-    figure = Figure(("TTFT", "mlq"), (-0.2, -0.3, -0.4), -0.25)
-    assert figure.row() == ("TTFT, mlq", "-30.0%  (-40.0% … -20.0%)", "wanted -25.0%")
-    assert figure.result() == {
-        "what": "TTFT, mlq",
-        "median": -0.3,
-        "interval": (-0.4, -0.2),
-        "spread": [-0.4, -0.2],
-        "seeds": [-0.2, -0.3, -0.4],
-        "paper": -0.25,
-        "falls_short": False,
-    }
-    assert replace(figure, values=(1.5,), unit="ratio").row()[1] == "1.50×", (
-        "of one seed there is no interval"
-    )
 
 
 def part(bench: Bench) -> None:
@@ -148,13 +125,3 @@ def test_a_command_plays_what_is_asked_and_ends_with_a_line_of_json(
     assert [line.split()[0] for line in lines[first + 1 : first + 4]] == ["changes,"] * 3
     assert [line.split()[1] for line in lines[first + 1 : first + 4]] == ["missed", "reached", "unknown"]
     assert set(result["changes"]) == {"missed", "reached", "unknown"}
-
-
-def test_the_command_says_what_tables_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        emulated.main(["--help"])
-    said = capsys.readouterr().out
-    assert not left.value.code and all(name in said for name in emulated.COMMANDS)
-    with pytest.raises(SystemExit) as left:
-        emulated.main(["nothing"])
-    assert left.value.code

@@ -50,6 +50,7 @@ class CatalogNode(FakeNode):
 
     Attributes:
         places: by name, where an adapter is; the others are on disk. calls: what came, in order.
+        may_load: while it is not set, loading an adapter hangs.
     """
 
     def __init__(self, *, max_rank: int = 64) -> None:
@@ -57,6 +58,8 @@ class CatalogNode(FakeNode):
         self._max_rank = max_rank
         self.places: dict[str, AdapterPlace] = {}
         self.calls: list[tuple[str, str]] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -71,6 +74,7 @@ class CatalogNode(FakeNode):
         if self.state != "ready":
             raise EngineUnavailable("not now", code=self.state)
         self.calls.append(("load", str(body.get("lora_name"))))
+        await self.may_load.wait()
         if body["lora_name"] in self.served() and not body.get("load_inplace"):
             return _error(400, "has already been loaded")
         try:
@@ -168,6 +172,16 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not is_so():
             await asyncio.sleep(0.005)
+
+
+class FarStore(AdapterStore):
+    """The store of a node on another machine: none of the gateway's paths is there."""
+
+    def make_room(self) -> None:
+        self._free_bytes = 0
+
+    def find(self, content_hash: str, path: str) -> str:
+        return super().find(content_hash, "/not/on/this/machine")
 
 
 def store_at(folder: Path) -> AdapterStore:

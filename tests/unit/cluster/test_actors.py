@@ -3,7 +3,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,9 +16,8 @@ from engine_bridge.cluster import actors, orders
 from engine_bridge.cluster.host import NodeAddress
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.trust import Trust
-from tests.unit.cluster.catalog_node import until
+from tests.unit.cluster.catalog_node import PATIENCE_S, until
 
-PATIENCE_S = 20.0
 TRUST = Trust(token=b"of this cluster")
 
 
@@ -101,15 +100,13 @@ class Ray(ModuleType):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(actors, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(actors, "PAUSE_S", 0.01)
-
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaves(code: int) -> None:
         raise AssertionError("the process ended, and with it all nodes of this machine")
 
+    monkeypatch.setattr(actors, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(actors, "PAUSE_S", 0.01)
     monkeypatch.setattr(os, "_exit", leaves)
-    yield
 
 
 def settings_of(folder: Path, **others: Any) -> ClusterSettings:
@@ -150,34 +147,31 @@ def places(news: list[orders.News], name: str) -> list[str | None]:
     return [each.place.incarnation if each.place is not None else None for each in placed]
 
 
-FAULTS = {
-    "its code raises": RayError("its code raised"),
-    "an error of no kind of Ray's": RuntimeError("unpickled"),
-    "a place of another version": b'{"host": "127.0.0.1"}',
-    "an endless text": RuntimeError("x" * 100_000),
+FAULTS: dict[str, Exception | bytes] = {
+    "raises": RayError("its code raised"),
+    "odd": RuntimeError("unpickled"),  # of no kind of Ray's
+    "older": b'{"host": "127.0.0.1"}',  # a place of another version
+    "endless": RuntimeError("x" * 100_000),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_node_that_errs_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    ray = Ray(bad=[FAULTS[fault]])
-    async with driven(ray, tmp_path, monkeypatch, "good", "bad") as (news, _):
-        await until(lambda: "bad-1" in places(news, "bad") and "good-0" in places(news, "good"))
-        problems = [each.problem for each in news if isinstance(each, orders.Placed) and each.problem]
-        assert len(problems) == 1 and len(problems[0]) <= actors.MAX_PROBLEM_CHARS
-        assert places(news, "good") == [None, "good-0"] and ray.made["good"].number == 0
-        assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
-
-
-async def test_a_node_of_others_that_errs_ends_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = Ray()
+async def test_nodes_that_err_return_and_end_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of others is asked again, and is gone once it is not named any more."""
+    ray = Ray(**{name: [fault] for name, fault in FAULTS.items()})
     ray.others["foreign"] = Actor("foreign", 7, b"what is this?", RayError("its code raised"))
     ray.num_failing_looks = 2
-    async with driven(ray, tmp_path, monkeypatch, "ours", follows_all=True) as (news, _):
-        await until(lambda: "foreign-7" in places(news, "foreign"))
+    async with driven(ray, tmp_path, monkeypatch, "good", *FAULTS, follows_all=True) as (news, _):
+        await until(lambda: all(f"{name}-1" in places(news, name) for name in FAULTS))
+        await until(lambda: "foreign-7" in places(news, "foreign") and "good-0" in places(news, "good"))
+        for name in FAULTS:
+            told = [each.problem for each in news if isinstance(each, orders.Placed) and each.node_id == name]
+            (problem,) = filter(None, told)
+            assert len(problem) <= actors.MAX_PROBLEM_CHARS
         ray.others.pop("foreign").is_dead = True
         await until(lambda: orders.NodeLeft("foreign") in news)
-        assert places(news, "ours") == [None, "ours-0"]
+        assert places(news, "good") == [None, "good-0"] and ray.made["good"].number == 0
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
@@ -199,26 +193,22 @@ async def test_an_order_that_fails_ends_no_node(tmp_path: Path, monkeypatch: pyt
         assert not [each for each in news if isinstance(each, orders.ClusterFailed)]
 
 
-TLS = Trust(token=b"of this cluster", cert="c.crt", key="c.key")
-
-
 def environment(folder: Path, given: dict[str, str] | None = None, **settings: Any) -> dict[str, str]:
     return actors.environment_of(settings_of(folder, **settings), given or {})
 
 
 def test_a_ray_of_our_own_is_on_loopback_or_speaks_tls_and_others_keep_theirs(tmp_path: Path) -> None:
-    alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=TLS)
+    """Its token is in a file of its owner and tells nothing of ours."""
+    tls = Trust(token=TRUST.token, cert="c.crt", key="c.key")
+    alone, beyond = environment(tmp_path), environment(tmp_path, host="10.0.0.1", port=6379, trust=tls)
     assert alone["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and "RAY_USE_TLS" not in alone
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in beyond and beyond["RAY_GCS_SERVER_PORT"] == "6379"
     names = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_CA_CERT")
     assert [beyond[name] for name in names] == ["1", "c.crt", "c.crt"]
     for given in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"):  # of a cluster that others run
-        found = environment(tmp_path, {given: "1"}, address="10.0.0.1:6379", host="10.0.0.2", trust=TLS)
+        found = environment(tmp_path, {given: "1"}, address="10.0.0.1:6379", host="10.0.0.2", trust=tls)
         assert not {name for name in found if name.startswith(("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS"))}
-
-
-def test_rays_token_is_in_a_file_of_its_owner_and_tells_nothing_of_ours(tmp_path: Path) -> None:
-    path = Path(environment(tmp_path)["RAY_AUTH_TOKEN_PATH"])
+    path = Path(alone["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     token = path.read_text()
     assert len(token) == 64 and TRUST.token.decode() not in token and TRUST.token.hex() not in token

@@ -12,8 +12,7 @@ import pytest
 
 from engine_bridge.cluster import guard
 from tests.conftest import ROOT
-
-PATIENCE_S = 10.0
+from tests.unit.cluster.catalog_node import PATIENCE_S
 
 
 class Watched:

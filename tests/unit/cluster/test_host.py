@@ -11,10 +11,9 @@ from engine_bridge.cluster.host import NodeAddress, NodeHost
 from engine_bridge.cluster.link import NodeLink
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.trust import Trust
-from tests.unit.cluster.catalog_node import answer_of
+from tests.unit.cluster.catalog_node import PATIENCE_S, answer_of
 from tests.unit.gateway.fake_node import FakeNode
 
-PATIENCE_S = 10.0
 TRUST = Trust(token=b"of this cluster")
 
 

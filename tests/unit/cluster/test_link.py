@@ -9,47 +9,16 @@ import pytest
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, Api, JsonReply, SseReply
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SseReply
 from tests.unit.cluster.catalog_node import PATIENCE_S, connected, until
 from tests.unit.gateway.fake_node import FakeNode
-
-
-class ServingNode(FakeNode):
-    """Answers API calls: with what it was asked, or with events that the test sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
-        self.are_closed = asyncio.Event()
-
-    async def serve(self, api: Api, body: Any, headers: Any, context: EngineRequest = ANONYMOUS) -> Any:
-        if body.get("stream"):
-            return SseReply(self._sent())
-        return JsonReply(200, f"{api} {body['n']} {context.tenant} {dict(headers)}".encode())
-
-    async def _sent(self) -> AsyncIterator[bytes]:
-        try:
-            while (event := await self.events.get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-        finally:
-            self.are_closed.set()
+from tests.unit.gateway.nodes import PlacedNode
 
 
 def question(name: str = "r1") -> EngineRequest:
     return EngineRequest(request_id=RequestId(name), messages=(ChatMessage("user", "hi"),))
-
-
-async def test_an_answer_comes_as_the_node_gives_it() -> None:
-    node = FakeNode(["one ", "two"])
-    async with connected(node) as (remote, _):
-        deltas = [delta async for delta in remote.generate(question())]
-    assert "".join(delta.text for delta in deltas) == "one two"
-    assert deltas[-1].finish_reason == "stop" and deltas[-1].usage is not None
-    assert node.answers[0].request == question()
 
 
 @pytest.mark.parametrize("is_by_name", [False, True])
@@ -83,22 +52,8 @@ async def test_when_the_line_is_cut_all_that_is_under_way_ends_at_both_ends_and_
         await asyncio.wait_for(over.wait(), PATIENCE_S)
 
 
-async def test_advisories_tell_how_they_stand_until_they_end() -> None:
-    node = FakeNode()
-    reports: list[AdvisoryReport] = []
-    async with connected(node) as (remote, _):
-        await remote.advise(Advisory(advisory_id="a", session_id="s"), reports.append)
-        told = await node.told()
-        told.report("host", num_tokens=64)
-        remote.retract("a", is_expired=True)
-        await until(lambda: len(reports) == 2)
-        assert [report.state for report in reports] == ["host", "expired"]
-        remote.end_session("t", "s")
-        await until(lambda: node.ended_sessions == [("t", "s")])
-
-
 async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> None:
-    async with connected(ServingNode()) as (remote, _):
+    async with connected(PlacedNode("n1")) as (remote, _):
         headers = {"X-Request-Id": "r\udc80", "Authorization": "Bearer secret"}
         reply = await remote.serve("chat", {"n": 1}, headers, EngineRequest(tenant="t"))
     assert reply == JsonReply(200, b"chat 1 t {'X-Request-Id': 'r?'}")
@@ -106,11 +61,12 @@ async def test_calls_of_the_apis_go_through_with_who_asks_and_without_keys() -> 
 
 @pytest.mark.parametrize("is_read", [False, True])
 async def test_streamed_calls_give_events_and_their_error_or_are_stopped(is_read: bool) -> None:
-    node = ServingNode()
-    for event in (b"a", b"b", *([EngineUnavailable("gone")] if is_read else ())):
-        node.events.put_nowait(event)
+    node = PlacedNode("n1")
     async with connected(node) as (remote, _):
         reply = await remote.serve("chat", {"stream": True}, {})
+        call = await node.called()
+        for event in (b"a", b"b", *([EngineUnavailable("gone")] if is_read else ())):
+            call.events.put_nowait(event)
         assert isinstance(reply, SseReply)
         if is_read:
             assert [await anext(reply.events), await anext(reply.events)] == [b"a", b"b"]
@@ -118,7 +74,7 @@ async def test_streamed_calls_give_events_and_their_error_or_are_stopped(is_read
                 await anext(reply.events)
         else:
             await reply.events.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(node.are_closed.wait(), PATIENCE_S)
+        await until(lambda: call.is_closed)
 
 
 async def test_what_is_read_at_once_follows_the_nodes_reports() -> None:
@@ -178,12 +134,16 @@ async def test_a_follower_that_raises_keeps_nobody_else_from_hearing() -> None:
 
     node = FakeNode()
     reports: list[AdvisoryReport] = []
+    ends: list[AdvisoryReport] = []
     async with connected(node) as (remote, link):
         await remote.advise(Advisory(advisory_id="a", session_id="s"), raises)
         await remote.advise(Advisory(advisory_id="b", session_id="s"), reports.append)
         for number in range(2):
             (await node.told(number)).report("host", num_tokens=64)
         await until(lambda: len(reports) == 1)
+        await remote.advise(Advisory(advisory_id="c", session_id="s"), ends.append)
+        remote.retract("c", is_expired=True)
+        await until(lambda: [report.state for report in ends] == ["expired"])
         assert link.is_up
         link.abort()
         await until(lambda: len(reports) == 2)

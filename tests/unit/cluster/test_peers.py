@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import random
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -121,17 +119,6 @@ def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: No
     assert other.fetch(KEYS[:14]) == ["host"] * 14
 
 
-def test_only_the_layers_that_are_lacking_are_asked_for(home: Node, other: Node) -> None:
-    """Blocks whose last layers were dropped, and whose file has gone."""
-    other.save("a", KEYS[:10])
-    assert other.store.flush()
-    for block in other.store._host.blocks.values():
-        other.store._host.trim(block, 3)
-    other.store._disk.forget(KEYS[:10])
-    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
-    assert other.figures.bytes_fetched == 10 * SHAPE.layer_bytes
-
-
 def test_two_stages_ask_once(home: Node, other: Node) -> None:
     first = other.stage(KEYS[:10], home.address)
     assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10 or first.origins == ["peer"] * 10
@@ -151,18 +138,16 @@ def test_a_conversation_comes_in_pieces(home: Node, other: Node, monkeypatch: py
     assert other.fetch(KEYS[:30], home.address) == ["host"] * 10 + ["peer"] * 20
 
 
-def test_a_loan_neither_touches_nor_evicts(make: MakeNode, other: Node) -> None:
+def test_a_loan_evicts_nothing(make: MakeNode, other: Node) -> None:
     """Though host memory is full, and what is lent is on disk."""
     node = make("full", host_blocks=8)
     for first in (0, 4):  # as much as may wait for the disk
         node.save("old", KEYS[first : first + 4])
         node.to_disk()
     node.save("new", KEYS[8:16])
-    before = {name: group.last_used_s for name, group in node.store._host.groups.items()}
     assert other.fetch(KEYS[:20], node.address) == ["peer"] * 16
-    assert {name: group.last_used_s for name, group in node.store._host.groups.items()} == before
-    assert set(node.store._host.blocks) == set(KEYS[8:16]) and until(lambda: node.num_pins() == 0)
-    node.store.check_invariants()
+    assert until(lambda: node.num_pins() == 0)
+    assert node.fetch(KEYS[8:16]) == ["host"] * 8
 
 
 def test_a_block_that_the_disk_cannot_give_ends_a_loan(home: Node, other: Node, tmp_path: Path) -> None:
@@ -215,15 +200,21 @@ def test_strangers_are_lent_nothing(home: Node, make: MakeNode, reason: str, opt
 
 
 @pytest.mark.parametrize("says", [b"", b"\x05\0\0\0\0\0\0\0abcde", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_who_makes_no_sense_is_given_up(other: Node, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
+def test_who_makes_no_sense_or_trickles_is_given_up(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch, says: bytes
+) -> None:
     monkeypatch.setattr(peers, "STALL_S", 0.05)
     with asked_by(other) as (stage, connection):
         connection.sendall(says)
         assert other.store.wait_for_reads(SETTLE_S)
     other.store.release(stage)
-    assert set(other.figures.misses) == {"malformed" if says else "late"}
+    assert other.figures.misses == ({"malformed": 1} if says else {"late": 1})
     assert other.num_pins() == 0
     other.store.check_invariants()
+    monkeypatch.setattr(peers, "ANSWER_S", 0.0)
+    monkeypatch.setattr(peers, "MIN_BYTES_PER_S", 1e12)
+    assert other.fetch(KEYS[:10], home.address) == []
+    assert other.figures.misses["late"] == 1 + (not says)
 
 
 def test_what_nobody_waits_for_any_more_is_not_read_on_and_may_be_computed_and_saved(other: Node) -> None:
@@ -250,13 +241,6 @@ def test_what_peers_lack_is_asked_for_again(home: Node, other: Node, monkeypatch
     assert other.fetch(KEYS[20:30], home.address) == ["peer"] * 10, "it is asked again at once"
     now[0] += 10 * peers.FOUND_HALF_LIFE_S
     assert other.figures.share_found > 0.999
-
-
-def test_a_peer_that_trickles_is_given_up(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "ANSWER_S", 0.0)
-    monkeypatch.setattr(peers, "MIN_BYTES_PER_S", 1e12)
-    assert other.fetch(KEYS[:10], home.address) == []
-    assert other.figures.misses == {"late": 1}
 
 
 class Asker:
@@ -318,19 +302,6 @@ def until(holds: Callable[[], bool]) -> bool:
 def test_a_question_that_makes_no_sense_is_cut_off(home: Node, key: BlockKey, first_layer: int) -> None:
     assert Asker(home).greet().ask([key], first_layer).is_cut_off()
     assert home.figures.refusals == {"malformed": 1}
-
-
-def test_any_bytes_at_all_hurt_nobody(home: Node, other: Node) -> None:
-    """Before and after the greeting; whole frames with nonsense in them, too."""
-    rng = random.Random(7)
-    for number in range(60):
-        with Asker(home).socket if number % 2 else Asker(home).greet().socket as stranger:
-            noise = rng.randbytes(rng.randrange(1, 300))
-            if number % 3:
-                noise = struct.pack("<II", len(noise), rng.randrange(3)) + noise
-            stranger.sendall(noise)
-    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
-    assert until(lambda: not home.peering._lender.connections and home.num_pins() == 0)
 
 
 def test_there_are_only_so_many_connections(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:

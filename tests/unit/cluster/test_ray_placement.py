@@ -11,9 +11,8 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.protocol.errors import EngineUnavailable
-from tests.unit.cluster.catalog_node import answer_of, until
+from tests.unit.cluster.catalog_node import PATIENCE_S, answer_of, until
 
-PATIENCE_S = 20.0
 DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")
 
 
@@ -97,31 +96,27 @@ async def test_when_the_driver_or_its_guard_dies_all_is_started_again(tmp_path: 
         assert await answer_of(node) == "I am a"
 
 
-NO_MODEL = {"a": b"cannot be made", "b": b"cannot be made"}
-NO_NODES = [
-    ({"a": b"no cluster"}, "there is no cluster"),
-    (NO_MODEL, "a: it has no model; b: it has no model"),
-]
-
-
-@pytest.mark.parametrize(("nodes", "reason"), NO_NODES)
-async def test_what_ails_all_nodes_is_raised(tmp_path: Path, nodes: dict[str, bytes], reason: str) -> None:
-    async with placement_of(tmp_path, **nodes) as (placement, _):
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [(b"no cluster", "there is no cluster"), (b"cannot be made", "a: it has no model; b: it has no model")],
+)
+async def test_what_ails_all_nodes_is_raised(tmp_path: Path, how: bytes, reason: str) -> None:
+    async with placement_of(tmp_path, a=how, b=how) as (placement, _):
         with pytest.raises(EngineUnavailable, match=reason):
             await placement.start()
 
 
-@pytest.mark.parametrize(
-    ("how", "error"), [(b"cannot be made", "it has no model"), (b"another model", "it serves another-model")]
-)
-async def test_one_ready_node_is_enough_and_others_are_named(tmp_path: Path, how: bytes, error: str) -> None:
-    async with placement_of(tmp_path, a=how, b=b"") as (placement, _):
+async def test_one_ready_node_is_enough_and_others_are_named(tmp_path: Path) -> None:
+    errors = {"a": "it has no model", "b": "it serves another-model"}
+    nodes = {"a": b"cannot be made", "b": b"another model", "c": b""}
+    async with placement_of(tmp_path, **nodes) as (placement, _):
         await placement.start()
-        node = placement.nodes["a"]
-        await until(lambda: node.progress.state == "failed")
-        assert node.progress.error is not None and error in node.progress.error
-        with pytest.raises(EngineUnavailable):
-            await answer_of(node)
+        for name, error in errors.items():
+            node = placement.nodes[name]
+            await until(lambda node=node: node.progress.state == "failed")  # type: ignore[misc]
+            assert node.progress.error is not None and error in node.progress.error
+            with pytest.raises(EngineUnavailable):
+                await answer_of(node)
 
 
 async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from engine_bridge.adapters.contents import contents_of
 from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.adapters.store import MAX_PIECE_BYTES, AdapterStore
+from engine_bridge.adapters.store import MAX_PIECE_BYTES
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.sending import bring
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
-from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, answer_of, connected, store_at
+from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, FarStore, answer_of, connected, store_at
 
 # Weights of two megabytes and a half: three pieces.
 WIDE = {"model.layers.0.self_attn.q_proj": (40_000, 40_000)}
@@ -22,13 +22,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_adapter(tmp_path_factory.mktemp("source") / "wide", modules=WIDE, rank=16)
     assert 2 * MAX_PIECE_BYTES < (folder / WEIGHTS_FILE).stat().st_size < 3 * MAX_PIECE_BYTES
     return folder
-
-
-class AwayFrom(AdapterStore):
-    """A store on a machine where the gateway's folders do not exist."""
-
-    def find(self, content_hash: str, path: str) -> str:
-        return super().find(content_hash, "/not/on/this/machine")
 
 
 class Tamper:
@@ -57,7 +50,7 @@ def flipped(data: bytes) -> bytes:
 
 async def test_a_node_that_lacks_an_adapter_is_sent_it_in_pieces(tmp_path: Path, source: Path) -> None:
     contents, frames, num_answers = contents_of(source), Tamper(1 << 60, bytes), 0
-    async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0), through=frames) as (node, _):
+    async with connected(CatalogNode(), FarStore(tmp_path / "s", free_bytes=0), through=frames) as (node, _):
         bringing = asyncio.create_task(bring(node, contents))
         while not bringing.done():
             assert await answer_of(node) == "hello"
@@ -73,7 +66,7 @@ async def test_damaged_once_it_is_sent_again_and_damaged_always_refused(tmp_path
     contents = contents_of(source)
     for times in (1, 100):
         damage = Tamper(MAX_PIECE_BYTES, flipped, times)
-        store = AwayFrom(tmp_path / str(times), free_bytes=0)
+        store = FarStore(tmp_path / str(times), free_bytes=0)
         async with connected(CatalogNode(), store, through=damage) as (node, _):
             if times == 1:
                 assert contents_of(Path(await bring(node, contents))).content_hash == contents.content_hash
@@ -88,7 +81,7 @@ async def test_changed_or_gone_before_it_is_sent_it_is_refused(tmp_path: Path) -
     folder = make_adapter(tmp_path / "source", modules=WIDE)
     contents = contents_of(folder)
     make_adapter(folder, modules=WIDE, seed=1)
-    async with connected(CatalogNode(), AwayFrom(tmp_path / "s", free_bytes=0)) as (node, _):
+    async with connected(CatalogNode(), FarStore(tmp_path / "s", free_bytes=0)) as (node, _):
         with pytest.raises(AdapterRejected, match="changed while they were sent"):
             await bring(node, contents)
         folder.rename(tmp_path / "moved")
@@ -98,7 +91,7 @@ async def test_changed_or_gone_before_it_is_sent_it_is_refused(tmp_path: Path) -
 
 async def test_cut_off_in_the_middle_nothing_is_taken_for_whole(tmp_path: Path, source: Path) -> None:
     contents = contents_of(source)
-    store = AwayFrom(tmp_path / "s", free_bytes=0)
+    store = FarStore(tmp_path / "s", free_bytes=0)
     cut = Tamper(2 * MAX_PIECE_BYTES, lambda _: None)
     async with connected(CatalogNode(), store, through=cut) as (node, _):
         with pytest.raises(EngineUnavailable):

@@ -7,9 +7,8 @@ import pytest
 
 from engine_bridge.cluster.trust import Trust, read_token
 from engine_bridge.protocol.errors import ClusterError
+from tests.unit.cluster.catalog_node import PATIENCE_S
 from tests.unit.cluster.certificates import certified
-
-PATIENCE_S = 10.0
 
 
 async def greeting(server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> bytes:

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from engine_bridge.core.adapters.adapter_moves import Fill, LoadToHost
-from engine_bridge.core.adapters.announced import EXPECTED_FOR_S, Announcements
+from engine_bridge.core.adapters.adapter_moves import LoadToHost
+from engine_bridge.core.adapters.announced import Announcements
 from engine_bridge.core.adapters.residency import AdapterPlaces
 from engine_bridge.protocol.node import AdvisoryReport, AdvisoryState
 from tests.unit.core.test_residency import NOBODY, SIZE, bring, lay_out, make, serve
@@ -39,17 +39,6 @@ def test_it_takes_the_slot_of_an_adapter_that_nobody_uses() -> None:
     serve(places, 1)
     announce(places, 2)
     assert places.table.slots == [2]
-
-
-def test_of_an_unknown_session_a_request_is_not_expected_for_ever() -> None:
-    places = make(num_slots=1)
-    announce(places, 1)
-    places.announced.accounted("adv1", False, told("unknown"), 0.0)
-    bring(places, 2)
-    places.announce("adv2", 2, 1.0)
-    assert places.advance(NOBODY, EXPECTED_FOR_S - 1) == [], "the slot is the first one's"
-    places.wanted.something_moved()
-    assert Fill(2, 0, "host") in places.advance(NOBODY, EXPECTED_FOR_S)
 
 
 @pytest.mark.parametrize(

@@ -140,20 +140,6 @@ def test_nobody_stands_for_longer_than_it_has_run_and_a_moment_however_many_urge
     assert stood_s > GRACE_S + 3.0
 
 
-def test_one_that_is_given_up_while_it_stands_is_forgotten() -> None:
-    engine = FakeEngine("mlq", num_slots=8, pauses=pauses(1))
-    engine.ask(arrival("a"))
-    engine.step()
-    engine.ask(arrival("urgent", priority=-1))
-    engine.step()
-    engine.step()
-    assert engine.own.reason("a") == "paused"
-    engine.end("a", is_finished=False)
-    engine.own.check_invariants()
-    engine.end("urgent")
-    assert engine.step() == StepPlan() and not engine.own.pauses.is_on
-
-
 def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a_step() -> None:
     table = step_table()
     own = Pauses(lambda num_requests, num_tokens: table.step_s(0, num_requests, num_tokens), 0.1)

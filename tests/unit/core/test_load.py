@@ -1,13 +1,9 @@
 """What a node has to do: what is counted as requests come and go, against looking at all of them."""
 
-import random
-
 import pytest
 
 from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.protocol.node_facts import Ranks
-
-from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
 
 
 def one(name: str, rank: int = 0, prefill: int = 100, **more: bool) -> Counted:
@@ -37,18 +33,3 @@ def test_usual_sizes_follow_what_is_seen() -> None:
         load.ended(str(number), num_answer_tokens=30)
     assert load.prompt_tokens == pytest.approx(40, rel=0.05)
     assert load.answer_tokens == pytest.approx(30, rel=0.1)
-
-
-def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:
-    engine, rng = FakeEngine(), random.Random(3)
-    for number in range(200):
-        engine.ask(arrival(str(number), rng.randrange(1, 200), rng.randrange(1, 60), rank=rng.choice((0, 8))))
-        for _ in range(rng.randrange(4)):
-            engine.step()
-        for name in list(engine.running):
-            if rng.random() < 0.2:
-                engine.end(name)
-        engine.own.check_invariants()
-        num_held = sum(engine.tokens[name] for name in engine.running)
-        facts = engine.own.load.facts(num_held, NUM_BLOCKS * BLOCK_TOKENS)
-        assert (facts.running.num, facts.queued.num) == (engine.own.num_running, engine.own.num_waiting)

@@ -119,17 +119,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_nothing_wakes_the_engine_for_an_advisory_that_is_over(bench: Bench) -> None:
-    bench.expect(expected_arrival_s=50.0)
-    bench.advance()
-    assert bench.promotions.wait_s(bench.now) is not None
-    bench.promotions.retract("a!", is_expired=False, now=bench.now)
-    bench.now += 100.0
-    assert not bench.promotions.has_work(bench.now)
-    assert bench.promotions.wait_s(bench.now) is None
-    assert bench.promotions.is_idle
-
-
 def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies_behind(bench: Bench) -> None:
     bench.expect("sooner", 60)
     bench.settle()
@@ -146,25 +135,6 @@ def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies
     bench.now += wait_s
     assert bench.settle(BUSY_BESIDE) == 30
     assert (bench.num_there("sooner", 60), bench.num_there("later", 30)) == (60, 30)
-
-
-def test_what_a_request_pushed_out_comes_back_as_soon_as_it_has_ended(bench: Bench) -> None:
-    bench.expect("a", 30)
-    bench.settle(num=7)
-    bench.now += 1.0
-    bench.advance(BUSY_BESIDE)
-    assert bench.states == ["staging", "warm"]
-    bench.cache.used = {b"big%d" % number for number in range(90)}
-    for name in list(bench.cache.kept)[:20]:
-        del bench.cache.kept[name]
-    bench.promotions.started("big")
-    bench.now += 0.01
-    assert bench.advance(BUSY_BESIDE) == 0
-    assert bench.num_there("a", 30) == 10
-    bench.cache.used = set()
-    bench.promotions.ended("big")
-    bench.now += 0.01
-    assert bench.settle(BUSY_BESIDE, 12) == 20
 
 
 def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_others(bench: Bench) -> None:
@@ -191,30 +161,6 @@ def test_a_session_that_is_forgotten_is_unknown_under_every_salt(bench: Bench) -
     bench.promotions.memory.forget_session("a")
     assert ("a", None) not in bench.promotions.memory and ("a", "tenant") not in bench.promotions.memory
     assert ("b", None) in bench.promotions.memory
-
-
-def test_what_comes_to_use_is_paid_back(bench: Bench) -> None:
-    bench.promotions.took(CREDIT_S, bench.now)  # in vain
-    bench.promotions.advance(BUSY, bench.now)
-    bench.now += 1.2 * LONGEST_TURN_S / SHARE  # enough for one of them
-
-    def num_copied(name: str, num_blocks: int) -> int:
-        bench.expect(name, num_blocks)
-        total = 0
-        for _ in range(20):
-            bench.now += 0.004
-            num = bench.advance(BUSY)
-            total += num
-            bench.now += num * SHAPE.block_bytes / BYTES_PER_S
-            bench.promotions.took(num * SHAPE.block_bytes / BYTES_PER_S, bench.now)
-        return total
-
-    assert num_copied("a", 8) == 8
-    bench.arrive("a")
-    assert num_copied("b", 8) == 8, "what the first one took was there again for the second"
-    assert bench.states[-3:] == ["hit", "staging", "warm"]
-    bench.promotions.retract("b!", is_expired=True, now=bench.now)
-    assert num_copied("c", 40) < 10
 
 
 @pytest.mark.parametrize(
@@ -254,19 +200,6 @@ def test_what_was_only_read_counts_as_moved(bench: Bench) -> None:
     last = bench.reports[-1]
     assert (last.state, last.host_bytes) == ("wasted", 0)
     assert (last.disk_bytes, last.peer_bytes) == (2 * SHAPE.block_bytes, SHAPE.block_bytes)
-
-
-def test_what_was_read_before_it_gave_way_counts(bench: Bench) -> None:
-    bench.expect(on_disk=True)
-    bench.advance()
-    bench.shelf.read_one()
-    bench.shelf.revoke()
-    bench.shelf.put(keys_of("a", 8), on_disk=True)
-    bench.promotions.staged()
-    bench.advance()
-    bench.shelf.read_one()
-    bench.promotions.retract("a!", is_expired=False, now=bench.now)
-    assert bench.reports[-1].disk_bytes == 2 * SHAPE.block_bytes
 
 
 def test_an_urgent_session_is_copied_while_requests_run_and_nobody_else_s(bench: Bench) -> None:
@@ -352,6 +285,11 @@ class PromotionsMachine(RuleBasedStateMachine):
     @rule()
     def the_disk_delivers(self) -> None:
         self.shelf.read_one()
+        self.promotions.staged()
+
+    @rule()
+    def requests_take_host_memory(self) -> None:
+        self.shelf.revoke()
         self.promotions.staged()
 
     @rule(num_used=st.integers(0, 12))

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_bridge.core.adapters import adapter_moves
-from engine_bridge.core.adapters.adapter_copies import AHEAD_WRITE_S, IDLE_WRITE_S, USED_WRITE_S
 from engine_bridge.core.adapters.adapter_moves import Fill, LoadToHost, Move, Refuse, WriteCopy
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.adapters.adapter_cache import POLICIES, AdapterLru, PrefixFacts
-from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
 from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
 from engine_bridge.protocol.node import AdvisoryReport
 
@@ -118,14 +116,6 @@ def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_
     assert not make(fills_from_copies=True, cpu_assist=False).is_assisted(2)
 
 
-def ahead(places: AdapterPlaces, now: float) -> list[WriteCopy]:
-    """What is to be copied now; it has found room, and is being written."""
-    moves = places.copies_to_write(now)
-    for move in moves:
-        places.copies.begun(move.adapter_id, move.is_ahead)
-    return moves
-
-
 def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     places = make()
     for adapter_id in (1, 2):
@@ -133,35 +123,6 @@ def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     ask(places, 1, 1.0)
     assert [places.copies.take_first_to_go(1.0) for _ in range(3)] == [2, 1, None]
     assert places.counts["evicted:cached:kv"] == 2
-
-
-def test_what_left_its_slot_is_copied_before_what_nobody_asked_for() -> None:
-    places = make(num_slots=1, fills_from_copies=True, host_bytes=3 * SIZE)
-    for adapter_id in (1, 2, 3):
-        bring(places, adapter_id)
-    for adapter_id in (1, 2):
-        serve(places, adapter_id)
-    assert places.copies_to_write(0.0) == [WriteCopy(1)]
-
-
-def test_what_nobody_asked_for_is_written_slowly_while_there_are_requests() -> None:
-    places = make(fills_from_copies=True, host_bytes=3 * SIZE)
-    for adapter_id in (1, 2):
-        bring(places, adapter_id)
-    (move,) = ahead(places, 0.0)
-    assert places.copies.write_s(is_busy=True) == AHEAD_WRITE_S
-    assert places.copies.write_s(is_busy=False) == IDLE_WRITE_S
-    places.copies.begun(3 - move.adapter_id)
-    assert places.copies.write_s(is_busy=True) == USED_WRITE_S, "the other one has just left its slot"
-
-
-def test_what_was_put_back_for_a_measurement_stays_where_it_is_until_its_next_request() -> None:
-    places = make(fills_from_copies=True)
-    bring(places, 1)
-    places.put_back(1, keeps_host=True)
-    assert ahead(places, 0.0) == []
-    ask(places, 1, 2.0)
-    assert ahead(places, 2.0) == [WriteCopy(1, is_ahead=True)]
 
 
 class LargestId(AdapterLru):
@@ -444,9 +405,6 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.places.table.check(HOST_BYTES)
-        for policy in (self.places.worth._host, self.places.worth._device):
-            for shadow in (policy.lru, *policy.forecasts) if isinstance(policy, Adaptive) else ():
-                shadow.check_invariants(float("inf"))
         wanted = (self.places.table[adapter_id] for adapter_id in self.places.wanted.ids)
         assert self.places.wanted.num_bytes == sum(v.num_bytes for v in wanted if v.host_bytes is None)
 

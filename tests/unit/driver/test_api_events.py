@@ -11,7 +11,6 @@ from engine_bridge.driver.serving.answer import Answer
 from engine_bridge.driver.serving.api_events import ApiEvents
 from engine_bridge.driver.serving.call import Call
 from engine_bridge.driver.serving.entrance import Entrance
-from engine_bridge.driver.serving.serving import _cancellable
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.vllm_api import RequestOutputKind, RetryableRequestError
 from engine_bridge.protocol.node import Dropped, token_ids_of, unpack_token_ids
@@ -72,7 +71,7 @@ class Outputs:
 
 def answer(call: Call, client: Client, *token_ids: int) -> Answer:
     sampling = SimpleNamespace(output_kind=RequestOutputKind.DELTA)
-    request = SimpleNamespace(sampling_params=sampling, prompt_token_ids=[7])
+    request = SimpleNamespace(sampling_params=sampling, prompt_token_ids=[7], mm_features=[])
     return Answer(client, call, "a", request, Outputs(*token_ids), None)  # type: ignore[arg-type]
 
 
@@ -161,25 +160,6 @@ async def test_the_first_event_says_what_was_left_out_and_the_last_one_has_the_t
     assert packed is not None and unpack_token_ids(packed) == (7, 1, 2)
 
 
-async def test_cancelling_a_call_ends_what_it_does_and_closes_its_stream() -> None:
-    ended, source = asyncio.Event(), Source(asyncio.Event())
-
-    async def call() -> str:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            ended.set()
-        return "Client disconnected"
-
-    for waiting in (asyncio.create_task(_cancellable(call())), asyncio.create_task(begun(Call(), source))):
-        for _ in range(3):
-            await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    assert ended.is_set() and source.is_closed
-
-
 async def test_a_few_calls_of_a_tenant_are_made_ready_at_a_time_and_others_come_when_they_have_left() -> None:
     entrance = Entrance(num_at_once=2)
     first, second = [await entrance.enter("a") for _ in range(2)]
@@ -198,14 +178,6 @@ async def test_a_few_calls_of_a_tenant_are_made_ready_at_a_time_and_others_come_
     leave()
     second()
     (await fourth)()
-    assert not entrance._tenants
-
-
-async def test_a_call_leaves_the_entrance_as_soon_as_its_request_is_queued_or_has_failed() -> None:
-    entrance = Entrance(num_at_once=1)
-    Call(when_known=await entrance.enter("a")).queued()
-    Call(when_known=await entrance.enter("a")).failed(ValueError("bad"))
-    assert not entrance._tenants
 
 
 async def test_an_output_that_cannot_be_read_ends_its_own_answer_and_no_other_one() -> None:

@@ -1,4 +1,3 @@
-import gc
 import os
 import select
 import signal
@@ -6,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.driver.assist import profile
 from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFitAllocator
 from engine_bridge.driver.assist.pool import AssistPool
-from engine_bridge.driver.assist.shares import ModuleShape, num_workers_for, rows_per_core, split_rows
+from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.team import AssistLost
 from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread
 from engine_bridge.driver.lora.lora_rows import plan_rows
@@ -167,28 +166,27 @@ def test_what_does_not_fit_is_refused_by_name(pool):
 
 
 @given(steps=st.lists(st.one_of(st.integers(0, 20 * ALIGN_BYTES), st.floats(0, 0.99)), max_size=40))
-def test_stretches_tile_the_region_and_freed_neighbours_are_joined(steps):
+def test_stretches_never_overlap_and_freed_neighbours_are_joined(steps):
     """Steps: bytes to allocate, or which of the stretches to free."""
-    room, taken = FirstFitAllocator(64 * ALIGN_BYTES), []
+    room, taken = FirstFitAllocator(64 * ALIGN_BYTES), {}
     for step in steps:
-        before = sum(size for _, size in room._free)
         if isinstance(step, int):
             offset = room.allocate(step)
-            assert offset is not None or before < step or taken
+            assert offset is not None or taken
             if offset is not None:
-                assert before - sum(size for _, size in room._free) >= step
-                taken.append(offset)
+                assert offset not in taken and offset % ALIGN_BYTES == 0
+                taken[offset] = step
         elif taken:
-            offset = taken.pop(int(step * len(taken)))
+            offset = list(taken)[int(step * len(taken))]
+            del taken[offset]
             room.free(offset)
             with pytest.raises(KeyError):
                 room.free(offset)
-        at, was_free = 0, False
-        free = [(*each, True) for each in room._free]
-        for offset, size, is_free in sorted(free + [(*each, False) for each in room._taken.items()]):
-            assert offset == at and size > 0 and size % ALIGN_BYTES == 0 and not (is_free and was_free)
-            at, was_free = offset + size, is_free
-        assert at == room.capacity_bytes
+        ends = [*sorted(taken.items()), (room.capacity_bytes, 0)]
+        assert all(offset + size <= after for (offset, size), (after, _) in pairwise(ends))
+    for offset in taken:
+        room.free(offset)
+    assert room.allocate(room.capacity_bytes) == 0
 
 
 @pytest.fixture(scope="module")
@@ -268,27 +266,6 @@ def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case
     assert ended, "the worker outlived its parent"
 
 
-def test_nothing_is_left_open_after_close():
-    gc.collect()
-    fds = len(os.listdir("/proc/self/fd"))
-    pool = make_pool()
-    pids = pool.pids
-    assert not pool.is_alive
-    with pytest.raises(AssistLost, match="in time"):
-        pool.wait_ready(timeout_s=0)
-    assert pool.put(1, {"m": random_layer(16, 8, (16,))})
-    with pytest.raises(AssistLost, match="not ready"):
-        pool.add(1, "m", torch.zeros(4, 16), random_rows(4, 16), 1.0)
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ("self", *pids))
-    assert "overture-assist" in maps and "/dev/shm/overture" not in maps, "its memory has no name"
-    pool.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
 @given(rows=st.integers(1, 5000), per_core=st.integers(1, 600), num_workers=st.integers(1, 64))
 def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_workers):
     assert [num_workers_for(num, 64, 4) for num in (1, 64, 65, 128, 129, 1000)] == [1, 1, 2, 2, 3, 4]
@@ -301,24 +278,3 @@ def test_rows_are_shared_out_evenly_and_no_worker_gets_few(rows, per_core, num_w
     assert used == 1 or min(sizes) >= MIN_ROWS
     if used < num_workers and rows >= MIN_ROWS * (used + 1):
         assert max(sizes) <= per_core
-
-
-def test_the_slowest_shape_decides_how_many_rows_a_worker_takes():
-    wide, narrow = ModuleShape(1024, 64, 4096), ModuleShape(1024, 64, 512)
-
-    def measure(shape, rows):
-        return rows * shape.num_out * 1e-9
-
-    found = rows_per_core(measure, [narrow, wide], 1e-3, max_rows=10_000)
-    assert 244 * 15 / 16 - 1 <= found <= 244
-    assert rows_per_core(measure, [narrow], 1e-3, max_rows=100) == 100
-    assert rows_per_core(measure, [wide], 1e-9, max_rows=100) == MIN_ROWS
-
-
-def test_a_profile_of_a_pool_leaves_nothing_behind(pool):
-    usual = pool.rows_per_core
-    shapes = [ModuleShape(256, 8, 512), ModuleShape(256, 8, 256)]
-    with profile.one_worker(pool, repeats=2) as measure:
-        assert 8 <= rows_per_core(measure, shapes, 10.0, max_rows=64) <= 64
-    assert pool.rows_per_core == usual
-    assert not pool.holds(profile.PROFILE_ID)

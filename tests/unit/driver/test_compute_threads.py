@@ -52,15 +52,6 @@ def test_a_number_that_was_changed_is_mended(caplog: pytest.LogCaptureFixture, s
     assert told.startswith("a library has set the engine's number of threads to 3;")
 
 
-def test_a_later_engine_computes_on_as_many_threads_as_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    ComputeThreads(2)
-    assert not caplog.records
-    ComputeThreads(1)
-    assert torch.get_num_threads() == 2
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told == "an engine before this one computed on 2 threads, so this one does, too"
-
-
 def test_numbas_parallel_loops_leave_the_number_alone() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_THREADING_LAYER"}
     command = [sys.executable, "-c", PROPOSES]

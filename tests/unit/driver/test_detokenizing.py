@@ -7,7 +7,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from engine_bridge.driver.corrections.detokenizing import FastDetokenizer, SlowDetokenizer, beyond
+from engine_bridge.driver.corrections.detokenizing import FastDetokenizer, SlowDetokenizer
 from engine_bridge.driver.vllm_api import SamplingParams
 
 SIGNS = bytes_to_unicode()  # of GPT-2's alphabet
@@ -93,16 +93,3 @@ def test_stop_strings_are_not_looked_for_in_the_prompt(tokenizer: Any) -> None:
     prompt = ids_of(tokenizer, b"my secret is ok " + "é".encode()[:1])
     answer = ids_of(tokenizer, b"and then ok!")
     assert answered(tokenizer, prompt, answer, stop=["secret", "ok"]) == ("and then ", "ok")
-
-
-def test_the_end_of_a_long_prompt_is_found_in_few_looks() -> None:
-    class Text(str):
-        num_looks = 0
-
-        def startswith(self, *args: Any) -> bool:
-            Text.num_looks += 1
-            return super().startswith(*args)
-
-    said = "word " * 50_000
-    assert beyond([f"{said}�", said], Text(f"{said}é!")) == "é!"
-    assert 0 < Text.num_looks < 60

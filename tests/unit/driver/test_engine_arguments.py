@@ -1,12 +1,9 @@
-import dataclasses
-
 import pytest
 
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
-from engine_bridge.driver.vllm_api import EngineArgs
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.settings.engine_arguments import RULED_OUT, parse
+from engine_bridge.settings.engine_arguments import parse
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -21,10 +18,6 @@ def test_values_have_the_types_that_vllm_gives_them() -> None:
         with pytest.raises(InvalidRequest, match=reason):
             typed({name: wrong[name]})
     assert typed({}) == {}
-
-
-def test_what_is_ruled_out_is_something_that_vllm_has() -> None:
-    assert RULED_OUT.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def test_a_kv_cache_has_the_size_that_was_said() -> None:

@@ -12,10 +12,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from engine_bridge.driver.grammars import running
 from engine_bridge.driver.grammars.admission import close_schema
 from engine_bridge.driver.grammars.running import BoundedBackend, BoundedGrammar, NoRoom, take_failure
-from engine_bridge.driver.vllm_api import GracefulHTTPError, VLLMValidationError
 from gateway.settings.config import DEMO_MODEL_DIR
 
 JSON, REGEX = StructuredOutputOptions.JSON, StructuredOutputOptions.REGEX
@@ -118,18 +116,6 @@ def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(backend: Ma
     grammars.clear()
     gc.collect()
     assert bounded.grammar_for("greedy", JSON, STREET), "what has ended makes room"
-
-
-def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: MakeBackend) -> None:
-    bounded = backend(room_bytes=8 << 20, states=500)
-    assert not answer_of(bounded).take(2000)
-    failure = take_failure("answer")
-    assert isinstance(failure, GracefulHTTPError) and failure.http_status == 429
-    assert answer_of(bounded).take(20)
-    assert not answer_of(backend(), spec=r"(.{1,60} .{1,40}){1,1000}").take(300)
-    failure = take_failure("answer")
-    assert isinstance(failure, VLLMValidationError) and "too many states" in str(failure)
-    assert running.NO_ROOM not in str(failure)
 
 
 OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -42,6 +42,16 @@ def test_keys_are_of_an_adapters_content_and_of_a_tenant_not_of_names_and_folder
     assert keys_of() == keys_of(path="/there/copy", name="loud", version=7)
     for other in ({"content": "c2"}, {"tenant": "t"}, {"path": ""}):
         assert not set(keys_of()) & set(keys_of(**other))
+    # Each part is kept apart by itself, and what reads alike when the parts are joined is not alike.
+    parts = (
+        ("ab", "", None),
+        ("a", "b", None),
+        ("a", "", "b"),
+        ("", "ab", None),
+        ("", "a", "b"),
+        ("", "", None),
+    )
+    assert len({cache_salt(*each) for each in parts}) == len(parts)
 
 
 def test_where_a_model_lies_and_what_it_is_called_there_is_not_part_of_a_namespace(tmp_path: Path) -> None:

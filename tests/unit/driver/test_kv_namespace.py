@@ -1,5 +1,4 @@
 import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,13 +106,15 @@ def test_the_model_counts_as_it_was_resolved() -> None:
 
 
 def test_code_that_is_not_vllms_own_counts_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM runs the code of transformers for families that it has no class for."""
+    """vLLM runs the code of transformers for families that it has no class for, and has it and others read pictures."""
     foreign = engine_args(config_of("model_impl=transformers"), None).create_engine_config()
     own = engine_args(config_of(), None).create_engine_config()
     before = _computation(foreign, {}), _computation(own, {})
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "99.0")
+    monkeypatch.setattr(kv_namespace, "version", lambda name: "99.0")
     assert _computation(foreign, {}) != before[0]
     assert _computation(own, {}) == before[1]
+    sees = SimpleNamespace(is_multimodal_model=True, using_transformers_backend=lambda: False)
+    assert kv_namespace._code(sees) == "transformers 99.0 torchvision 99.0 pillow 99.0"
 
 
 @pytest.mark.parametrize("way", ["replaced", "written over"])

@@ -1,7 +1,5 @@
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
@@ -55,25 +53,6 @@ def test_an_idle_engine_learns_its_link_and_keeps_its_kv(bench: Measured) -> Non
     assert bench.store.stats().host.bytes == 0
 
 
-class Counted(CpuCopier):
-    """Says of each copy that it took a second for each 10 GB."""
-
-    def _copy(self, *args: Any) -> None:
-        super()._copy(*args)
-        for copied in (self.out, self.back):
-            copied.seconds = copied.num_bytes / 10e9
-
-    def end_step(self, then: Callable[[], None]) -> None:  # type: ignore[override]
-        threading.Thread(target=then).start()
-
-
-def test_what_counts_is_the_copying_and_not_the_word_that_it_is_done(bench: Measured) -> None:
-    bench.use(Counted(bench.device, bench.store.pool.region))
-    bench.now = IDLE_S
-    assert bench.run() > 1
-    assert bench.tiers.link.h2d_bytes_per_s == pytest.approx(10e9)
-
-
 def test_it_waits_for_another_time_while_requests_are_there_or_host_memory_is_full() -> None:
     with closing(Measured(num_host_blocks=2)) as bench:
         bench.now, bench.num_requests = IDLE_S, 1
@@ -85,12 +64,3 @@ def test_it_waits_for_another_time_while_requests_are_there_or_host_memory_is_fu
         bench.now += IDLE_S
         assert bench.run() == 1
         assert bench.store.stats().host.num_evicted == 0 and bench.measuring.wait_s() == IDLE_S
-
-
-def test_a_copy_that_fails_ends_only_the_measuring(bench: Measured, caplog: pytest.LogCaptureFixture) -> None:
-    bench.use(CpuCopier(bench.device[:1], bench.store.pool.region))  # the second layer is not there
-    bench.now = IDLE_S
-    assert bench.run() == 1
-    assert "is not measured" in caplog.text
-    assert bench.measuring.wait_s() is None
-    assert bench.store.stats().host.bytes == 0

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.driver.lora import few_rows, lora_weights
-from engine_bridge.driver.lora.few_rows import terms_at_a_time
 from engine_bridge.driver.lora.lora import SegmentPunicaWrapper
 from engine_bridge.driver.lora.lora_rows import LONG_RUN_ROWS, NO_ADAPTER, plan_rows
 from engine_bridge.driver.lora.lora_weights import FEW_ROWS, pack_slot
-from engine_bridge.driver.vllm_api import LoRAMapping, PunicaWrapperCPU
 from engine_bridge.protocol.errors import SeamMoved
 
 from .equal_bits import needs_equal_bits
@@ -225,42 +223,3 @@ def test_a_plan_of_other_rows_and_a_layer_that_never_announced_itself_are_refuse
         y, x = torch.zeros(num_rows, sum(OUTS)).bfloat16(), torch.zeros(num_rows, 24).bfloat16()
         with pytest.raises(error):
             add(wrapper, stranger, y, x)
-
-
-def test_where_no_order_of_sums_has_the_same_bits_few_rows_are_left_to_mkl(monkeypatch):
-    terms_at_a_time.cache_clear()
-    monkeypatch.setattr(few_rows, "_candidates", lambda num_terms: [1])
-    assert weight_of(LAYERS[3]).few is None
-    terms_at_a_time.cache_clear()
-
-
-@pytest.mark.parametrize(("outs", "rank"), [((256,), 8), ((256, 128, 128), 32), ((256, 128, 128), 128)])
-def test_sums_are_nearer_to_the_truth_than_vllms_own(outs, rank):
-    """In bf16, over 40 rows of one adapter and 8 of another: the mean and the largest distance from fp64. vLLM rounds the delta, and then the sum."""
-    generator = torch.Generator().manual_seed(rank + len(outs))
-
-    def numbers(*shape, deviation=1.0):
-        return (torch.randn(*shape, generator=generator) * deviation).bfloat16()
-
-    num_in, slots = 256, [0] * 40 + [1] * 8
-    layer = fake_layer(outs, num_in=num_in, max_rank=128)
-    ours, stock = wrapper_for(layer, slots), PunicaWrapperCPU(64, 8, "cpu")
-    ids = tuple(slot + 1 for slot in slots)
-    stock.update_metadata(LoRAMapping(ids, ids, is_prefill=True), [1, 2, 3], 4, 100)
-    x, y = numbers(48, num_in), numbers(48, sum(outs))
-    truth = y.double()
-    for slot in (0, 1):
-        a = [numbers(rank, num_in, deviation=num_in**-0.5) for _ in outs]
-        b = [numbers(out, rank, deviation=0.3 * rank**-0.5) for out in outs]
-        layer.set_lora(slot, a, b)
-        rows = [row for row, owner in enumerate(slots) if owner == slot]
-        deltas = [x[rows].double() @ p.double().t() @ q.double().t() for p, q in zip(a, b, strict=True)]
-        truth[rows] += torch.cat(deltas, 1)
-
-    def distances(wrapper):
-        added = y.clone()
-        wrapper.add_lora_linear(added, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, outs)
-        return (added.double() - truth).abs()
-
-    own, theirs = distances(ours), distances(stock)
-    assert own.mean() < theirs.mean() and own.max() <= theirs.max()

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_bridge.core.adapters.staging import AHEAD_FOR_S, ReadAhead
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S
 from engine_bridge.driver.adapters import layouts
-from engine_bridge.driver.adapters.host_workers import AssistWorkers
-from engine_bridge.driver.adapters.layouts import LARGE_PAGE_BYTES, LAYER_BYTES, LayoutsAhead, large_memory
-from engine_bridge.driver.adapters.loading import LoaderThread
+from engine_bridge.driver.adapters.layouts import LAYER_BYTES, LayoutsAhead
 from engine_bridge.driver.adapters.slots import PackedSlots, StepLayout
 from engine_bridge.driver.adapters.weights import AdapterWeights, Memories, ModuleWeights
 
@@ -171,39 +169,3 @@ def test_layouts_ahead_are_bounded_and_go_when_their_request_does_not_come(packe
     assert [each is not None for each in begun] == [True, True, True, False]
     needs_slot = LayoutsAhead(1, lambda given: None, packed.slots.cost)
     assert needs_slot.begin(1, 1, lambda asked: weights, 0.0) is None
-
-
-def test_what_lies_in_host_memory_is_laid_out_early_and_what_goes_wrong_there_harms_nobody(packed):
-    weights, _ = adapter_weights((4, 4, 4))
-    record = SimpleNamespace(version_id=1, num_bytes=1, name="a")
-    prepares = iter([packed.slots.prepare])
-
-    def prepare(given):
-        make = next(prepares, None)
-        if make is None:
-            raise MemoryError
-        return make(given)
-
-    ahead = LayoutsAhead(1, prepare, packed.slots.cost)
-    loader = LoaderThread(None, AssistWorkers(), ReadAhead(1), ahead, wake=lambda: None)
-
-    def expect(found):
-        loader.expect_slot(record, lambda adapter_id: found, 0.0)
-        loader.rest()  # it is begun
-        loader.rest()  # and done
-        return loader.take_layout(1)
-
-    assert expect(None) is None, "its weights have gone meanwhile"
-    assert not expect(weights).is_waiting
-    assert expect(weights) is None, "no memory"
-    loader.expect_slot(record, lambda adapter_id: None, 0.0)
-    loader.close()
-
-
-@pytest.mark.parametrize("least_bytes", [0, 1 << 62])
-def test_memory_is_as_large_as_asked_for_and_may_be_written(monkeypatch, least_bytes):
-    monkeypatch.setattr(layouts, "LEAST_LARGE_BYTES", least_bytes)
-    memory = large_memory(700_001)
-    assert memory.numel() == 700_001 and memory.dtype == torch.float32
-    assert least_bytes or memory.data_ptr() % LARGE_PAGE_BYTES == 0
-    assert memory.fill_(2.0).sum() == 1_400_002

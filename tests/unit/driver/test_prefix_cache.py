@@ -1,14 +1,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from engine_bridge.driver.kv import promoter
 from engine_bridge.driver.kv.promoter import PrefixCache
 from engine_bridge.policy.kv.kv_layout import one_group
 
@@ -98,26 +96,3 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=40, stateful_step_count=40)
-
-
-def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of each of three prefixes are there, and no more than four blocks are remembered."""
-    pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    monkeypatch.setattr(promoter, "MOST_FOUND", 4 / NUM_BLOCKS)
-    prefixes = {name: [b"%s %d" % (name.encode(), at) for at in range(4)] for name in "abcd"}
-    for name in "abc":
-        named: Any = SimpleNamespace(block_hashes=prefixes[name])
-        pool.cache_full_blocks(named, pool.get_new_blocks(2), 0, 2, BLOCK_TOKENS, 0)
-    cache, looked_up = PrefixCache(pool), list[bytes]()
-    stock = pool.get_cached_block
-
-    def counted(block_hash: Any, groups: list[int]) -> Any:
-        looked_up.append(block_hash)
-        return stock(block_hash, groups)
-
-    monkeypatch.setattr(pool, "get_cached_block", counted)
-    # After the two that are there, the third is looked for each time.
-    for name, num_looked_up in zip("aabacabdd", (3, 1, 3, 1, 3, 1, 3, 1, 1), strict=True):
-        looked_up.clear()
-        cache.find(ONE_GROUP.leading_entries(prefixes[name]), 4)
-        assert len(looked_up) == num_looked_up, name

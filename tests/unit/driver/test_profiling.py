@@ -1,4 +1,3 @@
-import itertools
 import random
 from pathlib import Path
 
@@ -10,40 +9,8 @@ from engine_bridge.driver.profiling import disk
 from engine_bridge.driver.profiling.adapters import fit_line
 from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.driver.profiling.copies import Times, _sizes, _swap_error, fit_link
-from engine_bridge.driver.profiling.steps import REPEAT_EVERY, Bounds, corners, grid, visits
+from engine_bridge.driver.profiling.steps import Bounds, grid
 from kvtiers.keys import BlockShape
-
-BOUNDS = Bounds(
-    num_seqs=64, num_batched_tokens=2048, num_kv_tokens=40_000, max_model_len=8192, max_prefill_tokens=100_000
-)
-
-
-class Told:
-    def __init__(self) -> None:
-        self.said: list[tuple[str, float, float]] = []
-
-    def __call__(self, what: str, share_done: float, left_s: float) -> None:
-        self.said.append((what, share_done, left_s))
-
-
-def budget(clock: list[float], seconds: float, told: Told | None = None) -> Budget:
-    return Budget(clock[0], clock[0] + seconds, clock[0] + seconds, told or Told(), lambda: clock[0])
-
-
-def test_a_part_gets_its_share_of_what_is_left_and_tells_the_progress_of_the_whole() -> None:
-    clock, told = [10.0], Told()
-    whole = budget(clock, 100, told)
-    clock[0] = 60.0
-    part = whole.part(0.5)
-    assert part.left_s() == 25 and whole.left_s() == 50
-    part.say("copies")
-    clock[0] = 85.0
-    assert part.is_over() and not whole.is_over()
-    clock[0] = 200.0
-    assert whole.part(0.5).is_over()
-    part.say("copies")
-    assert told.said == [("copies", 0.5, 50.0), ("copies", 1.0, 0.0)]
-
 
 # Of requests, tokens in a batch and in KV, tokens that the model reads, and of prompts in a step.
 BOUNDS_OF_ANY = st.integers(1, 300), st.integers(300, 10_000), st.integers(64, 2_000_000)
@@ -61,29 +28,6 @@ def test_every_point_can_be_run(bounds: Bounds) -> None:
         assert num_context + num_prefill + num_decodes <= bounds.num_kv_tokens
         assert num_context // num_requests + max(num_prefill, 1) <= bounds.max_model_len
         assert num_prefill <= bounds.max_prefill_tokens
-
-
-def test_the_grid_covers_what_the_engine_can_run_and_its_ends_come_first() -> None:
-    points = grid(BOUNDS)
-    assert {point.num_decodes for point in points} == {0, 1, 2, 4, 8, 16, 32, 64}
-    assert {16, 2048} <= {point.num_prefill_tokens for point in points}
-    assert max(point.num_context_tokens for point in points) > 0.5 * BOUNDS.num_kv_tokens
-    ends = corners(points)
-    assert set(ends) <= set(itertools.islice(visits(BOUNDS, seed=0), 2 * len(ends)))
-    assert {64, 2048} <= {number for point in ends for number in point}
-    slow = grid(BOUNDS._replace(max_prefill_tokens=100))  # no step takes all the time
-    assert max(point.num_prefill_tokens for point in slow) == 100
-
-
-def test_all_points_are_visited_in_a_random_order_and_some_again_in_between() -> None:
-    points = grid(BOUNDS)
-    num_visits = len(points) * (REPEAT_EVERY + 1) // REPEAT_EVERY + 2
-    first, again, other = (list(itertools.islice(visits(BOUNDS, seed), num_visits)) for seed in (0, 0, 1))
-    assert set(first) == set(points) and first == again != other
-    early = first[: len(points) // 2]
-    assert len(set(early)) < len(early), "no repeats while the first points are measured"
-    sizes = [point.num_prefill_tokens for point in first]
-    assert sizes != sorted(sizes) and sizes != sorted(sizes, reverse=True)
 
 
 def copies(setup_s: float, out_rate: float, in_rate: float, noise: float = 0.0) -> Times:

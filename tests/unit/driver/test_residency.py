@@ -290,21 +290,6 @@ def begun(*, is_device: bool) -> Traffic:
     return traffic
 
 
-def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_place() -> None:
-    traffic, copied = begun(is_device=True), []
-    for number in (2, 3, 4):  # the first of them leaves too few blocks for another
-        traffic.add(2700)
-        traffic.residency.core.prefetch(number)
-        for _ in range(20):
-            traffic.residency.loader.rest()
-            traffic.now += 0.1
-            traffic.residency.advance()
-        copied.append(traffic.residency.copies.blocks.ids())
-    assert copied[0] and copied[1:] == [copied[0]] * 2
-    assert traffic.residency.places()[4] == "host"
-    traffic.teardown()
-
-
 def test_what_was_read_ahead_gets_its_slot_with_the_turn_that_takes_it_in() -> None:
     traffic = begun(is_device=False)
     traffic.residency.loader.rest()

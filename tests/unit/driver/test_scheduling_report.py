@@ -110,10 +110,3 @@ def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:
     assert errors.num_answers == 6 and errors.num_within_p90 == 4
     assert errors.sum_tokens == 0 + 1 + 2 + 10 + 200 + 99_900
     assert errors.num_within == {bound: sum(e <= bound for e in (0, 1, 2, 10, 200)) for bound in ERROR_BOUNDS}
-
-
-def test_where_vllm_no_longer_tells_why_requests_wait_they_are_just_queued() -> None:
-    """As `VllmDriver` makes it when the names behind it have moved: none of those is looked at."""
-    waiting = [request("a-1"), compiling(None)]
-    bare = SimpleNamespace(num_ended_tokens=0, waiting=waiting, running=[], num_preempted=0)
-    assert SchedulingReport(bare, None, None, dict, BLOCKS, 16, False).stats().num_by_reason == {"queued": 2}

@@ -128,14 +128,3 @@ async def test_vllms_own_wrappers_go_through_it() -> None:
     renderer._executor.shutdown()
     with pytest.raises(SeamMoved):
         be_fair(object())
-
-
-async def test_jobs_that_wait_when_the_queue_is_shut_down_are_cancelled(queue: TokenizerQueue) -> None:
-    busy = Busy(queue)
-    waiting = [asyncio.wrap_future(queue.submit(lambda: None)) for _ in range(3)]
-    queue.shutdown(wait=False, cancel_futures=True)
-    busy.go.set()
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.wait(waiting)
-    assert all(each.cancelled() for each in waiting)
-    assert queue.stats().num_waiting == 0

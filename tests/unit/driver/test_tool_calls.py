@@ -9,7 +9,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from engine_bridge.driver.apis import tool_calls
-from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, ParserRefused, install_tool_parser
+from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, install_tool_parser
 from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -73,17 +73,3 @@ def test_a_parser_that_fits_is_found_by_its_name_and_twice_is_as_once(tokenizer:
         assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes"
     assert not hasattr(ToolParserManager.get_tool_parser("hermes").demands_of, "demands_of")
     assert install_tool_parser(Choice("", "it is switched off"), tokenizer) == NO_FORM
-
-
-def test_a_parser_that_cannot_be_used_is_refused_if_it_was_set_and_else_left_out(tokenizer: Any) -> None:
-    lists = r"--tool-parser nothing: there is no such parser\. vLLM has .*hermes"
-    for name, use, reason in (
-        ("nothing", install_tool_parser, lists),
-        ("deepseek_v3", install_tool_parser, "--tool-parser deepseek_v3: it does not fit"),
-        ("nothing", tool_calls.check_reasoning_parser, "--reasoning-parser nothing"),
-    ):
-        with pytest.raises(ParserRefused, match=reason):
-            use(Choice(name, "it was set", is_set=True), tokenizer)
-    assert install_tool_parser(Choice("deepseek_v3", "its chat template says so"), tokenizer) == NO_FORM
-    choice = Choice("deepseek_r1", "its chat template says so")
-    assert tool_calls.check_reasoning_parser(choice, tokenizer) == ""

@@ -1,4 +1,3 @@
-import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ import pytest
 
 from engine_bridge.adapters.follower import FolderFollower
 from engine_bridge.adapters.retries import LONGEST_WAIT_S
-from tests.adapter_corpus import WEIGHTS_FILE
 from tests.unit.engine_bridge import catalog_server
 from tests.unit.engine_bridge.catalog_server import CatalogServer, Clock, no_files_left, put
 
@@ -90,18 +88,6 @@ async def test_what_is_not_the_files_fault_is_tried_again(served: Served, fault:
     assert served.follower.problems() == {}
 
 
-async def test_what_is_the_files_fault_is_not_read_over_and_over(served: Served) -> None:
-    broken = put(served.root, "broken")
-    os.truncate(broken / WEIGHTS_FILE, 1000)
-    os.utime(broken / WEIGHTS_FILE, (1.0, 1.0))
-    await served.follower.start()
-    (text,) = served.follower.problems().values()
-    assert "tried again" not in text
-    put(served.root, "broken", seed=1)
-    await served.later()
-    assert served.server.served_paths() and served.follower.problems() == {}
-
-
 async def test_one_named_at_the_start_goes_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = put(tmp_path / "elsewhere", "twin", seed=1)
     served = Served(tmp_path, (("twin", str(path)),))
@@ -118,16 +104,3 @@ async def test_one_named_at_the_start_goes_before(tmp_path: Path, caplog: pytest
         assert "loaded from elsewhere" in served.follower.problems()["twin"]
     assert caplog.messages == [], "it is said once"
     served.server.catalog.close()
-
-
-@pytest.mark.parametrize("is_seen", [False, True])
-async def test_the_folders_own_comes_back_when_the_other_is_unloaded(served: Served, is_seen: bool) -> None:
-    """Whether or not the folder was looked at in between."""
-    twin = put(served.root, "twin")
-    await served.follower.start()
-    served.server.load("twin", put(served.elsewhere, "shout", seed=1))
-    if is_seen:
-        await served.later()
-    served.server.unload("twin")
-    await served.later(0.0)
-    assert served.server.served_paths() == {"twin": str(twin)} and served.follower.problems() == {}

@@ -7,9 +7,6 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.names import problem_of
 from engine_bridge.adapters.registry import Registry
 from gateway.nodes.wanted_adapters import WantedAdapters
-from gateway.settings.config import ConfigError
-from gateway.settings.lora_modules import parse_lora_modules
-from gateway.settings.sources import load_config
 from tests.unit.cluster.catalog_node import contract
 from tests.unit.engine_bridge.catalog_server import put
 
@@ -31,12 +28,3 @@ def test_bad_names_are_refused_at_every_door_and_names_that_people_give_are_fine
             assert refused.value.code == "bad_name"
             assert str(refused.value).isprintable() and len(str(refused.value)) < 400
     assert node.served() == [] and [name for name in GOOD if problem_of(name)] == []
-
-
-@pytest.mark.parametrize("name", ["line\nbreak", "x" * 201])
-def test_a_bad_name_is_refused_on_the_command_line_but_for_the_models(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="the name"):
-        parse_lora_modules([f"{name}=/models/law"])
-    with pytest.raises(ConfigError, match="served_model_name"):
-        load_config({"served_model_name": name}, {}, cwd=tmp_path)
-    assert load_config({"served_model_name": "/models/llama"}, {}, cwd=tmp_path).served_model_name

@@ -1,17 +1,15 @@
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from engine_bridge.adapters.contents import AdapterContents, contents_of, read_piece
-from engine_bridge.adapters.copies import CLEAR_EVERY_S, FOLDER_NAME, PAUSE_S, Copies
+from engine_bridge.adapters.copies import FOLDER_NAME, PAUSE_S, Copies
 from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.adapters.files import content_hash, inspect, read
 from engine_bridge.adapters.store import KEEP_S, MAX_PIECE_BYTES, AdapterStore
 from engine_bridge.protocol.errors import InvalidRequest, NotSupported
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter
-from tests.unit.cluster.catalog_node import MODULES, contract, store_at
+from tests.unit.cluster.catalog_node import MODULES, store_at
 from tests.unit.engine_bridge.catalog_server import CatalogServer, Clock, put
 
 
@@ -32,17 +30,6 @@ def send(store: AdapterStore, contents: AdapterContents) -> None:
 def keep(store: AdapterStore, contents: AdapterContents) -> Path:
     send(store, contents)
     return Path(store.finish(contents.content_hash))
-
-
-def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source: Path) -> None:
-    files = inspect(source, contract())
-    buffer = memoryview(bytearray(files.num_bytes))
-    checksum = read(files, buffer)
-    contents = contents_of(source)
-    assert contents.content_hash == content_hash(files, buffer) and contents.checksum == checksum
-    assert files.path == source and files.rank == 8 and files.target_modules == ("q_proj",)
-    for field in ("signature", "rank", "num_bytes", "base_model", "target_modules"):
-        assert getattr(contents, field) == getattr(files, field)
 
 
 def test_what_lies_at_the_gateways_path_is_known_by_its_content(tmp_path: Path, source: Path) -> None:
@@ -189,21 +176,6 @@ def test_what_is_gone_or_another_or_a_gateways_is_not_copied(tmp_path: Path, sou
         make_adapter(source, modules=MODULES, seed=1)
     assert nowhere.path_of(wanted) == copies.path_of(wanted) == ""
     assert not list(tmp_path.glob(f"{FOLDER_NAME}/*"))
-
-
-def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path) -> None:
-    clock, server = Clock(), CatalogServer(tmp_path / "state")
-    copies = Copies(tmp_path, clock)
-    record = server.load("law", source)
-    copies.make_missing([record], 1.0)
-    kept = Path(copies.path_of(record.content_hash))
-    os.utime(kept, (1.0, 1.0))
-    copies.make_missing([], 1.0)
-    assert kept.is_dir(), "requests under way may need it"
-    clock.now += CLEAR_EVERY_S
-    copies.make_missing([], 1.0)
-    assert not kept.exists()
-    server.catalog.close()
 
 
 def test_no_version_is_without_a_copy(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,3 @@
-import errno
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -6,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from engine_bridge.adapters import watch
-from engine_bridge.adapters.retries import AdapterRefusal, Retries
+from engine_bridge.adapters.retries import Retries
 from engine_bridge.adapters.watch import Folder, FolderChanges
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_config
 
 MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}
 NOW = 1_700_000_000.0
 LONG_AGO = NOW - 1000
-FULL = AdapterRefusal("The disk is full.", "disk_full")
 
 
 class Watched:
@@ -65,20 +63,6 @@ def test_adapters_are_told_once_by_name_and_links_are_followed(watched: Watched,
     watched.tells(2)
 
 
-def test_waits_grow_and_end_also_by_a_clock_that_was_set_back() -> None:
-    """Each try counts, and so does each look at one that stands back."""
-    retries = Retries()
-    for number in range(40_000):
-        retries.failed("full", FULL, NOW + number)
-        if number < 2:
-            wait_s = 2.0 * (number + 1)
-            assert retries.is_due("full", NOW + number + wait_s)
-            assert not retries.is_due("full", NOW + number + wait_s - 0.1)
-    assert retries.is_due("full", NOW + 40_010) and not retries.is_due("full", NOW + 40_001)
-    assert retries.is_due("full", NOW - 1e6)
-    assert "tried again" in retries.texts()["full"]
-
-
 def test_a_change_is_told_by_the_two_files_alone(watched: Watched, law: Path, tmp_path: Path) -> None:
     (law / "README.md").write_text("hello")
     stamp(law, LONG_AGO)
@@ -108,17 +92,6 @@ def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(watched
     watched.tells(5, removed="law")  # nothing came
 
 
-def test_one_that_is_replaced_by_another_folder_is_not_called_gone(
-    watched: Watched, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Looked at just between the two moves."""
-    new = stamp(make_adapter(tmp_path / "new", modules=MODULES, seed=1), LONG_AGO + 1)
-    law.rename(tmp_path / "old")
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: new.rename(law))
-    watched.tells()
-    watched.tells(changed="law")
-
-
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, ".adapter_model.safetensors.part", ""])
 def test_any_file_that_is_being_written_holds_back_its_adapter_alone(watched: Watched, name: str) -> None:
     adapter = watched.put("law")
@@ -144,14 +117,6 @@ def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(watched:
     assert max(after - before for before, after in pairwise(told_s)) <= 10
 
 
-def test_a_new_one_is_told_when_it_rests_whatever_the_clock_says(watched: Watched) -> None:
-    for second in range(30):
-        watched.put("law", seed=second, when=NOW + second)
-        watched.tells(second + 0.9)
-    watched.put("law", when=NOW + 1e6)
-    watched.tells(30, added="law")
-
-
 def test_what_is_no_adapter_is_passed_over(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     (watched.root / "notes.txt").write_text("hello")
     (watched.root / "empty").mkdir()
@@ -167,28 +132,3 @@ def test_what_is_no_adapter_is_passed_over(watched: Watched, caplog: pytest.LogC
     watched.tells()
     assert len(caplog.messages) == 5
     assert all(len(line) <= 250 and line.isprintable() for line in caplog.messages)
-
-
-def test_what_cannot_be_read_for_now_has_no_changes_and_is_told_once(
-    watched: Watched, law: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The folder as a whole, then one adapter in it."""
-
-    def fail(path: Path) -> str:
-        if path != law:
-            return real(path)
-        raise OSError(errno.EIO, "Input/output error")
-
-    def stale(path: Path) -> object:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(watch.os, "scandir", stale)
-        watched.tells()
-        watched.tells()
-    assert caplog.text.count("Stale file handle") == 1
-    watched.tells()
-    watched.put("other")
-    real = watch.signature_of
-    monkeypatch.setattr(watch, "signature_of", fail)
-    watched.tells(added="other")

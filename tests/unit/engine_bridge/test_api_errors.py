@@ -1,6 +1,6 @@
 import pytest
 
-from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body, unknown_model
+from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body
 from gateway.errors import GatewayError, to_frame, to_openai_body
 
 
@@ -19,12 +19,6 @@ from gateway.errors import GatewayError, to_frame, to_openai_body
 def test_type_and_code_are_words(status: int, code: str, expected: tuple[str, str]) -> None:
     error = error_body(status, "No.", param="n", code=code)["error"]
     assert error == {"type": expected[0], "code": expected[1], "param": "n", "message": "No."}
-
-
-def test_an_unknown_model_lists_what_there_is_and_no_more_than_a_screen() -> None:
-    assert unknown_model("x", ["base", "ada"]) == "The model `x` does not exist. This server has: base, ada."
-    long = unknown_model("x" * 5000, [f"adapter-{n}" for n in range(500)])
-    assert "and 480 more" in long and len(long) < 1000
 
 
 def test_a_message_that_quotes_what_a_client_has_sent_is_no_longer_than_a_person_reads() -> None:

@@ -47,17 +47,6 @@ def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
     assert formed("messages", **wrong) == wrong, "vLLM says why not"
 
 
-def test_items_with_a_role_are_messages_and_all_their_text_is_kept() -> None:
-    parts = [{"type": "output_text", "text": "Nice, "}, {"type": "refusal", "refusal": "no."}]
-    said = {"role": "assistant", "content": parts}
-    for item in (said, said | {"type": "message"}):
-        (found,) = formed("responses", input=[item | {"id": None, "status": None}])["input"]
-        assert found["type"] == "message" and "id" not in found and "status" not in found
-        assert [part["text"] for part in found["content"]] == ["Nice, no."]
-    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
-    assert formed("responses", input=[user, "x"])["input"] == [user, "x"]
-
-
 def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
     thoughts = [{"type": "reasoning_text", "text": text} for text in ("So ", "it is.")]
     thought = {"type": "reasoning", "content": thoughts, "encrypted_content": None}

@@ -128,15 +128,6 @@ async def test_outputs_gather_until_one_is_urgent() -> None:
     assert [start - left for _, left in harness.outputs] == list(range(1, len(harness.outputs) + 1))
 
 
-async def test_without_an_interval_nothing_waits_for_an_urgent_output() -> None:
-    async with running(ScriptedDriver, 0) as harness:
-        harness.built[0].is_urgent = lambda outputs: False  # type: ignore[method-assign]
-        harness.thread.submit(lambda driver: driver.left.update(a=10**9))
-        # With an interval of an hour only the first of them would have come.
-        await harness.until(lambda: len(harness.outputs) > 3)
-        harness.thread.submit(lambda driver: driver.left.clear())
-
-
 async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
     async with running() as harness, asyncio.timeout(60):
         driver = harness.built[0]
@@ -309,20 +300,6 @@ async def test_close_ends_pending_calls_and_refuses_those_that_come_meanwhile_at
         await closing
     with pytest.raises(EngineUnavailable, match="closed"):
         await harness.thread.call(lambda driver: None)
-
-
-async def test_an_engine_that_cannot_take_over_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.0))
-    async with running() as harness:
-
-        def take_over(driver: ScriptedDriver) -> None:
-            if len(harness.built) == 2:
-                raise OSError("the adapters' registry cannot be read")
-
-        harness.thread._on_rebuilt = take_over
-        harness.break_down()
-        await harness.until_state("ready", 1)
-        assert [driver.is_closed for driver in harness.built] == [True, True, False]
 
 
 async def test_when_the_thread_cannot_go_on_every_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,15 +68,6 @@ async def test_grammars_are_accepted_or_refused_in_its_words(checker: GrammarChe
     assert checker.num_deaths == 0
 
 
-@pytest.mark.parametrize("grammar", [chain(5000), references(1000)], ids=["rules", "references"])
-async def test_what_overflows_the_stack_ends_its_helper(checker: GrammarChecker, grammar: str) -> None:
-    reasons = await asyncio.gather(*(checker.check(grammar, "") for _ in range(3)))
-    assert all("too deeply" in reason for reason in reasons)
-    assert (checker.num_checked, checker.num_deaths) == (1, 1), "a verdict is reached once for equal grammars"
-    assert any(helper.pid for helper in checker.processes), "the next one finds a helper again"
-    assert await checker.check(SMALL, "") == ""
-
-
 async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_nothing_is_remembered() -> None:
     checker = GrammarChecker(GrammarTokenizer("no tokenizer at all"), timeout_s=5.0, memory_mib=512)
     for _ in range(2):
@@ -161,13 +152,3 @@ async def test_a_helper_that_was_killed_or_dies_of_earlier_grammars_is_replaced_
     for tenant, num in (("a", 10), ("c", 5000), ("d", 5001)):
         assert await checker.check(values(num), tenant) == ""
     assert end is starve or any(helper.pid not in (*pids, None) for helper in checker.processes)
-
-
-async def test_tenants_are_forgotten_too(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_bridge.grammars.checker.MAX_TENANTS", 3)
-    monkeypatch.setattr("engine_bridge.grammars.checker.MAX_REMEMBERED", 2)
-    for number in range(5):
-        assert await checker.check(SMALL, f"tenant {number}") == ""
-        assert await checker.check(schema({"const": number}), "tenant 4") == ""
-    assert len(checker._tenants) == 3
-    assert len(checker._tenants["tenant 4"]._verdicts) == 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.predict import hints
 from engine_bridge.predict.hints import read_body, read_conversation, text_hints
-from engine_bridge.predict.words import MAX_WORDS, NUM_PLACES, Words, places_of
+from engine_bridge.predict.words import Words, places_of
 from engine_bridge.protocol.asked import CONTEXT_HINTS, NOTHING_ASKED, TEXT_HINTS, Asked
 
 
@@ -64,13 +64,6 @@ def test_the_doors_read_the_same_from_the_same_conversation() -> None:
         assert named(read_body({"tools": tools, "tool_choice": choice}).hints)["tools"] == has_tools
 
 
-def test_settings_are_numbers_in_their_order() -> None:
-    settings = {"is_structured": True, "is_bounded": False, "has_stop": True, "ignores_eos": False}
-    given = hints.setting_hints(temperature=0.5, **settings)
-    assert given == (1.0, 0.5, 0.0, 1.0, 0.0)
-    assert len(hints.HINTS) == len(NOTHING_ASKED.hints) + len(given)
-
-
 def test_a_long_question_is_read_at_both_ends_and_its_length_is_known() -> None:
     question = "Please translate: " + "word " * 100_000 + "How many?"
     read = read_conversation([("user", question)])
@@ -120,12 +113,6 @@ def test_of_a_call_that_nobody_else_reads_no_text_is_left() -> None:
 TOPICS = "water light stone river paper green house table north music".split()
 
 
-@given(st.text(max_size=5000))
-def test_any_text_has_a_bounded_number_of_places(text: str) -> None:
-    places = places_of(text)
-    assert len(places) <= 2 * MAX_WORDS and all(0 <= place < NUM_PLACES for place in places)
-
-
 @given(st.lists(st.tuples(st.sampled_from(TOPICS), st.floats(0, 14)), max_size=60))
 def test_whatever_is_learned_the_estimate_stays_a_number(answers: list[tuple[str, float]]) -> None:
     words = Words(5.0)
@@ -135,9 +122,3 @@ def test_whatever_is_learned_the_estimate_stays_a_number(answers: list[tuple[str
     for word, length in answers:
         words.learn(places_of(f"{word} {word}s"), length)
         assert math.isfinite(words.predict(places_of(word)))
-
-
-def test_questions_in_other_scripts_have_words_too() -> None:
-    assert places_of("Почему идёт дождь?") != places_of("为什么下雨")
-    assert places_of("为什么下雨")
-    assert places_of("?!") == ()

@@ -1,6 +1,5 @@
 import math
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.predict import length
 from engine_bridge.predict.hints import read_conversation
-from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths, Split, Trees
+from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
@@ -62,28 +61,12 @@ def test_the_narrowest_history_that_is_long_enough_answers() -> None:
     assert predictor.predict(features(adapter="new", tenant="new")).source == "all"
 
 
-def test_too_few_answers_and_impossible_lengths_change_nothing() -> None:
-    predictor = fed(MIN_FIT - 1, by_prompt, random.Random(1))
-    for num_tokens in (-1, 1 << 40):
-        predictor.observe(features(), num_tokens)
-    assert len(predictor) == predictor.num_observed == MIN_FIT - 1
-    predictor.refit()
-    assert predictor.predict(features()).source == "all" and predictor.num_refits == 0
-    bounds = [LengthGuess(100, 300, "model").bound(num) for num in (99, 100, 299, 300, 1000)]
-    assert bounds == [100, 300, 300, 600, 2000]
-
-
 def test_the_model_tells_long_answers_from_short_ones(trained: OnlineLengths) -> None:
     long, short = trained.predict(features(500)), trained.predict(features(3000))
     assert long.source == short.source == "model"
     assert 300 < long.p50 < 520 and 30 < short.p50 < 52
     # 0.5 · 1.28 of a logarithm above the median.
     assert long.p90 / long.p50 == pytest.approx(1.9, rel=0.25)
-
-
-def test_a_tree_goes_low_up_to_its_threshold_and_trees_are_added_up() -> None:
-    trees = Trees(1.0, (Split(0, 5.0, 0.5, Split(1, 0.0, -1.0, 2.0)), 0.25))
-    assert [trees.value(row) for row in ((5.0, 9.0), (6.0, 0.0), (6.0, 1.0))] == [1.75, 0.25, 3.25]
 
 
 def test_quantiles_cover_what_they_say_and_again_after_lengths_have_doubled() -> None:
@@ -102,23 +85,6 @@ def test_quantiles_cover_what_they_say_and_again_after_lengths_have_doubled() ->
         p50, p90 = (sum(column) / len(part) for column in zip(*part, strict=True))
         assert p50 == pytest.approx(0.5, abs=tolerance) and p90 == pytest.approx(0.9, abs=tolerance - 0.01)
     assert sum(is_within for _, is_within in at_first) / 50 < 0.85, "it has to be wrong at first"
-
-
-def test_adapters_and_hints_are_learned_beyond_the_prompt_and_hints_that_are_no_numbers_do_no_harm() -> None:
-    rng = random.Random(4)
-    predictor = OnlineLengths(num_hints=2)
-    medians = {f"a{at}": 10.0 * 3**at for at in range(4)}
-    for _ in range(2000):
-        adapter, is_list = rng.choice(list(medians)), rng.random() < 0.5
-        hint = math.nan if rng.random() < 0.02 else float(is_list)
-        num_tokens = lengths(rng, medians[adapter] * (4 if is_list else 1), 0.2)
-        predictor.observe(features(adapter=adapter, hints=(hint, math.inf)), num_tokens)
-    predictor.refit()
-    for adapter, median in medians.items():
-        for hint, times in ((1.0, 4), (0.0, 1)):
-            guess = predictor.predict(features(adapter=adapter, hints=(hint, 0.0)))
-            assert guess.p50 == pytest.approx(times * median, rel=0.35)
-    assert predictor.predict(features(hints=())) == predictor.predict(features(hints=(0.0, 0.0, 7.0)))
 
 
 def loaded(path: Path, **options: Any) -> OnlineLengths:
@@ -165,20 +131,6 @@ def test_lengths_are_their_tenants_own(asked_by: Callable[[str], EngineRequest],
     assert [predictor.predict(asked_by(tenant)).source for tenant in ("ann", "bob")] == [source, "all"]
 
 
-def test_a_refit_on_another_thread_disturbs_nobody() -> None:
-    rng = random.Random(6)
-    predictor = fed(MIN_FIT, by_prompt, rng, window=MIN_FIT)
-    thread = threading.Thread(target=predictor.refit)
-    thread.start()
-    while thread.is_alive():
-        asked = features(rng.randint(1, 4000), session=str(rng.randint(0, 50)))
-        guess = predictor.predict(asked)
-        assert 1 <= guess.p50 <= guess.p90
-        predictor.observe(asked, lengths(rng, by_prompt(asked)))
-    thread.join()
-    assert predictor.num_refits == 1
-
-
 @settings(max_examples=50)
 @given(
     st.integers(-5, 10**9),
@@ -193,22 +145,6 @@ def test_any_request_gets_a_guess(
     for predictor in (trained, OnlineLengths(num_hints=2)):
         guess = predictor.predict(asked)
         assert 1 <= guess.p50 <= guess.p90 <= (max_tokens or math.inf)
-
-
-def test_memory_is_bounded_whatever_comes(tmp_path: Path) -> None:
-    predictor = OnlineLengths(window=100, max_keys=10)
-    for at in range(1000):
-        predictor.observe(features(session=f"s{at}", adapter=f"a{at}", tenant=f"t{at}"), at)
-    kept = predictor._histories
-    sizes = [len(kept[name].saved()) for name in ("session", "adapter", "tenant")]
-    assert (len(predictor), sizes) == (100, [10, 10, 10])
-    assert kept["session"].get("t999/s999") is not None and kept["session"].get("t0/s0") is None
-    for _ in range(200):
-        predictor.observe(features(session="one"), 7)
-    assert len(kept["session"].get("one") or ()) == 8 and len(predictor._all) == 512
-    for options in ({"window": 0}, {"num_hints": -1}, {"max_keys": 0}):
-        with pytest.raises(ValueError, match="room"):
-            OnlineLengths(**options)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 20)), max_size=60), st.integers(1, 5))
@@ -267,12 +203,3 @@ def test_a_damaged_file_is_put_aside_and_nothing_of_it_is_taken(
     path.write_bytes(data[:at] if is_cut else data)
     assert loaded(path).predict(features()).source == "prior"
     assert not path.exists()
-
-
-@pytest.mark.parametrize("data", [b"", b"not a file of ours", b"PK\x03\x04" + b"\0" * 50])
-def test_a_strangers_file_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
-    path = tmp_path / "lengths"
-    path.write_bytes(data)
-    assert len(loaded(path)) == 0
-    assert "learning answer lengths anew" in caplog.text and len(caplog.records) == 1
-    assert path.with_name("lengths.damaged").read_bytes() == data

@@ -91,18 +91,6 @@ def test_a_model_is_told_by_what_is_in_its_folder(tmp_path: Path) -> None:
     assert fingerprint("org/a") != fingerprint("org/b")
 
 
-def test_a_refit_on_a_thread_and_the_end_do_not_write_at_the_same_time(tmp_path: Path) -> None:
-    lengths = fed(NodeLengths.open(tmp_path, "model"), 260)
-    threads = [threading.Thread(target=lengths.refit) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    fed(lengths, 40)
-    lengths.close()
-    for thread in threads:
-        thread.join()
-    assert NodeLengths.open(tmp_path, "model").num_observed == 300
-
-
 class Own:
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -166,22 +154,6 @@ def test_one_that_hangs_is_asked_again_when_it_is_back(mine: Own, monkeypatch: p
         time.sleep(0.001)
 
 
-def test_what_waits_for_it_is_bounded_and_what_nobody_waits_for_is_not_asked(mine: Own) -> None:
-    own = CustomPredictor(mine, "m:Own")
-    own.ask(features(question="hang"))
-    mine.entered.wait(60)
-    own._busy_since_s = None  # as if it had begun just now, and would for as long as this test takes
-    futures = [own.ask(features(question="fail")) for _ in range(custom_predictor.MAX_PENDING + 5)]
-    assert sum(future is not None for future in futures) == custom_predictor.MAX_PENDING
-    for future in futures:
-        if future is not None:
-            assert future.cancel()
-    mine.go_on.set()
-    while own._work.qsize():
-        time.sleep(0.001)
-    assert own.counts["failed"] == 0
-
-
 def test_ours_learns_whatever_theirs_does(mine: Own) -> None:
     own = CustomPredictor(mine, "m:Own")
     lengths = NodeLengths(None, own)
@@ -199,31 +171,17 @@ def test_ours_learns_whatever_theirs_does(mine: Own) -> None:
 
 
 MODULE = """
-from engine_bridge.protocol.engine_request import LengthGuess
+class Half:
+    def predict(self, features): ...
 
-class Good:
-    def predict(self, features): return LengthGuess(1, 2, "good")
+class Mute(Half):
     def observe(self, features, num_tokens): ...
     def refit(self): ...
 
-class Told(Good):
-    def __init__(self, context, more=1): self.context = context
-
-def factory(context): return Told(context)
-
-class Half:
-    def predict(self, features): return LengthGuess(1, 2, "half")
-
-class Mute(Good):
-    def predict(self, features): return None
-
-class Broken(Good):
+class Broken(Mute):
     def __init__(self): raise OSError("no weights")
 
-ready = Good()
 number = 5
-class Outer:
-    Inner = Good
 """
 
 
@@ -233,14 +191,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     return name
-
-
-@pytest.mark.parametrize("name", ["Good", "Told", "factory", "ready", "Outer.Inner"])
-def test_a_class_a_factory_and_a_ready_one_will_do(module: str, name: str) -> None:
-    made: Any = load_predictor(f"{module}:{name}", CONTEXT)
-    assert made.predict(features()).p90 == 2
-    if name in ("Told", "factory"):
-        assert made.context == CONTEXT
 
 
 WRONG = {
@@ -258,15 +208,3 @@ def test_what_is_wrong_with_it_is_said_at_the_start(module: str, name: str, reas
     """M: the module above."""
     with pytest.raises(PredictorRefused, match=reason):
         load_predictor(name.replace("M:", f"{module}:"), CONTEXT)
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_where_lengths_or_a_models_files_would_be_is_not_waited_for(tmp_path: Path) -> None:
-    model, folder = tmp_path / "model", tmp_path / "state"
-    model.mkdir()
-    folder.mkdir()
-    os.mkfifo(model / "config.json")
-    os.mkfifo(folder / f"{PREFIX}{fingerprint(str(model))}{SUFFIX}")
-    lengths = fed(NodeLengths.open(folder, str(model)), 3)
-    lengths.close()
-    assert NodeLengths.open(folder, str(model)).num_observed == 3

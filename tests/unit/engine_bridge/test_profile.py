@@ -9,15 +9,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine_bridge.core.adapters.adapter_worth import Worth
-from engine_bridge.driver.kv.kv_tiers import RATED_BYTES, KvTiers, TiersConfig
 from engine_bridge.policy.costs.costs import Link, StepGrid
 from engine_bridge.settings import profile
 from engine_bridge.settings.profile import LinearCost, MachineProfile, ProfileSubject, path_of
-from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockShape
-from kvtiers.policy.eviction import ByValue
-from kvtiers.store import KvStore
 
 SUBJECT = ProfileSubject(
     model="some model/7B", revision="abc", dtype="float32", device="a processor", num_threads=2, vllm_version="0.32.0", block_size_tokens=32
@@ -108,28 +102,3 @@ def test_what_cannot_be_read_or_is_not_there_is_none_and_not_waited_for(
     with caplog.at_level(logging.INFO):
         assert MachineProfile.load(tmp_path, "a") is None
     assert said in caplog.text
-
-
-def test_the_table_foretells_and_knows_its_error() -> None:
-    table = PROFILE.steps.table()
-    assert table.step_s(0, 1, 0) == pytest.approx(0.002)
-    assert table.usual_error == PROFILE.steps.error == 0.04
-    assert PROFILE.link is not None and PROFILE.link.out_s(8_000_000) == pytest.approx(1.1e-3)
-    assert "2023" in PROFILE.summary and "4.0%" in PROFILE.summary
-
-
-def test_its_speeds_are_what_costs_are_predicted_by_until_copies_and_disks_are_seen_at_work() -> None:
-    tiers = KvTiers(TiersConfig(host_bytes=1 << 20))
-    io = IoThread()
-    tiers.store = KvStore(BlockShape(2, 4096), 1 << 20, io, None, ByValue())
-    try:
-        tiers.use_profile(PROFILE)
-        assert tiers.host_bytes_per_s() == pytest.approx(RATED_BYTES / (RATED_BYTES / 7e9 + 1e-4))
-        assert tiers.store.disk_bytes_per_s() == 2e9
-        worth = Worth("lru", **PROFILE.adapter_speeds)
-        assert (worth.disk_rate.at(0.0), worth.copy_rate.at(0.0)) == (5e8, 7e9)
-        bare = replace(PROFILE, adapters=None, copies=None)
-        assert Worth("lru", **bare.adapter_speeds).copy_rate.value is None
-    finally:
-        tiers.close()
-        io.close()

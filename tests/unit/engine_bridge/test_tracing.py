@@ -4,7 +4,7 @@ import time
 import pytest
 from opentelemetry import trace
 
-from engine_bridge.tracing import NO_TRACES, Traces, parent_of, traceparent_of
+from engine_bridge.tracing import Traces, parent_of, traceparent_of
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -19,13 +19,6 @@ def test_a_clients_traceparent_is_its_spans_parent_and_what_is_none_begins_a_tra
     assert traceparent_of(trace.get_current_span(parent_of(TRACEPARENT))) == TRACEPARENT
     for none in ("", "x", TRACEPARENT[:-4], f"00-{'0' * 32}-{'0' * 16}-01"):
         assert not trace.get_current_span(parent_of(none)).get_span_context().is_valid
-
-
-def test_without_an_endpoint_nothing_is_recorded_and_no_new_name_is_handed_on() -> None:
-    with NO_TRACES.request("chat turn", "", {}) as span:
-        assert not span.is_recording()
-        assert traceparent_of(span) == ""
-    NO_TRACES.close()
 
 
 def test_a_collector_that_never_answers_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """A node without a model: it answers what a test tells it to, misbehaves on demand, and remembers what it was asked."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -260,11 +259,3 @@ class FakeNode:
 
     async def close(self) -> None:
         self.state = "closed"
-
-
-_names = itertools.count()
-
-
-def new_name() -> str:
-    """A message id that no other message has."""
-    return f"m{next(_names)}"

@@ -20,8 +20,7 @@ from tests.unit.gateway.fake_node import PATIENCE_S
 class Call:
     """A streamed call, of which a test sends the events."""
 
-    def __init__(self, request: EngineRequest) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.is_closed = False
 
@@ -36,34 +35,26 @@ class Call:
 
 
 class PlacedNode(CatalogNode):
-    """Serves API calls, too: streamed ones as `streams`, others with its own name once the gate is open.
+    """Serves API calls, too: streamed ones as `streams`, others with what it was asked."""
 
-    Attributes:
-        requests: of all calls, in order.
-    """
-
-    def __init__(self, name: str, *, max_rank: int = 64) -> None:
-        super().__init__(max_rank=max_rank)
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self.script = None
         self.name = name
         self.streams: list[Call] = []
-        self.requests: list[EngineRequest] = []
 
     async def serve(
         self, api: Api, body: Any, headers: Mapping[str, str], request: EngineRequest = ANONYMOUS
     ) -> JsonReply | SseReply:
-        self.requests.append(request)
-        self._changed.set()
         if body.get("stream"):
-            self.streams.append(Call(request))
+            self.streams.append(Call())
             self._changed.set()
             return SseReply(self.streams[-1].sent())
-        await self.gate.wait()
-        return JsonReply(200, self.name.encode())
+        return JsonReply(200, f"{api} {body['n']} {request.tenant} {dict(headers)}".encode())
 
-    async def called(self, number: int = 0) -> Call:
-        await self.until(lambda: len(self.streams) > number)
-        return self.streams[number]
+    async def called(self) -> Call:
+        await self.until(lambda: bool(self.streams))
+        return self.streams[0]
 
     async def models(self) -> JsonReply:
         return JsonReply(200, self.name.encode())

@@ -18,7 +18,7 @@ from engine_bridge.protocol.errors import EngineUnavailable
 from engine_bridge.protocol.node import AdapterInfo, JsonReply
 from gateway.nodes.adapter_sync import AdapterSync
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
-from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
+from tests.unit.cluster.catalog_node import MODULES, CatalogNode, FarStore, connected, store_at, until
 
 
 class Cluster:
@@ -55,16 +55,6 @@ class Cluster:
         for path in (made, *made.iterdir()):
             os.utime(path, (1.0, 1.0))
         return made
-
-
-class Elsewhere(AdapterStore):
-    """The store of a node on another machine: none of the gateway's paths is there."""
-
-    def make_room(self) -> None:
-        self._free_bytes = 0
-
-    def find(self, content_hash: str, path: str) -> str:
-        return super().find(content_hash, "/not/on/this/machine")
 
 
 class Trusting(AdapterStore):
@@ -168,44 +158,23 @@ async def test_what_a_later_node_cannot_have_is_shown_and_served_by_the_others(c
 
 
 async def test_nobody_waits_for_a_node_that_is_still_being_brought_up_to_date(cluster: Cluster) -> None:
-    class Slow(CatalogNode):
-        is_let_go = asyncio.Event()
-
-        async def load_adapter(self, body: Any) -> JsonReply:
-            await self.is_let_go.wait()
-            return await super().load_adapter(body)
-
     async with synced(cluster) as sync:
         await sync.load(loading("pirate", cluster.adapter("pirate")))
         await sync.load(loading("robot", cluster.adapter("robot", seed=1)))
-        slow = Slow()
-        await cluster.add("n3", slow)
+        slow = await cluster.add("n3")
+        slow.may_load.clear()
         joining = asyncio.create_task(sync.joined("n3"))
         async with asyncio.timeout(10):
             assert (await sync.load(loading("shout", cluster.adapter("shout", seed=2)))).status == 200
             assert (await sync.unload({"lora_name": "robot"})).status == 200
             assert await sync.pin("pirate", True) is not None
         assert not joining.done()
-        slow.is_let_go.set()
+        slow.may_load.set()
         await joining
         assert {(info.name, info.is_pinned) for info in slow.adapters()} == {
             ("pirate", True),
             ("shout", False),
         }
-
-
-async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> None:
-    class Joining(CatalogNode):
-        async def load_adapter(self, body: Any) -> JsonReply:
-            if "n4" not in cluster.remotes:
-                await cluster.add("n4", await asyncio.to_thread(CatalogNode))
-                await sync.joined("n4")
-            return await super().load_adapter(body)
-
-    await cluster.add("n3", Joining())
-    async with synced(cluster) as sync:
-        assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
-        assert set(cluster.nodes["n4"].served()) == {"pirate"}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -278,7 +247,7 @@ async def test_a_restart_knows_pins(cluster: Cluster) -> None:
 async def test_what_a_full_disk_kept_out_is_served_once_there_is_room(
     cluster: Cluster, at_once: None
 ) -> None:
-    store = Elsewhere(cluster.folder / "n3", free_bytes=1 << 60)
+    store = FarStore(cluster.folder / "n3", free_bytes=1 << 60)
     far = await cluster.add("n3", store=store)
     pirate = cluster.adapter("pirate")
     async with synced(cluster, folder=cluster.folder / "adapters") as sync:
@@ -304,7 +273,7 @@ async def test_a_node_that_joins_while_files_are_replaced_gets_what_others_serve
         version = shown(sync, "pirate").version
         os.truncate(pirate / WEIGHTS_FILE, 1000)
         await cluster.add("n3")
-        await cluster.add("n4", store=Elsewhere(cluster.folder / "n4", free_bytes=0))
+        await cluster.add("n4", store=FarStore(cluster.folder / "n4", free_bytes=0))
         for name in ("n3", "n4"):
             await sync.joined(name)
             assert sync.failures(name) == {}

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.protocol.node import pack_token_ids
 from gateway.advisories.advisories import (
     BURST,
     DEFAULT_TTL_S,
     GRACE_S,
+    HINT_ACTION,
     MAX_LIVE,
     MAX_PER_S,
     AdvisoryRecord,
@@ -31,24 +31,18 @@ def code_of(call: Any, *args: Any) -> str:
     return raised.value.code
 
 
-async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes", ".")
-    record = submit(parts, turn.session_id, model="shout", expected_arrival_s=5.0, ordered=True, priority=3)
-    advisory = (await parts.node.told()).advisory
-    assert (advisory.advisory_id, advisory.session_id) == (record.id, turn.session_id)
-    assert (advisory.adapter, advisory.tenant) == ("shout", "ann")
-    assert (advisory.expected_arrival_s, advisory.priority, advisory.is_ordered) == (5.0, 3, True)
-    assert advisory.token_ids == pack_token_ids([7, 8, 9, 1, 2])
-    assert 0 < advisory.probability < 1
-
-
-async def test_the_same_again_renews_and_is_not_told_twice(parts: Parts) -> None:
-    record = submit(parts)
+@pytest.mark.parametrize(
+    ("fields", "lifetime_s"),
+    [({}, DEFAULT_TTL_S), ({"ttl_s": 5.0}, 5.0), ({"expected_arrival_s": 100.0}, 100.0 + GRACE_S)],
+)
+async def test_the_same_again_renews_and_is_not_told_twice(
+    parts: Parts, fields: dict[str, Any], lifetime_s: float
+) -> None:
+    record = submit(parts, **fields)
     await parts.node.told(0)
-    await passes(DEFAULT_TTL_S - 1)
-    assert submit(parts) is record
-    assert record.describe(0)["is_merged"]
-    await passes(DEFAULT_TTL_S - 1)
+    await passes(lifetime_s - 1)
+    assert submit(parts, **fields) is record and record.describe(0)["is_merged"]
+    await passes(lifetime_s - 1)
     assert not parts.node.retracted, "renewed"
     await passes(2)
     assert parts.node.retracted == [(record.id, True)]
@@ -67,19 +61,6 @@ async def test_one_that_says_something_else_takes_its_place(parts: Parts, fields
     assert parts.node.retracted == [(old.id, False)]
     assert old.report is not None and old.report.state == "cancelled"
     assert not new.is_over
-
-
-@pytest.mark.parametrize(
-    ("fields", "lifetime_s"),
-    [({}, DEFAULT_TTL_S), ({"ttl_s": 5.0}, 5.0), ({"expected_arrival_s": 100.0}, 100.0 + GRACE_S)],
-)
-async def test_its_time_runs_out(parts: Parts, fields: dict[str, Any], lifetime_s: float) -> None:
-    record = submit(parts, **fields)
-    await parts.node.told(0)
-    await passes(lifetime_s - 0.5)
-    assert not record.is_over
-    await passes(1.0)
-    assert record.is_over and record.report is not None and record.report.state == "expired"
 
 
 async def test_followers_hear_of_every_change_and_of_what_they_missed_though_others_raise(
@@ -147,27 +128,20 @@ async def test_who_is_seldom_right_is_believed_less(parts: Parts) -> None:
     assert probability[right.id] > 0.85 > 0.3 > probability[wrong.id]
 
 
-def envelope(*payloads: Any, kind: str = "session.advise") -> dict[str, Any]:
-    action = {"action_id": "a", "action_type": kind, "action_version": "1"}
+def envelope(*payloads: Any) -> dict[str, Any]:
+    action = {"action_id": "a", "action_type": HINT_ACTION, "action_version": "1"}
     actions = [action | {"payload": payload} for payload in payloads]
     return {"protocol_version": "1", "message_id": "m", "actions": actions}
 
 
-@pytest.mark.parametrize(
-    "hints",
-    [
-        7,
-        {},
-        {"protocol_version": "1", "message_id": "m", "actions": [7]},
-        envelope({}),
-        envelope({"session_id": ""}),
-        envelope({"session_id": "s", "made_up": 1}),
-        envelope({"session_id": "s", "ttl_s": -1}),
-        envelope(*[{"session_id": "s"}] * 65),
-    ],
-)
-async def test_hints_that_are_not_understood_are_refused_whole(parts: Parts, hints: Any) -> None:
-    assert code_of(parts.advisories.hint, "ann", hints) == "bad_request"
+async def test_hints_that_are_not_understood_are_refused_whole(parts: Parts) -> None:
+    whole = {"session_id": "s"}
+    wrong: list[Any] = [7, {}, {"protocol_version": "1", "message_id": "m", "actions": [7]}]
+    wrong += [
+        envelope(whole, whole | change) for change in ({"session_id": ""}, {"made_up": 1}, {"ttl_s": -1})
+    ]
+    for hints in (*wrong, envelope({}), envelope(*[whole] * 65)):
+        assert code_of(parts.advisories.hint, "ann", hints) == "bad_request", hints
     await settled()
     assert not parts.node.advisories
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -121,27 +120,6 @@ async def test_a_server_that_goes_down_says_so_to_sockets(gateways: Gateways, st
         await closing
 
 
-async def test_typing_tells_each_new_state_once_and_done_says_what_it_was_worth(gateway: Gateway) -> None:
-    async with gateway.socket(hello={}) as socket:
-        session_id = (await socket.ask("a"))["session_id"]
-        (await gateway.node.asked()).finish("Yes.")
-        await socket.rest()
-        await socket.send(type="typing", session_id=session_id)
-        told = await gateway.node.told()
-        told.report("staging", num_tokens=32)
-        told.report("staging", num_tokens=32)
-        told.report("warm", num_tokens=32, device_tokens=32)
-        frames = [await socket.next() for _ in range(2)]
-        assert [f["type"] for f in frames] == ["advisory"] * 2
-        assert [(f["state"], f["tier"]) for f in frames] == [("staging", "host"), ("warm", "device")]
-        assert (await socket.ask("b", session_id=session_id))["type"] == "accepted"
-        told.report("hit", num_tokens=32, device_tokens=32, lead_s=1.5)
-        assert (await socket.next())["state"] == "hit"
-        (await gateway.node.asked(1)).finish("Yes again.")
-        _, done = await socket.rest()
-        assert done["advisory"]["state"] == "hit" and done["advisory"]["lead_ms"] == 1500
-
-
 async def test_of_all_who_type_without_keys_nobody_stops_anothers_draft(gateways: Gateways) -> None:
     gateway = await gateways(draft_prefill=True)
     gateway.node.gate.clear()
@@ -189,7 +167,6 @@ class Stream:
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self.response = response
-        self.path = ""
 
     async def event(self) -> tuple[str, Any]:
         """The next event's name and data; `end` where there is none."""
@@ -206,36 +183,31 @@ class Stream:
         return "end", None
 
 
-@contextlib.asynccontextmanager
-async def stream_of(gateway: Gateway) -> AsyncIterator[Stream]:
-    async with aiohttp.ClientSession(gateway.server.url) as http, http.get("/sse") as response:
-        assert (response.status, response.content_type) == (200, "text/event-stream")
-        stream = Stream(response)
-        name, data = await stream.event()
-        assert name == "stream"
-        stream.path = f"/sse/{data['id']}"
-        reply = await gateway.call("POST", stream.path, {"type": "hello"})
-        assert (reply.status, reply.body) == (204, None)
-        name, ready = await stream.event()
-        assert (name, ready["type"]) == ("message", "ready")
-        yield stream
-
-
-async def test_only_who_knows_the_stream_may_send_and_only_while_it_is_open(gateway: Gateway) -> None:
-    async with stream_of(gateway) as stream:
-        assert (await gateway.call("POST", "/sse/guessed", {})).status == 404
-        await gateway.server.services.connections.copy().pop().close(1001, "going away")
-        assert (await stream.event())[0] == "close" and (await stream.event())[0] == "end"
-        assert (await gateway.call("POST", stream.path, {})).status == 404
-
-
-async def test_a_page_that_is_gone_is_found_out(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_who_knows_a_stream_may_send_while_it_is_open_and_a_page_that_is_gone_is_found_out(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_events, "BEAT_S", 0.05)
-    async with stream_of(gateway) as stream:
-        async with asyncio.timeout(PATIENCE_S):
-            assert b": still here" in await stream.response.content.readuntil(b"\n")
-        assert len(gateway.server.services.connections) == 1
-    await until(lambda: not gateway.server.services.connections)
+    connections = gateway.server.services.connections
+    for is_cut in (True, False):
+        async with aiohttp.ClientSession(gateway.server.url) as http, http.get("/sse") as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            stream = Stream(response)
+            name, data = await stream.event()
+            assert name == "stream"
+            path = f"/sse/{data['id']}"
+            reply = await gateway.call("POST", path, {"type": "hello"})
+            assert (reply.status, reply.body) == (204, None)
+            assert (await stream.event())[1]["type"] == "ready"
+            assert (await gateway.call("POST", "/sse/guessed", {})).status == 404
+            if is_cut:
+                await connections.copy().pop().close(1001, "going away")
+                assert [(await stream.event())[0] for _ in range(2)] == ["close", "end"]
+                assert (await gateway.call("POST", path, {})).status == 404
+                continue
+            async with asyncio.timeout(PATIENCE_S):
+                assert b": still here" in await response.content.readuntil(b"\n")
+            assert len(connections) == 1
+    await until(lambda: not connections)
 
 
 async def test_waiting_frames_are_bounded_by_their_size_too() -> None:

@@ -50,21 +50,17 @@ def test_each_node_has_folders_of_its_own_and_half_of_the_memory(tmp_path: Path)
     assert not set(first.cores) & set(second.cores)
 
 
-def test_nodes_are_named_by_number_and_share_a_token_that_is_made_once(tmp_path: Path) -> None:
-    assert list(placement_of(config_of(tmp_path)).nodes) == ["node-1", "node-2"]
-    token = (tmp_path / "cluster-token").read_bytes()
-    assert list(placement_of(config_of(tmp_path), names=("b",)).nodes) == ["b"]
-    assert (tmp_path / "cluster-token").read_bytes() == token
-
-
-def test_a_folder_in_which_another_node_runs_is_refused(
+def test_nodes_share_a_token_that_is_made_once_and_a_folder_in_which_another_one_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "FORMER_S", 0.0)
     config = config_of(tmp_path)
-    placement_of(config)
+    assert list(placement_of(config).nodes) == ["node-1", "node-2"]
+    token = (tmp_path / "cluster-token").read_bytes()
     with (tmp_path / "nodes" / "node-2" / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StartupError, match="another process runs node-1 or node-2"):
             placement_of(config)
     placement_of(config)
+    assert list(placement_of(config, names=("b",)).nodes) == ["b"]
+    assert (tmp_path / "cluster-token").read_bytes() == token

@@ -1,17 +1,15 @@
 """The command line: what it says, the exit codes that scripts rely on, and vLLM's flags as ours understands them (docs/from-vllm.md)."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner, Result
 
 from engine_bridge.settings.engine_arguments import RULED_OUT
@@ -19,6 +17,7 @@ from gateway import cli
 from gateway.settings.config import SETTINGS
 from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, translate
 from overture_client.completion_command import COMPLETE_VARIABLE
+from tests.served import served
 
 ROOT = Path(cli.__file__).parents[1]
 
@@ -44,13 +43,6 @@ def test_the_help_loads_none_of_the_slow_libraries() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_config_shows_the_settings_in_effect_and_warns() -> None:
-    result = run("config", "--port", "9000", "--host", "0.0.0.0")
-    assert result.exit_code == 0
-    assert "flag --port" in result.stdout
-    assert "no API key" in result.stderr
 
 
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
@@ -178,19 +170,27 @@ def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str
     assert translate(argv, OWN) == expected
 
 
-class Nodes(ThreadingHTTPServer):
+class Nodes:
     """states: what each question finds a node to be, the last one from then on. asked: calls that change something, with their bodies."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = ""
         self.states: dict[str, list[dict[str, Any]]] = {"node-1": [{}], "node-2": [{}]}
         self.asked: list[tuple[str, Any, str | None]] = []
-        self.refusal: tuple[int, str] | None = None
+        self.refusal = ""
 
-    def found(self) -> dict[str, Any]:
+    async def list_all(self, request: web.Request) -> web.Response:
         now = {name: states.pop(0) if len(states) > 1 else states[0] for name, states in self.states.items()}
         totals = {"num_open": 2, "num_nodes": 2, "num_running": 3, "num_waiting": 1}
-        return {"nodes": [node(name, **state) for name, state in now.items()], "totals": totals}
+        return web.json_response(
+            {"nodes": [node(name, **state) for name, state in now.items()], "totals": totals}
+        )
+
+    async def change(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.json(), request.headers["Authorization"]))
+        if self.refusal:
+            return web.json_response({"error": {"message": self.refusal}}, status=409)
+        return web.json_response({}, status=202)
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
@@ -202,40 +202,17 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Nodes
-
-    def do_GET(self) -> None:
-        self._reply(200, self.server.found())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body, self.headers["Authorization"]))
-        if self.server.refusal is not None:
-            status, message = self.server.refusal
-            self._reply(status, {"error": {"message": message}})
-        else:
-            self._reply(202, {})
-
-    def _reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[Nodes]:
-    with Nodes() as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
+    nodes, app = Nodes(), web.Application()
+    app.add_routes([web.get("/v1/nodes", nodes.list_all), web.post("/v1/nodes/{name}/{how}", nodes.change)])
+    with served(app) as nodes.url:
+        yield nodes
+
+
+def overture(server: Nodes, *arguments: str) -> Result:
+    options = ("--url", server.url, "--api-key", "the-key")
+    return CliRunner().invoke(cli.cli, ["nodes", *options, *arguments], env={"COLUMNS": "140"})
 
 
 @pytest.fixture(autouse=True)
@@ -243,19 +220,14 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overture_client.nodes.LOOK_EVERY_S", 0.0)
 
 
-def overture(server: Nodes, *arguments: str) -> Result:
-    options = ("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "the-key")
-    return CliRunner().invoke(cli.cli, ["nodes", *options, *arguments], env={"COLUMNS": "140"})
-
-
 def test_the_table_says_what_each_node_does(server: Nodes) -> None:
     server.states["node-2"] = [{"state": "starting", "stage": "loading the model", "load": None, "kv": None}]
-    result = overture(server)
-    first, second = (line for line in result.output.splitlines() if line.startswith("node-"))
+    output = overture(server).output
+    first, second = (line for line in output.splitlines() if line.startswith("node-"))
     assert first.split()[1:7] == ["ready", "3", "1", "75%", "50%", "-"]
     assert "1 of 5 in memory" in first and "5 min" in first
     assert "starting (loading the model)" in second
-    assert "2 of 2 take requests; 3 running, 1 waiting." in result.output
+    assert "2 of 2 take requests; 3 running, 1 waiting." in output
 
 
 def test_a_drain_ends_when_nothing_runs_there_any_more(server: Nodes) -> None:
@@ -268,26 +240,20 @@ def test_a_drain_ends_when_nothing_runs_there_any_more(server: Nodes) -> None:
     assert result.exit_code == 0
 
 
-def test_all_nodes_restart_one_after_the_other(server: Nodes) -> None:
+def test_all_nodes_restart_one_after_the_other_until_one_does_not_come_back(server: Nodes) -> None:
     away, back = {"state": "away", "incarnation": ""}, {"incarnation": "b"}
     # Each name is asked for once for all of them, once before its own restart, and then until it is back.
     server.states = {"node-1": [{}, {}, away, back], "node-2": [{}] * 6 + [away, back]}
     result = overture(server, "restart", "--all")
-    assert [path for path, _, _ in server.asked] == ["/v1/nodes/node-1/restart", "/v1/nodes/node-2/restart"]
+    both = ["/v1/nodes/node-1/restart", "/v1/nodes/node-2/restart"]
+    assert [path for path, _, _ in server.asked] == both
     ready = [line.split(" after")[0] for line in result.output.splitlines() if "again" in line]
-    assert ready == ["node-1: ready again", "node-2: ready again"]
-    assert result.exit_code == 0
-
-
-def test_a_node_that_does_not_come_back_stops_the_rest(server: Nodes) -> None:
+    assert ready == ["node-1: ready again", "node-2: ready again"] and result.exit_code == 0
     server.states["node-1"] = [{}, {}, {"state": "failed", "error": "no such model"}]
     result = overture(server, "restart", "--all")
     assert result.exit_code == 1 and "node-1: no such model" in result.output
-    assert [path for path, _, _ in server.asked] == ["/v1/nodes/node-1/restart"]
-
-
-def test_what_the_server_refuses_is_said_in_its_words(server: Nodes) -> None:
-    server.refusal = (409, "node-1 is the only one that takes requests")
+    assert [path for path, _, _ in server.asked] == [*both, both[0]]
+    server.refusal = "node-1 is the only one that takes requests"
     result = overture(server, "drain", "node-1")
     assert result.exit_code == 1
     assert result.output == "overture nodes: node-1 is the only one that takes requests\n"

@@ -33,27 +33,21 @@ def test_the_word_that_is_being_typed_is_left_out(typed: str, computed: str) -> 
     assert whole_words(typed) == computed
 
 
-async def test_a_draft_is_computed_after_a_pause_and_not_before(parts: Parts) -> None:
-    parts.drafts.update("ann", "s", "shout", "What is the capital of ")
+async def test_a_draft_is_computed_after_a_pause_and_what_is_typed_meanwhile_comes_next(parts: Parts) -> None:
+    parts.node.gate.clear()
+    parts.drafts.update("ann", "s", "shout", "What ")
     await settled()
     await parts.store.list_sessions("ann")
     await passes(PAUSE_S / 2)
     assert not parts.node.prefills
     await paused(parts)
-    (request,) = parts.node.prefills
-    assert said(request) == ["What is the capital of"]
-    assert (request.tenant, request.session_id, request.adapter) == ("ann", "s", "shout")
-
-
-async def test_words_typed_while_the_node_computes_come_next(parts: Parts) -> None:
-    parts.node.gate.clear()
-    parts.drafts.update("ann", "s", None, "What ")
-    await paused(parts)
-    parts.drafts.update("ann", "s", None, "What is ")
-    parts.drafts.update("ann", "s", None, "What is the ")
+    parts.drafts.update("ann", "s", "shout", "What is ")
+    parts.drafts.update("ann", "s", "shout", "What is the ")
     parts.node.gate.set()
     await paused(parts)
     assert [said(request) for request in parts.node.prefills] == [["What"], ["What is the"]]
+    named = {(request.tenant, request.session_id, request.adapter) for request in parts.node.prefills}
+    assert named == {("ann", "s", "shout")}
     assert parts.count("overture_computed_ahead_tokens_total", what="draft") == 32
 
 
@@ -111,7 +105,7 @@ async def test_a_history_to_be_computed_waits_for_the_answer_and_tells_its_end(p
     assert said(request) == ["Hello!", "Yes.", "Why?", "So.", ""]
 
 
-async def test_a_key_has_a_few_drafts_and_the_oldest_makes_room(parts: Parts) -> None:
+async def test_a_key_has_a_few_drafts_the_oldest_makes_room_and_closing_ends_all(parts: Parts) -> None:
     parts.node.gate.clear()
     for number in range(MAX_ACTIVE_OF_ONE + 1):
         parts.drafts.update("ann", f"s{number}", None, f"draft {number} ")
@@ -121,15 +115,8 @@ async def test_a_key_has_a_few_drafts_and_the_oldest_makes_room(parts: Parts) ->
     parts.drafts.stop("ann", "s0")
     await settled()
     assert parts.node.cancelled_prefills == 1, "it was the oldest that had gone"
-
-
-async def test_closing_ends_all_of_it(parts: Parts) -> None:
-    parts.node.gate.clear()
-    for number in range(3):
-        parts.drafts.update("ann", f"s{number}", None, "What ")
-    await paused(parts)
     await parts.drafts.close()
-    assert parts.node.cancelled_prefills == 3
+    assert parts.node.cancelled_prefills == MAX_ACTIVE_OF_ONE + 1
 
 
 SAID = "Where is Dalvek?"
@@ -172,16 +159,13 @@ async def test_the_first_answer_is_followed_by_a_question_for_the_title(named: N
     assert len(named.node.answers) == 3, "later answers ask for no title"
 
 
-@pytest.mark.parametrize("ending", ["nothing", "failure"])
-async def test_without_a_usable_title_the_first_words_stay(named: Named, ending: str) -> None:
-    turn = await named.answered("a", "In the north.", content=SAID)
-    asked = await named.node.asked(1)
-    if ending == "nothing":
-        asked.finish(" \n ** \n")
-    else:
-        asked.fail(RuntimeError("boom"))
-    await settled(200)
-    assert await named.title(turn.session_id) == SAID and len(named.node.answers) == 2
+async def test_without_a_usable_title_the_first_words_stay(named: Named) -> None:
+    ends = (lambda asked: asked.finish(" \n ** \n"), lambda asked: asked.fail(RuntimeError("boom")))
+    for number, end in enumerate(ends):
+        turn = await named.answered(f"a{number}", "In the north.", content=SAID)
+        end(await named.node.asked(2 * number + 1))
+        await settled(200)
+        assert await named.title(turn.session_id) == SAID and len(named.node.answers) == 2 * number + 2
 
 
 @pytest.mark.parametrize(

@@ -251,19 +251,6 @@ def test_owners_do_not_learn_from_each_other(events: list[Event]) -> None:
             assert together.expected(request, now) == alone.expected(request, now)
 
 
-def test_a_flood_of_names_costs_its_owner_alone() -> None:
-    followers, now = learned("AB")
-    for i in range(3000):
-        flood = AgentCall("flooder", f"run{i % 700}", f"agent{i}", f"session{i}")
-        followers.note(flood, now)
-        if i % 2:
-            followers.ended(flood, now)
-    assert num_agents(followers, "flooder") == 64
-    assert followers.num_sessions("flooder") == 512
-    now = serve(followers, arrival("A", "last"), now)
-    assert agents(followers.expected(arrival("A", "last"), now)) == ["B"]
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 100), st.floats(0, 100))
 def test_what_is_worth_it_stays_so_if_likelier(
     low: float, high: float, saved_s: float, cost_s: float
@@ -313,14 +300,18 @@ def made(parts: Parts, clock: Clock, file: Path | None = None, *, is_on: bool = 
     return Learned(parts.node, parts.advisories, is_on=is_on, file=file, clock=clock)
 
 
-async def test_who_follows_is_told_while_the_one_before_still_works(parts: Parts) -> None:
+async def test_who_follows_is_expected_of_one_owner_and_where_it_is_off_of_nobody(
+    parts: Parts, tmp_path: Path
+) -> None:
     clock = Clock()
-    learned = made(parts, clock)
-    teach(learned, clock)
-    learned.arrived(AgentCall("ann", "last", "planner", "last:planner"))
-    assert parts.advisories.expects("ann", "last:coder")
-    assert not parts.advisories.expects("ann", "last:planner")
-    assert not parts.advisories.expects("bob", "last:coder")
+    for is_on in (False, True):
+        learned = made(parts, clock, tmp_path / NAME, is_on=is_on)
+        await learned.save()
+        teach(learned, clock)
+        learned.arrived(AgentCall("ann", "last", "planner", "last:planner"))
+        asked = (("ann", "last:coder"), ("ann", "last:planner"), ("bob", "last:coder"))
+        assert [parts.advisories.expects(*each) for each in asked] == [is_on, False, False]
+        assert not (tmp_path / NAME).exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\x00", b'{"agents":1}\n{"name":', b'{"agents":99}\n'])
@@ -344,18 +335,8 @@ async def test_a_damaged_file_is_put_aside_and_learning_begins_anew(
     await again.load()
 
 
-async def test_where_nothing_was_learned_or_it_is_off_there_is_no_file(parts: Parts, tmp_path: Path) -> None:
-    clock = Clock()
-    await made(parts, clock, tmp_path / NAME).save()
-    switched_off = made(parts, clock, tmp_path / NAME, is_on=False)
-    teach(switched_off, clock)
-    await switched_off.save()
-    assert not (tmp_path / NAME).exists()
-    assert not parts.advisories.expects("ann", "run19:coder")
-
-
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_it_converges_to_the_share_that_was_used(share: float) -> None:
+def test_it_converges_to_the_share_that_was_used_and_with_time_returns_to_the_prior(share: float) -> None:
     rng, precision, estimates = random.Random(7), Precision(), []
     for i in range(10_000):
         precision.note("a", rng.random() < share, float(i))
@@ -363,34 +344,26 @@ def test_it_converges_to_the_share_that_was_used(share: float) -> None:
             estimates.append(precision.probability("a", float(i)))
     assert sum(estimates) / len(estimates) == pytest.approx(share, abs=0.03)
     assert all(abs(estimate - share) < 0.2 for estimate in estimates)
+    distances = [abs(precision.probability("a", 1e4 + n * HALF_LIFE_S) - PRIOR) for n in (0, 1, 2, 30)]
+    assert distances == sorted(distances, reverse=True) and distances[-1] < 1e-6 < distances[1]
 
 
-def test_with_time_it_returns_to_the_prior() -> None:
-    precision = Precision()
-    for _ in range(50):
-        precision.note("a", False, 0.0)
-    fresh, later = precision.probability("a", 0.0), precision.probability("a", HALF_LIFE_S)
-    assert fresh < later < PRIOR
-    assert precision.probability("a", 30 * HALF_LIFE_S) == pytest.approx(PRIOR, abs=1e-6)
+OUTCOMES = st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6))
 
 
-def test_a_clock_that_goes_back_fades_nothing_and_revives_nothing() -> None:
-    precision, steady = Precision(), Precision()
-    for was_used, at_s in [(False, HALF_LIFE_S), (False, 0.0), (True, HALF_LIFE_S)]:
-        precision.note("a", was_used, at_s)
-        steady.note("a", was_used, HALF_LIFE_S)
-    for now in (0.0, HALF_LIFE_S):
-        assert precision.probability("a", now) == steady.probability("a", HALF_LIFE_S)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6)), max_size=40))
-def test_owners_are_not_believed_for_each_other(outcomes: list[tuple[str, bool, int]]) -> None:
-    together, alone = Precision(), Precision()
+@given(st.lists(OUTCOMES, max_size=40))
+def test_owners_are_not_believed_for_each_other_and_no_clock_goes_back(
+    outcomes: list[tuple[str, bool, int]],
+) -> None:
+    together, steady = Precision(), Precision()
+    latest_s = -(10**6)
     for owner, was_used, at_s in outcomes:
         together.note(owner, was_used, at_s)
         if owner == "a":
-            alone.note(owner, was_used, at_s)
-    assert together.probability("a", 1e6) == alone.probability("a", 1e6)
+            latest_s = max(latest_s, at_s)
+            steady.note(owner, was_used, latest_s)
+    for at_s in (-1e6, latest_s, 1e6):
+        assert together.probability("a", at_s) == steady.probability("a", max(at_s, latest_s))
 
 
 def test_the_owner_that_was_silent_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

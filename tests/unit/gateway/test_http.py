@@ -49,22 +49,18 @@ from gateway.turns.turns import from_bridge
 from .front import Gateway, Gateways
 
 
-@pytest.mark.parametrize(
-    ("route", "headers", "says"),
-    [
+async def test_a_head_that_is_too_large_is_told_its_bound(http: aiohttp.ClientSession) -> None:
+    many = {f"X-{number}": "a" for number in range(200)}
+    for route, headers, says in (
         ("/healthz", {"Cookie": "a=" + "a" * 9000}, "8,190 bytes"),
         ("/healthz?" + "a" * 9000, {}, "8,190 bytes"),
-        ("/healthz", {f"X-{number}": "a" for number in range(200)}, "128 headers"),
-    ],
-)
-async def test_a_head_that_is_too_large_is_told_its_bound(
-    http: aiohttp.ClientSession, route: str, headers: dict[str, str], says: str
-) -> None:
-    async with http.get(route, headers=headers) as reply:
-        assert reply.status == 431 and reply.headers["Server"] == "Overture"
-        error = (await reply.json())["error"]
-    assert says in error["message"] and error["code"] == "frame_too_large"
-    assert "aaaa" not in error["message"]
+        ("/healthz", many, "128 headers"),
+    ):
+        async with http.get(route, headers=headers) as reply:
+            assert reply.status == 431 and reply.headers["Server"] == "Overture"
+            error = (await reply.json())["error"]
+        assert says in error["message"] and error["code"] == "frame_too_large"
+        assert "aaaa" not in error["message"]
 
 
 FOREIGN = (
@@ -194,6 +190,7 @@ async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSe
 
 
 async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner(gateways: Gateways) -> None:
+    """What a page makes of titles and pins is in tests/browser/test_page.py."""
     gateway = await gateways(api_keys=("ov-one", "ov-two"))
     async with (
         gateway.socket(key="ov-one", hello={}) as watching,
@@ -205,32 +202,29 @@ async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong"
 
-        async def heard(session_id: str, **fields: object) -> None:
-            frame = await watching.next()
-            assert (frame["type"], frame["session_id"]) == ("listed", session_id)
-            assert {name: frame["session"][name] for name in fields} == fields
-
         async def call(method: str, path: str, body: Any = None) -> Any:
-            reply = await gateway.call(method, path, body, key="ov-one")
+            reply = await gateway.call(method, f"/api/sessions{path}", body, key="ov-one")
             assert 200 <= reply.status < 300
             return reply.body
 
-        session_id = (await call("POST", "/api/sessions", {}))["id"]
-        await heard(session_id, title=None, num_turns=0)
-        assert (await asking.ask("a", "Hello!", session_id=session_id))["type"] == "accepted"
-        await heard(session_id, title="Hello!", num_turns=1)
+        async def heard() -> Any:
+            frame = await watching.next()
+            assert frame["type"] == "listed"
+            session = frame["session"]
+            return session and (frame["session_id"], session["title"], session["num_turns"])
+
+        name = (await call("POST", "", {}))["id"]
+        assert await heard() == (name, None, 0)
+        assert (await asking.ask("a", "Hello!", session_id=name))["type"] == "accepted"
+        assert await heard() == (name, "Hello!", 1)
         (await gateway.node.asked()).finish("Hi.")
         assert (await asking.rest())[1]["type"] == "done"
-        path = f"/api/sessions/{session_id}"
-        for change in ({"title": "Greetings"}, {"is_pinned": True}):
-            await call("PATCH", path, change)
-            await heard(session_id, **change)
-        await call("DELETE", path)
-        assert await watching.next() == {"type": "listed", "session_id": session_id, "session": None}
-        await call("POST", f"{path}/restore")
-        await heard(session_id, is_pinned=True)
-        copy = await call("POST", "/api/sessions/import", await call("GET", f"{path}/export"))
-        await heard(copy["id"], title="Greetings", num_turns=1)
+        await call("DELETE", f"/{name}")
+        assert await heard() is None
+        await call("POST", f"/{name}/restore")
+        assert await heard() == (name, "Hello!", 1)
+        copy = await call("POST", "/import", await call("GET", f"/{name}/export"))
+        assert await heard() == (copy["id"], "Hello!", 1)
         for each in (asking, other):
             await each.send(type="ping")
             assert (await each.next())["type"] == "pong", "it does not watch, or is another's"
@@ -243,15 +237,12 @@ QUIET = NewConnection(
 FULL = replace(QUIET, num_all=LIMITS.num_general)
 
 
-@pytest.mark.parametrize(
-    ("max_files", "total"),
-    [(256, 128), (1024, 512), (4096, 3584), (20_000, 19_488), (1 << 20, 20_000)],
-)
-def test_files_are_kept_back_for_everything_else(max_files: int, total: int) -> None:
-    limits = limits_for(max_files, 10_000, None, None)
-    assert limits.num_total == total
-    assert limits.num_per_address <= total // 2
-    assert 0 < limits.num_general < total
+def test_files_are_kept_back_for_everything_else() -> None:
+    for max_files, total in ((256, 128), (1024, 512), (4096, 3584), (20_000, 19_488), (1 << 20, 20_000)):
+        limits = limits_for(max_files, 10_000, None, None)
+        assert limits.num_total == total
+        assert limits.num_per_address <= total // 2
+        assert 0 < limits.num_general < total
 
 
 BUSY = replace(FULL, has_unfinished=False, has_idle=False)
@@ -300,22 +291,16 @@ def test_a_warning_comes_once_until_it_has_been_over_for_good() -> None:
     assert said == [(80, True), (69, False), (80, True)]
 
 
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("fe80::1%eth0", "fe80::"),
-        ("::1", "::1"),
-        ("unix:", ""),
-    ],
-)
-def test_addresses_of_one_customer_are_one(host: str, address: str) -> None:
-    assert address_of(host) == address
-
-
-def test_which_addresses_many_share() -> None:
+def test_addresses_of_one_customer_are_one_and_of_many_are_shared() -> None:
+    for host, address in {
+        "192.0.2.7": "192.0.2.7",
+        "2001:db8:1:2:3:4:5:6": "2001:db8:1:2::",
+        "::ffff:192.0.2.7": "192.0.2.7",
+        "fe80::1%eth0": "fe80::",
+        "::1": "::1",
+        "unix:": "",
+    }.items():
+        assert address_of(host) == address
     proxies = [ip_network("10.0.0.0/8"), ip_network("2001:db8:1:2::5")]
     shared = ["", "127.0.0.1", "127.8.8.8", "::1", "10.1.2.3", "2001:db8:1:2::"]
     assert [host for host in [*shared, "192.0.2.7", "2001:db8:1:3::"] if is_shared(host, proxies)] == shared

@@ -37,24 +37,32 @@ def busy(gateway: Gateway) -> Gateway:
     return gateway
 
 
-async def list_of(gateway: Gateway) -> NodeList:
-    reply = await gateway.call("GET", "/v1/nodes")
-    assert reply.status == 200, reply.body
-    return msgspec.convert(reply.body, NodeList)
-
-
 async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gateway: Gateway) -> None:
-    listed = await list_of(busy(gateway))
-    (node,) = listed.nodes
+    busy(gateway)
+    first, again = [
+        msgspec.convert((await gateway.call("GET", "/v1/nodes")).body, NodeList) for _ in range(2)
+    ]
+    (node,) = first.nodes
     assert (node.id, node.model, node.state, node.is_draining) == ("local", "fake-model", "ready", False)
     assert node.load is not None and node.load.lanes == LANES
     assert (node.load.num_running, node.load.num_free_kv_blocks, node.load.num_answer_tokens) == (4, 20, 70)
     assert node.kv is not None and node.kv.disk is not None
     assert (node.kv.host.bytes, node.kv.host.num_hits, node.kv.disk.capacity_bytes) == (10, 7, 200)
     assert node.adapters.num_by_place == {"disk": 2} and node.adapters.resident == []
-    totals = listed.totals
+    totals = first.totals
     assert (totals.num_open, totals.num_running, totals.num_kv_blocks) == (1, 4, 60)
-    assert (await list_of(gateway)).nodes[0].incarnation == node.incarnation != ""
+    assert again.nodes[0].incarnation == node.incarnation != ""
+    lines = (await gateway.call("GET", "/metrics")).body.splitlines()
+    for line in (
+        'state{node="local",state="ready"} 1.0',
+        'state{node="local",state="draining"} 0.0',
+        'running{node="local"} 4.0',
+        'kv_free_blocks{node="local"} 20.0',
+        'answer_tokens_total{node="local"} 70.0',
+        'tier_bytes{node="local",tier="disk"} 20.0',
+        'peer_bytes_total{direction="in",node="local"} 40.0',
+    ):
+        assert f"overture_node_{line}" in lines
 
 
 def test_what_a_node_cannot_load_is_shown_to_operators() -> None:
@@ -128,44 +136,12 @@ async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened(
         assert not maintenance.states()[1].is_open and maintenance.states()[1].incarnation == ""
 
 
-async def test_metrics_tell_of_each_node(gateway: Gateway) -> None:
-    lines = (await busy(gateway).call("GET", "/metrics")).body.splitlines()
-    for line in (
-        'state{node="local",state="ready"} 1.0',
-        'state{node="local",state="draining"} 0.0',
-        'running{node="local"} 4.0',
-        'kv_free_blocks{node="local"} 20.0',
-        'answer_tokens_total{node="local"} 70.0',
-        'tier_bytes{node="local",tier="disk"} 20.0',
-        'peer_bytes_total{direction="in",node="local"} 40.0',
-    ):
-        assert f"overture_node_{line}" in lines
-
-
 async def picture(socket: Socket) -> Frame:
     """What a socket that begins to watch is shown."""
     await socket.send(type="watch_engine")
     frame = await socket.next()
     assert frame["type"] == "engine", frame
     return frame
-
-
-async def test_the_last_advisories_are_shown_with_the_states_that_they_went_through(gateway: Gateway) -> None:
-    turn = await gateway.answered("a", "Yes.", owner="local")
-    async with gateway.socket(hello={}) as socket:
-        await socket.send(type="typing", session_id=turn.session_id)
-        advisory = await gateway.node.told()
-        advisory.report("staging")
-        advisory.report("warm", num_tokens=32, device_tokens=32)
-        advisory.report("hit", num_tokens=32, device_tokens=32, lead_s=0.5)
-        for _ in range(3):
-            assert (await socket.next())["type"] == "advisory"
-        shown = await picture(socket)
-    (trail,) = shown["advisories"]
-    assert (trail["session_id"], trail["source"]) == (turn.session_id, "typing")
-    assert [each["state"] for each in trail["states"]] == ["staging", "warm", "hit"]
-    assert trail["outcome"]["lead_ms"] == 500.0 and trail["outcome"]["device_tokens"] == 32
-    assert shown["advisory_counts"] == {"live": 0, "hit": 1}
 
 
 async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: Gateways) -> None:
@@ -176,12 +152,18 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
         gateway.socket(key=OPERATOR, hello={}) as operator,
     ):
         await mine.send(type="typing", session_id="lisbon")
-        (await gateway.node.told()).report("staging")
-        await mine.next()
+        told = await gateway.node.told()
+        for state in ("staging", "staging", "warm", "hit"):  # each is told once
+            told.report(state, num_tokens=32, device_tokens=32 * (state != "staging"))
+        heard = [await mine.next() for _ in range(3)]
+        tiers = {"staging": "host", "warm": "device", "hit": "device"}
+        assert {each["state"]: each["tier"] for each in heard} == tiers
         to_me, to_other, to_operator = [await picture(socket) for socket in (mine, other, operator)]
-    assert [each["session_id"] for each in to_me["advisories"]] == ["lisbon"]
+    (trail,) = to_me["advisories"]
+    assert (trail["session_id"], trail["source"]) == ("lisbon", "typing")
+    assert [each["state"] for each in trail["states"]] == ["staging", "warm", "hit"]
     assert to_other["advisories"] == to_operator["advisories"] == []
-    assert to_operator["advisory_counts"] == {"live": 1}
+    assert to_operator["advisory_counts"] == {"live": 0, "hit": 1}
     assert to_me["advisory_counts"] is to_other["advisory_counts"] is None
     assert to_me["nodes"][0]["kv"] is None and to_operator["nodes"][0]["kv"] is not None
 

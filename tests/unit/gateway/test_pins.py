@@ -46,22 +46,18 @@ async def test_more_pins_than_a_list_can_show_are_refused(store: SessionStore) -
 
 
 async def test_the_first_page_says_what_is_pinned(gateway: Gateway) -> None:
-    turns = [await gateway.answered(f"t{number}", "Hello.", owner="local") for number in range(2)]
-    # The list's own order: both may have been used at the same moment.
-    listed, _ = await gateway.store.list_sessions("local")
-    newest, oldest = (str(session.id) for session in listed)
-    assert {newest, oldest} == {turn.session_id for turn in turns}
+    oldest, newest = "one", "two"
+    for number, name in enumerate((oldest, newest)):
+        await gateway.store.create_session("local", session_id=name, title="hello", now=NOW + number)
     path = f"/api/sessions/{oldest}"
     reply = await gateway.call("PATCH", path, {"is_pinned": True})
     assert (reply.status, reply.body["is_pinned"]) == (200, True)
     assert (await gateway.call("PATCH", path, {"is_pinned": "yes"})).status == 400
 
-    async def page_of(query: str) -> tuple[list[str], list[str], str]:
+    shown, query = [], "limit=1"
+    for _ in range(2):
         page = (await gateway.call("GET", f"/api/sessions?{query}")).body
-        shown, pins = ([each["id"] for each in page[name]] for name in ("sessions", "pinned"))
-        return shown, pins, page["next"]
-
-    shown, pins, following = await page_of("limit=1")
-    assert (shown, pins) == ([newest], [oldest])
-    assert (await page_of(f"limit=1&before={following}"))[:2] == ([oldest], [])
-    assert (await page_of("q=hello"))[1] == []
+        shown.append(tuple([each["id"] for each in page[name]] for name in ("sessions", "pinned")))
+        query = f"limit=1&before={page['next']}"
+    assert shown == [([newest], [oldest]), ([oldest], [])]
+    assert (await gateway.call("GET", "/api/sessions?q=hello")).body["pinned"] == []

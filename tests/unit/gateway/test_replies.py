@@ -18,25 +18,24 @@ from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
 from gateway.turns.replies import AnswerReader, items_of, question_of, session_named
 
-from .parts import NOW
+from .parts import NOW, settled
+
+USER = {"role": "user", "content": "b"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "b"}, {}]}
 
 
 @pytest.mark.parametrize(
-    ("api", "body", "question"),
+    ("api", "body"),
     [
-        (
-            "chat",
-            {"messages": [*({"role": "user", "content": each} for each in "ab"), {"role": "tool"}]},
-            "b",
-        ),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {}]}]}, "x"),
-        ("completions", {"prompt": "p"}, "p"),
-        ("responses", {"input": "i"}, "i"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "i"}]}]}, "i"),
+        ("chat", {"messages": [USER | {"content": "a"}, USER, {"role": "tool"}]}),
+        ("messages", {"messages": [PARTS]}),
+        ("completions", {"prompt": "b"}),
+        ("responses", {"input": "b"}),
+        ("responses", {"input": [PARTS]}),
     ],
 )
-def test_the_question_is_the_last_user_message(api: Any, body: dict[str, Any], question: str) -> None:
-    assert question_of(api, body) == question
+def test_the_question_is_the_last_user_message(api: Any, body: dict[str, Any]) -> None:
+    assert question_of(api, body) == "b"
 
 
 def test_the_header_goes_before_the_body() -> None:
@@ -80,14 +79,12 @@ def response(text: str, answer: str, previous: str | None = None) -> StoredRespo
     return StoredResponse(reply=reply, items=items, previous=previous)
 
 
-async def test_a_session_has_the_ids_of_its_last_call_and_a_response_its_own(store: SessionStore) -> None:
-    for name, previous, ids in (("a", None, [1, 2, 3]), ("b", "resp_a", [1, 2, 3, 4, 5])):
-        call = {"answer": "hi", "response_id": f"resp_{name}", "makes_session": True}
-        call["response"] = response("hello", "hi", previous)
-        await store.record_turn("ann", "s", name, "hello", token_ids=pack_token_ids(ids), now=NOW, **call)
-    assert await store.token_ids("ann", "s") == pack_token_ids([1, 2, 3, 4, 5])
+async def test_a_response_is_gone_on_from_by_its_owner_alone(store: SessionStore) -> None:
+    ids, kept = pack_token_ids([1, 2, 3]), response("hello", "hi")
+    call = {"answer": "hi", "response_id": "resp_a", "response": kept, "makes_session": True}
+    await store.record_turn("ann", "s", "a", "hello", token_ids=ids, now=NOW, **call)
     found = await store.responses.history("ann", "resp_a")
-    assert found is not None and found.token_ids == pack_token_ids([1, 2, 3])
+    assert found is not None and found.token_ids == ids == await store.token_ids("ann", "s")
     assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
     assert await store.responses.history("bob", "resp_a") is None
 
@@ -157,31 +154,22 @@ class Call:
         self.stored.append(job.status)
 
 
-async def test_who_cancels_a_second_time_waits_for_what_is_stored() -> None:
+@pytest.mark.parametrize("has_ended", [False, True], ids=["cancelled", "ended"])
+async def test_who_cancels_one_that_is_being_stored_waits_for_it_and_changes_nothing(has_ended: bool) -> None:
     call = Call()
     job = await call.begin()
-    first = asyncio.create_task(call.all.cancel(job))
+    if has_ended:
+        call.events.put_nowait(event(1, "response.completed"))
+        call.events.put_nowait(None)
+    ends = [] if has_ended else [asyncio.create_task(call.all.cancel(job))]
     await call.is_storing.wait()
-    second = asyncio.create_task(call.all.cancel(job))
-    await asyncio.sleep(0)
-    call.may_store.set()
-    await asyncio.gather(first, second)
-    assert call.stored == ["cancelled"] and job.is_over
-
-
-async def test_one_that_is_being_stored_is_not_cancelled_any_more() -> None:
-    call = Call()
-    job = await call.begin()
-    call.events.put_nowait(event(1, "response.completed"))
-    call.events.put_nowait(None)
-    await call.is_storing.wait()
-    ends = [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    ends += [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
+    await settled(5)
     assert not any(end.done() for end in ends) and not job.is_over
     call.may_store.set()
     await asyncio.gather(*ends)
-    assert call.stored == ["in_progress"] and job.reply()["id"] == "resp_1"
+    assert call.stored == ["in_progress" if has_ended else "cancelled"] and job.is_over
+    assert job.reply()["id"] == "resp_1"
 
 
 async def test_a_follower_goes_on_by_number_whatever_comments_stand_between() -> None:

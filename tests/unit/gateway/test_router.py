@@ -1,6 +1,7 @@
 """Several nodes are one: sessions stay where their KV is, a node that fails costs as little as it can, and figures add up."""
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -19,7 +20,7 @@ from engine_bridge.protocol.figures import (
     SchedulingStats,
     TokenizerStats,
 )
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, JsonReply, SseReply
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, SseReply
 from gateway.nodes import members
 from gateway.nodes import router_figures as figures
 from gateway.nodes.router import Router
@@ -27,16 +28,15 @@ from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES
 
-from .fake_node import new_name
 from .nodes import PlacedNode, TestPlacement, routed
 from .parts import until
 
+NAMES = map("m{}".format, itertools.count())
+
 
 def question(session: str = "s", **fields: Any) -> EngineRequest:
-    messages = (ChatMessage("user", "hi"),)
-    return EngineRequest(
-        request_id=RequestId(new_name()), tenant="t", session_id=session, messages=messages, **fields
-    )
+    fields |= {"messages": (ChatMessage("user", "hi"),)}
+    return EngineRequest(request_id=RequestId(next(NAMES)), tenant="t", session_id=session, **fields)
 
 
 def asking(router: Router, request: EngineRequest) -> asyncio.Task[list[Delta]]:
@@ -92,17 +92,6 @@ async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> No
         assert [report.state for report in reports] == ["cancelled"]
 
 
-async def test_an_answer_that_had_not_begun_is_served_elsewhere_and_nobody_hears_of_it() -> None:
-    async with routed("a", "b") as (router, placement):
-        task = asking(router, question())
-        await placement.inner["a"].asked()
-        placement.kill("a")
-        (await placement.inner["b"].asked()).finish("here")
-        assert text(await task) == "here"
-        assert router.home_of("t", "s") == "b"
-        assert router.counts() == {"new": 1, "tried_again": 1}
-
-
 async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
     async with routed("a", "b") as (router, placement):
         request = question()
@@ -125,11 +114,23 @@ async def test_stopping_reaches_the_node_and_stops_a_second_try() -> None:
 ASKER = EngineRequest(tenant="t", session_id="s")
 
 
-async def test_a_streamed_call_of_which_nothing_was_passed_on_is_streamed_by_another_node() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_streamed_call_is_streamed_by_another_node_unless_something_was_passed_on(
+    has_begun: bool,
+) -> None:
     async with routed("a", "b") as (router, placement):
         reply = await router.serve("chat", {"stream": True}, {}, ASKER)
         assert isinstance(reply, SseReply)
-        await placement.inner["a"].called()
+        call = await placement.inner["a"].called()
+        if has_begun:
+            call.events.put_nowait(b"one")
+            assert await anext(reply.events) == b"one"
+            placement.kill("a")
+            with pytest.raises(EngineUnavailable):
+                await anext(reply.events)
+            await reply.events.aclose()  # type: ignore[attr-defined]
+            assert placement.inner["b"].streams == []
+            return
         reading = asyncio.ensure_future(anext(reply.events))
         placement.kill("a")
         call = await placement.inner["b"].called()
@@ -138,37 +139,7 @@ async def test_a_streamed_call_of_which_nothing_was_passed_on_is_streamed_by_ano
         assert await reading == b"here"
         assert [event async for event in reply.events] == []
         assert router.homes.num_requests("b") == 0
-
-
-async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
-    async with routed("a", "b") as (router, placement):
-        reply = await router.serve("chat", {"stream": True}, {}, ASKER)
-        assert isinstance(reply, SseReply)
-        (await placement.inner["a"].called()).events.put_nowait(b"one")
-        assert await anext(reply.events) == b"one"
-        placement.kill("a")
-        with pytest.raises(EngineUnavailable):
-            await anext(reply.events)
-        await reply.events.aclose()  # type: ignore[attr-defined]
-        assert placement.inner["b"].streams == []
-
-
-async def test_a_draining_node_gets_nothing_new_ends_what_it_has_and_gives_its_kv() -> None:
-    async with routed("a", "b") as (router, placement):
-        running = asking(router, question())
-        answer = await placement.inner["a"].asked()
-        draining = asyncio.create_task(router.drain_node("a", 10.0))
-        await until(lambda: router.nodes_state()[0].state == "draining")
-        moved = asking(router, question())
-        other = await placement.inner["b"].asked()
-        assert other.request.kv_from == "a:1"
-        assert not draining.done()
-        answer.finish("end")
-        assert await draining
-        assert text(await running) == "end"
-        other.finish("x")
-        await moved
-        assert [node.num_sessions for node in router.nodes_state()] == [0, 1]
+        assert router.counts() == {"new": 1, "tried_again": 1}
 
 
 async def test_a_silent_node_gets_nothing_and_then_its_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,33 +192,23 @@ async def test_it_is_ready_as_soon_as_one_node_is_and_failed_when_all_are() -> N
         await until(lambda: router.progress.state == "rebuilding")
 
 
-class SlowToLoad(PlacedNode):
-    """Loads no adapter before a test says so."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.may_load, self.is_asked = asyncio.Event(), False
-
-    async def load_adapter(self, body: Any) -> JsonReply:
-        self.is_asked = True
-        await self.may_load.wait()
-        return await super().load_adapter(body)
-
-
 async def test_a_node_is_drained_once_those_that_stay_serve_its_adapters(tmp_path: Path) -> None:
     async with routed("a", "b") as (router, placement):
         placement.kill("b")
         path = make_adapter(tmp_path / "large", modules=MODULES, rank=16)
         assert (await router.load_adapter({"lora_name": "large", "lora_path": str(path)})).status == 200
-        placement.inner["b"] = back = SlowToLoad("b")
+        placement.inner["b"] = back = PlacedNode("b")
+        back.may_load.clear()
         await placement.connect("b")
         draining = asyncio.create_task(router.drain_node("a", 10.0))
-        await until(lambda: back.is_asked)
+        await until(lambda: ("load", "large") in back.calls)
         early = asking(router, question("early", adapter="large"))
-        (await placement.inner["a"].asked()).finish("at a")
-        assert text(await early) == "at a"
+        answer = await placement.inner["a"].asked()
         back.may_load.set()
-        assert await draining
+        await until(lambda: router.nodes_state()[0].state == "draining")
+        assert not draining.done()
+        answer.finish("at a")
+        assert await draining and text(await early) == "at a"
         late = asking(router, question("late", adapter="large"))
         (await back.asked()).finish("at b")
         assert text(await late) == "at b"
@@ -266,33 +227,30 @@ def full(kind: type[Struct], value: int, **fields: Any) -> Any:
     return kind(**(made | fields))
 
 
-def scheduling(value: int, lanes: LaneStats | None) -> SchedulingStats:
-    errors = LengthErrors(num_answers=value, sum_tokens=value, num_within_p90=value, num_within={16: value})
-    fields = {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes, "length_errors": errors}
-    stats: SchedulingStats = full(SchedulingStats, value, **fields)
-    return stats
-
-
 def lanes(*tokens: int) -> LaneStats:
     edges = (0.5,) * (len(tokens) - 1)
     return LaneStats(boundaries=edges, num_waiting=tokens, quota_tokens=tokens, used_tokens=tokens)
 
 
-def tiers(value: int, problem: str | None = None) -> TierStats:
-    parts = [full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats)]
-    return TierStats(host=parts[0], disk=parts[1], peers=parts[2], problem=problem)
+def state(name: str, value: int, problem: str | None = None) -> EngineState:
+    """Of an engine with two waiting and two running requests, whose figures are `value`."""
+    one = RequestState(request_id=name, priority=0, size_tokens=1, num_output_tokens=0)
+    requests = [structs.replace(one, request_id=f"{name}{at}") for at in range(2)]
+    host, disk, peers = (full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats))
+    tiers = TierStats(host=host, disk=disk, peers=peers, problem=problem)
+    errors = LengthErrors(num_answers=value, sum_tokens=value, num_within_p90=value, num_within={16: value})
+    fields = {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes(value, 2 * value)}
+    return EngineState(
+        engine=full(NodeStats, value, state="ready", model="m", kv_tiers=tiers),
+        scheduling=full(SchedulingStats, value, **fields, length_errors=errors),
+        waiting=requests,
+        running=requests,
+        num_waiting=2,
+        num_running=2,
+    )
 
 
 def test_engines_are_one_with_the_first_requests_of_all() -> None:
-    def state(name: str, value: int, problem: str | None = None) -> EngineState:
-        one = RequestState(request_id=name, priority=0, size_tokens=1, num_output_tokens=0)
-        requests = [structs.replace(one, request_id=f"{name}{at}") for at in range(2)]
-        kv_tiers = tiers(value, problem)
-        engine = full(NodeStats, value, state="ready", model="m", kv_tiers=kv_tiers)
-        stats = scheduling(value, lanes(value, 2 * value))
-        both = {"waiting": requests, "running": requests, "num_waiting": 2, "num_running": 2}
-        return EngineState(engine=engine, scheduling=stats, **both)  # type: ignore[arg-type]
-
     for kind, put_together in ((TokenizerStats, figures.tokenizers_of), (GrammarStats, figures.grammars_of)):
         assert put_together([full(kind, 1), full(kind, 2)]) == full(kind, 3)  # type: ignore[operator]
     both = figures.engine_state_of([state("a", 1), state("b", 3, "no room")], "rebuilding", 3)

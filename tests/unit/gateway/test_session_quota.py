@@ -1,7 +1,5 @@
 """What each key may store, and what a person sets for one conversation: counted as texts come and go, in front of every prompt."""
 
-import contextlib
-import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +29,6 @@ async def store(path: Path) -> AsyncIterator[SessionStore]:
 
 def counted(path: Path, owner: str = "ann") -> int:
     return rows_of(path, "SELECT num_bytes FROM owners WHERE name = ?", owner)[0][0]
-
-
-async def test_reasoning_is_given_back_with_its_turn(store: SessionStore, path: Path) -> None:
-    await store.create_session("ann", session_id="s", now=NOW)
-    await ask(store, "s", "t", "abc")
-    await end(store, "s", "t", "de", reasoning="thöught")
-    assert counted(path) == SESSION_BYTES + TURN_BYTES + 3 + 2 + 8
-    with contextlib.closing(sqlite3.connect(path)) as conn, conn:
-        conn.execute("PRAGMA foreign_keys = ON")
-        conn.execute("DELETE FROM turns")
-    assert counted(path) == SESSION_BYTES
 
 
 async def test_an_answer_under_way_is_kept_whole(store: SessionStore) -> None:
@@ -78,21 +65,6 @@ async def settle(store: SessionStore, session: str = "s", **changes: Any) -> Ses
     """Change settings of ann's session; returns what it has then."""
     await store.patch("ann", session, settings=SettingsPatch(**changes), now=NOW)
     return (await store.get_session("ann", session)).settings
-
-
-async def test_each_setting_is_changed_by_itself_and_null_unsets_it(store: SessionStore) -> None:
-    created = await store.create_session(
-        "ann", session_id="s", settings=SettingsPatch(temperature=0.5), now=NOW
-    )
-    assert created.settings == SessionSettings(temperature=0.5)
-    assert await settle(store, system_prompt=PATIENT) == SessionSettings(
-        system_prompt=PATIENT, temperature=0.5
-    )
-    assert await settle(store, temperature=None, max_tokens=9) == SessionSettings(
-        system_prompt=PATIENT, max_tokens=9
-    )
-    assert await settle(store, system_prompt=" \n") == SessionSettings(max_tokens=9)
-    assert (await store.create_session("ann", session_id="t", now=NOW)).settings == SessionSettings()
 
 
 async def test_a_system_prompt_counts_as_bytes_while_it_is_there(store: SessionStore, path: Path) -> None:
@@ -152,7 +124,11 @@ async def test_settings_are_set_over_http_and_told_on_the_socket(gateway: Gatewa
         assert "settings" in reply.body["error"]["message"]
     reply = await gateway.call("POST", "/api/sessions", {"settings": {"max_tokens": 7}})
     assert reply.body["settings"]["max_tokens"] == 7
+    whole = {"system_prompt": PATIENT, "temperature": 0.5, "max_tokens": None}
     async with gateway.socket() as socket:
         await socket.send(type="hello", session_id=turn.session_id)
-        settings = (await socket.next())["session"]["settings"]
-    assert settings == {"system_prompt": PATIENT, "temperature": 0.5, "max_tokens": None}
+        assert (await socket.next())["session"]["settings"] == whole
+    for unset in ({"system_prompt": " \n"}, {"temperature": None}):
+        whole |= dict.fromkeys(unset)
+        await gateway.call("PATCH", path, {"settings": unset})
+        assert (await gateway.call("GET", path)).body["settings"] == whole

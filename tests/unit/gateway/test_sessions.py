@@ -23,6 +23,7 @@ from hypothesis.stateful import initialize, invariant
 from engine_bridge.protocol.node import pack_token_ids
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, FinishResult, SessionStore
+from gateway.sessions.database import open_writer
 from gateway.sessions.excerpt import AFTER_CHARS, BEFORE_CHARS, MATCH_CHARS, Excerpt, excerpt
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
@@ -184,16 +185,12 @@ def places_in_texts(conn: sqlite3.Connection, owner: str) -> list[Any]:
     return places
 
 
-def mode_of(path: Path | str) -> int:
-    return os.stat(path).st_mode & 0o777
-
-
 async def test_the_file_is_private_and_durable(store: SessionStore, path: Path) -> None:
-    assert mode_of(path) == mode_of(f"{path}-wal") == 0o600
+    assert {os.stat(file).st_mode & 0o777 for file in (path, f"{path}-wal")} == {0o600}
     pragmas = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
-    for pragma, value in (pragmas | {"user_version": SCHEMA_VERSION}).items():
-        read = store._writer.transact(lambda conn, p=pragma: conn.execute(f"PRAGMA {p}").fetchone()[0])
-        assert await read == value
+    with contextlib.closing(open_writer(path, True, 0)) as conn:
+        for pragma, value in (pragmas | {"user_version": SCHEMA_VERSION}).items():
+            assert conn.execute(f"PRAGMA {pragma}").fetchone()[0] == value
 
 
 async def test_a_damaged_file_is_refused_and_calls_of_a_closed_store_may_come_again(path: Path) -> None:
@@ -546,23 +543,17 @@ TestStore.settings = settings(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Lisbon", Excerpt("", "Lisbon", "")),
-        ("  to\n\n lisbon,\tthen", Excerpt("to ", "lisbon", ", then")),
-        ("one LISBON and one Lisbon", Excerpt("one ", "LISBON", " and one Lisbon")),
-        ("no such place", None),
-    ],
-)
-def test_the_first_match_stands_between_its_neighbours_on_one_line(text: str, found: Excerpt | None) -> None:
-    assert excerpt("Lisbon", text) == found
-
-
-def test_long_texts_are_cut_on_both_sides_and_say_so() -> None:
-    found = excerpt("needle", "word " * 1000 + "needle" + " word" * 1000)
-    assert found is not None
-    assert found.before.startswith("…word") and found.after.endswith("…")
-    assert len(found.before) <= BEFORE_CHARS + 1 and len(found.after) <= AFTER_CHARS + 1
+def test_the_first_match_stands_between_its_neighbours_on_one_line_cut_on_both_sides() -> None:
+    for text, found in {
+        "Lisbon": Excerpt("", "Lisbon", ""),
+        "  to\n\n lisbon,\tthen": Excerpt("to ", "lisbon", ", then"),
+        "one LISBON and one Lisbon": Excerpt("one ", "LISBON", " and one Lisbon"),
+        "no such place": None,
+    }.items():
+        assert excerpt("Lisbon", text) == found
+    long = excerpt("needle", "word " * 1000 + "needle" + " word" * 1000)
+    assert long is not None
+    assert long.before.startswith("…word") and long.after.endswith("…")
+    assert len(long.before) <= BEFORE_CHARS + 1 and len(long.after) <= AFTER_CHARS + 1
     endless = excerpt("x" * 500, "x" * 1000)
     assert endless is not None and len(endless.match) == MATCH_CHARS

@@ -23,6 +23,7 @@ def order(*groups: GroupFacts) -> list[Victim]:
 
 def test_what_is_over_goes_first_and_what_is_expected_last_and_last_layers_before_first_ones() -> None:
     assert [each.keep_layers for each in order(group("a", 1), group("b", 1))] == [6, 6, 4, 4, 2, 2, 0, 0]
+    assert [each.group for each in order(group("new", 1), group("old", 500))[::4]] == ["old", "new"]
     expected = group("expected", 5000, expected_s=1002.0)
     victims = order(expected, group("fresh", 0, num_uses=50), group("over", 0, is_over=True))
     assert victims[0] == Victim("over", 0)

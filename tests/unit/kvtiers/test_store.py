@@ -169,6 +169,30 @@ def test_a_stage_that_joins_a_reading_as_it_is_stopped_gets_all_blocks(make: Cal
     tiers.end_reads()
 
 
+def test_what_is_half_read_is_lent_as_the_disk_has_it(make: Callable[..., Tiers]) -> None:
+    files = HeldReads()
+    tiers = make(files=files)
+    tiers.put_on_disk("a", KEYS[:4])
+    tiers.put_on_disk("b", KEYS[4:12])  # so that other KV lies in memory
+    tiers.store.drop_host()
+    stage = tiers.store.stage("a", KEYS[:4])
+    assert files.has_begun.wait(SETTLE_S)
+    loan = tiers.store.lend(KEYS[:4])
+
+    async def read() -> bytes:
+        return b"".join([bytes(view) async for chunk in loan.chunks(0) for view in chunk.views])
+
+    reading = tiers.io.start(read())
+    for _ in range(20):  # by then what lies in memory has been sent
+        tiers.io.start(asyncio.sleep(0)).result()
+    files.may_go_on.set()
+    layers = range(SHAPE.num_layers)
+    assert reading.result() == b"".join(tiers.content(key, layer) for layer in layers for key in KEYS[:4])
+    loan.release()
+    tiers.store.release(stage)
+    tiers.end_reads()
+
+
 @pytest.mark.parametrize("how", ["leave", "leave_all"])
 def test_the_kv_of_requests_outlives_that_of_other_sessions(make: Callable[..., Tiers], how: str) -> None:
     tiers = make(host_blocks=8, disk_bytes=0)

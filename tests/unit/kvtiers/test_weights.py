@@ -1,7 +1,6 @@
 """Any change of a model's files is seen, and what has not changed is not read again."""
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,21 +104,3 @@ def test_a_file_that_changes_when_read_is_like_no_other(model: Path, monkeypatch
     weights._in_process.clear()
     monkeypatch.setattr(weights, "_digest", while_written)
     assert len({unchanging, folder_revision(model), folder_revision(model)}) == 3
-
-
-def test_a_long_reading_says_how_far_it_has_come(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    is_said, real = threading.Event(), weights._digest
-
-    def report(phrase: str) -> None:
-        said.append(phrase)
-        is_said.set()
-
-    def when_said(read_into: Any, progress: Any) -> str:
-        assert is_said.wait(60)
-        return real(read_into, progress)
-
-    monkeypatch.setattr(weights, "REPORT_AFTER_S", 0.0)
-    monkeypatch.setattr(weights, "_digest", when_said)
-    folder_revision(model, report=report)
-    assert said[0].endswith(": 0%")

@@ -1,7 +1,4 @@
-"""A stand-in for the network peer: a real HTTP server that keeps to the gateway's contract for advisories and chat calls, without a model.
-
-It runs on a thread of its own, so that clients in event loops, in threads and in other processes can all talk to it.
-"""
+"""A stand-in for the network peer: a real HTTP server that keeps to the gateway's contract for advisories and chat calls, without a model."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+
+from tests.served import served
 
 REFUSED = {"error": {"message": "Too many advisories.", "code": "rate_limited"}}
 UNKNOWN = {"error": {"message": "No such advisory.", "code": "not_found"}}
@@ -132,21 +131,6 @@ async def _stream(request: web.Request, base: dict[str, Any], text: str) -> web.
 def server() -> Iterator[ContractServer]:
     """A contract server on a free loopback port."""
     contract = ContractServer()
-    loop = asyncio.new_event_loop()
-    runner = web.AppRunner(contract.app(), shutdown_timeout=0.1)
-
-    async def start() -> None:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        contract.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield contract
-    contract.is_holding.clear()
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with served(contract.app()) as contract.url:
+        yield contract
+        contract.is_holding.clear()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
-from engine_bridge.policy.scheduling.queue_policy import NUM_PASSED_OVER, StepRoom, Waiting
+from engine_bridge.policy.scheduling.queue_policy import StepRoom, Waiting
 from engine_bridge.policy.scheduling.wait_tree import BLOCK, GONE, Waits
 from tests.unit.facts import waiting_facts
 
@@ -119,24 +119,3 @@ def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
     queue.leave("adapter")
     queue.leave("the same")
     assert queue.start_all() == "x y a b"
-
-
-class Counted(dict[str, Waiting]):
-    """Counts how often it is asked for facts, which take a look at the engine each."""
-
-    num_asked = 0
-
-    def __getitem__(self, request_id: str) -> Waiting:
-        self.num_asked += 1
-        return super().__getitem__(request_id)
-
-
-def test_thousands_that_wait_for_hundreds_of_adapters_are_not_all_asked_about() -> None:
-    queue = after_a_long_queue(0.9)
-    for number in range(4000):
-        queue.ask(f"{number:04d}", 100 + number % 7, adapter_id=1 + number % 800, adapter_bytes=10)
-    waiting = Counted(queue.waiting)
-    scarce = StepRoom(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
-    decision = queue.policy.decide(waiting, {}, scarce, 0.0)
-    assert not decision.request_ids
-    assert waiting.num_asked <= 2 * NUM_PASSED_OVER + 1

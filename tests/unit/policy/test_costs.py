@@ -3,14 +3,13 @@
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_bridge.policy.costs import costs
-from engine_bridge.policy.costs.costs import CopyTable, CopyTimes, Link, StepGrid, StepTable, TablePrefill
+from engine_bridge.policy.costs.costs import CopyTable, CopyTimes, Link, StepTable, TablePrefill
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.policy.rates import HALF_LIFE_S
 from kvtiers.policy.restore import Action
@@ -69,18 +68,6 @@ def test_impossible_times_are_ignored(seconds: float) -> None:
     table.observe(32, 4, 500, seconds)
     table.observe(0, 0, 500, 1.0)
     assert table.grid() == before
-
-
-def test_a_damaged_grid_is_refused() -> None:
-    fields: dict[str, Any] = dict.fromkeys(
-        ("num_prefill_tokens", "num_decodes", "num_context_tokens"), (0, 1)
-    )
-    fields["seconds"] = (1.0,) * 8
-    StepTable(StepGrid(**fields))
-    damages = [{"num_decodes": axis} for axis in ((1, 4), (0, 4, 4), (0,))]
-    for damage in (*damages, {"seconds": (1.0,)}, {"seconds": (math.nan,) * 8}):
-        with pytest.raises(ValueError, match="step table"):
-            StepTable(StepGrid(**(fields | damage)))
 
 
 def test_a_prefill_is_the_sum_of_its_chunks() -> None:

@@ -17,7 +17,6 @@ from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, 
 from tests.unit.facts import running_facts, waiting_facts
 
 TWO_LANES = Lanes.around([0.2, 0.8])
-FOUR_LANES = Lanes.around([0.1, 0.3, 0.6, 0.9])
 NOW = 100.0
 AMPLE = StepRoom(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
@@ -92,22 +91,6 @@ def test_a_lane_whose_head_can_use_its_quota_does_not_lend_it() -> None:
     assert decision.request_ids == ("large",)
     # There were 700 tokens, 200 of them the other lane's own.
     assert decision.deferred == {"small": "lane_quota"}
-
-
-def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
-    policy = mlq()
-    decide(policy, [request("a", weighted_size=0.9, size_tokens=300), request("b", weighted_size=0.6)])
-    policy.admitted("a", NOW)
-    refit(policy, FOUR_LANES, (250, 250, 250, 250), {"b": 0.35})
-    assert (policy.lane_of("a"), policy.lane_of("b"), policy.lane_of("nobody")) == (3, 1, None)
-    assert policy.ledger.used == (0, 0, 0, 300)
-    assert policy.num_waiting() == (0, 1, 0, 0)
-    policy.ended("a")
-    policy.ended("b")
-    policy.check_invariants()
-    assert policy.ledger.num_used == sum(policy.num_waiting()) == 0
-    with pytest.raises(ValueError, match="quota"):
-        refit(policy, FOUR_LANES, (1, 2))
 
 
 facts_of_many = st.lists(
@@ -246,30 +229,6 @@ def test_squashes_stay_within_their_share() -> None:
         policy.squashed("late")
         policy.ended("head")
     assert squashes(policy, LATE) == ()
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_what_left_is_forgotten_and_comes_but_once(name: str) -> None:
-    policy = POLICIES[name](1000)
-    policy.arrived(request("a"), NOW)
-    with pytest.raises(ValueError, match="waits"):
-        policy.arrived(request("a"), NOW)
-    policy.ended("a")
-    policy.ended("a")
-    policy.outgrew("a", 10)
-    with pytest.raises(KeyError):
-        policy.admitted("a", NOW)
-    assert policy.decide({}, {}, AMPLE, NOW) == Decision()
-    assert decide(policy, [request("a")]).request_ids == ("a",)
-
-
-def test_tenants_that_come_and_go_are_forgotten() -> None:
-    policy = mlq(quotas=(10**9, 1))
-    for at in range(5000):
-        policy.arrived(request(str(at), tenant=str(at)), NOW)
-        policy.admitted(str(at), NOW)
-        policy.ended(str(at))
-    assert len(policy._service._given) <= 1025
 
 
 def mlq_with(*waiting: Waiting, lanes: Lanes = TWO_LANES) -> tuple[Mlq, dict[str, Waiting]]:

@@ -108,13 +108,11 @@ def test_no_node_is_given_far_more_requests_than_the_emptiest_however_little_the
     assert Overture(tokens).route(ask(rank=0), nodes).node_id == "long"
     half = [nodes[0], busy("short", 7, num_tokens=100)]
     assert Overture(tokens).route(ask(rank=0), half).node_id == "short"
-
-
-def test_a_node_at_half_the_speed_is_full_with_half_as_many() -> None:
-    ours = Overture(replace(SETTINGS, decode=MBGMV))
-    slow = msgspec.structs.replace(busy("slow", 7), perf=perf(2.0))
-    assert ours._within_bounds([slow, busy("fast", 2)]) == [busy("fast", 2)]
-    assert ours._within_bounds([busy("slow", 7), busy("fast", 2)]) == [busy("slow", 7), busy("fast", 2)]
+    for num, chosen in ((5, "slow"), (7, "long")):  # at half the speed half as many are as much
+        slow = busy("slow", num, num_tokens=100, perf=perf(2.0))
+        assert (
+            Overture(tokens).route(ask(rank=0), [busy("long", 2, num_tokens=10**8), slow]).node_id == chosen
+        )
 
 
 def perf(times: float = 1.0, **more: float) -> NodePerf:
