@@ -232,8 +232,12 @@ class Frame(NamedTuple):
 
 
 def encode(message: Message, number: int = 0) -> bytes:
-    """Encode one frame. Raises InvalidRequest for values that msgpack cannot carry."""
+    """Encode one frame. Raises InvalidRequest for what msgpack cannot carry, and for more than a frame may hold: the other end would hang up."""
     body = _packed(message)
+    if len(body) + 4 > MAX_FRAME_BYTES:
+        raise InvalidRequest(
+            f"This request is too large to be passed on: {len(body) >> 20:,} MiB.", code="prompt_too_long"
+        )
     return _HEAD.pack(len(body) + 4, number) + body
 
 

@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from bench.live.correct.checkpoints import adapter_folders_of, folder_of
 from bench.live.correct.families import FAMILIES, VOCAB_SIZE
 from bench.live.correct.oracle import Oracle
-from bench.live.correct.pictures import as_part, picture
+from bench.live.correct.pictures import as_part, data_uri, picture
+from engine_bridge.driver.apis.media import GivenMedia, check_sizes
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, seen_pictures
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
@@ -237,6 +240,11 @@ async def test_pictures_are_told_apart_in_every_tier(tmp_path: Path, caplog: Log
                 assert isinstance(reply, JsonReply) and reply.status == 400
                 assert words in orjson.loads(reply.body)["error"]["message"]
         assert not any(record.exc_info for record in caplog.records)
+        # Behind what looks at bodies: vLLM itself is given no address.
+        with pytest.raises(InvalidRequest, match="come with the call"):
+            await GivenMedia().load_from_url_async("http://127.0.0.1:9/", None)
+        with pytest.raises(InvalidRequest, match="245 million pixels together"):
+            check_sizes([data_uri(large(7000))] * 5, "messages")
     assert [each.num_tokens for each in seen_pictures(known["second"])] == [16]
     async with engine(model, tiers_in(tmp_path / "kv"), max_images=0) as node:
         reply = await node.serve("chat", about(first), {}, EngineRequest(tenant="t"))
@@ -263,24 +271,34 @@ def of(part: dict[str, Any], **fields: Any) -> bytes:
     return orjson.dumps({"model": "demo", "messages": [{"role": "user", "content": [part]}], **fields})
 
 
+def several(part: dict[str, Any], num: int) -> bytes:
+    return orjson.dumps({"model": "demo", "messages": [{"role": "user", "content": [part] * num}]})
+
+
 def large(num_pixels: int) -> bytes:
-    """A PNG that says it has so many pixels in each direction, and ends there."""
-    head = b"IHDR" + struct.pack(">2I5B", num_pixels, num_pixels, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+    """A PNG that says it has so many pixels in each direction, and has none."""
+    size = struct.pack(">2I5B", num_pixels, num_pixels, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", size), (b"IDAT", b""))
+    packed = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
 REFUSED_PICTURES = {
-    of(as_part(b"hello")): "cannot be read",
-    of(as_part(picture(1)[:3000])): "cannot be read",
-    of(as_part(large(20_000))): "more pixels than this server reads (max_image_mpixels)",
+    of(as_part(b"hello")): "Picture 1 cannot be read",
+    of(as_part(picture(1)[:3000])): "damaged",
+    of(as_part(large(8000))): "8,000 × 8,000 pixels; this server reads 50 million (max_image_mpixels)",
+    of(as_part(large(20_000))): "too many pixels",
     of(as_part(picture(1, width=2000, height=2))): "too narrow",
-    of({"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}): "cannot be read",
+    of({"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}): "no base64",
+    of({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}): "not in base64",
     of({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}): "must come with its data",
     of(
         {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     ): "no part of the type 'video_url'",
+    of({"type": "text", "text": "x", "uuid": "u", "image_embeds": "AAAA"}): "with 'image_embeds'",
     of(as_part(picture(1)), mm_processor_kwargs={"min_pixels": 10**12}): "the operator's to set",
-    orjson.dumps(
-        {"model": "demo", "messages": [{"role": "user", "content": [as_part(picture(1))] * 3}]}
-    ): "at most 2",
+    several(as_part(picture(1)), 3): "at most 2",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine_bridge.calls.pictures import where
 from engine_bridge.driver.apis.failures import (
     CANNOT_CONTINUE,
     TOO_LATE,
@@ -19,7 +20,8 @@ from engine_bridge.driver.apis.failures import (
     noted,
     unfit,
 )
-from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE, PICTURE_MESSAGE, suspect_of
+from engine_bridge.driver.apis.media import PICTURE_MESSAGE, is_of_a_picture
+from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE, suspect_of
 from engine_bridge.driver.vllm_api import (
     ErrorResponse,
     GracefulHTTPError,
@@ -102,12 +104,13 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
         if isinstance(error, NotImplementedError):
             response.error.code, response.error.type = 400, "BadRequestError"
         return response
+    if is_of_a_picture(error):
+        log.info("a picture could not be read: %s in %s", type(error).__name__, _place(error))
+        return as_error_response(InvalidRequest(PICTURE_MESSAGE, param=where(body)))
     suspect = suspect_of(body)
     if suspect is None:
         return as_error_response(error)
-    # A picture that cannot be read says nothing about our code.
-    trace = None if suspect.message == PICTURE_MESSAGE else error
-    log.info("a body could not be used, which is taken to be its own fault", exc_info=trace)
+    log.info("a body could not be used, which is taken to be its own fault", exc_info=error)
     return create_error_response(suspect.message, param=suspect.param)
 
 

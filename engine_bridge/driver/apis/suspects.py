@@ -8,16 +8,11 @@ from typing import Any, Final, NamedTuple
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
 
-from engine_bridge.calls import pictures
 from engine_bridge.policy.limits.request_limits import measure
 
 MALFORMED_MESSAGE: Final = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
 TEMPLATE_MESSAGE: Final = (
     "`chat_template_kwargs`: the chat template of this model cannot work with these arguments."
-)
-PICTURE_MESSAGE: Final = (
-    "A picture cannot be read: it is damaged, no PNG, JPEG, WebP or GIF in base64, too narrow, or has more pixels than this server reads "
-    "(max_image_mpixels)."
 )
 # Fields that hold several values and are examined separately, or on which no code fails: texts and switches.
 _LOOKED_AT: Final = frozenset({"messages", "input", "tools", "chat_template_kwargs"})
@@ -60,10 +55,7 @@ def suspect_of(body: Any) -> Suspect | None:
             return Suspect(MALFORMED_MESSAGE, f"tools[{index}]")
     is_plain = all(_is_plain_field(name, value) for name, value in body.items())
     is_plain = is_plain and all(map(_is_plain_message, _messages(body)))
-    if is_plain:
-        return None
-    is_seen = any(map(pictures.is_picture, pictures.parts_of(body)))
-    return Suspect(PICTURE_MESSAGE, pictures.where(body)) if is_seen else Suspect(MALFORMED_MESSAGE)
+    return None if is_plain else Suspect(MALFORMED_MESSAGE)
 
 
 def _schemas(tools: Any) -> Iterator[tuple[int, str, Any]]:

@@ -33,6 +33,8 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_LOG_STATS_INTERVAL": "86400",
         # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
         "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        # Its class is in `driver/apis/media.py`.
+        "VLLM_MEDIA_CONNECTOR": "given",
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
         "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
         "TOKENIZERS_PARALLELISM": "false",

@@ -34,6 +34,7 @@ from engine_bridge.driver.apis.bodies import (
 from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.failures import too_long_or_invalid
+from engine_bridge.driver.apis.media import check_sizes
 from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
 from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
@@ -115,6 +116,8 @@ class Serving:
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
         self._client, self._options = client, options
         self._entrance = Entrance()
+        # Of all tenants: decoded pictures take memory.
+        self._reading = Entrance(num_at_once=2)
         parsers: dict[str, Any] = {
             "request_logger": None,
             "chat_template": options.chat_template,
@@ -208,6 +211,8 @@ class Serving:
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         leave = await self._entrance.enter(request.tenant)
+        if pictures.urls_of(body):
+            leave = await self._also_reading(leave)
         goes_on = self._options.keeps_token_ids and bool(request.session_id)
         call = Call(
             msgspec.structs.replace(request, history_token_ids=b""),
@@ -224,6 +229,21 @@ class Serving:
             if not isinstance(reply, SseReply):
                 call.close()
         return reply
+
+    async def _also_reading(self, leave: Callable[[], None]) -> Callable[[], None]:
+        """Wait for a place at reading pictures, of which there are few for all tenants. Returns what leaves both places."""
+        try:
+            read = await self._reading.enter("")
+        except BaseException:
+            leave()
+            raise
+
+        def leave_both() -> None:
+            """Give both places back."""
+            read()
+            leave()
+
+        return leave_both
 
     async def _serve(
         self, api: Api, body: Any, headers: Mapping[str, str], call: Call
@@ -255,6 +275,8 @@ class Serving:
         options = self._options
         body = usual_form(api, body, self._client.model_config.max_model_len)
         pictures.check_pictures(body, self._client.max_images)
+        if urls := pictures.urls_of(body):
+            await asyncio.to_thread(check_sizes, urls, pictures.where(body))
         result = first = await self._attempt(api, body, raw_request, call)
         if _is_too_long(first):
             versions = shorter(

@@ -134,7 +134,7 @@ vllm.platforms.interface:Platform ENGINE
     call is_cpu()
 vllm.envs ENVIRONMENT
     read VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL VLLM_LOG_STATS_INTERVAL VLLM_MAX_N_SEQUENCES VLLM_MAX_IMAGE_PIXELS VLLM_NO_USAGE_STATS
-        VLLM_CPU_OMP_THREADS_BIND
+        VLLM_MEDIA_CONNECTOR VLLM_CPU_OMP_THREADS_BIND
 # -- the order of starting: vLLM's scheduler under our order, and the content of a step --------------------------------
 vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.scheduler
     call has_requests() get_request_counts()
@@ -401,6 +401,13 @@ vllm.renderers.base:BaseRenderer APIS at renderer
     TOKENIZER_TURNS: read _executor
     PLAIN_CONTENT: read _executor
     PLAIN_CONTENT: replace render_messages_async(messages, params) tokenize_prompts_async(prompts, params)
+vllm.multimodal.media.connector APIS
+    read MEDIA_CONNECTOR_REGISTRY
+vllm.multimodal.media.connector:MediaConnector APIS
+    override load_from_url(url, media_io, *, fetch_timeout) load_from_url_async(url, media_io, *, fetch_timeout)
+        fetch_image_embedding(data) fetch_image_embedding_async(data) fetch_audio_embedding(data) fetch_audio_embedding_async(data)
+vllm.multimodal.image APIS
+    call open_image(fp)
 vllm.multimodal.processing.context:BaseProcessingInfo APIS
     read allowed_mm_limits
 vllm.renderers.base:_SwappableExecutor TOKENIZER_TURNS at renderer._executor

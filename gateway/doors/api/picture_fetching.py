@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ipaddress
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,15 +14,18 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
-from engine_bridge.calls.pictures import is_picture, parts_of, replace_urls, url_of
+from engine_bridge.calls.pictures import replace_urls, urls_of
 from gateway.errors import GatewayError
 from gateway.settings.config import Config
 
 # For all pictures of a call together. Chosen: a slow host holds up nobody but the call that names it.
 FETCH_S = 15.0
 _PIECE_BYTES = 1 << 16
-# IPv4 addresses written as IPv6 ones for a gateway between the two, private ones among them (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# IPv4 addresses written as IPv6 ones, private ones among them (RFC 6052, 8215, 4291, 2765), and networks that are routed inside of sites only.
+_NOT_PUBLIC = [
+    ipaddress.ip_network(each)
+    for each in ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "fec0::/10", "5f00::/16")
+]
 
 
 class PublicAddresses(AbstractResolver):
@@ -45,7 +49,7 @@ def is_public(address: str) -> bool:
     """Return whether an IP address belongs to the internet at large."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed in _NAT64:
+        if any(parsed in network for network in _NOT_PUBLIC):
             return False
         parsed = parsed.ipv4_mapped or parsed.sixtofour or parsed
     return parsed.is_global and not parsed.is_multicast
@@ -66,15 +70,16 @@ async def fetch_pictures(config: Config, body: Any, resolver: AbstractResolver |
     """
     if not config.allow_image_hosts:
         return
-    urls = list(dict.fromkeys(url_of(part) for part in parts_of(body) if is_picture(part)))
-    wanted = [url for url in urls if is_allowed(url, config.allow_image_hosts)]
-    if not wanted or len(wanted) > config.max_images:
+    urls = urls_of(body)
+    wanted = Counter(url for url in urls if is_allowed(url, config.allow_image_hosts))
+    if not wanted or len(urls) > config.max_images:
         return
     connector = aiohttp.TCPConnector(resolver=resolver or PublicAddresses(), use_dns_cache=False)
     timeout = aiohttp.ClientTimeout(total=FETCH_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+    # What is packed could unpack to any size.
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:
         room = _Room(config.max_body_bytes)
-        fetched = await asyncio.gather(*(_fetch(http, url, room) for url in wanted))
+        fetched = await asyncio.gather(*(_fetch(http, url, num, room) for url, num in wanted.items()))
     replace_urls(body, dict(zip(wanted, fetched, strict=True)))
 
 
@@ -101,8 +106,8 @@ class _Room:
             raise ValueError("the pictures are larger than a body may be (max_body_bytes)")
 
 
-async def _fetch(http: aiohttp.ClientSession, url: str, room: _Room) -> str:
-    """Return a picture as a `data:` URL. Raises GatewayError."""
+async def _fetch(http: aiohttp.ClientSession, url: str, num_mentions: int, room: _Room) -> str:
+    """Return a picture as a `data:` URL. It takes room for each time that the call mentions it. Raises GatewayError."""
     host = urlsplit(url).hostname or ""
     try:
         is_address = host.replace(".", "").isdigit() or ":" in host  # which is not resolved
@@ -111,17 +116,18 @@ async def _fetch(http: aiohttp.ClientSession, url: str, room: _Room) -> str:
         async with http.get(url, allow_redirects=False) as reply:
             if reply.status != 200:
                 raise ValueError(f"the host answered {reply.status}")
-            if not reply.content_type.startswith("image/"):
+            if not reply.content_type.startswith("image/") or "Content-Encoding" in reply.headers:
                 raise ValueError("it is no picture")
             data = bytearray()
             async for piece in reply.content.iter_chunked(_PIECE_BYTES):
                 # Four bytes of a body for three of a picture.
-                room.take(len(piece) * 4 // 3)
+                room.take(num_mentions * len(piece) * 4 // 3)
                 data += piece
             encoded = await asyncio.to_thread(base64.b64encode, data)
             return f"data:{reply.content_type};base64,{encoded.decode()}"
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        why = str(error) if isinstance(error, ValueError) else "the host cannot be reached in time"
+        is_ours = isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError)
+        why = str(error) if is_ours else "the host cannot be reached in time"
         raise GatewayError(
             "bad_request", f"The picture at {url[:200]!r} could not be fetched: {why}.", param="messages"
         ) from error

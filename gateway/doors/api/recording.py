@@ -18,7 +18,7 @@ from engine_bridge.policy.limits.request_limits import measure
 from engine_bridge.protocol.node import COUNTING_APIS, Api
 from gateway.errors import GatewayError
 from gateway.services import Services
-from gateway.sessions import StoredResponse, checked_id
+from gateway.sessions import ResponseHistory, StoredResponse, checked_id
 from gateway.turns.replies import (
     AnswerReader,
     as_input,
@@ -79,6 +79,7 @@ async def recording_of(
             raise GatewayError(
                 "not_found", f"There is no response {previous[:100]!r} here.", param="previous_response_id"
             )
+        _check_stored(services, found, "previous_response_id")
         body["input"] = items_of(found.turns) + as_items(body)
         history = found.token_ids
         session_id = session_id or found.session_id
@@ -90,6 +91,7 @@ async def recording_of(
                 f"There is no conversation {conversation[:100]!r} here. It is one of your sessions: POST /api/sessions begins one.",
                 param="conversation",
             )
+        _check_stored(services, found, "conversation")
         last = found.turns[-1][1] if found.turns else None
         previous = orjson.loads(last.reply)["id"] if last is not None else None
         body["input"] = items_of(found.turns) + as_items(body)
@@ -105,6 +107,17 @@ async def recording_of(
     question = question_of(api, body)
     kept = items if keeps_response else None
     return Recording(owner, session_id, question, adapter, kept, previous, history)
+
+
+def _check_stored(services: Services, found: ResponseHistory, param: str) -> None:
+    """Raise GatewayError for a stored conversation that is longer than a body may be: with pictures in its turns it soon is."""
+    stored = [response for _, response in found.turns if response is not None]
+    if sum(len(each.items) + len(each.reply) for each in stored) > services.config.max_body_bytes:
+        raise GatewayError(
+            "frame_too_large",
+            f"The conversation is longer than a body may be ({services.config.max_body_bytes} bytes). Begin another, or send what counts of it.",
+            param=param,
+        )
 
 
 def _take_conversation(body: dict[str, Any]) -> str | None:

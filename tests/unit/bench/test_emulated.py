@@ -41,7 +41,7 @@ SLOW = FlatCost(step_s=0.5, token_s=0.0002)
 SHORT_ANSWERS = tuple((prompt, -(-answer // 3)) for prompt, answer in lognormal(60, 3).pairs)
 REQUESTS = [
     replace(arrival, tenant="ab"[number % 2], priority=number % 3 - 1)
-    for number, arrival in enumerate(arrivals(Lengths("short answers", SHORT_ANSWERS), 0.8, 60, 3))
+    for number, arrival in enumerate(arrivals(Lengths(SHORT_ANSWERS), 0.8, 60, 3))
 ]
 
 

@@ -99,3 +99,9 @@ def test_errors_are_the_same_at_the_other_end_and_bugs_say_nothing(error: errors
     assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
     bug = wire.error_of(wire.problem_of(KeyError("/secret/path")))
     assert isinstance(bug, InternalFailure) and "secret" not in str(bug)
+
+
+def test_what_is_larger_than_a_frame_is_refused_before_it_is_sent() -> None:
+    """The other end would hang up, and with it all answers of the link."""
+    with pytest.raises(InvalidRequest, match="too large to be passed on"):
+        wire.encode(wire.Call("serve", wire.raw("x" * wire.MAX_FRAME_BYTES)), 1)

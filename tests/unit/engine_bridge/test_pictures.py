@@ -56,10 +56,12 @@ def test_pictures_are_found_counted_and_replaced_in_every_form(form: Any) -> Non
 
 
 def test_a_clients_name_stands_for_no_picture() -> None:
-    """Two pictures of one name, or another tenant's, would share KV and what was read of them."""
-    part = chat(URL) | {"uuid": "x"}
-    pictures.check_pictures({"messages": [{"content": [part]}]}, 1)
-    assert part == chat(URL)
+    """Two pictures of one name, or another tenant's, would share KV and what was read of them. vLLM takes names from parts of any type."""
+    text, untyped = {"type": "text", "text": "a"}, {"image_url": {"url": "DATA:image/png;base64,QUJD"}}
+    parts = [each | {"uuid": "x"} for each in (chat(URL), responses(URL), anthropic(URL), text, untyped)]
+    pictures.check_pictures({"messages": [{"content": parts}]}, 4)
+    known = {"type": "image_url", "image_url": {"url": URL}}
+    assert parts == [chat(URL), responses(URL), anthropic(URL), text, known]
     for named in ({"type": "image_url", "uuid": "x"}, {"image_url": None, "uuid": "x"}):
         with pytest.raises(InvalidRequest, match="with its data"):
             pictures.check_pictures({"messages": [{"content": [named]}]}, 1)
@@ -72,6 +74,10 @@ def test_a_clients_name_stands_for_no_picture() -> None:
         {"video_url": {"url": URL}},
         {"type": "image_embeds", "image_embeds": "A", "uuid": "x"},
         {"type": "tool_result", "content": [{"type": "image_pil", "image_pil": "x"}]},
+        # vLLM reads these fields whatever the type says.
+        {"type": "text", "text": "a", "image_url": URL, "uuid": "x"},
+        {"type": "refusal", "image_embeds": "AAAA"},
+        {"type": 3, "image_url": FAR},
     ),
 )
 def test_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
@@ -79,6 +85,21 @@ def test_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match="reads text and pictures") as refused:
             pictures.check_pictures({name: [{"content": [part]}]}, 9)
         assert refused.value.param == name
+
+
+def test_a_picture_is_what_its_type_says() -> None:
+    """What was checked must be what is read."""
+    decoy = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    with pytest.raises(InvalidRequest, match="fetches no pictures"):
+        part = {"type": "image_url", "image_url": {"url": FAR}, "source": decoy}
+        pictures.check_pictures({"messages": [{"content": [part]}]}, 1)
+    part = {"type": "image", "image_url": FAR, "source": decoy, "image_embeds": "A"}
+    pictures.check_pictures({"messages": [{"content": [part]}]}, 1)
+    assert part == {"type": "image", "source": decoy}
+    odd = {"type": "image", "source": {"type": "base64", "media_type": ["x"] * 99, "data": {"a": 1}}}
+    assert pictures.num_chars({"messages": [{"content": [odd]}]}) == 0
+    said = {"role": "assistant", "content": [anthropic(URL)]}
+    assert pictures.num_chars({"messages": [said]}) == 0, "vLLM reads it as text"
 
 
 @pytest.mark.parametrize(
