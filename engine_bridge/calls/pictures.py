@@ -103,9 +103,13 @@ def replace_urls(body: dict[str, Any], urls: Mapping[str, str]) -> None:
 
 
 def num_chars(body: Any) -> int:
-    """Return the characters of a body's pictures, which are no text of its prompt. What an assistant is said to have seen is read as text."""
-    asked = [message for message in _messages(body) if message.get("role") != "assistant"]
-    return sum(map(len, urls_of({"messages": asked})))
+    """Return the characters of a body's pictures, which are no text of its prompt. Blocks of Anthropic's in an assistant's message are read as text."""
+    return sum(
+        len(url_of(part))
+        for message in _messages(body)
+        for part in parts_of({"messages": [message]})
+        if is_picture(part) and not (message.get("role") == "assistant" and part.get("type") == "image")
+    )
 
 
 def check_pictures(body: Any, max_images: int) -> None:

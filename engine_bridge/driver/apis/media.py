@@ -32,7 +32,7 @@ _READERS = (
 
 
 @MEDIA_CONNECTOR_REGISTRY.register(GIVEN)
-class GivenMedia(MediaConnector):  # type: ignore[misc]
+class GivenMedia(MediaConnector):
     """Reads what a call brings along. vLLM would fetch from any host, this machine among them, and unpickle what a client calls an embedding."""
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:

@@ -73,6 +73,8 @@ log = logging.getLogger(__name__)
 
 # Ways in which a draft may continue: a word may grow, end or be followed by punctuation.
 DRAFT_ENDS = ("s", " a", ".")
+# Calls of all tenants whose pictures are read at once: decoded pictures take memory. Chosen.
+READING_PICTURES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,7 @@ class Serving:
 
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
         self._client, self._options = client, options
-        self._entrance = Entrance()
-        # Of all tenants: decoded pictures take memory.
-        self._reading = Entrance(num_at_once=2)
+        self._entrance, self._reading = Entrance(), Entrance(READING_PICTURES)
         parsers: dict[str, Any] = {
             "request_logger": None,
             "chat_template": options.chat_template,

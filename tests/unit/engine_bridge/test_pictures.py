@@ -100,6 +100,8 @@ def test_a_picture_is_what_its_type_says() -> None:
     assert pictures.num_chars({"messages": [{"content": [odd]}]}) == 0
     said = {"role": "assistant", "content": [anthropic(URL)]}
     assert pictures.num_chars({"messages": [said]}) == 0, "vLLM reads it as text"
+    said = {"role": "assistant", "content": [chat(URL)]}
+    assert pictures.num_chars({"messages": [said]}) == len(URL)
 
 
 @pytest.mark.parametrize(
