@@ -103,7 +103,7 @@ def replace_urls(body: dict[str, Any], urls: Mapping[str, str]) -> None:
 
 
 def num_chars(body: Any) -> int:
-    """Return the characters of a body's pictures, which are no text of its prompt. Blocks of Anthropic's in an assistant's message are read as text."""
+    """Return the characters of a body's pictures, which are no text of its prompt. Of an assistant's, vLLM reads Anthropic's blocks as text."""
     return sum(
         len(url_of(part))
         for message in _messages(body)
