@@ -44,7 +44,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/cpu.txt requirements/cpu.txt
 RUN python -m venv /opt/overture \
     && pip install --no-deps --only-binary :all: --index-url "${TORCH_INDEX}" \
-        "torch==${TORCH_VERSION}+cpu" "torchvision==${TORCHVISION_VERSION}+cpu"
+        "torch==${TORCH_VERSION}+cpu" "torchvision==${TORCHVISION_VERSION}"
 RUN pip install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt
 
 FROM base AS packages-cuda

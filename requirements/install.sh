@@ -57,13 +57,14 @@ install_torch() {
         die "torch $torch+cpu cannot be installed. Is $torch_index reachable from here? pip's whole output is in $log."
 }
 
-# Models of families that read pictures need it, for text, too. PyTorch's own index has the build for its CPU torch; where that cannot be had, the usual
+# Models of families that read pictures need it, for text, too. PyTorch's own index has the build for its CPU torch. Where that cannot be had, the usual
 # build serves as well once its operators are declared, which reading pictures does not use. Without either, other models serve.
 install_torchvision() {
     local log=$venv/pip-torchvision.log site
-    pip_install --no-deps --only-binary :all: --retries 1 --index-url "$torch_index" "torchvision==$torchvision+cpu" 2>/dev/null && return
-    pip_install --no-deps --only-binary :all: "torchvision==$torchvision" ||
+    pip_install --no-deps --only-binary :all: --retries 1 --index-url "$torch_index" "torchvision==$torchvision" 2>/dev/null ||
+        pip_install --no-deps --only-binary :all: "torchvision==$torchvision" ||
         { say "      without torchvision $torchvision: models that read pictures cannot be served ($log says why)"; return; }
+    "$venv/bin/python" -c 'import torchvision' 2>/dev/null && return
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cp requirements/torchvision_operators.py "$site/_torchvision_operators.py"
     echo 'import _torchvision_operators' >"$site/_torchvision_operators.pth"

