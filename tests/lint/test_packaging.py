@@ -18,7 +18,8 @@ DISTRIBUTIONS = {"pythonjsonlogger": "python-json-logger", "sklearn": "scikit-le
 # Come with the engine; only the driver imports them (lint-imports), and it is only loaded where there is one.
 OF_THE_ENGINE = set(
     """
-    fastapi huggingface-hub jinja2 jsonschema llvmlite numba openai opentelemetry pydantic pydantic-core tokenizers torch transformers vllm
+    fastapi huggingface-hub jinja2 jsonschema llvmlite numba openai opentelemetry pydantic pydantic-core tokenizers torch torchvision transformers
+    vllm
     """.split()
 )
 OF_CLUSTERS = {"cryptography", "ray"}
