@@ -88,6 +88,7 @@ class _Watched(EmulatedNode):
     """Writes down what each step's scheduling took of wall time."""
 
     def watch(self) -> None:
+        """Begin to write down, in seconds for each step: all of our scheduling, deciding alone, and the whole step."""
         self.own_s: list[float] = []
         self.decide_s: list[float] = []
         self.step_s: list[float] = []

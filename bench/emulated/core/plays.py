@@ -28,6 +28,7 @@ def lognormal(num: int, seed: int) -> Lengths:
     rng = random.Random(f"lengths {seed}")
 
     def length(law: tuple[float, float], least: int, most: int) -> int:
+        """Return a random length in tokens by a log-normal law (mu, sigma), between two bounds."""
         return min(max(int(rng.lognormvariate(*law)), least), most)
 
     pairs = tuple(
@@ -93,6 +94,7 @@ def play_on_node(
     said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
+        """Send a request, and now and then print how far the play is."""
         nonlocal said_s
         node.submit(arrival)
         if time.perf_counter() - said_s > SAY_AFTER_S:
