@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The stamps carry a checksum of the lists, so a changed list installs again and a fresh checkout of the same one does not.
 sum = $(firstword $(shell cat $(1) | cksum))
-RUNTIME := .venv/.runtime-$(DEVICE)-$(call sum,requirements/$(DEVICE).txt requirements/install.sh pyproject.toml overture_client/pyproject.toml)
+RUNTIME := .venv/.runtime-$(DEVICE)-$(call sum,requirements/$(DEVICE).txt requirements/install.sh requirements/torchvision_operators.py pyproject.toml overture_client/pyproject.toml)
 TESTING := .venv/.testing-$(call sum,requirements/test.txt)
 # What places several nodes; one node needs none of it.
 RAY := .venv/.ray-$(call sum,requirements/ray.txt)

@@ -215,6 +215,7 @@ class Table:
         quick: what `--quick` leaves, for the help text.
         quick_parts: the parts that `--quick` plays; all of them where it is empty.
         first_seed: the seed of the first play unless another one is asked for.
+        is_timed: wall time is measured, and so one play runs at a time.
         files: names the option by which a user adds files of data, and says what is in them; see `Bench.files`.
     """
 
@@ -227,6 +228,7 @@ class Table:
     seeds: int = 5
     quick_parts: Sequence[str] = ()
     first_seed: int = 1
+    is_timed: bool = False
     files: tuple[str, str] | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -234,7 +236,9 @@ class Table:
         parser.add_argument("--part", choices=tuple(self.parts), action="append", help="all by default")
         parser.add_argument("--seeds", type=int, help=f"{self.seeds} by default, {QUICK_SEEDS} with --quick")
         parser.add_argument("--seed", type=int, default=self.first_seed, help="the first one")
-        parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+        parser.add_argument(
+            "--jobs", type=int, default=1 if self.is_timed else os.cpu_count(), help="processes"
+        )
         parser.add_argument("--quick", action="store_true", help=self.quick)
         parser.set_defaults(files=[])
         if self.files is not None:

@@ -160,7 +160,7 @@ def _keep_picture(part: dict[str, Any]) -> None:
 def _check_other(part: dict[str, Any], param: str) -> None:
     part.pop("uuid", None)
     kind = part.get("type")
-    refused = next((name for name in _REFUSED if kind == name or name in part), None)
+    refused = next((name for name in _REFUSED if kind == name or part.get(name) is not None), None)
     if refused is not None:
         raise InvalidRequest(
             f"This server reads text and pictures; it takes no part of the type {kind!r} with {refused!r}."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from dataclasses import dataclass
 
 import pytest
 
+from bench.emulated.__main__ import COMMANDS
 from bench.emulated.table import Bench, Figure, Table, Workers, crossing
 
 played: list[Point] = []
@@ -125,3 +127,8 @@ def test_a_command_plays_what_is_asked_and_ends_with_a_line_of_json(
     assert [line.split()[0] for line in lines[first + 1 : first + 4]] == ["changes,"] * 3
     assert [line.split()[1] for line in lines[first + 1 : first + 4]] == ["missed", "reached", "unknown"]
     assert set(result["changes"]) == {"missed", "reached", "unknown"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_is_there(name: str) -> None:
+    assert importlib.import_module(f"bench.emulated.{name}").TABLE.parts

@@ -105,7 +105,16 @@ def test_a_picture_is_what_its_type_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", (None, [], {}, {"messages": 3}, {"messages": [{"content": "a"}, 3]}, {"input": "a"})
+    "body",
+    (
+        None,
+        [],
+        {},
+        {"messages": 3},
+        {"messages": [{"content": "a"}, 3]},
+        {"input": "a"},
+        {"messages": [{"content": [{"type": "text", "text": "a", "image_url": None}]}]},
+    ),
 )
 def test_bodies_without_parts_pass(body: Any) -> None:
     pictures.check_pictures(body, 0)
