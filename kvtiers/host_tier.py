@@ -26,6 +26,7 @@ class HostTier:
         eviction: chooses which sessions' blocks leave.
         is_on_disk: returns whether the disk has a block; None where there is no disk.
         clock: returns the time in seconds.
+        is_shared: whether other processes can map the memory.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class HostTier:
         eviction: EvictionPolicy,
         is_on_disk: Callable[[BlockKey], bool] | None,
         clock: Callable[[], float],
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.shape = shape
-        self.pool = HostPool(shape.layer_bytes, host_bytes)
+        self.pool = HostPool(shape.layer_bytes, host_bytes, is_shared=is_shared)
         self.blocks: dict[BlockKey, Block] = {}
         self.groups: dict[GroupId, Group] = {}
         self.weights: dict[str, float] = {}

@@ -47,6 +47,7 @@ class KvStore:
         disk: an open log of `io`'s loop, or None for no disk tier. The store closes it.
         eviction: chooses which sessions' blocks leave host memory.
         clock: returns the time in seconds.
+        is_shared: whether other processes of this user can map the memory of the host tier.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class KvStore:
         disk: DiskLog | None,
         eviction: EvictionPolicy,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.shape = shape
         self.on_progress: Callable[[], None] = lambda: None
@@ -68,7 +71,7 @@ class KvStore:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         is_on_disk = disk.__contains__ if disk is not None else None
-        self._host = HostTier(shape, host_bytes, eviction, is_on_disk, clock)
+        self._host = HostTier(shape, host_bytes, eviction, is_on_disk, clock, is_shared=is_shared)
         self.pool = self._host.pool
         self._yielding: list[Stage] = []  # stages that give way, the latest last
         self._readers = Readers(

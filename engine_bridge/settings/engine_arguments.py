@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-_ONE_PROCESS = "the engine runs in one process on one device here, where KV tiers, adapters and scheduling work on its memory"
+_ONE_MACHINE = "one engine is split over the devices of one machine by --tensor-parallel-size alone"
 _TIERS = "KV that leaves the device goes to the server's own tiers, which take the place of vLLM's connectors: see --kv-host-gib and --kv-disk-gib"
 _STEPS = "the server cuts long prompts into parts by how long a step takes: see --max-step-ms"
 _ADAPTERS = "the server keeps adapters itself: see --max-loras, --max-lora-rank and --adapter-host-gib"
@@ -20,10 +20,10 @@ RULED_OUT: Mapping[str, str] = {
     name: why
     for names, why in (
         (
-            "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size data_parallel_size "
+            "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size data_parallel_size "
             "data_parallel_size_local data_parallel_rank data_parallel_backend distributed_executor_backend nnodes node_rank master_addr "
-            "master_port enable_expert_parallel worker_cls worker_extension_cls",
-            f"{_ONE_PROCESS}. For several engines give --nodes N, each with a device of its own",
+            "master_port worker_cls worker_extension_cls",
+            f"{_ONE_MACHINE}. For several engines give --nodes N, each with devices of its own",
         ),
         (
             "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config prefix_caching_hash_algo",

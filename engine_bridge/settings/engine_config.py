@@ -83,6 +83,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, setting("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
     ] = 0.9
+    tensor_parallel_size: Annotated[
+        int,
+        setting("Engine", "Devices that one engine's model is split over, each a process of its own.", ge=1),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        setting("Engine", "Give each of these devices whole experts, in place of a part of every expert."),
+    ] = False
 
     max_num_batched_tokens: Annotated[
         Positive | None,

@@ -1,5 +1,8 @@
 """The host tier's memory: one region, cut into slots of one layer of one block.
 
+An engine whose model is split over several devices has a process for each of them (a rank). They share the region, and a slot holds the layer's
+part of every rank, side by side.
+
 Slots come in runs where they can: a prefill of 64 blocks gets 64 neighbouring slots for its first layer, then 64 for the next (layer-major),
 so that a layer moves in one copy and first layers can move first.
 """
@@ -8,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -24,12 +29,19 @@ class HostPool:
     Args:
         slot_bytes: size of one layer of one block.
         capacity_bytes: upper bound of the region; the kernel backs it with memory when it is first written to, or in `populate`.
+        is_shared: whether other processes of this user can map the region: see `path`.
     """
 
-    def __init__(self, slot_bytes: int, capacity_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, capacity_bytes: int, *, is_shared: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = capacity_bytes // slot_bytes
-        self._memory = mmap.mmap(-1, max(self.num_slots * slot_bytes, 1), flags=mmap.MAP_PRIVATE)
+        size = max(self.num_slots * slot_bytes, 1)
+        self.path = ""
+        """Where another process opens a shared region, as long as this process lives; "" for a region that is not shared."""
+        if is_shared:
+            self._memory = self._share(size)
+        else:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE") and len(self._memory) >= HUGE_PAGE_BYTES:
             try:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB instead of 4 KiB
@@ -45,6 +57,14 @@ class HostPool:
         if self.num_slots:
             self._free.add(0, self.num_slots)
         self.num_free = self.num_slots
+
+    def _share(self, size: int) -> mmap.mmap:
+        """Return memory without a name, so that nothing is left behind however this process ends."""
+        fd = os.memfd_create("overture-kv")
+        weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, size)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        return mmap.mmap(fd, size)
 
     def populate(self, is_wanted: Callable[[], bool]) -> None:
         """Have the kernel back the region with memory, first slots first, while `is_wanted()`. Changes no byte; call it on a separate thread.

@@ -126,6 +126,7 @@ class StockOracle:
         from vllm import LLM
 
         from engine_bridge.driver.corrections import logits_rows
+        from engine_bridge.driver.in_process import runner_of
         from engine_bridge.driver.lora import lora
 
         if has_adapters:
@@ -145,7 +146,7 @@ class StockOracle:
             disable_log_stats=True,
         )
         if has_adapters:
-            logits_rows.watch(self._llm.llm_engine)
+            logits_rows.watch(runner_of(self._llm.llm_engine))
 
     def num_wrong(
         self,

@@ -35,6 +35,7 @@ class Stock(Engine):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from engine_bridge.driver.in_process import runner_of
         from engine_bridge.driver.lora import lora
 
         arguments: dict[str, Any] = {
@@ -60,7 +61,7 @@ class Stock(Engine):
             }
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         if settings.adapters:
-            lora.check_engine(self.llm)
+            lora.check_runner(runner_of(self.llm))
         self.log = StepLog(scheduler_of(self.llm))
         self._ids = {name: number for number, name in enumerate(self.folders, 1)}
         self._found: Counter[str] = Counter()

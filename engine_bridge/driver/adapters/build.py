@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine_bridge.adapters.files import ModelContract
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch, ReadAhead
@@ -18,7 +20,7 @@ from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import AssistWorkers, HostWorkers
 from engine_bridge.driver.adapters.layouts import LayoutsAhead
-from engine_bridge.driver.adapters.loading import LoaderThread
+from engine_bridge.driver.adapters.loading import AdapterLoader, LoaderThread
 from engine_bridge.driver.adapters.residency import Residency, lora_ids
 from engine_bridge.driver.adapters.seam import worker_manager_of
 from engine_bridge.driver.adapters.slots import Slots
@@ -34,9 +36,39 @@ GIB = 1 << 30
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
+class AdapterParts:
+    """What an engine reads, keeps and computes adapters with, wherever its worker is.
+
+    Attributes:
+        contract: what an adapter must be to run here.
+        table: has the slot table, `lora_index_to_id`: the adapter in each slot, None in an empty one.
+        slots: the places that steps compute with.
+        loader: reads one adapter.
+        workers: compute with adapters on their way into a slot.
+        host_path: computes rows of adapters whose slots are not filled.
+        device: where the weights of steps are.
+        may_assist: whether requests may start while their adapter is still on its way into a slot.
+        make_blocks: makes the adapters' copies in KV blocks, where the settings wish them.
+        enter: has a residency hear of each step's adapters.
+    """
+
+    contract: ModelContract
+    table: Any
+    slots: Slots
+    loader: AdapterLoader
+    workers: AssistWorkers
+    host_path: HostPath | NoHostPath
+    device: torch.device
+    may_assist: bool
+    make_blocks: Callable[[DeviceCopies], AdapterBlocks]
+    enter: Callable[[Residency], None]
+
+
 def make_residency(
     engine: Any,
     config: EngineConfig,
+    parts: AdapterParts,
     *,
     wake: Callable[[], None],
     fail: Callable[[list[str], Exception], None],
@@ -44,34 +76,25 @@ def make_residency(
     step_facts: Callable[[], StepFacts],
     on_spoiled: Callable[[int], None] = lambda adapter_id: None,
     profile: MachineProfile | None = None,
-    copy_of: Callable[[str], str] = lambda content_hash: "",
 ) -> Residency:
-    """Build the residency of a newly built in-process engine, whose steps load nothing from here on. Raises SeamMoved.
+    """Build the residency of a newly built engine, whose steps load nothing from here on.
 
     wake is called on the loader's thread when it has done something. The profile's speeds are used at first; without one, assumed speeds are. For the
-    other arguments see `Residency`, `DeviceCopies`, `StepLayouts`, `Failures` and `Loader`.
+    other arguments see `own_parts`, `Residency`, `DeviceCopies`, `StepLayouts` and `Failures`.
     """
-    worker_manager = worker_manager_of(engine)
-    manager = worker_manager._adapter_manager
     scheduler = engine.engine_core.engine_core.scheduler
-    host_bytes = int(config.adapter_host_gib * GIB)
-    contract = contract_of(manager, (config.model, config.served_model_name))
-    manager.remove_all_adapters()  # those of vLLM's warm-up
-    may_assist = _may_assist(engine, config)
-    workers = _make_workers(config, manager, host_bytes) if may_assist else AssistWorkers()
-    slots = slot_kinds.make_slots(manager)
-    read_ahead = ReadAhead(AHEAD_SHARE * host_bytes)
-    core = _make_core(config, manager, slots, host_bytes, profile, may_assist=may_assist)
-    copies = DeviceCopies(core, torch.device(manager.device), prefix_facts)
+    slots, host_bytes = parts.slots, int(config.adapter_host_gib * GIB)
+    core = _make_core(config, parts, host_bytes, profile)
+    copies = DeviceCopies(core, parts.device, prefix_facts)
     residency = Residency(
         core,
-        contract=contract,
-        manager=manager,
+        contract=parts.contract,
+        manager=parts.table,
         slots=slots,
         loader=LoaderThread(
-            Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4, copy_of),
-            workers,
-            read_ahead,
+            parts.loader,
+            parts.workers,
+            ReadAhead(AHEAD_SHARE * host_bytes),
             LayoutsAhead(slots.max_cost, slots.prepare, slots.cost),
             wake,
         ),
@@ -80,16 +103,40 @@ def make_residency(
         is_busy=lambda: sum(scheduler.get_request_counts()) > 0,
         on_failed=fail,
         copies=copies,
-        workers=workers,
-        host_path=_make_host_path(manager, slots) if may_assist else NoHostPath(),
+        workers=parts.workers,
+        host_path=parts.host_path,
         step_layouts=StepLayouts(step_facts),
         on_spoiled=on_spoiled,
     )
     if config.adapters_in_kv:
-        copies.blocks = _make_blocks(engine, scheduler.kv_cache_manager.block_pool, copies)
-    worker_manager.residency = residency
+        copies.blocks = parts.make_blocks(copies)
+    parts.enter(residency)
     scheduler.residency = residency
     return residency
+
+
+def own_parts(engine: Any, config: EngineConfig, copy_of: Callable[[str], str]) -> AdapterParts:
+    """Return the parts of an engine whose worker is in this process. For `copy_of` see `Loader`. Raises SeamMoved."""
+    worker_manager = worker_manager_of(engine)
+    manager = worker_manager._adapter_manager
+    block_pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    host_bytes = int(config.adapter_host_gib * GIB)
+    contract = contract_of(manager, (config.model, config.served_model_name))
+    manager.remove_all_adapters()  # those of vLLM's warm-up
+    may_assist = _may_assist(engine, config)
+    slots = slot_kinds.make_slots(manager)
+    return AdapterParts(
+        contract=contract,
+        table=manager,
+        slots=slots,
+        loader=Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4, copy_of),
+        workers=_make_workers(config, manager, host_bytes) if may_assist else AssistWorkers(),
+        host_path=_make_host_path(manager, slots) if may_assist else NoHostPath(),
+        device=torch.device(manager.device),
+        may_assist=may_assist,
+        make_blocks=lambda copies: _make_blocks(engine, block_pool, copies),
+        enter=lambda residency: setattr(worker_manager, "residency", residency),
+    )
 
 
 def _make_blocks(engine: Any, block_pool: Any, copies: DeviceCopies) -> AdapterBlocks:
@@ -110,20 +157,14 @@ def _make_blocks(engine: Any, block_pool: Any, copies: DeviceCopies) -> AdapterB
 
 
 def _make_core(
-    config: EngineConfig,
-    manager: Any,
-    slots: Slots,
-    host_bytes: int,
-    profile: MachineProfile | None,
-    *,
-    may_assist: bool,
+    config: EngineConfig, parts: AdapterParts, host_bytes: int, profile: MachineProfile | None
 ) -> AdapterPlaces:
     rules = Rules(
         host_bytes=host_bytes,
-        num_slots=len(manager.lora_index_to_id),
-        step_room=config.max_loras * slots.max_cost,
-        cpu_assist=may_assist,
-        fills_from_copies=manager.device.type != "cpu",
+        num_slots=len(parts.table.lora_index_to_id),
+        step_room=config.max_loras * parts.slots.max_cost,
+        cpu_assist=parts.may_assist,
+        fills_from_copies=parts.device.type != "cpu",
     )
     prefetch = HistoryPrefetch() if config.adapter_prefetch else NoPrefetch()
     speeds = profile.adapter_speeds if profile is not None else {}

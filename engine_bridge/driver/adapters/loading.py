@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from engine_bridge.core.adapters.staging import ReadAhead
 from engine_bridge.driver.adapters.blocks import AdapterInBlocks
 from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.layouts import Layout, LayoutsAhead
-from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
+from engine_bridge.driver.adapters.weights import AdapterWeights, Memories
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,17 @@ class Loaded:
     was_ahead: bool = False
 
 
+class AdapterLoader(Protocol):
+    """What reads adapters, on the loader's thread. `Loader` does, where the engine's worker is in this process."""
+
+    @property
+    def buffers(self) -> Memories:
+        """The memory that adapters are read into."""
+
+    def load(self, record: AdapterRecord) -> AdapterWeights:
+        """Read an adapter as it was registered. Raises AdapterRejected."""
+
+
 class LoaderThread:
     """One thread and its results. Methods are for the engine's thread unless they say otherwise.
 
@@ -48,7 +59,7 @@ class LoaderThread:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: AdapterLoader,
         workers: AssistWorkers,
         read_ahead: ReadAhead,
         layouts: LayoutsAhead,

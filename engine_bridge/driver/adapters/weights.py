@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import (
@@ -23,7 +24,13 @@ from engine_bridge.adapters.files import (
     signature_of,
 )
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.driver.vllm_api import LoRAModel, MLAAttention, PEFTHelper, parse_fine_tuned_lora_name
+from engine_bridge.driver.vllm_api import (
+    BaseLinearLayerWithLoRA,
+    LoRAModel,
+    MLAAttention,
+    PEFTHelper,
+    parse_fine_tuned_lora_name,
+)
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -55,11 +62,15 @@ class ModuleWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter's weights, by the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of them lie in."""
+    """One adapter's weights, by the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of them lie in.
+
+    `adapter_id` names an adapter whose weights are in other processes; `modules` is empty then.
+    """
 
     modules: dict[str, ModuleWeights]
     num_bytes: int
     buffer: torch.Tensor | None
+    adapter_id: int = 0
 
 
 class Memories:
@@ -271,8 +282,41 @@ def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> Adapter
 # -- what an adapter must be to run here -----------------------------------------------------------------------------
 
 
+class ContractFacts(Struct, frozen=True, kw_only=True):
+    """What an engine's layers accept, in plain data; see `ModelContract`. `renames` is vLLM's mapper of names in checkpoints, or None."""
+
+    modules: dict[str, tuple[int, int]]
+    max_rank: int
+    embedding_modules: frozenset[str]
+    parts_of: dict[str, tuple[str, ...]]
+    unused_modules: frozenset[str]
+    dtype: str
+    renames: Any
+
+
 def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
     """Return what the engine's layers accept, for `engine_bridge.adapters.files`."""
+    return contract_from(contract_facts(manager), base_models)
+
+
+def contract_from(facts: ContractFacts, base_models: tuple[str, ...]) -> ModelContract:
+    """Return the contract with these facts. base_models: names and paths under which adapters may know the model."""
+    return ModelContract(
+        modules=facts.modules,
+        max_rank=facts.max_rank,
+        base_models=base_models,
+        module_of=lambda name: parse_fine_tuned_lora_name(name, facts.renames),
+        check_config=_unsupported,
+        embedding_modules=facts.embedding_modules,
+        parts_of=facts.parts_of,
+        unused_modules=facts.unused_modules,
+        dtype=facts.dtype,
+        scales=_scales,
+    )
+
+
+def contract_facts(manager: Any) -> ContractFacts:
+    """Return what the layers of vLLM's LoRAModelManager accept. Shapes are those of the whole model, if it is split over several devices."""
     modules: dict[str, tuple[int, int]] = {}
     embeddings, parts_of = set(), {}
     expected = _expected_names(manager)
@@ -290,18 +334,14 @@ def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
         if not isinstance(layer.lora_a_stacked, tuple) and layer.lora_a_stacked.dim() == 3:
             embeddings.add(name)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    renames = mapper.get_rename_mapper() if mapper is not None else None
-    return ModelContract(
+    return ContractFacts(
         modules=modules,
         max_rank=manager.lora_config.max_lora_rank,
-        base_models=base_models,
-        module_of=lambda name: parse_fine_tuned_lora_name(name, renames),
-        check_config=_unsupported,
         embedding_modules=frozenset(embeddings),
         parts_of=parts_of,
         unused_modules=_read_elsewhere(manager),
         dtype=_DTYPE_NAMES[manager.lora_config.lora_dtype],
-        scales=_scales,
+        renames=mapper.get_rename_mapper() if mapper is not None else None,
     )
 
 
@@ -362,10 +402,39 @@ def _slice_shapes(layer: Any) -> list[tuple[int, int]]:
     if any(part.dim() > 4 or part.dim() < 3 for part in (*a_parts, *b_parts)):
         return []
     # An embedding's A is looked up by token: [slots, vocabulary, rank].
-    return [
+    shapes = [
         (a.shape[-1] if a.dim() == 4 else a.shape[-2], b.shape[-2])
         for a, b in zip(a_parts, b_parts, strict=True)
     ]
+    if not is_split(layer):
+        return shapes
+    base = layer.base_layer
+    if hasattr(base, "total_num_kv_heads"):  # `output_sizes` counts heads once for each rank that has them
+        kv = base.total_num_kv_heads
+        outs = [base.total_num_heads * base.head_size, kv * base.head_size, kv * base.v_head_size]
+    else:
+        outs = list(getattr(base, "output_sizes", [base.output_size]))
+    if len(shapes) == 1:
+        outs = [sum(outs)]
+    return [(base.input_size, out) for out in outs]
+
+
+def is_split(layer: Any) -> bool:
+    """Return whether a linear LoRA layer has only a part of its weights on each of several devices."""
+    return isinstance(layer, BaseLinearLayerWithLoRA) and layer.tp_size > 1
+
+
+def part_of(layer: Any, module: ModuleWeights) -> ModuleWeights:
+    """Return the part of a module's weights that a split layer of vLLM's takes, as views. Source: vLLM 0.32, the layers' `set_lora`."""
+    a, b = module.as_arguments()
+    if isinstance(b, torch.Tensor) and layer.n_slices > 1:
+        a, b = [a] * layer.n_slices, list(b.split(list(layer.base_layer.output_sizes)))
+    if isinstance(b, list) and len(b) != layer.n_slices:
+        a, b = layer.expand_packed_lora(a, b)
+    a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+    is_list = isinstance(b, list)
+    halves = [half if is_list else [half] for half in (a, b)]
+    return ModuleWeights(tuple(halves[0]), tuple(halves[1]), is_list)
 
 
 def _unsupported(config: dict[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ drafting engine plans one row for each request, where it also computes a row for
 Here each call of `compute_logits` has the plan of its own rows. Rows of the step's tokens are recognised because they lie in the memory of its hidden
 states; sampled rows are copies.
 
-Use: `watch(engine)` once it is built, on every device.
+Use: `watch(runner)` once its model is loaded, on every device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from engine_bridge.driver.in_process import runner_of
 
 Adapters = tuple[int, ...]
 """An adapter's id for each row, 0 for the base model."""
@@ -66,11 +64,10 @@ class LogitsRows:
         return self._of_tokens[first : first + rows.size(0)]
 
 
-def watch(engine: Any) -> None:
-    """Make each call for logits of this in-process engine with LoRA compute its rows with their own adapters."""
+def watch(runner: Any) -> None:
+    """Make each call for logits of this model runner with LoRA compute its rows with their own adapters."""
     from engine_bridge.driver.vllm_api import LoRAMapping, LoRAMappingType
 
-    runner = runner_of(engine)
     if not hasattr(runner.model, "compute_logits"):
         return  # a pooling model, which computes no logits
     rows = LogitsRows(runner.lora_manager._adapter_manager, LoRAMapping)

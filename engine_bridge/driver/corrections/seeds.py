@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from engine_bridge.driver.in_process import runner_of
 
-
-def watch(engine: Any) -> None:
-    """Make this in-process engine on a CPU keep generators for tokens that are not thrown away."""
-    runner = runner_of(engine)
+def watch(runner: Any) -> None:
+    """Make this model runner on a CPU keep generators for tokens that are not thrown away."""
     if not hasattr(runner, "discard_request_mask"):
         return  # the newer model runner draws by position, and throws nothing away
     stock = runner.sample_tokens

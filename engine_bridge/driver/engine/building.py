@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
+from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -41,12 +41,17 @@ def configure_environment(config: EngineConfig) -> None:
         # torch's C++ side warns at every start about memory policies that no user asked to change.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    num_ranks = config.tensor_parallel_size
+    if num_ranks > 1:
+        # This process has threads; a fork of it could wait for ever for what they hold.
+        defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if config.device == "cpu":
         # numba's OpenMP would set the number of threads of the thread that calls it; see `compute_threads`.
         defaults["NUMBA_THREADING_LAYER"] = "workqueue"
-        if config.cpu_threads is not None:
-            cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
-            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        if num_ranks > 1:
+            defaults |= cores_of_ranks(_cores(), num_ranks, config.cpu_threads)
+        elif config.cpu_threads is not None:
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, _cores()[-config.cpu_threads :]))
         if config.is_eager:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
@@ -54,6 +59,11 @@ def configure_environment(config: EngineConfig) -> None:
         os.environ.setdefault(name, value)
     # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+
+
+def _cores() -> list[int]:
+    """Return the numbers of the processor cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def load_vllm() -> type:
@@ -70,9 +80,12 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     Raises:
         SeamMoved: where vLLM's internals have moved. Errors of vLLM pass unchanged.
     """
+    from engine_bridge.driver.engine import worker_parts
     from engine_bridge.driver.grammars import admission
+    from engine_bridge.driver.in_process import runner_of
     from engine_bridge.driver.kv.kv_keys import hash_by_content
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
+    from engine_bridge.driver.ranks import connection
     from engine_bridge.driver.vllm_api import LLMEngine
 
     if gc.get_freeze_count() == 0:
@@ -80,19 +93,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         # look at them all. What a failed engine has left goes first.
         gc.collect()
         gc.freeze()
-    mends_lora = config.device == "cpu" and config.enable_lora
-    if mends_lora:
-        from engine_bridge.driver.lora import experts, lora
-
-        lora.install()
-        experts.install()
-    if config.enable_lora:
-        from engine_bridge.driver.adapters import seam
-
-        seam.install()
+    on_cpu, has_ranks = config.device == "cpu", config.tensor_parallel_size > 1
+    worker_parts.install(off, on_cpu=on_cpu, has_adapters=config.enable_lora)
     admission.install(config.grammar_bytes)
-    _correct(config, off)
-    args = engine_args(config, tiers)
+    args = engine_args(config, tiers, off)
     if tiers is not None:
         from engine_bridge.driver.corrections import state_blocks
 
@@ -102,41 +106,18 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
-    if config.device == "cpu" and SEEDS not in off:
-        from engine_bridge.driver.corrections import seeds
-
-        seeds.watch(engine)
-    if config.enable_lora:
-        from engine_bridge.driver.corrections import logits_rows
-
-        logits_rows.watch(engine)
-    if mends_lora:
-        lora.check_engine(engine)
+    if has_ranks:
+        connection.connect(engine, tiers)
+    else:
+        worker_parts.watch(runner_of(engine), off, on_cpu=on_cpu, has_adapters=config.enable_lora)
     return engine
 
 
-def _correct(config: EngineConfig, off: Off) -> None:
-    """Put what corrects faults of vLLM's in place, except for features that are off."""
-    if HALF_CHARACTERS not in off:
-        from engine_bridge.driver.corrections import detokenizing
+def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozenset()) -> Any:
+    """Return vLLM's arguments for an engine with these settings.
 
-        detokenizing.install()
-    if BAD_WORDS not in off:
-        from engine_bridge.driver.corrections import bad_words
-
-        bad_words.install()
-    if config.device == "cpu" and ROTARY not in off:
-        from engine_bridge.driver.corrections import rotary
-
-        rotary.install()
-    if config.device == "cpu" and MAMBA2 not in off:
-        from engine_bridge.driver.corrections import mamba2
-
-        mamba2.install()
-
-
-def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
-    """Return vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
+    tiers: host memory and disk for KV; None for none. off: features that are left out.
+    """
     from engine_bridge.driver.engine.engine_arguments import typed
     from engine_bridge.driver.scheduling.seam import scheduler_name
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
@@ -178,26 +159,42 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.tensor_parallel_size > 1:
+        options |= {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "enable_expert_parallel": config.enable_expert_parallel,
+            "distributed_executor_backend": "mp",
+            "worker_cls": f"engine_bridge.driver.ranks.{config.device}_worker.RankWorker",
+        }
+        if off:
+            options["additional_config"] = {"without": sorted(feature.name for feature in off)}
     if tiers is not None:
-        options["kv_transfer_config"] = connector_config(tiers.name)
+        options["kv_transfer_config"] = connector_config(
+            tiers.name, has_ranks=config.tensor_parallel_size > 1
+        )
     if config.enable_lora:
         options |= {
             "enable_lora": True,
-            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
-            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
+            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it. Ranks have slots of one size.
+            "max_loras": max(config.max_loras, config.max_num_seqs)
+            if on_cpu and config.tensor_parallel_size == 1
+            else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
     options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 
 
-def connector_config(tiers: str) -> Any:
+def connector_config(tiers: str, *, has_ranks: bool = False) -> Any:
     """Return the settings with which vLLM makes our connector, which finds these tiers by their name."""
     from engine_bridge.driver.vllm_api import KVTransferConfig
 
+    name, module = "TieredConnector", "engine_bridge.driver.kv.kv_connector"
+    if has_ranks:
+        name, module = "RanksConnector", "engine_bridge.driver.ranks.connector"
     return KVTransferConfig(
-        kv_connector="TieredConnector",
-        kv_connector_module_path="engine_bridge.driver.kv.kv_connector",
+        kv_connector=name,
+        kv_connector_module_path=module,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"tiers": tiers},

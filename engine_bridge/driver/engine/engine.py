@@ -22,6 +22,7 @@ from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
 from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
+from engine_bridge.driver.ranks.connection import ranks_of
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
@@ -130,10 +131,15 @@ class VllmDriver:
         if tiers is not None and not reuses_kv(self.engine.vllm_config):
             tiers.switch_off("vLLM computes every prompt of this model anew here (its prefix caching is off)")
             self._tiers = tiers = None
-        self._off = start.built_off(self.engine, config.device, self._off)
+        self._off = start.built_off(
+            self.engine, config.device, self._off, has_ranks=config.tensor_parallel_size > 1
+        )
         config = start.without(config, self._off)
         # These are not kept in variables of this frame: see `close`.
         self._scheduler = scheduler_of(self.engine)
+        self._ranks = ranks_of(self.engine)
+        if self._ranks is not None:
+            self._ranks.watch(wake)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
         self.layout = known_layout_of(self._scheduler.kv_cache_config, self.engine.vllm_config)
         self.capacity_tokens = self.layout.capacity_tokens(
@@ -171,7 +177,8 @@ class VllmDriver:
     def has_work(self) -> bool:
         """Return whether `step` has something to do."""
         # has_unfinished_requests() would not do: the scheduler also has finished ids to flush.
-        return self._scheduler.has_requests() or bool(self._background) or self._has_work_beside()
+        has_requests = self._scheduler.has_requests() or bool(self._background)
+        return has_requests or self._has_work_beside() or (self._ranks is not None and self._ranks.has_failed)
 
     def is_stuck(self) -> bool:
         """Return whether no request runs and there is nothing to move between steps, so that waiting requests cannot start."""
@@ -192,6 +199,8 @@ class VllmDriver:
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and move blocks and adapters before and after it. Returns the outputs of its requests."""
+        if self._ranks is not None:
+            self._ranks.check()
         if self._background and not sum(self._scheduler.get_request_counts()):
             self._begin_background()
         if self.adapters.has_work():
@@ -215,6 +224,8 @@ class VllmDriver:
         if self._spans is not None:
             self._spans.before_step()
         outputs = self.engine.step()
+        if self._ranks is not None:
+            self._ranks.check()
         self._threads.mend()
         failed = self.adapters.end_step()
         if failed:
@@ -429,18 +440,24 @@ class VllmDriver:
         return LoadReader(self._scheduler, load, self._block_size, self.speeds)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
-        from engine_bridge.driver.adapters.build import make_residency
+        from engine_bridge.driver.adapters.build import make_residency, own_parts
 
+        if self._ranks is not None:
+            from engine_bridge.driver.ranks.adapters import rank_parts
+
+            parts = rank_parts(self.engine, self._ranks, config, self._copy_of)
+        else:
+            parts = own_parts(self.engine, config, self._copy_of)
         return make_residency(
             self.engine,
             config,
+            parts,
             wake=wake,
             fail=self._give_up,
             prefix_facts=self._prefix_facts,
             step_facts=self._step_facts,
             on_spoiled=lambda adapter_id: _forget_rows(adapter_id, self._scheduler, self._tiers),
             profile=self.profile,
-            copy_of=self._copy_of,
         )
 
     def _step_facts(self) -> StepFacts:
@@ -458,6 +475,8 @@ def make_threads(config: EngineConfig) -> ComputeThreads:
     """Make this thread compute on as many threads as the settings say. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only."""
     from engine_bridge.driver.corrections.compute_threads import ComputeThreads
 
+    if config.tensor_parallel_size > 1:
+        return ComputeThreads(1)  # the ranks compute
     return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
 
 

@@ -1,7 +1,8 @@
 """vLLM's KV connector over the tiers: saves each layer of finished blocks as it is computed, loads each layer before it is needed.
 
-vLLM makes two connectors in one process, one for the scheduler and one for the worker; both find their `KvTiers` by the name in the connector's
-configuration. What the scheduler's side decides for a step travels to the worker's side in `StepMetadata`.
+vLLM makes two connectors, one for the scheduler and one for the worker. Here both are in one process, and find their `KvTiers` by the name in the
+connector's configuration; `driver/ranks` has the connector whose workers are other processes. What the scheduler's side decides for a step travels to
+the worker's side in `StepMetadata`.
 
 Order of calls in a step that loads: bind_connector_metadata, start_load_kv, {wait_for_layer_load, attention, save_kv_layer} per layer, wait_for_save.
 In a step that loads nothing vLLM calls start_load_kv after the forward pass, so each step is set up when its metadata is bound.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.driver.kv.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
+from engine_bridge.driver.kv.step_copies import StepCopies
+from engine_bridge.driver.memory import block_copy
 from engine_bridge.driver.vllm_api import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -35,6 +38,7 @@ from kvtiers.blocks import Save
 if TYPE_CHECKING:
     import torch
 
+    from engine_bridge.driver.memory.block_copy import BlockCopier
     from engine_bridge.driver.vllm_api import Request
 
 log = logging.getLogger(__name__)
@@ -45,9 +49,9 @@ LAYER_TIMEOUT_S = 0.5
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The loads and saves of one step."""
+    """The loads and saves of one step, in the form that its worker's side understands."""
 
-    moves: StepMoves
+    moves: Any
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -55,16 +59,14 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        layout = layout_of(kv_cache_config, vllm_config)
-        self._vllm_config = vllm_config
-        self._state_groups, self._groups = layout.state_groups, kv_cache_config.kv_cache_groups
-        self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
+        self._layout = layout_of(kv_cache_config, vllm_config)
+        self._vllm_config, self._groups = vllm_config, kv_cache_config.kv_cache_groups
         if role == KVConnectorRole.SCHEDULER:
+            self._tiers = find_tiers(vllm_config)
             self._requests: dict[str, Request] = {}
             self._prefills = PrefillMeter()
-            self._restores = Restores(self._tiers, layout)
+            self._restores = Restores(self._tiers, self._layout)
             self._tiers.restores = self._restores
-        self._tiers.layout = layout
 
     # -- what kind of connector this is --------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_tokens,
             is_resumed=request.num_preemptions > 0,
         )
-        if self._state_groups:
+        if self._layout.state_groups:
             # vLLM ends a step where requests that began alike parted, so that the state there can be kept, if it knows of that place.
             common_tokens = self._restores.common_tokens(request.request_id)
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, common_tokens)
@@ -185,10 +187,20 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
         self._layers = Layers(kv_caches, self._groups)
-        self._step = _Step(self._tiers, self._layers, self._state_groups)
+        self._step = self.begin_work(self._layers)
+
+    def begin_work(self, layers: Layers) -> Any:
+        """Attach the tiers to this worker's layers, and return what copies in its steps."""
+        tiers = find_tiers(self._vllm_config)
         # If vLLM has switched its prefix cache off, KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
         if reuses_kv(self._vllm_config):
-            self._tiers.attach(self._layers, self._vllm_config)
+            tiers.attach(
+                layers.facts(),
+                self._layout,
+                self._vllm_config,
+                lambda pool, waiter: block_copy.make_copier(layers.regions, pool.region, waiter),
+            )
+        return _OwnStep(tiers, layers, self._layout.state_groups)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the worker's side of a step."""
@@ -221,99 +233,69 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._step.take_failed()
 
 
-class _Step:
-    """The copies of one step, on the worker's side. A region is the memory of one layer, or of one layer of each group."""
+class _OwnStep(StepCopies):
+    """The copies of one step of an engine whose worker is in this process.
+
+    A load need not be whole: the layers that are still on their way are waited for when the forward pass comes to them.
+    """
 
     def __init__(self, tiers: KvTiers, layers: Layers, state_groups: Collection[int]) -> None:
-        self._tiers, self._layers, self._state_groups = tiers, layers, state_groups
+        super().__init__(layers, state_groups)
+        self._tiers = tiers
         self._loads: list[LoadBlocks] = []
         self._saves: list[Save] = []
-        # By group: the device's blocks to save, and the host slots of each of them.
-        self._saved_from: dict[int, tuple[list[int], list[list[int]]]] = {}
-        self._loaded: set[int] = set()
-        self._saved: set[tuple[int, int]] = set()
         self._has_missed = False
         self._failed: set[int] = set()
         self._moves = StepMoves()
 
+    @property
+    def copier(self) -> BlockCopier:
+        """What copies in this process."""
+        assert self._tiers.copier is not None
+        return self._tiers.copier
+
     def begin(self, moves: StepMoves) -> None:
         """Take over a step's loads and saves from its metadata."""
         self._moves, self._has_missed = moves, False
-        self._loads, self._loaded = moves.loads, set()
-        self._saves, self._saved = [job.save for job in moves.saves], set()
-        self._saved_from = {}
-        for job in moves.saves:
-            for group, block_id, slots in zip(job.groups, job.block_ids, job.save.slots, strict=True):
-                block_ids, of_blocks = self._saved_from.setdefault(group, ([], []))
-                block_ids.append(block_id)
-                of_blocks.append(slots)
+        self._loads, self._saves = moves.loads, [job.save for job in moves.saves]
+        self.begin_copies(copies_of(moves))
 
-    def start(self) -> None:
-        """Load what the step loads, if there are recurrent layers, whose regions attention's layers may share."""
-        if self._state_groups:
-            for region in range(len(self._layers.regions)):
-                self.load(region)
-
-    def load(self, layer: int) -> None:
-        """Copy a region of all blocks to load to the device, before the attention of its first layer runs.
+    def load_region(self, region: int) -> None:
+        """Copy a region of all blocks to load to the device.
 
         Of a load that is not whole yet, blocks that do not come within LAYER_TIMEOUT_S are given up.
         """
-        if layer in self._loaded:
-            return
-        self._loaded.add(layer)
         for load in self._loads:
             if not load.block_ids:
                 continue
-            store, copier = self._tiers.store, self._tiers.copier
-            assert store is not None and copier is not None
             if not load.is_whole:
+                store = self._tiers.store
+                assert store is not None
                 num_wanted = load.positions[-1] + 1
-                num_ready = store.wait_for_layer(load.stage, num_wanted, layer, LAYER_TIMEOUT_S)
+                num_ready = store.wait_for_layer(load.stage, num_wanted, region, LAYER_TIMEOUT_S)
                 missed = load.cut(num_ready)
                 self._failed.update(missed)
                 self._has_missed = self._has_missed or bool(missed)
-            slots = [load.stage.blocks[position].slots[layer] for position in load.positions]
+            slots = [load.stage.blocks[position].slots[region] for position in load.positions]
             if slots:
-                copier.to_device(layer, load.block_ids, slots)
-
-    def save(self, group: int, layer: int) -> None:
-        """Copy a region of a group's finished blocks to host memory, after the attention of the group's layer there has run."""
-        if group in self._saved_from and (group, layer) not in self._saved:
-            copier = self._tiers.copier
-            assert copier is not None
-            block_ids, slots = self._saved_from[group]
-            copier.to_host(layer, block_ids, [of_block[layer] for of_block in slots])
-            self._saved.add((group, layer))
+                self.copier.to_device(region, load.block_ids, slots)
 
     def end(self) -> None:
         """Release the loaded blocks and commit the saved ones, once the forward pass is over (or launched) or has failed."""
         is_spoiled, self._tiers.is_step_spoiled = self._tiers.is_step_spoiled, False
         if not (self._loads or self._saves):
             return
-        store, copier = self._tiers.store, self._tiers.copier
-        assert store is not None and copier is not None
-        loads, saves = self._loads, self._saves
-        if sys.exception() is None:  # the forward pass is behind recurrent layers, too, which have no hooks
-            for group in self._state_groups:
-                for _, region in self._layers.places_of[group]:
-                    self.save(group, region)
-        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. After a forward pass that has failed the last
-        # layers are missing, and on a CPU vLLM ends that pass like any other (on a GPU it does not end it).
-        has_all = all(self._saved >= self._layers.places_of[group] for group in self._saved_from)
-        is_right = has_all and not self._has_missed and not is_spoiled
-        keep = store.commit if is_right else store.abandon
-        self._loads, self._saves, self._saved_from = [], [], {}
-
-        def let_go(keep: Callable[[Save], None] = keep) -> None:
-            """Commit or abandon the saves, and release the loads' host memory."""
-            for save in saves:
-                keep(save)
-            for load in loads:
-                store.release(load.stage)
-
-        copier.end_step(let_go, lambda: let_go(store.abandon))
-        self._tiers.end_moves(self._moves)
+        if sys.exception() is None:
+            self.save_states()
+        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out.
+        is_right = self.has_saved_all and not self._has_missed and not is_spoiled
+        moves = self._moves
+        self.copier.end_step(
+            lambda: self._tiers.settle(moves, is_right=is_right),
+            lambda: self._tiers.settle(moves, is_right=False),
+        )
+        self._loads, self._saves = [], []
+        self._tiers.end_moves(moves)
         self._tiers.hear_copies()
 
     def take_failed(self) -> set[int]:
@@ -325,3 +307,9 @@ class _Step:
                 "%d KV blocks did not come in time or were damaged; they are computed again", len(failed)
             )
         return failed
+
+
+def copies_of(moves: StepMoves) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the group, the device's block and the host slots of each block that a step saves."""
+    for job in moves.saves:
+        yield from zip(job.groups, job.block_ids, job.save.slots, strict=True)

@@ -24,7 +24,7 @@ from kvtiers.keys import BlockShape, Namespace
 from kvtiers.weights import folder_revision
 
 if TYPE_CHECKING:
-    from engine_bridge.driver.kv.layer_groups import Layers
+    from engine_bridge.driver.kv.layer_groups import LayerFacts
 
 # Engine arguments (of vLLM 0.32) that change no KV, or whose effect a namespace already names. Any other argument makes other keys.
 HARMLESS_ARGUMENTS = frozenset(
@@ -125,14 +125,14 @@ def _is_counted(variable: str) -> bool:
 
 
 def namespace_of(
-    layers: Layers, layout: KvLayout, shape: BlockShape, vllm_config: Any, arguments: Mapping[str, Any]
+    layers: LayerFacts, layout: KvLayout, num_ranks: int, vllm_config: Any, arguments: Mapping[str, Any]
 ) -> Namespace:
     """Return the namespace of a built engine's KV. The layout names the CPU's instruction set where attention packs keys for it.
 
     Args:
-        layers: the memory of the KV cache.
+        layers: how each rank keeps the KV.
         layout: what a prefix needs of the layers.
-        shape: the shape of a block.
+        num_ranks: how many processes share the engine's model; each has its part of a block.
         vllm_config: the built engine's configuration.
         arguments: see `arguments_that_count`.
     """
@@ -141,12 +141,13 @@ def namespace_of(
     from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    tensor = layers.regions[0]
-    described = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
+    described = f"{layers.shape} strides {layers.strides} vllm {vllm_version()}"
     if len(layout.groups) > 1 or layout.state_groups:
         groups = msgspec.json.encode((layout, layers.plan))
         described += f" groups {hashlib.sha256(groups).hexdigest()[:32]}"
-    if tensor.device.type == "cpu":
+    if num_ranks > 1:
+        described += f" tp {num_ranks}"
+    if layers.device_type == "cpu":
         described += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     # Quantising weights or KV changes the bytes in the blocks.
     made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
@@ -154,12 +155,12 @@ def namespace_of(
         model=Path(model.model).name,
         revision=revision_of(model),
         computation=_computation(vllm_config, arguments),
-        dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
+        dtype=" ".join([f"{model.dtype} {layers.dtype}", *made]),
         block_size_tokens=layout.unit_tokens,
         layout=described,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
-        shape=shape,
+        shape=BlockShape(layers.num_regions, num_ranks * layers.region_bytes),
     )
 
 

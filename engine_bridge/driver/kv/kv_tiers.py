@@ -21,14 +21,14 @@ from engine_bridge.driver.kv.kv_namespace import namespace_of
 from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
 from engine_bridge.policy.kv.kv_layout import KvLayout
 from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute
-from engine_bridge.policy.limits.model_support import CannotHave
 from engine_bridge.protocol.errors import SeamMoved
 from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
+from kvtiers.io.host_pool import HostPool
 from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockShape, Namespace
+from kvtiers.keys import Namespace
 from kvtiers.policy.eviction import ByValue
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
@@ -42,7 +42,7 @@ from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
     from engine_bridge.cluster.peers import Peering
-    from engine_bridge.driver.kv.layer_groups import Layers
+    from engine_bridge.driver.kv.layer_groups import LayerFacts
     from engine_bridge.driver.memory.block_copy import BlockCopier
     from engine_bridge.settings.profile import MachineProfile
 
@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 
 # The speed of copies is reported for a copy of this many bytes. Chosen: a long conversation of a small model, where set-up hardly counts.
 RATED_BYTES = 8 << 20
+
+Waiter = Callable[[Callable[[], None]], object]
+"""Runs a function on a thread that may block."""
 
 _known: dict[str, KvTiers] = {}
 _names = itertools.count()
@@ -152,45 +155,42 @@ class KvTiers:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def attach(self, layers: Layers, vllm_config: Any) -> None:
-        """Take the cache of a newly built engine, whose `layout` is set. Opens the store, or keeps it where the namespace is still the same.
+    def attach(
+        self,
+        layers: LayerFacts,
+        layout: KvLayout,
+        vllm_config: Any,
+        make_copier: Callable[[HostPool, Waiter], BlockCopier],
+        num_ranks: int = 1,
+    ) -> None:
+        """Take the cache of a newly built engine. Opens the store, or keeps it where the namespace is still the same.
 
         Args:
-            layers: the memory of its layers.
+            layers: how the cache is kept, on each rank.
+            layout: what a prefix needs of the layers.
             vllm_config: the built engine's configuration.
+            make_copier: makes what copies between the host tier's memory and the device.
+            num_ranks: how many processes share the engine's model and its cache.
 
         Raises:
-            CannotHave: for a cache whose blocks cannot be copied: of different sizes, or not contiguous.
             OSError: where the address for other nodes cannot be opened.
         """
-        from engine_bridge.driver.memory import block_copy
-
         self._give_up_moves()
-
-        assert self.layout is not None
-        try:
-            sizes = {block_copy.layer_bytes(region) for region in layers.regions}
-        except SeamMoved as error:
-            raise CannotHave({"KV tiers": str(error)}) from error
-        if len(sizes) != 1:
-            raise CannotHave({"KV tiers": f"layers have KV blocks of different sizes: {sorted(sizes)}"})
-        shape = BlockShape(len(layers.regions), sizes.pop())
-        if self.layout.state_groups:
-            log.info("KV is reused in whole blocks of %d tokens: recurrent layers", self.layout.unit_tokens)
-        namespace = namespace_of(layers, self.layout, shape, vllm_config, self.arguments)
+        self.layout = layout
+        if layout.state_groups:
+            log.info("KV is reused in whole blocks of %d tokens: recurrent layers", layout.unit_tokens)
+        namespace = namespace_of(layers, layout, num_ranks, vllm_config, self.arguments)
         if namespace != self._namespace:
             self._close_store()
-            self._open_store(namespace)
+            self._open_store(namespace, is_shared=num_ranks > 1)
         assert self.store is not None and self._io is not None
         self._copied = (Copied(), Copied())
-        self.loads_must_hold = not self.layout.is_divisible or bool(
-            vllm_config.scheduler_config.async_scheduling
+        self.loads_must_hold = (
+            not layout.is_divisible or num_ranks > 1 or bool(vllm_config.scheduler_config.async_scheduling)
         )
         loop = self._io.loop
-        self.copier = block_copy.make_copier(
-            layers.regions,
-            self.store.pool.region,
-            lambda run: loop.call_soon_threadsafe(loop.run_in_executor, None, run),
+        self.copier = make_copier(
+            self.store.pool, lambda run: loop.call_soon_threadsafe(loop.run_in_executor, None, run)
         )
 
     def detach(self) -> None:
@@ -202,6 +202,9 @@ class KvTiers:
             with going_on("restores"):
                 self.restores.close()
         self._give_up_moves()
+        if self.copier is not None:
+            with going_on("copies of KV"):
+                self.copier.rest()
         self.listener = self.copier = self.restores = None
         if self.store is not None:
             self.store.leave_all()
@@ -223,21 +226,29 @@ class KvTiers:
         """Forget a step that has ended: its host memory has been given back, or will be once the device has copied."""
         self._moving = [each for each in self._moving if each is not moves]
 
+    def settle(self, moves: StepMoves, *, is_right: bool) -> None:
+        """Commit the saves of a step that has copied, or abandon them unless `is_right`, and release its loads' host memory. From any thread."""
+        assert self.store is not None
+        for job in moves.saves:
+            if is_right:
+                self.store.commit(job.save)
+            else:
+                self.store.abandon(job.save)
+        for load in moves.loads:
+            self.store.release(load.stage)
+
     def _give_up_moves(self) -> None:
         """Give back the host memory of steps that have not ended: their engine has failed in one of them, or is closed."""
         moving, self._moving = self._moving, []
-        store, copier = self.store, self.copier
-        if store is None or not moving:
+        copier = self.copier
+        if self.store is None or not moving:
             return
 
         def let_go() -> None:
             """Abandon the saves and release the loads of those steps."""
             for moves in moving:
                 with going_on("a step of the failed engine"):
-                    for job in moves.saves:
-                        store.abandon(job.save)
-                    for load in moves.loads:
-                        store.release(load.stage)
+                    self.settle(moves, is_right=False)
 
         # A device may still be copying: that must not write to memory that has another use by then.
         try:
@@ -261,7 +272,7 @@ class KvTiers:
         """Return the address where other nodes may ask for KV from now on; "" if they may not. Raises OSError."""
         return self.peering.open() if self.peering is not None and not self.is_off else ""
 
-    def _open_store(self, namespace: Namespace) -> None:
+    def _open_store(self, namespace: Namespace, *, is_shared: bool) -> None:
         self.peer_address()  # a wrong address stops the start before anything is open
         self._io = IoThread()
         disk, problem = None, None
@@ -270,7 +281,9 @@ class KvTiers:
         except (OSError, KvTiersError) as error:
             problem = f"the disk tier is off: {error}"
             log.error("%s; KV will not outlive this process", problem)
-        self.store = KvStore(namespace.shape, self.config.host_bytes, self._io, disk, ByValue())
+        self.store = KvStore(
+            namespace.shape, self.config.host_bytes, self._io, disk, ByValue(), is_shared=is_shared
+        )
         self.store.problem = problem
         self.store.on_progress = self._on_progress
         self._namespace = namespace
@@ -416,9 +429,9 @@ class KvTiers:
         return stats
 
 
-def find_tiers(name: str) -> KvTiers:
-    """Return the tiers that a connector's configuration names. Raises SeamMoved where the worker is another process."""
-    tiers = _known.get(name)
+def find_tiers(vllm_config: Any) -> KvTiers:
+    """Return the tiers that the connector of an engine's configuration names. Raises SeamMoved outside of the engine's own process."""
+    tiers = _known.get(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
     if tiers is None:
-        raise SeamMoved("KV tiers need the engine's worker in this process (one GPU, no tensor parallelism)")
+        raise SeamMoved("the KV tiers are not in this process")
     return tiers

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from engine_bridge.policy.kv.kv_layout import GROUP_BYTES, Entry, KvLayout, LayerGroup, one_group
 from engine_bridge.policy.limits.model_support import CannotHave
+from engine_bridge.protocol.errors import SeamMoved
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +72,27 @@ def _group_of_layer(spec: Any) -> LayerGroup:
     )
 
 
+class LayerFacts(Struct, frozen=True):
+    """How a process keeps the KV of an engine's layers, in plain data.
+
+    Attributes:
+        num_regions: the stretches of memory, each of which has a part of every block.
+        region_bytes: bytes of a block in one region.
+        shape, strides: of a block in the first region, in elements.
+        dtype: torch's name of the elements' type.
+        device_type: "cpu" or "cuda".
+        plan: which layers keep their KV where, and in what form.
+    """
+
+    num_regions: int
+    region_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device_type: str
+    plan: list[Any]
+
+
 class Layers:
     """The memory of an engine's KV cache: layers of different groups may share theirs, as a block belongs to one group at a time.
 
@@ -110,6 +134,22 @@ class Layers:
             )
             for name, tensor in kv_caches.items()
         ]
+
+    def facts(self) -> LayerFacts:
+        """Return how these layers keep their KV. Raises CannotHave for blocks that cannot be copied: of different sizes, or not contiguous."""
+        from engine_bridge.driver.memory.block_copy import layer_bytes
+
+        try:
+            sizes = {layer_bytes(region) for region in self.regions}
+        except SeamMoved as error:
+            raise CannotHave({"KV tiers": str(error)}) from error
+        if len(sizes) != 1:
+            raise CannotHave({"KV tiers": f"layers have KV blocks of different sizes: {sorted(sizes)}"})
+        first = self.regions[0]
+        shape, strides = tuple(first.shape[1:]), tuple(first.stride()[1:])
+        return LayerFacts(
+            len(self.regions), sizes.pop(), shape, strides, str(first.dtype), first.device.type, self.plan
+        )
 
 
 def _states_of(groups: Sequence[Any]) -> dict[str, Any]:

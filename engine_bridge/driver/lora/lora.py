@@ -10,7 +10,7 @@ vLLM 0.32's own CPU path (`PunicaWrapperCPU`) has two faults that this module me
 Here `update_metadata` sorts the rows of a step by adapter, once; each layer then runs, per adapter, `x @ A` and `y += (x @ A) @ B` over that
 adapter's rows, on weights that were laid out when they entered the slot.
 
-Use: `install()` before the engine is built, `check_engine(engine)` after. On CUDA `install()` does nothing: vLLM's Triton kernels skip -1 and do not
+Use: `install()` before the engine is built, `check_runner(runner)` after. On CUDA `install()` does nothing: vLLM's Triton kernels skip -1 and do not
 gather.
 
 Source: Punica (arXiv:2310.18547) for computing by segments of equal adapter. bench/live/adapters/lora.py measures both paths.
@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 
-from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.lora.gemm import OneThread
 from engine_bridge.driver.lora.lora_rows import NO_ADAPTER, RowBlock, plan_rows
 from engine_bridge.driver.lora.lora_weights import FEW_ROWS, Pending, SlotWeights, pack_slot
@@ -95,7 +94,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         b_stacked = vars(layer).get("lora_b_stacked")
         if b_stacked is None:
             return
-        if _is_whole(layer):
+        if _has_pairs(layer):
             layer.lora_a_stacked = tuple(map(_untouched, layer.lora_a_stacked))
             layer.lora_b_stacked = b_stacked = tuple(map(_untouched, b_stacked))
         b_slices = b_stacked if isinstance(b_stacked, tuple) else (b_stacked,)
@@ -237,10 +236,10 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self._add(y, x, lora_b_stacked, self._token_blocks, 1.0)
 
 
-def _is_whole(layer: Any) -> bool:
-    """Return whether this is vLLM's unsharded layer, with a pair of stacks for each slice."""
+def _has_pairs(layer: Any) -> bool:
+    """Return whether this is a linear layer of vLLM's, with a pair of stacks for each slice."""
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
-    return getattr(layer, "tp_size", None) == 1 and all(
+    return hasattr(layer, "tp_size") and all(
         isinstance(each, tuple) and all(stack.dim() == 4 for stack in each) for each in stacks
     )
 
@@ -256,7 +255,7 @@ def whole_slices(
     layer: Any, lora_a: Any, lora_b: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]] | None:
     """Return A, B and true rank per slice, if vLLM's layer would copy the weights into its stacks unchanged; None if it splits or indexes them."""
-    if not _is_whole(layer):
+    if not _has_pairs(layer) or layer.tp_size != 1:
         return None
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
     a, b = ([each] if isinstance(each, torch.Tensor) else each for each in (lora_a, lora_b))
@@ -322,9 +321,9 @@ def uninstall() -> None:
     BaseLayerWithLoRA.set_mapping = _stock_set_mapping
 
 
-def check_engine(engine: Any) -> SegmentPunicaWrapper:
-    """Return the wrapper that `engine` (an in-process LLMEngine with LoRA) computes with; raise SeamMoved if it is not ours."""
-    manager = runner_of(engine).lora_manager._adapter_manager
+def check_runner(runner: Any) -> SegmentPunicaWrapper:
+    """Return the wrapper that a model runner with LoRA computes with; raise SeamMoved if it is not ours."""
+    manager = runner.lora_manager._adapter_manager
     for wrapper in manager.punica_wrapper_mapping.values():
         if not isinstance(wrapper, SegmentPunicaWrapper):
             raise SeamMoved(

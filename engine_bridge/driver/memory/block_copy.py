@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,19 +30,43 @@ Rows = NDArray[np.int64]
 FEW_THREADS, FEW_ROWS = 3, 4
 
 
+class BlockCopier(Protocol):
+    """What copies between the host tier's memory and the device's blocks, on the engine thread, in a step or between two.
+
+    Attributes:
+        overlaps: whether copies run beside the step's computation; False: they take the engine thread's time.
+        out, back: the copies to host memory and to the device so far.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """See the class."""
+
+    out: Copied
+    back: Copied
+
+    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy a layer's device blocks into slots of host memory, by the next `end_step` at the latest."""
+
+    def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy slots of host memory into a layer's device blocks, before the device reads these."""
+
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Call `then`, on any thread, once all copies so far are made; `failed` where they cannot be made."""
+
+    def rest(self) -> None:
+        """Return once no copy is under way."""
+
+
 class CpuCopier:
     """The copier of an engine on a CPU: on few threads row by row past the caches, on many by torch.
 
-    Methods of copiers are called on the engine thread, inside a step. Torch is called once for each stretch of neighbouring rows. It gathers into
+    Torch is called once for each stretch of neighbouring rows. It gathers into
     stretches or scatters from them, whichever side has fewer.
 
     Args:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
         region: the host pool's memory, shape (num_slots, slot_bytes).
-
-    Attributes:
-        overlaps: whether copies run beside the step's computation; False: they take the engine thread's time.
-        out, back: the copies to host memory and to the device so far.
     """
 
     overlaps = False
@@ -204,10 +228,6 @@ class CudaCopier:
             swap_blocks(source, into, into.shape[1], mapping)
             ended.record()
         self._timed.append((copied, len(rows) * into.shape[1], began, ended))
-
-
-BlockCopier = CpuCopier | CudaCopier
-"""The copier of one engine."""
 
 
 def make_copier(

@@ -34,6 +34,8 @@ class _Planned:
     """Starts requests as `scheduling` decides; as vLLM does while it is None."""
 
     scheduling: Scheduling | None = None
+    enters_adapters = False
+    """Whether the residency hears of a step's adapters here; else the worker tells it, inside the step."""
     num_preempted = 0
     num_ended_tokens = 0
     """Tokens generated for requests that have ended."""
@@ -44,11 +46,22 @@ class _Planned:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step: vLLM's own, with the requests that were chosen before it."""
+        output = self._schedule(*args, **kwargs)
+        if self.enters_adapters:
+            self.residency.enter(self._adapters_of(output))  # type: ignore[attr-defined]
+        return output
+
+    def _adapters_of(self, output: Any) -> set[int]:
+        """Return the adapters of a step's requests."""
+        requests = (self.requests[name] for name in output.num_scheduled_tokens)  # type: ignore[attr-defined]
+        return {each.lora_request.lora_int_id for each in requests if each.lora_request is not None}
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.scheduling is None:
             return super().schedule(*args, **kwargs)
         self.scheduling.begin_step(self)
         try:
-            output = super().schedule(*args, **kwargs)
+            output: Any = super().schedule(*args, **kwargs)
         finally:
             self.scheduling.end_step()
         if self.scheduling.pace is not None:

@@ -61,6 +61,8 @@ KV_TIERS = Feature(
     is_built_in=True,
 )
 CUDA_COPIES = replace(KV_TIERS, name="KV tiers on a GPU", device="cuda")
+RANKS = Feature("engines of several devices", "a model cannot be split (--tensor-parallel-size)")
+CPU_RANKS = replace(RANKS, name="engines of several ranks on a CPU", device="cpu")
 PROMOTION = Feature("promotion", "advisories bring no KV to the device")
 TOKENIZER_TURNS = Feature(
     "turns at the tokenizer", "texts of all tenants are tokenised in the order in which they come"

@@ -12,6 +12,7 @@ vllm.v1.engine.llm_engine:LLMEngine ENGINE
     call from_engine_args(engine_args, *, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
         abort_request(request_ids, *, internal) reset_prefix_cache(reset_running_requests, reset_connector) get_supported_tasks() step()
     read engine_core input_processor model_config renderer vllm_config
+    RANKS: tag ranks
     REPORT: read output_processor
 vllm.v1.engine.core_client:InprocClient ENGINE at engine_core
     call shutdown()
@@ -21,12 +22,28 @@ vllm.v1.engine.core:EngineCore ENGINE at engine_core.engine_core
     PROMOTION: read request_block_hasher
     KV_TIERS: write request_block_hasher
     KV_TIERS: look up in preprocess_add_request: request_block_hasher
-vllm.v1.executor.uniproc_executor:UniProcExecutor KV_TIERS at engine_core.engine_core.model_executor
+vllm.v1.executor.uniproc_executor:UniProcExecutor KV_TIERS
     read driver_worker
 vllm.v1.worker.worker_base:WorkerWrapperBase KV_TIERS at engine_core.engine_core.model_executor.driver_worker
     read worker
 vllm.v1.worker.gpu_worker:Worker KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker
     read model_runner
+    RANKS: override load_model(*, load_dummy_weights)
+    RANKS: read rank vllm_config
+vllm.v1.worker.cpu_worker:CPUWorker CPU_RANKS
+vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator CPU_RANKS
+    replace _all_group_ranks_share_shm_group_name()
+    look up in __init__: _all_group_ranks_share_shm_group_name
+vllm.v1.executor.multiproc_executor:MultiprocExecutor RANKS
+    call collective_rpc(method, *, args, non_block) register_failure_callback(callback)
+    read is_failed
+vllm.distributed.kv_transfer RANKS
+    call get_kv_transfer_group()
+vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANKS
+    implement aggregate
+    override aggregate(other)
+vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
+    read world_size
 vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read kv_caches
 vllm.v1.engine.input_processor:InputProcessor ENGINE at input_processor
@@ -218,6 +235,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
         register_kv_caches(kv_caches) bind_connector_metadata(connector_metadata) start_load_kv(forward_context, **kwargs)
         wait_for_layer_load(layer_name) save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs) wait_for_save() get_block_ids_with_load_errors()
     read _kv_cache_manager _vllm_config
+    RANKS: override build_connector_worker_meta()
 vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA KV_TIERS
     implement request_finished_all_groups
     override request_finished_all_groups(request, block_ids)
@@ -226,6 +244,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole KV_TIERS
     read SCHEDULER
 vllm.v1.outputs:KVConnectorOutput KV_TIERS
     read invalid_block_ids
+    RANKS: read kv_connector_worker_meta
 vllm.v1.kv_cache_interface:KVCacheConfig ENGINE
     read kv_cache_groups
 vllm.v1.kv_cache_interface:KVCacheGroupSpec KV_TIERS

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 Off = frozenset[Feature]
+WORKER = "driver_worker"
+"""The attribute in the paths of the inventory behind which an engine's worker is, where it is in the engine's process."""
 
 
 def engine_off(device: str) -> Off:
@@ -31,9 +33,13 @@ def serving_off(device: str) -> Off:
     return features_off(_moved("serving"), device)
 
 
-def built_off(engine: Any, device: str, off: Off) -> Off:
-    """Return the features that a built `LLMEngine` cannot offer: `off`, and those found missing on the engine itself. Raises SeamMoved."""
-    findings = [each for each in check_engine(ENGINE_SIDE, engine) if each.feature not in off]
+def built_off(engine: Any, device: str, off: Off, *, has_ranks: bool) -> Off:
+    """Return the features that a built `LLMEngine` cannot offer: `off`, and those found missing on the engine itself. Raises SeamMoved.
+
+    has_ranks: whether its worker is in other processes, where it is not looked at.
+    """
+    here = [each for each in ENGINE_SIDE if not (has_ranks and WORKER in each.at)]
+    findings = [each for each in check_engine(here, engine) if each.feature not in off]
     return off | features_off(findings, device, is_built=True)
 
 

@@ -325,11 +325,21 @@ class Copied:
     num_copies: int = 0
     seconds: float = 0.0
 
-    def add(self, num_bytes: int, seconds: float) -> None:
-        """Count one more copy."""
+    def add(self, num_bytes: int, seconds: float, num_copies: int = 1) -> None:
+        """Count one more copy, or several that took these seconds together."""
         self.num_bytes += num_bytes
-        self.num_copies += 1
+        self.num_copies += num_copies
         self.seconds += seconds
+
+    def since(self, before: Copied) -> Copied:
+        """Return the copies made after `before`, an earlier copy of these counts."""
+        num_bytes, num_copies = self.num_bytes - before.num_bytes, self.num_copies - before.num_copies
+        return Copied(num_bytes, num_copies, self.seconds - before.seconds)
+
+    def beside(self, other: Copied) -> Copied:
+        """Return the copies that two processes made at the same time, each its part: all bytes, in the slower one's time."""
+        seconds = max(self.seconds, other.seconds)
+        return Copied(self.num_bytes + other.num_bytes, max(self.num_copies, other.num_copies), seconds)
 
 
 class CopyTable:

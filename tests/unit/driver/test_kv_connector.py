@@ -12,7 +12,7 @@ from vllm.v1 import kv_cache_interface as vllm_kv
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.engine.engine import VllmDriver
-from engine_bridge.driver.kv.kv_connector import _Step
+from engine_bridge.driver.kv.kv_connector import _OwnStep
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
 from engine_bridge.policy.kv.kv_layout import KvLayout, LayerGroup
 from engine_bridge.policy.limits.model_support import CannotHave
@@ -37,7 +37,7 @@ class Stepped(Bench):
         super().__init__(folder)
         names = [str(number) for number in range(len(self.device))]
         self.layers = Layers(dict(zip(names, self.device, strict=True)), [group_of_names(*names)])
-        self.folder, self.step = folder, _Step(self.tiers, self.layers, ())
+        self.folder, self.step = folder, _OwnStep(self.tiers, self.layers, ())
         self.save("read", READ)
         self.store.flush()
         self.store.drop_host()
@@ -170,7 +170,7 @@ def test_a_recurrent_layers_memory_is_whole_blocks() -> None:
 def test_recurrent_layers_which_have_no_hooks_are_loaded_before_and_saved_behind_the_forward_pass(
     stepped: Stepped,
 ) -> None:
-    stepped.step = _Step(stepped.tiers, stepped.layers, {0})
+    stepped.step = _OwnStep(stepped.tiers, stepped.layers, {0})
     with pytest.raises(RuntimeError, match="forward"):
         try:
             stepped.begin()

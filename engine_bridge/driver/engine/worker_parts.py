@@ -1,0 +1,64 @@
+"""Our parts in place of vLLM's, in the process whose worker computes: the engine's own, or each rank of an engine of several.
+
+Call `install` before the worker is made, and `watch` once its model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.vllm_api.start import Off
+
+
+def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
+    """Replace parts of vLLM, except for features that are off.
+
+    Args:
+        off: features that are off.
+        on_cpu: whether the worker computes on a CPU.
+        has_adapters: whether its engine is built with LoRA.
+    """
+    if has_adapters and on_cpu:
+        from engine_bridge.driver.lora import experts, lora
+
+        lora.install()
+        experts.install()
+    if has_adapters:
+        from engine_bridge.driver.adapters import seam
+
+        seam.install()
+    if HALF_CHARACTERS not in off:
+        from engine_bridge.driver.corrections import detokenizing
+
+        detokenizing.install()
+    if BAD_WORDS not in off:
+        from engine_bridge.driver.corrections import bad_words
+
+        bad_words.install()
+    if on_cpu and ROTARY not in off:
+        from engine_bridge.driver.corrections import rotary
+
+        rotary.install()
+    if on_cpu and MAMBA2 not in off:
+        from engine_bridge.driver.corrections import mamba2
+
+        mamba2.install()
+
+
+def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
+    """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
+    if on_cpu and SEEDS not in off:
+        from engine_bridge.driver.corrections import seeds
+
+        seeds.watch(runner)
+    if has_adapters:
+        from engine_bridge.driver.corrections import logits_rows
+
+        logits_rows.watch(runner)
+    if has_adapters and on_cpu:
+        from engine_bridge.driver.lora import lora
+
+        lora.check_runner(runner)

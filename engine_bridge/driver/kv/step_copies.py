@@ -1,0 +1,81 @@
+"""The copies of one step in the process that has the KV cache, made layer by layer as the forward pass comes to them.
+
+Layers of attention have hooks: what such a layer reads is loaded before it, and what it has written is saved behind it. Recurrent layers have none,
+so with them all is loaded before the forward pass, and their states are saved behind it. A region is the memory of one layer, or of one layer of
+each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv.layer_groups import Layers
+    from engine_bridge.driver.memory.block_copy import BlockCopier
+
+
+class StepCopies:
+    """Which copies a step is to make, and which of them it has made.
+
+    Args:
+        layers: the memory of the engine's layers.
+        state_groups: the groups of recurrent layers.
+    """
+
+    def __init__(self, layers: Layers, state_groups: Collection[int]) -> None:
+        self._layers, self._state_groups = layers, state_groups
+        # By group: the device's blocks to save, and the host slots of each of them.
+        self._saved_from: dict[int, tuple[list[int], list[list[int]]]] = {}
+        self._loaded: set[int] = set()
+        self._saved: set[tuple[int, int]] = set()
+
+    @property
+    def copier(self) -> BlockCopier:
+        """What copies in this process."""
+        raise NotImplementedError
+
+    def begin_copies(self, saves: Iterable[tuple[int, int, list[int]]]) -> None:
+        """Begin a step. saves: the group, the device's block and the host slots of each block to save."""
+        self._loaded, self._saved, self._saved_from = set(), set(), {}
+        for group, block_id, slots in saves:
+            block_ids, of_blocks = self._saved_from.setdefault(group, ([], []))
+            block_ids.append(block_id)
+            of_blocks.append(slots)
+
+    def start(self) -> None:
+        """Load what the step loads, if there are recurrent layers, whose regions attention's layers may share."""
+        if self._state_groups:
+            for region in range(len(self._layers.regions)):
+                self.load(region)
+
+    def load(self, region: int) -> None:
+        """Copy a region of all blocks to load to the device, before the attention of its first layer runs."""
+        if region not in self._loaded:
+            self._loaded.add(region)
+            self.load_region(region)
+
+    def load_region(self, region: int) -> None:
+        """Copy a region of all blocks to load to the device. Called once for each region of a step."""
+        raise NotImplementedError
+
+    def save(self, group: int, region: int) -> None:
+        """Copy a region of a group's finished blocks to host memory, after the attention of the group's layer there has run."""
+        if group in self._saved_from and (group, region) not in self._saved:
+            block_ids, slots = self._saved_from[group]
+            self.copier.to_host(region, block_ids, [of_block[region] for of_block in slots])
+            self._saved.add((group, region))
+
+    def save_states(self) -> None:
+        """Save the recurrent layers' states, once the forward pass is behind those layers."""
+        for group in self._state_groups:
+            for _, region in self._layers.places_of[group]:
+                self.save(group, region)
+
+    @property
+    def has_saved_all(self) -> bool:
+        """Whether each layer of the blocks to save has been copied. After a forward pass that has failed the last ones are missing.
+
+        On a CPU vLLM ends that pass like any other; on a GPU it does not end it.
+        """
+        return all(self._saved >= self._layers.places_of[group] for group in self._saved_from)

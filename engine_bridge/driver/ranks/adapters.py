@@ -1,0 +1,146 @@
+"""The adapters of an engine of several ranks: its residency decides as any does, and the ranks read, keep and use them, each its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.driver.adapters.blocks import NoBlocks
+from engine_bridge.driver.adapters.build import GIB, AdapterParts
+from engine_bridge.driver.adapters.host_path import NoHostPath
+from engine_bridge.driver.adapters.host_workers import AssistWorkers
+from engine_bridge.driver.adapters.layouts import Layout
+from engine_bridge.driver.adapters.residency import Residency
+from engine_bridge.driver.adapters.slots import ComputeFor, Slots
+from engine_bridge.driver.adapters.weights import AdapterWeights, contract_from, host_buffers
+from engine_bridge.driver.ranks.calls import RankError, Ranks
+from engine_bridge.settings.engine_config import EngineConfig
+
+
+def rank_parts(
+    engine: Any, ranks: Ranks, config: EngineConfig, copy_of: Callable[[str], str]
+) -> AdapterParts:
+    """Return the parts of an engine of these ranks. For `copy_of` see `Loader`.
+
+    Raises:
+        RankError: a rank cannot hold adapters.
+        OSError: a rank cannot be reached.
+    """
+    base_models = config.model, config.served_model_name
+    authkey = os.urandom(32)
+    idle_bytes = int(config.adapter_host_gib * GIB) // (4 * config.tensor_parallel_size)
+    found = ranks.call("overture_adapters", base_models, idle_bytes, authkey)
+    facts, num_slots, _ = found[0]
+    host = RankHost([Client(address, authkey=authkey) for _, _, address in found])
+    return AdapterParts(
+        contract=contract_from(facts, base_models),
+        table=SimpleNamespace(lora_index_to_id=[None] * num_slots),
+        slots=RankSlots(ranks),
+        loader=RankLoader(host, copy_of),
+        workers=host,
+        host_path=NoHostPath(),
+        device=torch.device("cpu"),  # what the engine's process holds of an adapter has no weights
+        may_assist=False,
+        make_blocks=lambda copies: NoBlocks(),
+        enter=lambda residency: _enter(engine, residency),
+    )
+
+
+def _enter(engine: Any, residency: Residency) -> None:
+    """Have a residency hear of a step's adapters when it is scheduled: the ranks fill their slots before they compute it."""
+    engine.engine_core.engine_core.scheduler.enters_adapters = True
+
+
+class RankHost(AssistWorkers):
+    """The adapters that the ranks hold in host memory: calls them beside the steps, on the loader's thread.
+
+    Args:
+        connections: one to each rank.
+    """
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of `RankAdapters` in each rank, and return the answers.
+
+        Raises:
+            AdapterRejected: a rank says so.
+            RankError: a rank has ended, or could not do it.
+        """
+        try:
+            for each in self._connections:
+                each.send((name, arguments))
+            answers = [each.recv() for each in self._connections]
+        except (EOFError, OSError) as error:
+            raise RankError("a rank of the engine has ended") from error
+        for is_right, answer in answers:
+            if not is_right:
+                text, code = answer
+                raise AdapterRejected(text, code=code) if code is not None else RankError(text)
+        return [answer for _, answer in answers]
+
+    def drop(self, adapter_id: int) -> None:
+        """Let go of an adapter that leaves host memory."""
+        self.call("drop", adapter_id)
+
+    def close(self) -> None:
+        """Hang up."""
+        for each in self._connections:
+            each.close()
+
+
+class RankLoader:
+    """Has adapters read by all ranks. On the loader's thread.
+
+    Args:
+        host: calls the ranks.
+        copy_of: see `Loader`.
+    """
+
+    def __init__(self, host: RankHost, copy_of: Callable[[str], str]) -> None:
+        self._host, self._copy_of = host, copy_of
+        self.buffers = host_buffers(False, 0)
+
+    def load(self, record: AdapterRecord) -> AdapterWeights:
+        """Have each rank read an adapter and keep its part. Returns weights without tensors, of the bytes of all parts.
+
+        Raises:
+            AdapterRejected: its files cannot be used.
+            RankError: a rank has ended.
+        """
+        try:
+            num_bytes = sum(self._host.call("load", record, self._copy_of(record.content_hash)))
+        except AdapterRejected:
+            self._host.drop(record.version_id)  # another rank may have it
+            raise
+        return AdapterWeights({}, num_bytes, None, record.version_id)
+
+
+class RankSlots(Slots):
+    """The slots of all ranks. A slot is filled before the next step, in every rank.
+
+    Args:
+        ranks: the engine's ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.on_failed = None
+
+    def fill(
+        self,
+        slot: int,
+        weights: AdapterWeights,
+        compute_for: ComputeFor | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        """Have the ranks fill a slot before the next step."""
+        self._ranks.send("overture_fill", slot, weights.adapter_id, then=lambda answers: None)

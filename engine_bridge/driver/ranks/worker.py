@@ -1,0 +1,100 @@
+"""What a rank's process does beside vLLM's worker: it has our parts in it, answers the engine's process, and ends with it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.driver.engine import worker_parts
+from engine_bridge.driver.ranks.calls import answered
+from engine_bridge.driver.ranks.messages import CopiesMade, RegionCopy
+from engine_bridge.driver.vllm_api.features import FEATURES
+from engine_bridge.policy.limits.model_support import CannotHave
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.adapters.weights import ContractFacts
+    from engine_bridge.driver.kv.layer_groups import LayerFacts
+    from engine_bridge.driver.ranks.rank_copies import RankCopies
+
+PR_SET_PDEATHSIG = 1
+
+
+class Rank:
+    """A part of the class of a rank's worker; the other part is vLLM's. vLLM makes it in the rank's process."""
+
+    on_cpu: bool
+    vllm_config: Any
+    rank: int
+    model_runner: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        named = vllm_config.additional_config.get("without", ())
+        self._off = frozenset(feature for feature in FEATURES if feature.name in named)
+        has_adapters = vllm_config.lora_config is not None
+        worker_parts.install(self._off, on_cpu=self.on_cpu, has_adapters=has_adapters)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load this rank's part of the model, and put our parts into its runner."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        has_adapters = self.vllm_config.lora_config is not None
+        worker_parts.watch(self.model_runner, self._off, on_cpu=self.on_cpu, has_adapters=has_adapters)
+
+    # -- the engine's process asks -----------------------------------------------------------------------------------
+
+    @answered
+    def overture_layers(self) -> LayerFacts | str:
+        """Return how this rank keeps its KV; a text that says why its blocks cannot be copied, where they cannot."""
+        try:
+            return self._copies().facts()
+        except CannotHave as error:
+            return error.reasons["KV tiers"]
+
+    @answered
+    def overture_attach(self, path: str, num_slots: int) -> None:
+        """Map the host memory that all ranks share."""
+        self._copies().attach(path, num_slots, self.rank, self.vllm_config.parallel_config.world_size)
+
+    @answered
+    def overture_copy(self, copies: Sequence[RegionCopy]) -> CopiesMade:
+        """Make copies, in order. Returns all that this rank has copied since it last told."""
+        return self._copies().carry_out(copies)
+
+    @answered
+    def overture_adapters(
+        self, base_models: tuple[str, ...], max_idle_bytes: int, authkey: bytes
+    ) -> tuple[ContractFacts, int, str]:
+        """Begin to hold adapters.
+
+        Returns:
+            What the layers accept, the number of slots, and the address where this rank is called beside the steps.
+        """
+        from engine_bridge.driver.ranks.rank_adapters import RankAdapters
+
+        self._adapters = RankAdapters(self.model_runner.lora_manager, base_models, max_idle_bytes)
+        return self._adapters.facts, self._adapters.num_slots, self._adapters.serve(authkey)
+
+    @answered
+    def overture_fill(self, slot: int, adapter_id: int) -> None:
+        """Make the steps from here on compute rows of a slot with this adapter."""
+        self._adapters.fill(slot, adapter_id)
+
+    def _copies(self) -> RankCopies:
+        from engine_bridge.driver.vllm_api import get_kv_transfer_group
+
+        copies: RankCopies = get_kv_transfer_group().copies
+        return copies
+
+
+def end_with_parent() -> None:
+    """Make this process end when the engine's thread that has started it ends, and not before.
+
+    A rank that is in a step does not look whether its parent is there. A terminal and some service managers send their signals to all processes of a
+    server at once, which then still ends its answers.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
