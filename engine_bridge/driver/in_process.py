@@ -7,9 +7,12 @@ import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtiers.weights import folder_revision
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.ranks.calls import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,12 @@ _before_loading: dict[str, str] = {}
 def scheduler_of(engine: Any) -> Any:
     """Return the scheduler inside a vLLM engine that runs in this process."""
     return engine.engine_core.engine_core.scheduler
+
+
+def ranks_of(engine: Any) -> Ranks | None:
+    """Return the ranks of a built engine; None where its worker is in this process."""
+    ranks: Ranks | None = getattr(engine, "ranks", None)
+    return ranks
 
 
 def runner_of(engine: Any) -> Any:

@@ -68,7 +68,9 @@ def notices_a_wrong_block() -> bool:
     return oracle.num_wrong(mixed, answer) == 0 and oracle.num_wrong(prompt, answer) > 0
 
 
-async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any], dict[str, str]]:
+async def run(
+    chosen: dict[str, Play], at_once: int = 2
+) -> tuple[list[Checked], dict[str, Any], dict[str, str]]:
     """Play all, two at a time: a start keeps one core busy.
 
     Returns:
@@ -98,7 +100,7 @@ async def run(chosen: dict[str, Play]) -> tuple[list[Checked], dict[str, Any], d
                 except Exception:
                     traceback.print_exc()
 
-    await asyncio.gather(play_on(), play_on())
+    await asyncio.gather(*(play_on() for _ in range(at_once)))
     return cases, ended, impossible
 
 

@@ -57,10 +57,10 @@ def prompt_of(seed: int, num_tokens: int = LONG_TOKENS) -> list[int]:
 
 
 class Asker:
-    """Asks one server."""
+    """Asks one server. pid: of its process."""
 
-    def __init__(self, http: aiohttp.ClientSession) -> None:
-        self.http = http
+    def __init__(self, http: aiohttp.ClientSession, pid: int) -> None:
+        self.http, self.pid = http, pid
         self._num_fillers = 0
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> dict[str, Any]:
@@ -150,4 +150,4 @@ async def serving(
         await asyncio.to_thread(server.wait, server.is_ready)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(server.url, timeout=timeout) as http:
-            yield Asker(http)
+            yield Asker(http, server.process.pid)

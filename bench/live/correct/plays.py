@@ -40,6 +40,7 @@ from bench.live.correct.pictures import SIGHTS, as_part, picture
 
 LOGPROB_TOLERANCE = 0.02
 NUM_TRIES = 4
+TWO_RANKS = "--tensor-parallel-size=2"
 PIECES = "--max-num-batched-tokens=256"
 OPENING = "You keep the harbour's books and weigh each word. " * 4
 """With which conversations begin. It stands in the first message: what is computed ahead for a session of the API knows no system prompt."""
@@ -114,7 +115,9 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 # -- one family ----------------------------------------------------------------------------------------------------------------------
 
 
-async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bool = True) -> dict[str, str]:
+async def family_play(
+    family: Family, scratch: Path, note: Note, *, has_peer: bool = True, flags: Sequence[str] = ()
+) -> dict[str, str]:
     """Every tier, adapters, sessions, batches, a restart, and a second node, with one model. Returns what its server goes without, and why.
 
     Args:
@@ -122,6 +125,7 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
         scratch: a folder for the servers' data.
         note: is told of each case.
         has_peer: whether there is a second node.
+        flags: of the server, beside the family's own.
 
     Raises:
         NotComputable: vLLM has no kernel of the model for this processor.
@@ -140,8 +144,9 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
     start["dtype"] = family.dtype
+    flags = [*flags_of(family), *flags]
     adapter = next(iter(adapters), "")
-    async with serving(folder_of(family), data, *flags_of(family), **start) as server:
+    async with serving(folder_of(family), data, *flags, **start) as server:
         [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
         await _tiers(judge, server, adapter)
         await _mixed_batch(judge, server, [*adapters])
@@ -150,7 +155,7 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
             await _conversations(judge, server, adapter)
         if family.sight:
             await _pictures(judge, server, adapter)
-    async with serving(folder_of(family), data, *flags_of(family), **start) as server:
+    async with serving(folder_of(family), data, *flags, **start) as server:
         # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
         for name, seeds in {adapter: (1, 4), "": (1, 0, 3)}.items():
             asked = (await server.complete(prompt_of(seed), name) for seed in seeds)
@@ -163,7 +168,7 @@ async def family_play(family: Family, scratch: Path, note: Note, *, has_peer: bo
             await _until_reused(judge, "a picture, from disk after a restart", seen)
     if family.has_chat and has_peer:
         start["device_tokens"] = 3 * DEVICE_TOKENS  # both share it
-        async with serving(folder, scratch / "two nodes", "--nodes=2", *flags_of(family), **start) as server:
+        async with serving(folder, scratch / "two nodes", "--nodes=2", *flags, **start) as server:
             await _until_reused(judge, "from another node", _moved(server))
     return {each["mechanism"]: each["why"] for each in node["left_out"]}
 
@@ -357,6 +362,7 @@ async def changes_play(family: Family, scratch: Path, note: Note) -> None:
     ropes = {"rope_type": "default", "rope_theta": 500.0}
     overrides = f"--engine-arg=hf_overrides={json.dumps({'rope_parameters': ropes})}"
     await ask("another RoPE", Oracle(model, {"rope_parameters": ropes}), overrides, reuse=False)
+    await ask("split over two ranks", first, TWO_RANKS, reuse=False)
     _change_middle(model / "model.safetensors")
     await ask("weights changed in the file's middle", Oracle(model), reuse=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.protocol.node import AdvisoryReport
@@ -78,6 +78,18 @@ class NoAdapters(Idle):
     def stats(self) -> AdapterStats | None:
         """Return None: there are no figures."""
         return None
+
+
+class NoRanks:
+    """Stands in for `Ranks` where the engine's worker is in this process, which no other process can end."""
+
+    has_failed = False
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Do nothing."""
 
 
 class NoPromoter(Idle):

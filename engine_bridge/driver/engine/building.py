@@ -160,29 +160,37 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.tensor_parallel_size > 1:
-        options |= {
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "enable_expert_parallel": config.enable_expert_parallel,
-            "distributed_executor_backend": "mp",
-            "worker_cls": f"engine_bridge.driver.ranks.{config.device}_worker.RankWorker",
-        }
-        if off:
-            options["additional_config"] = {"without": sorted(feature.name for feature in off)}
+        options |= _of_ranks(config, off)
     if tiers is not None:
-        options["kv_transfer_config"] = connector_config(
-            tiers.name, has_ranks=config.tensor_parallel_size > 1
-        )
+        has_ranks = config.tensor_parallel_size > 1
+        options["kv_transfer_config"] = connector_config(tiers.name, has_ranks=has_ranks)
     if config.enable_lora:
-        options |= {
-            "enable_lora": True,
-            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it. Ranks have slots of one size.
-            "max_loras": max(config.max_loras, config.max_num_seqs)
-            if on_cpu and config.tensor_parallel_size == 1
-            else config.max_loras,
-            "max_lora_rank": config.max_lora_rank,
-        }
+        options |= _of_adapters(config)
     options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _of_ranks(config: EngineConfig, off: Off) -> dict[str, Any]:
+    """Return vLLM's arguments for a model that is split over several ranks, which leave out the same features."""
+    options: dict[str, Any] = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
+        "distributed_executor_backend": "mp",
+        "worker_cls": f"engine_bridge.driver.ranks.{config.device}_worker.RankWorker",
+    }
+    if off:
+        options["additional_config"] = {"without": sorted(feature.name for feature in off)}
+    return options
+
+
+def _of_adapters(config: EngineConfig) -> dict[str, Any]:
+    # On a CPU adapters take the memory that they need, however many they are: the residency bounds it. Ranks have slots of one size.
+    takes_any = config.device == "cpu" and config.tensor_parallel_size == 1
+    return {
+        "enable_lora": True,
+        "max_loras": max(config.max_loras, config.max_num_seqs) if takes_any else config.max_loras,
+        "max_lora_rank": config.max_lora_rank,
+    }
 
 
 def connector_config(tiers: str, *, has_ranks: bool = False) -> Any:

@@ -15,14 +15,13 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
 from engine_bridge.core.kv.sources import Sources
 from engine_bridge.driver.carried import facts_of
-from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter
+from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter, NoRanks
 from engine_bridge.driver.engine.building import build_engine, configure_environment
 from engine_bridge.driver.engine.model_facts import check_model
 from engine_bridge.driver.engine.warm_up import warm_up
-from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
+from engine_bridge.driver.in_process import know_weights, ranks_of, reuses_kv, scheduler_of
 from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
-from engine_bridge.driver.ranks.connection import ranks_of
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
@@ -114,32 +113,12 @@ class VllmDriver:
         report: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
+        config = self._build_engine(config, report)
         tiers = self._tiers
-        report("importing vLLM")
-        self._off = start.engine_off(config.device)
-        config = start.without(config, self._off)
-        if self._off & {KV_TIERS, CUDA_COPIES}:
-            self._tiers = tiers = None
-        if tiers is not None or config.profile_dir is not None:
-            know_weights(config.model, config.weights_memory, report)
-        report(f"loading {Path(config.model).name}")
-        self._threads = make_threads(config)
-        if MODEL_FACTS not in self._off:
-            check_model(config, tiers)
-        self.engine = build_engine(config, tiers, self._off)
-        self._threads.mend()
-        if tiers is not None and not reuses_kv(self.engine.vllm_config):
-            tiers.switch_off("vLLM computes every prompt of this model anew here (its prefix caching is off)")
-            self._tiers = tiers = None
-        self._off = start.built_off(
-            self.engine, config.device, self._off, has_ranks=config.tensor_parallel_size > 1
-        )
-        config = start.without(config, self._off)
         # These are not kept in variables of this frame: see `close`.
         self._scheduler = scheduler_of(self.engine)
-        self._ranks = ranks_of(self.engine)
-        if self._ranks is not None:
-            self._ranks.watch(wake)
+        self._ranks = ranks_of(self.engine) or NoRanks()
+        self._ranks.watch(wake)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
         self.layout = known_layout_of(self._scheduler.kv_cache_config, self.engine.vllm_config)
         self.capacity_tokens = self.layout.capacity_tokens(
@@ -172,13 +151,36 @@ class VllmDriver:
         self._spans = RequestSpans(self._traces.tracer, self.report.reasons) if self._traces.is_on else None
         self.node_load = self._make_node_load()
 
+    def _build_engine(self, config: EngineConfig, report: Callable[[str], None]) -> EngineConfig:
+        """Build vLLM's engine, after a check of what the model can have. Returns the settings without features that turn out to be off."""
+        tiers = self._tiers
+        report("importing vLLM")
+        self._off = start.engine_off(config.device)
+        config = start.without(config, self._off)
+        if self._off & {KV_TIERS, CUDA_COPIES}:
+            self._tiers = tiers = None
+        if tiers is not None or config.profile_dir is not None:
+            know_weights(config.model, config.weights_memory, report)
+        num_ranks, name = config.tensor_parallel_size, Path(config.model).name
+        report(f"loading {name}" if num_ranks == 1 else f"loading {name} on {num_ranks} ranks")
+        self._threads = make_threads(config)
+        if MODEL_FACTS not in self._off:
+            check_model(config, tiers)
+        self.engine = build_engine(config, tiers, self._off)
+        self._threads.mend()
+        if tiers is not None and not reuses_kv(self.engine.vllm_config):
+            tiers.switch_off("vLLM computes every prompt of this model anew here (its prefix caching is off)")
+            self._tiers = None
+        self._off = start.built_off(self.engine, config.device, self._off, has_ranks=num_ranks > 1)
+        return start.without(config, self._off)
+
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do."""
         # has_unfinished_requests() would not do: the scheduler also has finished ids to flush.
         has_requests = self._scheduler.has_requests() or bool(self._background)
-        return has_requests or self._has_work_beside() or (self._ranks is not None and self._ranks.has_failed)
+        return has_requests or self._has_work_beside() or self._ranks.has_failed
 
     def is_stuck(self) -> bool:
         """Return whether no request runs and there is nothing to move between steps, so that waiting requests cannot start."""
@@ -199,8 +201,7 @@ class VllmDriver:
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and move blocks and adapters before and after it. Returns the outputs of its requests."""
-        if self._ranks is not None:
-            self._ranks.check()
+        self._ranks.check()
         if self._background and not sum(self._scheduler.get_request_counts()):
             self._begin_background()
         if self.adapters.has_work():
@@ -224,8 +225,7 @@ class VllmDriver:
         if self._spans is not None:
             self._spans.before_step()
         outputs = self.engine.step()
-        if self._ranks is not None:
-            self._ranks.check()
+        self._ranks.check()
         self._threads.mend()
         failed = self.adapters.end_step()
         if failed:
@@ -442,7 +442,7 @@ class VllmDriver:
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters.build import make_residency, own_parts
 
-        if self._ranks is not None:
+        if not isinstance(self._ranks, NoRanks):
             from engine_bridge.driver.ranks.adapters import rank_parts
 
             parts = rank_parts(self.engine, self._ranks, config, self._copy_of)

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
 
 
-def ranks_of(engine: Any) -> Ranks | None:
-    """Return the ranks of an engine; None where its worker is in this process."""
-    ranks: Ranks | None = getattr(engine, "ranks", None)
-    return ranks
-
-
 def connect(engine: Any, tiers: KvTiers | None) -> None:
     """Make the ranks of a newly built engine known to it, and let the tiers' copies go through them.
 
