@@ -276,6 +276,7 @@ class LocalNode:
         return NodeFigures(
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
+            num_ranks=self._config.engine.tensor_parallel_size,
             kv_tiers=self._kv_tiers(),
             adapter_stats=self._watch.told(self._residency().stats()),
             tokenizer_stats=self._tokenizer.stats(),

@@ -82,6 +82,8 @@ class Killed:
             self.figures["recovery_s"] = round(time.monotonic() - started_s, 1)
             judge.check("the next turn, afterwards", again, must_reuse=True)
             judge.check("from host memory, afterwards", await server.complete(prompt_of(1)), must_reuse=True)
+            await self._kill_while_nothing_runs(server)
+            judge.check("after a second one", await server.complete(prompt_of(1)), must_reuse=True)
             kept = await _stored(server, "kept")
             self.figures["lost_turns"] = len([each for each in before if each not in kept])
             self.figures["rank_killed_recovered"] = is_told and again.num_cached > 0
@@ -91,21 +93,34 @@ class Killed:
 
     async def _kill_while_it_answers(self, server: Asker, messages: Sequence[dict[str, str]]) -> bool:
         """Return whether the answer ended with an error that says to ask again."""
-        asked = asyncio.create_task(
-            server.chat(messages, session="kept", max_tokens=300, ignore_eos=True)
-        )
+        asked = asyncio.create_task(server.chat(messages, session="kept", max_tokens=300, ignore_eos=True))
         await asyncio.sleep(0.3)
-        ranks = [each for each in psutil.Process(server.pid).children() if _is_rank(each)]
-        os.kill(ranks[-1].pid, signal.SIGKILL)
+        os.kill(_ranks(server)[-1].pid, signal.SIGKILL)
         try:
             await asked
         except Refused as refused:
             return " 503 " in str(refused) or "again" in str(refused)
         return False
 
+    async def _kill_while_nothing_runs(self, server: Asker) -> None:
+        """Kill a rank, and return once the server has replaced its engine. Raises TimeoutError after RECOVERY_S."""
+        [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
+        os.kill(_ranks(server)[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(RECOVERY_S):
+            while True:
+                [now] = (await server.call("GET", "/v1/nodes"))["nodes"]
+                if now["num_rebuilds"] > node["num_rebuilds"] and now["state"] == "ready":
+                    return
+                await asyncio.sleep(0.2)
 
-def _is_rank(process: psutil.Process) -> bool:
-    return "Worker_TP" in " ".join(process.cmdline())
+
+def _ranks(server: Asker) -> list[psutil.Process]:
+    """Return the processes of a server's ranks, in their order."""
+    alive = [
+        child for child in psutil.Process(server.pid).children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    ranks = {" ".join(child.cmdline()): child for child in alive}
+    return [child for title, child in sorted(ranks.items()) if "Worker_TP" in title]
 
 
 async def _until_answered(server: Asker, messages: Sequence[dict[str, str]]) -> Any:

@@ -49,9 +49,10 @@ def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, avail
     )
 
 
-def check_gpus(num_nodes: int, num_gpus: int) -> None:
-    """Check that each node gets a GPU. Raises ClusterError."""
-    if num_nodes > num_gpus:
+def check_gpus(num_nodes: int, num_gpus: int, num_of_each: int = 1) -> None:
+    """Check that each node gets its GPUs. num_of_each: a node's, over which its model is split. Raises ClusterError."""
+    if num_nodes * num_of_each > num_gpus:
+        wanted = "a GPU" if num_of_each == 1 else f"{num_of_each} GPUs"
         raise ClusterError(
-            f"{num_nodes} nodes need a GPU each, and this machine shows {num_gpus}. Start fewer with --nodes."
+            f"{num_nodes} nodes need {wanted} each, and this machine shows {num_gpus}. Start fewer with --nodes."
         )

@@ -197,6 +197,7 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         num_steps: the engine's steps since the start of the process.
         num_rebuilds: how often the engine was built anew, and its process started anew.
+        num_ranks: how many devices its model is split over.
         kv_tiers: the KV tiers behind the device.
         adapter_stats: the adapters.
         tokenizer_stats: rendering and tokenising.
@@ -208,6 +209,7 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     num_steps: int = 0
     num_rebuilds: int = 0
+    num_ranks: int = 1
     kv_tiers: TierStats | None = None
     adapter_stats: AdapterStats | None = None
     tokenizer_stats: TokenizerStats | None = None

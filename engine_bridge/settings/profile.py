@@ -26,11 +26,12 @@ FORMAT_VERSION: Final = 2
 MIN_ERROR: Final = 0.02
 
 
-class ProfileSubject(Struct, frozen=True, kw_only=True):
+class ProfileSubject(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The facts that must be equal for measured times to hold.
 
     model: a folder's last part, or the name on a hub. revision: of a folder, a digest of its files (`kvtiers.weights.folder_revision`). device: name
-    of the processor or GPU. num_threads: of a step; 0 on a GPU.
+    of the processor or GPU. num_threads: of a step; 0 on a GPU, and on several ranks, of which each has its own. num_ranks: devices that the model is
+    split over.
     """
 
     model: str
@@ -40,6 +41,7 @@ class ProfileSubject(Struct, frozen=True, kw_only=True):
     num_threads: int
     vllm_version: str
     block_size_tokens: int
+    num_ranks: int = 1
 
     @property
     def fingerprint(self) -> str:

@@ -39,6 +39,11 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("short steps", lambda config: config.max_step_ms == 0, "--max-step-ms 0"),
     ("adapters in KV blocks", lambda config: not config.adapters_in_kv, "--no-adapters-in-kv"),
     (
+        "adapters in KV blocks, computing with adapters on their way",
+        lambda config: config.tensor_parallel_size > 1,
+        "the model is split over several devices (--tensor-parallel-size)",
+    ),
+    (
         "learned advisories",
         lambda config: not config.learned_advisories,
         "it is off unless --learned-advisories is given",
@@ -122,7 +127,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     folders = list(_folders(config))
     problems = [
         *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
-        *remedies.about_device(device, machine, build, is_checkout=IS_CHECKOUT),
+        *remedies.about_device(device, machine, build, config.tensor_parallel_size, is_checkout=IS_CHECKOUT),
         *remedies.about_model(model),
         *remedies.about_refusal(answer.get("why", ""), answer.get("remedy", "")),
         *remedies.about_adapters(

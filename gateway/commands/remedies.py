@@ -84,10 +84,13 @@ def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[Doct
         yield DoctorFinding(problem=f"{what} {path}: {problem}", remedy=remedy)
 
 
-def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool) -> Iterator[DoctorFinding]:
+def about_device(
+    device: str, machine: Machine, build: str, num_ranks: int, *, is_checkout: bool
+) -> Iterator[DoctorFinding]:
     """Return why the chosen device cannot be used.
 
-    build: the package that vLLM came in, "" if none is installed. is_checkout: as for `about_vllm`.
+    num_ranks: the devices that the model is to be split over. build: the package that vLLM came in, "" if none is installed. is_checkout: as for
+    `about_vllm`.
     """
     if device != "cuda":
         return
@@ -95,6 +98,11 @@ def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool
         yield DoctorFinding(
             problem="there is no NVIDIA GPU, or its driver does not answer",
             remedy="see what nvidia-smi says (in a container: docker run --gpus all), or serve on the CPU: --device cpu",
+        )
+    elif num_ranks > len(machine.gpus):
+        yield DoctorFinding(
+            problem=f"the model is to be split over {num_ranks} GPUs, and this machine shows {len(machine.gpus)}",
+            remedy=f"give no more than there are: --tensor-parallel-size {len(machine.gpus)}",
         )
     if build == CPU_BUILD:
         yield DoctorFinding(

@@ -123,7 +123,7 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
     parts = [shares.divide_engine(engine, len(names), len(own)) for own in cores]
     shares.check_memory(parts[0], len(names), _weights_bytes(engine.model), here.available_bytes)
     if engine.device == "cuda":
-        shares.check_gpus(len(names), len(here.gpus))
+        shares.check_gpus(len(names), len(here.gpus), engine.tensor_parallel_size)
     keeps_cores = len(names) > 1 and len(cores[0]) >= MIN_CORES_TO_KEEP_TO
     turns = config.data_dir / "nodes" / "turns"
     return tuple(
@@ -138,7 +138,7 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
             ),
             folder=str(config.data_dir / "nodes" / name),
             cores=own if keeps_cores else (),
-            num_gpus=1 if engine.device == "cuda" else 0,
+            num_gpus=engine.tensor_parallel_size if engine.device == "cuda" else 0,
             turns=str(turns),
         )
         for name, own, part in zip(names, cores, parts, strict=True)

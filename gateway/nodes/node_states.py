@@ -86,9 +86,9 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """A node as it is now.
 
     state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
-    engine failed. incarnation: another one after each start of its process, "" while it cannot be reached. load: null until its engine is up.
-    kv: null where there are no tiers, and without an operator's key. left_out: what its engine runs without, though it was set up with it; only
-    operators are told why. error: what went wrong with it last, for operators.
+    engine failed. num_ranks: devices that its model is split over, a process for each. incarnation: another one after each start of its process, ""
+    while it cannot be reached. load: null until its engine is up. kv: null where there are no tiers, and without an operator's key. left_out: what
+    its engine runs without, though it was set up with it; only operators are told why. error: what went wrong with it last, for operators.
     """
 
     id: str
@@ -99,6 +99,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     incarnation: str
     is_draining: bool
     num_rebuilds: int
+    num_ranks: int
     load: NodeLoad | None
     kv: NodeKv | None
     adapters: NodeAdapters
@@ -217,6 +218,7 @@ def status_of(
         incarnation=incarnation,
         is_draining=state == "draining",
         num_rebuilds=figures.num_rebuilds,
+        num_ranks=figures.num_ranks,
         load=_load(figures),
         kv=_kv(figures.kv_tiers),
         adapters=_adapters(node.adapters(), figures.adapter_stats, failed_adapters),

@@ -49,6 +49,7 @@ ALONE = (
     "test_priority_api.py",
     "test_engine_state.py",
     "test_profile.py",
+    "test_ranks.py",
     "test_traces.py",
 )
 

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 CPU_BLOCK_SIZE_TOKENS = 32
 # For pictures that were read, which come again with each turn of their conversation. Chosen: vLLM's own 4 GiB would come on top of the KV cache.
 CPU_PICTURE_CACHE_GIB = 0.5
+
+
+_set: dict[str, str] = {}
+"""The variables that were set here, for this engine or one before it."""
 
 
 def configure_environment(config: EngineConfig) -> None:
@@ -56,9 +62,30 @@ def configure_environment(config: EngineConfig) -> None:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
     for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) in (None, _set.get(name)):
+            os.environ[name] = _set[name] = value
     # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _quiet_ranks() -> Iterator[None]:
+    """Have processes that start meanwhile log errors alone, unless the user has set vLLM's level: each warns a dozen times at a healthy start.
+
+    Our own log settings do not reach them.
+    """
+    quiet = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in quiet}
+    if before["VLLM_LOGGING_LEVEL"] == _set.get("VLLM_LOGGING_LEVEL"):
+        os.environ |= quiet
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _cores() -> list[int]:
@@ -102,7 +129,8 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         state_blocks.install()
         tiers.arguments = arguments_that_count(args)
-    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+    with _quiet_ranks() if has_ranks else nullcontext():
+        engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)

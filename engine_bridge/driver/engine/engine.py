@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
     from engine_bridge.driver.kv.link_measuring import LinkMeasuring
     from engine_bridge.driver.kv.promoter import Promoter
+    from engine_bridge.driver.ranks.connection import LateAnswers
     from engine_bridge.driver.scheduling.report import SchedulingReport
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
@@ -144,6 +145,7 @@ class VllmDriver:
         for record in adapters:
             self.adapters.add(record)
         self._link_measuring = (self._use_tiers(tiers) if tiers is not None else None) or Idle()
+        self._late_answers = self._make_late_answers()
         self.speeds = self._make_speeds()
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
@@ -191,9 +193,11 @@ class VllmDriver:
         waits = [part.wait_s() for part in self._beside()]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _beside(self) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle]:
+    def _beside(
+        self,
+    ) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle, LateAnswers | Idle]:
         """Return the parts that move something between steps."""
-        return self.promoter, self.adapters, self._link_measuring
+        return self.promoter, self.adapters, self._link_measuring, self._late_answers
 
     def _has_work_beside(self) -> bool:
         """Return whether there is anything to move between steps."""
@@ -209,6 +213,7 @@ class VllmDriver:
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         self.promoter.advance()
         self._link_measuring.advance()
+        self._late_answers.advance()
         return outputs
 
     def _begin_background(self) -> None:
@@ -381,6 +386,15 @@ class VllmDriver:
         if tiers.store is None or (self.profile is not None and self.profile.copies is not None):
             return None
         return LinkMeasuring(tiers, self._block_pool.num_gpu_blocks, self._scheduler.get_request_counts)
+
+    def _make_late_answers(self) -> LateAnswers | Idle:
+        """Return what hears of copies that ranks make after a step."""
+        if isinstance(self._ranks, NoRanks) or self._tiers is None or self._tiers.store is None:
+            return Idle()
+        from engine_bridge.driver.ranks.connection import LateAnswers
+
+        count = self._scheduler.get_request_counts
+        return LateAnswers(self._ranks, self._scheduler.connector, lambda: sum(count()) > 0)
 
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.engine.subject import subject_of

@@ -24,13 +24,15 @@ def subject_of(engine: Any) -> ProfileSubject:
     folder = Path(model.model)
     # The processor's name in the kernel, and the instructions that torch uses on it: virtual machines often hide the name.
     processor = f"{processor_name()} ({torch.backends.cpu.get_cpu_capability()})"
+    num_ranks = config.parallel_config.world_size
     is_cuda = torch.device(config.device_config.device).type == "cuda"
     return ProfileSubject(
         model=folder.resolve().name if folder.is_dir() else model.model,
         revision=revision_of(model),
         dtype=str(model.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name() if is_cuda else processor,
-        num_threads=0 if is_cuda else torch.get_num_threads(),
+        num_threads=0 if is_cuda or num_ranks > 1 else torch.get_num_threads(),
+        num_ranks=num_ranks,
         vllm_version=vllm_version(),
         block_size_tokens=config.cache_config.block_size,
     )

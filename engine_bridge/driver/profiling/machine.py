@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.engine.subject import subject_of
-from engine_bridge.driver.in_process import kv_caches_of
+from engine_bridge.driver.in_process import kv_caches_of, ranks_of
 from engine_bridge.driver.profiling.budget import Budget, ProgressReport, start
 from engine_bridge.driver.profiling.copies import measure_copies
 from engine_bridge.driver.profiling.disk import DiskUnmeasured, measure_disk
@@ -20,7 +20,13 @@ from engine_bridge.driver.profiling.requests import CraftedRequests, fill_kv
 from engine_bridge.driver.profiling.steps import measure_steps
 from engine_bridge.predict.steps import StepSample, fit_steps
 from engine_bridge.settings.engine_config import EngineConfig
-from engine_bridge.settings.profile import AdapterProfile, DiskProfile, MachineProfile, StepProfile
+from engine_bridge.settings.profile import (
+    AdapterProfile,
+    CopyProfile,
+    DiskProfile,
+    MachineProfile,
+    StepProfile,
+)
 from kvtiers.keys import BlockShape
 
 # Shares of the time that is left when a part begins; the fit gets the rest. Steps get most, for they have three dimensions. Chosen.
@@ -68,13 +74,13 @@ def measure(
     whole = start(seconds, report)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     notes: list[str] = []
-    fill_kv(driver.engine)
+    shape = _fill(driver)
     with tempfile.TemporaryDirectory(prefix=MEASURING_PREFIX, dir=folder) as scratch:
-        disk = _disk(driver, Path(scratch), whole.part(DISK_SHARE), notes)
+        disk = _disk(shape, Path(scratch), whole.part(DISK_SHARE), notes)
         with CraftedRequests(driver) as requests:
             samples = measure_steps(requests, whole.part(STEP_SHARE))
             adapters = _adapters(driver, config, requests, Path(scratch), whole.part(ADAPTER_SHARE), notes)
-    copies = measure_copies(driver.engine, whole.part(COPY_SHARE))
+    copies = _copies(driver, whole.part(COPY_SHARE), notes)
     steps = _fit(samples, whole)
     if steps.repeatability is not None and steps.repeatability > BUSY_REPEATABILITY:
         notes.append(
@@ -92,13 +98,30 @@ def measure(
     )
 
 
-def _disk(driver: VllmDriver, scratch: Path, budget: Budget, notes: list[str]) -> DiskProfile | None:
-    caches = kv_caches_of(driver.engine)
-    layer_bytes = caches[0][0].numel() * caches[0].element_size()
+def _fill(driver: VllmDriver) -> BlockShape:
+    """Write numbers into the whole KV cache, and return the shape of a block: of all ranks together, where there are several."""
+    ranks = ranks_of(driver.engine)
+    if ranks is None:
+        caches = kv_caches_of(driver.engine)
+        fill_kv(caches)
+        return BlockShape(len(caches), caches[0][0].numel() * caches[0].element_size())
+    shapes = ranks.call("overture_fill_cache")
+    num_layers, layer_bytes = shapes[0]
+    return BlockShape(num_layers, layer_bytes * len(shapes))
+
+
+def _copies(driver: VllmDriver, budget: Budget, notes: list[str]) -> CopyProfile | None:
+    if ranks_of(driver.engine) is not None:
+        notes.append("copies were not measured: a server of several ranks measures them while it is idle")
+        return None
+    return measure_copies(driver.engine, budget)
+
+
+def _disk(shape: BlockShape, scratch: Path, budget: Budget, notes: list[str]) -> DiskProfile | None:
     folder = scratch / "disk"
     folder.mkdir()
     try:
-        return measure_disk(folder, BlockShape(len(caches), layer_bytes), budget)
+        return measure_disk(folder, shape, budget)
     except (DiskUnmeasured, OSError) as error:
         notes.append(f"the disk was not measured: {error}")
         return None
@@ -116,6 +139,9 @@ def _adapters(
 
     if driver.adapters.contract is None:
         notes.append("adapters were not measured: LoRA is off")
+        return None
+    if ranks_of(driver.engine) is not None:
+        notes.append("adapters were not measured: each rank reads its part of them")
         return None
     folder = scratch / "adapters"
     folder.mkdir()

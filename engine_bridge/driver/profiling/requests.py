@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from engine_bridge.driver.engine.engine import VllmDriver
-from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.driver.kv.layer_groups import register
 from engine_bridge.driver.scheduling.step_work import work_of
 from engine_bridge.predict.steps import StepSample
@@ -122,15 +122,15 @@ class CraftedRequests:
         self._pool.free_blocks(reversed(blocks))
 
 
-def fill_kv(engine: Any) -> None:
-    """Write numbers into the whole KV cache.
+def fill_kv(kv_caches: Sequence[Any]) -> None:
+    """Write numbers into the whole KV cache, a tensor for each layer.
 
     Memory that was never written is one page of zeros many times over, which is read too fast.
     """
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    for layer in kv_caches_of(engine):
+    for layer in kv_caches:
         if layer.dtype.itemsize > 1:
             pattern = torch.rand(layer.shape[1:], generator=generator).sub_(FILL_SPREAD)
             layer.copy_(pattern.to(layer.device, layer.dtype).expand_as(layer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
@@ -23,6 +24,8 @@ from engine_bridge.driver.adapters.weights import AdapterWeights, contract_from,
 from engine_bridge.driver.ranks.calls import RankError, Ranks
 from engine_bridge.settings.engine_config import EngineConfig
 
+log = logging.getLogger(__name__)
+
 
 def rank_parts(
     engine: Any, ranks: Ranks, config: EngineConfig, copy_of: Callable[[str], str]
@@ -33,6 +36,10 @@ def rank_parts(
         RankError: a rank cannot hold adapters.
         OSError: a rank cannot be reached.
     """
+    log.info(
+        "requests wait until every rank has their adapter in a slot, and no adapter is kept in KV memory: the model is split over %d devices",
+        config.tensor_parallel_size,
+    )
     base_models = config.model, config.served_model_name
     authkey = os.urandom(32)
     idle_bytes = int(config.adapter_host_gib * GIB) // (4 * config.tensor_parallel_size)

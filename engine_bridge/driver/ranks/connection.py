@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.in_process import reuses_kv, scheduler_of
 from engine_bridge.driver.kv.layer_groups import LayerFacts, layout_of
 from engine_bridge.driver.ranks.calls import Ranks, RanksCopier
+from engine_bridge.driver.ranks.connector import RanksConnector
+from engine_bridge.driver.ranks.messages import StepAnswers
 from engine_bridge.policy.limits.model_support import CannotHave
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
+
+
+# Between two looks for late answers while nothing runs. Chosen: the host memory of a few blocks waits for it.
+LATE_S = 0.05
+
+
+class LateAnswers:
+    """Asks the ranks what they have copied since the last step, while no request runs whose next step would tell.
+
+    Args:
+        ranks: the engine's ranks.
+        connector: the scheduler's side of their connector.
+        is_busy: returns whether requests run or wait.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        connector: RanksConnector,
+        is_busy: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks, self._connector, self._is_busy, self._clock = ranks, connector, is_busy, clock
+        self._looked_s = -math.inf
+
+    def has_work(self) -> bool:
+        """Return whether it is time to look."""
+        return self.wait_s() == 0
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until the next look; None where all have answered."""
+        if not self._connector.is_waiting or self._is_busy():
+            return None
+        return max(self._looked_s + LATE_S - self._clock(), 0.0)
+
+    def advance(self) -> None:
+        """Look, if it is time. Raises RuntimeError where a rank has ended."""
+        if not self.has_work():
+            return
+        self._looked_s = self._clock()
+        answers = [each for each in self._ranks.call("overture_answers") if each is not None]
+        if answers:
+            self._connector.hear(functools.reduce(StepAnswers.aggregate, answers))
 
 
 def connect(engine: Any, tiers: KvTiers | None) -> None:

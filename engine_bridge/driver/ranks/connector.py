@@ -34,8 +34,16 @@ class RanksConnector(TieredConnector):
         """Take over the ranks' answers."""
         super().update_connector_output(connector_output)
         answers = connector_output.kv_connector_worker_meta
-        if not isinstance(answers, StepAnswers):
-            return
+        if isinstance(answers, StepAnswers):
+            self.hear(answers)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step was sent whose copies not all ranks have said to have made. On a GPU they copy on after the step."""
+        return self._steps.num_open > 0
+
+    def hear(self, answers: StepAnswers) -> None:
+        """End the steps that all ranks have copied for by now, and count the copies."""
         for moves, is_right in self._steps.ended(answers):
             self._tiers.settle(moves, is_right=is_right)
             self._tiers.end_moves(moves)
@@ -68,6 +76,11 @@ class SentSteps:
         self._open: dict[int, StepMoves] = {}
         self._answered: dict[int, int] = {}
         self._failed: set[int] = set()
+
+    @property
+    def num_open(self) -> int:
+        """The number of these steps."""
+        return len(self._open)
 
     def send(self, moves: StepMoves) -> RankMoves:
         """Return a step's moves in the ranks' form, and keep them until all have answered."""

@@ -16,6 +16,7 @@ from engine_bridge.policy.limits.model_support import CannotHave
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.weights import ContractFacts
     from engine_bridge.driver.kv.layer_groups import LayerFacts
+    from engine_bridge.driver.ranks.messages import StepAnswers
     from engine_bridge.driver.ranks.rank_copies import RankCopies
 
 PR_SET_PDEATHSIG = 1
@@ -64,6 +65,11 @@ class Rank:
         return self._copies().carry_out(copies)
 
     @answered
+    def overture_answers(self) -> StepAnswers | None:
+        """Return which steps' copies are made since the last answer; None for none."""
+        return self._copies().take_answers()
+
+    @answered
     def overture_adapters(
         self, base_models: tuple[str, ...], max_idle_bytes: int, authkey: bytes
     ) -> tuple[ContractFacts, int, str]:
@@ -81,6 +87,16 @@ class Rank:
     def overture_fill(self, slot: int, adapter_id: int) -> None:
         """Make the steps from here on compute rows of a slot with this adapter."""
         self._adapters.fill(slot, adapter_id)
+
+    @answered
+    def overture_fill_cache(self) -> tuple[int, int]:
+        """Write numbers into this rank's KV cache, for a measurement. Returns the number of its regions, and a block's bytes in one of them."""
+        from engine_bridge.driver.memory.block_copy import distinct, layer_bytes
+        from engine_bridge.driver.profiling.requests import fill_kv
+
+        caches = distinct(self.model_runner.kv_caches)
+        fill_kv(caches)
+        return len(caches), layer_bytes(caches[0])
 
     def _copies(self) -> RankCopies:
         from engine_bridge.driver.vllm_api import get_kv_transfer_group

@@ -76,7 +76,7 @@ export function nodes({ nodes: list }, rates) {
 
 function stateOf(node) {
   const isOnItsWay = node.state === 'starting' || node.state === 'rebuilding';
-  return [mark(nodeState(node.state), node.state), isOnItsWay && h('span', { class: 'aside below' }, node.stage),
+  return [mark(nodeState(node.state), node.state), node.num_ranks > 1 && h('span', { class: 'aside below' }, `on ${node.num_ranks} ranks`), isOnItsWay && h('span', { class: 'aside below' }, node.stage),
     node.left_out.length > 0 && h('span', { class: 'aside below' }, `without ${node.left_out.map(({ mechanism }) => mechanism).join(', ')}`),
     node.error && h('span', { class: 'aside below wrong' }, node.error)].filter(Boolean);
 }

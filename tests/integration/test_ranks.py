@@ -1,0 +1,121 @@
+"""One model split over two ranks, which are processes: the tokens are those of one process, whatever was reused, and a rank may end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.errors import EngineUnavailable
+
+from .conftest import settle
+from .nodes import Said, WaitsForTheDisk, ask, engine, generate, text
+from .test_promotion import advise
+
+NUM_DEVICE_BLOCKS = 24
+PROMPT, OTHER, QUESTION = text("a", 400), text("b", 300), "Tell me about the sea."
+REUSABLE = 384  # of PROMPT: whole blocks of 32 tokens, before its last token
+ADAPTERS = ("", "poet", "pirate")
+SETTINGS = {"num_kv_blocks": NUM_DEVICE_BLOCKS, "max_model_len": 640}
+
+
+class Split(NamedTuple):
+    node: LocalNode
+    tiers: KvTiers
+    pids: list[int]
+
+    async def wash(self) -> None:
+        """Overwrite all of the device's KV."""
+        for number in range(2):
+            await ask(self.node, text(("wash", number), 600), 1)
+
+    async def say(self) -> Said:
+        return await generate(self.node, PROMPT, session_id="s")
+
+
+def ranks() -> list[int]:
+    """The processes of the ranks that this process has started."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child.pid for child in alive if "Worker_TP" in " ".join(child.cmdline())]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def whole() -> dict[str, list[int]]:
+    """What one process says: to the prompt, and to the question by adapter."""
+    async with engine(**SETTINGS) as node:
+        told = {name: await ask(node, QUESTION, 24, adapter=name) for name in ADAPTERS}
+        return told | {"prompt": await ask(node, PROMPT)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split(whole: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Split]:
+    folder = tmp_path_factory.mktemp("ranks")
+    tiers = KvTiers(
+        TiersConfig(host_bytes=64 << 20, disk_bytes=256 << 20, folder=folder), policy=WaitsForTheDisk()
+    )
+    async with engine(tiers, tensor_parallel_size=2, **SETTINGS) as node:
+        pids = ranks()
+        assert len(pids) == 2
+        yield Split(node, tiers, pids)
+    assert not ranks()
+
+
+async def test_tokens_are_those_of_one_process_from_every_tier(
+    split: Split, whole: dict[str, list[int]]
+) -> None:
+    said = await split.say()
+    assert (said.token_ids, said.num_reused) == (whole["prompt"], 0)
+    said = await split.say()
+    assert (said.token_ids, said.kv.device) == (whole["prompt"], REUSABLE)
+    await split.wash()
+    said = await split.say()
+    assert (said.token_ids, said.kv.host) == (whole["prompt"], REUSABLE)
+    await split.wash()
+    split.tiers.store.flush()
+    split.tiers.store.drop_host()
+    said = await split.say()
+    assert (said.token_ids, said.kv.disk) == (whole["prompt"], REUSABLE)
+    await split.wash()
+    watch, _ = await advise(split.node, "s")
+    await watch.until("warm")
+    said = await split.say()
+    assert (said.token_ids, said.kv.device) == (whole["prompt"], REUSABLE)
+    split.tiers.store.check_invariants()
+    assert not split.tiers._moving
+
+
+async def test_adapters_beside_the_base_model_answer_as_in_one_process(
+    split: Split, whole: dict[str, list[int]]
+) -> None:
+    """In one batch, cold and then in slots."""
+    expected = {name: whole[name] for name in ADAPTERS}
+    assert len({tuple(each) for each in expected.values()}) == len(ADAPTERS)
+    for _ in range(2):
+        told = await asyncio.gather(*(ask(split.node, QUESTION, 24, adapter=name) for name in ADAPTERS))
+        assert dict(zip(ADAPTERS, told, strict=True)) == expected
+    stats = split.node.figures().adapter_stats
+    assert stats is not None and stats.num_by_place["slot"] == 2
+
+
+async def test_a_rank_that_ends_fails_the_engine_and_host_memory_outlives_it(
+    split: Split, whole: dict[str, list[int]]
+) -> None:
+    await split.say()
+    answering = asyncio.create_task(ask(split.node, OTHER, 200))
+    await settle(lambda: split.node.figures().scheduling_stats.num_running == 1)
+    os.kill(ranks()[1], signal.SIGKILL)
+    with pytest.raises(EngineUnavailable):
+        await answering
+    await settle(lambda: split.node.state == "ready", timeout_s=120)
+    assert not set(ranks()) & set(split.pids)
+    said = await split.say()
+    assert (said.token_ids, said.kv.host) == (whole["prompt"], REUSABLE)
+    assert await ask(split.node, QUESTION, 24, adapter="poet") == whole["poet"]

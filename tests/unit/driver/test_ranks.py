@@ -1,0 +1,287 @@
+"""Ranks without vLLM's processes: what is sent to them, what they copy, and what becomes of their answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
+from engine_bridge.driver.kv.layer_groups import Layers
+from engine_bridge.driver.ranks.calls import MAX_UNREAD, RankError, Ranks, RanksCopier, answered
+from engine_bridge.driver.ranks.connection import LATE_S, LateAnswers
+from engine_bridge.driver.ranks.connector import SentSteps
+from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
+from engine_bridge.driver.ranks.rank_copies import RankCopies
+from engine_bridge.policy.costs.costs import Copied
+from engine_bridge.policy.limits.cores import WAITING, cores_of_ranks
+from kvtiers.blocks import Save
+from kvtiers.io.host_pool import HostPool
+
+from .test_kv_connector import group_of_names
+
+NUM_RANKS, NUM_LAYERS, NUM_BLOCKS, NUM_SLOTS = 2, 3, 6, 12
+SHAPE = (NUM_BLOCKS, 2, 4)  # of a rank's layer, in float32
+ROW_BYTES = 2 * 4 * 4
+
+
+class Rank:
+    """A rank's side of the tiers, over a cache of its own."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.layers = {str(layer): torch.rand(SHAPE, generator=generator) for layer in range(NUM_LAYERS)}
+        self.copies = RankCopies(Layers(self.layers, [group_of_names(*self.layers)]), ())
+        self.number = number
+
+    def step(self, moves: RankMoves, *, num_layers: int = NUM_LAYERS) -> StepAnswers | None:
+        """Take a step, in which the forward pass comes to so many layers."""
+        self.copies.begin(moves)
+        for layer in range(num_layers):
+            self.copies.load(layer)
+            self.copies.save(0, layer)
+        self.copies.end()
+        return self.copies.take_answers()
+
+    def block(self, number: int) -> bytes:
+        return b"".join(layer[number].numpy().tobytes() for layer in self.layers.values())
+
+    @answered
+    def overture_copy(self, copies: Sequence[RegionCopy]) -> CopiesMade:
+        return self.copies.carry_out(copies)
+
+    @answered
+    def fail(self, in_rank: int) -> int:
+        if self.number == in_rank:
+            raise ValueError("as asked")
+        return self.number
+
+
+class Executor:
+    """vLLM's queues to and from ranks: calls are carried out in order, and replies are read when one is waited for."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks, self.is_failed = ranks, False
+        self._unread: deque[tuple[Future[Any], list[Any]]] = deque()
+
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), non_block: bool = False) -> Any:
+        if self.is_failed:
+            raise RuntimeError("Executor failed.")
+        future = _Waited(self.read)
+        self._unread.append((future, [getattr(rank, method)(*args) for rank in self.ranks]))
+        return future if non_block else future.result()
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    def read(self) -> None:
+        future, answers = self._unread.popleft()
+        future.set_result(answers)
+
+
+class _Waited(Future[Any]):
+    def __init__(self, read: Callable[[], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            self._read()
+        return super().result()
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    """Two ranks that share a region."""
+    found = [Rank(number) for number in range(NUM_RANKS)]
+    pool = HostPool(NUM_RANKS * ROW_BYTES, NUM_SLOTS * NUM_RANKS * ROW_BYTES, is_shared=True)
+    for rank in found:
+        rank.copies.attach(pool.path, NUM_SLOTS, rank.number, NUM_RANKS)
+        rank.pool = pool  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture
+def executor(ranks: list[Rank]) -> Executor:
+    return Executor(ranks)
+
+
+def saving(number: int, blocks: Sequence[int]) -> RankMoves:
+    saves = [
+        (0, block, list(range(NUM_LAYERS * at, NUM_LAYERS * (at + 1)))) for at, block in enumerate(blocks)
+    ]
+    return RankMoves(number, saves=saves)
+
+
+def test_a_slot_has_the_part_of_each_rank_and_comes_back_to_other_blocks(ranks: list[Rank]) -> None:
+    before = [[rank.block(number) for number in (1, 4)] for rank in ranks]
+    for rank in ranks:
+        answers = rank.step(saving(7, [1, 4]))
+        assert answers is not None and (answers.ended, answers.failed) == ({7: 1}, set())
+        assert answers.made.out.num_bytes == 2 * NUM_LAYERS * ROW_BYTES
+    pool = ranks[0].pool  # type: ignore[attr-defined]
+    for layer in range(NUM_LAYERS):  # of block 1: its parts lie side by side, in the order of the ranks
+        parts = [rank.layers[str(layer)][1].numpy().tobytes() for rank in ranks]
+        assert bytes(pool.slot(layer)) == b"".join(parts)
+    for rank, expected in zip(ranks, before, strict=True):
+        for layer in rank.layers.values():
+            layer.fill_(0)
+        slots = [list(range(NUM_LAYERS)), list(range(NUM_LAYERS, 2 * NUM_LAYERS))]
+        answers = rank.step(RankMoves(8, load_blocks=[0, 5], load_slots=slots))
+        assert [rank.block(0), rank.block(5)] == expected
+        assert rank.block(2) == bytes(NUM_LAYERS * ROW_BYTES)
+        assert answers is not None and answers.made.out == Copied()
+        assert answers.made.back.num_bytes == 2 * NUM_LAYERS * ROW_BYTES
+        assert rank.step(RankMoves()) is None
+
+
+def test_a_step_that_did_not_come_to_all_layers_fails(ranks: list[Rank]) -> None:
+    answers = ranks[0].step(saving(1, [2]), num_layers=NUM_LAYERS - 1)
+    assert answers is not None and answers.failed == {1}
+    again = ranks[0].step(saving(2, [2]))
+    assert again is not None and not again.failed
+
+
+def answer(number: int, *, is_right: bool = True) -> StepAnswers:
+    return StepAnswers({number: 1}, set() if is_right else {number}, CopiesMade())
+
+
+def test_a_step_ends_when_all_ranks_have_copied_and_fails_if_one_has_not() -> None:
+    steps = SentSteps(NUM_RANKS)
+    moves = [StepMoves(saves=[SaveJob(Save([], []), [], [])]) for _ in range(3)]
+    sent = [steps.send(each) for each in moves]
+    assert [each.number for each in sent] == [1, 2, 3] and steps.num_open == 3
+    assert steps.send(StepMoves()).number == 0
+    assert steps.ended(answer(1)) == []
+    assert steps.ended(answer(2).aggregate(answer(2, is_right=False))) == [(moves[1], False)]
+    assert steps.ended(answer(1)) == [(moves[0], True)]
+    assert steps.ended(answer(3, is_right=False)) == []
+    assert steps.ended(answer(3)) == [(moves[2], False)]
+    assert steps.num_open == 0
+
+
+def test_copies_of_several_ranks_are_all_bytes_in_the_slowest_ones_time() -> None:
+    one, other = Copied(100, 4, 0.5), Copied(50, 4, 0.75)
+    assert one.beside(other) == Copied(150, 4, 0.75)
+    assert Copied(150, 5, 1.0).since(one) == Copied(50, 1, 0.5)
+
+
+def test_a_copy_between_steps_is_waited_for_only_while_nothing_runs(
+    ranks: list[Rank], executor: Executor
+) -> None:
+    is_busy = [True]
+    copier = RanksCopier(Ranks(executor), lambda: is_busy[0])
+    ended: list[str] = []
+    copier.to_host(0, [1], [3])
+    copier.end_step(lambda: ended.append("first"))
+    assert not ended and executor.num_unread == 1
+    is_busy[0] = False
+    copier.to_device(0, [2], [3])
+    copier.end_step(lambda: ended.append("second"))
+    assert ended == ["first", "second"]
+    for rank in ranks:
+        assert torch.equal(rank.layers["0"][2], rank.layers["0"][1])
+    assert (copier.out.num_bytes, copier.back.num_bytes) == (NUM_RANKS * ROW_BYTES, NUM_RANKS * ROW_BYTES)
+    copier.end_step(lambda: ended.append("nothing to copy"))
+    assert ended[-1] == "nothing to copy"
+
+
+def test_calls_that_are_not_waited_for_do_not_fill_the_queues(executor: Executor) -> None:
+    ranks, heard = Ranks(executor), []
+    for number in range(3 * MAX_UNREAD):
+        ranks.send("fail", -1, then=lambda answers, number=number: heard.append(number))
+        assert executor.num_unread <= MAX_UNREAD
+    assert ranks.call("fail", -1) == [0, 1]
+    assert heard == list(range(3 * MAX_UNREAD))
+
+
+def test_what_a_rank_cannot_do_is_said_at_once_or_by_the_next_check(executor: Executor) -> None:
+    ranks, heard = Ranks(executor), []
+    with pytest.raises(RankError, match="rank 1: ValueError: as asked"):
+        ranks.call("fail", 1)
+    ranks.check()
+    ranks.send("fail", 0, then=heard.append)
+    ranks.call("fail", -1)
+    assert not heard and ranks.has_failed
+    with pytest.raises(RankError):
+        ranks.check()
+
+
+def test_copies_of_ranks_that_have_ended_are_given_up(executor: Executor) -> None:
+    ranks, ended = Ranks(executor), []
+    copier = RanksCopier(ranks, lambda: True)
+    copier.to_host(0, [1], [3])
+    copier.end_step(lambda: ended.append(True))
+    executor.is_failed = True
+    assert ranks.has_failed
+    copier.rest()
+    assert ended == [True]
+
+
+class Late:
+    """A connector that waits for answers of copies that go on after a step."""
+
+    is_waiting = True
+
+    def __init__(self) -> None:
+        self.heard: list[StepAnswers] = []
+
+    def hear(self, answers: StepAnswers) -> None:
+        self.heard.append(answers)
+
+
+class Answering:
+    def __init__(self, answers: Iterator[list[StepAnswers | None]]) -> None:
+        self._answers = answers
+
+    def call(self, method: str) -> list[StepAnswers | None]:
+        assert method == "overture_answers"
+        return next(self._answers)
+
+
+def test_late_answers_are_asked_for_while_nothing_runs() -> None:
+    now, is_busy, connector = [0.0], [True], Late()
+    told: Any = Answering(iter([[None, None], [answer(1), answer(1)]]))
+    late = LateAnswers(told, connector, lambda: is_busy[0], lambda: now[0])  # type: ignore[arg-type]
+    assert late.wait_s() is None and not late.has_work()
+    is_busy[0] = False
+    late.advance()
+    assert not connector.heard and late.wait_s() == LATE_S
+    late.advance()
+    now[0] = LATE_S
+    late.advance()
+    assert [each.ended for each in connector.heard] == [{1: NUM_RANKS}]
+    connector.is_waiting = False
+    assert late.wait_s() is None
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_threads", "expected"),
+    [
+        (8, None, "0,1,2,3|4,5,6,7"),
+        (8, 4, "4,5|6,7"),
+        (5, None, "1,2|3,4"),
+        (2, 1, "0|1"),
+        (1, None, "nobind"),
+    ],
+)
+def test_ranks_get_equally_many_cores(num_cores: int, num_threads: int | None, expected: str) -> None:
+    found = cores_of_ranks(range(num_cores), 2, num_threads)
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == expected
+    assert found[WAITING] == ("spin" if num_cores > 2 else "sleep")
+    assert ("OMP_NUM_THREADS" in found) == (expected == "nobind")
+
+
+def test_another_process_maps_the_same_memory() -> None:
+    pool = HostPool(64, 640, is_shared=True)
+    with open(pool.path, "r+b") as file:
+        assert np.memmap(file, dtype=np.uint8, shape=(10, 64)).sum() == 0
+        pool.region[3] = 7
+        assert np.memmap(file, dtype=np.uint8, shape=(10, 64))[3].sum() == 7 * 64
+    assert HostPool(64, 640).path == ""
