@@ -32,7 +32,7 @@ def configure_environment(config: EngineConfig) -> None:
         # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
         "VLLM_LOG_STATS_INTERVAL": "86400",
         # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
-        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        "VLLM_MAX_N_SEQUENCES": str(config.sure_seqs),
         # Its class is in `driver/apis/media.py`.
         "VLLM_MEDIA_CONNECTOR": "given",
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
@@ -73,7 +73,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     from engine_bridge.driver.grammars import admission
     from engine_bridge.driver.kv.kv_keys import hash_by_content
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
-    from engine_bridge.driver.vllm_api import LLMEngine
+    from engine_bridge.driver.vllm_api import LLMEngine, UsageContext
 
     if gc.get_freeze_count() == 0:
         # The end of an engine before this one has unfrozen a million objects that were imported, and each of the start's five collections would
@@ -98,7 +98,9 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         state_blocks.install()
         tiers.arguments = arguments_that_count(args)
-    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+    # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
+    served = UsageContext.OPENAI_API_SERVER
+    engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
@@ -146,7 +148,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "model": config.model,
         "served_model_name": config.served_model_name,
         "dtype": config.dtype,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.batch_seqs,
         "enforce_eager": config.is_eager,
         # Where it is wished vLLM decides: it has none for some kinds of models.
         "enable_prefix_caching": None if config.enable_prefix_caching else False,
@@ -184,7 +186,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         options |= {
             "enable_lora": True,
             # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
-            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
+            "max_loras": max(config.max_loras, config.sure_seqs) if on_cpu else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
     options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))

@@ -9,10 +9,12 @@ from engine_bridge.driver.vllm_api.uses import owners
 ENGINE_SIDE = owners("""
 # -- the engine: how it is built, stepped and fed, and its outputs -----------------------------------------------------
 vllm.v1.engine.llm_engine:LLMEngine ENGINE
-    call from_engine_args(engine_args, *, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
+    call from_engine_args(engine_args, *, usage_context, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
         abort_request(request_ids, *, internal) reset_prefix_cache(reset_running_requests, reset_connector) get_supported_tasks() step()
     read engine_core input_processor model_config renderer vllm_config
     REPORT: read output_processor
+vllm.usage.usage_lib:UsageContext ENGINE
+    read OPENAI_API_SERVER
 vllm.v1.engine.core_client:InprocClient ENGINE at engine_core
     call shutdown()
     read engine_core

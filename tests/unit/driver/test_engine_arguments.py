@@ -32,6 +32,22 @@ def test_a_kv_cache_has_the_size_that_was_said() -> None:
         assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
 
 
+def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
+    for device, wished, told, sure in (
+        ("cpu", None, 64, 64),
+        ("cpu", 5, 5, 5),
+        ("cuda", None, None, 256),  # 256 to 1,024, by the GPU's memory
+        ("cuda", 700, 700, 700),
+    ):
+        config = EngineConfig(
+            model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, max_num_seqs=wished
+        )
+        args = engine_args(config, None)
+        assert args.max_num_seqs == told
+        assert config.grammar_bytes == max(1 << 30, sure * (16 << 20))
+        assert args.max_loras == (max(8, sure) if device == "cpu" else 8)
+
+
 def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
     for pairs, reason in (
         (["seed"], "NAME=VALUE"),
