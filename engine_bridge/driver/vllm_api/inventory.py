@@ -163,6 +163,7 @@ vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
     read enable_chunked_prefill
+    ENGINE: read async_scheduling
     write long_prefill_token_threshold
     PROFILING: read max_num_batched_tokens max_num_seqs
 vllm.v1.core.sched.request_queue:RequestQueue SCHEDULING
