@@ -249,6 +249,8 @@ vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
 vllm._custom_ops CUDA_COPIES
     call swap_blocks(src, dst, block_size_in_bytes, block_mapping)
+vllm.distributed.device_communicators.cuda_wrapper:CudaRTLibrary CUDA_COPIES
+    call __init__() cudaHostRegister(ptr, size) cudaHostUnregister(ptr) cudaGetLastError()
 vllm.v1.core.kv_cache_utils KV_TIERS
     call get_none_hash_seed() resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
 vllm KV_TIERS
