@@ -80,7 +80,11 @@ def engine_config(config: Config) -> EngineConfig:
     if dtype == "auto" and device == "cpu" and config.is_demo_model:
         dtype = "float32"  # docs/decisions/0005
     values = {name: getattr(config, name) for name in EngineSettings.__struct_fields__}
-    own = {"profile_dir": config.profile_dir, "weights_memory": config.weights_memory}
+    own = {
+        "profile_dir": config.profile_dir,
+        "weights_memory": config.weights_memory,
+        "kernel_cache": config.kernel_cache,
+    }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)
 

@@ -298,6 +298,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """Folder of profiles (engine_bridge/settings/profile.py); None: costs are learned from real steps alone."""
     weights_memory: Path | None = None
     """File that remembers what is in the model's files, so that they are not read whole at each start (kvtiers/weights.py); None: nothing does."""
+    kernel_cache: Path | None = None
+    """Folder in which a GPU's compiled kernels are kept over restarts; None: where vLLM and Triton keep them."""
     log_stats: bool = True
 
     @property

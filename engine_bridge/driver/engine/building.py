@@ -50,6 +50,9 @@ def configure_environment(config: EngineConfig) -> None:
         if config.is_eager:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
+    elif config.kernel_cache is not None:
+        # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
+        defaults["TRITON_CACHE_DIR"] = str(config.kernel_cache)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.

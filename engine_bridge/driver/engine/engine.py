@@ -149,7 +149,8 @@ class VllmDriver:
         self._prefixes = Prefixes(self._block_pool, self.layout, tiers)
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
-        self.steps = warm_up(self.engine, self._scheduler, tiers)
+        compiles_late = config.enable_lora and config.device != "cpu"
+        self.steps = warm_up(self.engine, self._scheduler, tiers, with_adapter=compiles_late)
         give_back_free_memory()
         self.profile = self._find_profile(config)
         """The measurements of this model on this machine; None where it has not been measured."""
