@@ -149,7 +149,8 @@ async def build_services(
     prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
-    budgets = RequestBudgets.of(config, metrics, engine_config(config).sure_seqs)
+    engine = await asyncio.to_thread(engine_config, config)
+    budgets = RequestBudgets.of(config, metrics, engine.sure_seqs)
     traces = _traces(config)
     turns = Turns(
         node,
