@@ -149,8 +149,7 @@ async def build_services(
     prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
-    engine = await asyncio.to_thread(engine_config, config)
-    budgets = RequestBudgets.of(config, metrics, engine.sure_seqs)
+    budgets = await _make_budgets(config, metrics)
     traces = _traces(config)
     turns = Turns(
         node,
@@ -182,6 +181,11 @@ async def build_services(
         _tell_of(node, metrics),
         traces,
     )
+
+
+async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
+    engine = await asyncio.to_thread(engine_config, config)  # which device there is stands in files
+    return RequestBudgets.of(config, metrics, engine.sure_seqs)
 
 
 def _traces(config: Config) -> Traces:

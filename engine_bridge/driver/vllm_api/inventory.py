@@ -465,7 +465,6 @@ vllm.entrypoints.anthropic.serving:AnthropicServingMessages APIS
         chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_messages(request, raw_request)
         count_tokens(request, raw_request)
     override to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
-        chat_completion_stream_generator(request, result_generator, *args, **options)
 vllm.entrypoints.anthropic.api_router APIS
     call translate_error_response(response)
 # -- bodies and replies; `CLIENT_FIELDS` are `SERVER_FIELDS` in `engine_bridge/driver/apis/bodies.py` ------------------
