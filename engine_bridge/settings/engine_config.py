@@ -20,6 +20,10 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 GIB = 1 << 30
 # The default on a CPU. Chosen: the demo model's conversations of a small team, on a laptop.
 CPU_KV_CACHE_BYTES = GIB
+# Requests of one batch on a CPU, where they are not set. Chosen: more would make each step too long.
+CPU_NUM_SEQS = 64
+# The least that vLLM chooses on a GPU: 256 to 1,024, by the GPU's memory. Source: vLLM 0.32, EngineArgs.get_batch_defaults.
+LEAST_GPU_NUM_SEQS = 256
 
 Positive = Annotated[int, Meta(ge=1)]
 PositiveNumber = Annotated[float, Meta(gt=0)]
@@ -64,7 +68,12 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[int, setting("Model", "Seed of sampling.", ge=0)] = 0
 
-    max_num_seqs: Annotated[int, setting("Engine", "Largest number of requests in one batch.", ge=1)] = 64
+    max_num_seqs: Annotated[
+        Positive | None,
+        setting(
+            "Engine", "Largest number of requests in one batch; unset: 64 on a CPU, vLLM's choice on a GPU."
+        ),
+    ] = None
     block_size: Annotated[
         Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
     ] = None
@@ -160,7 +169,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         Positive | None,
         setting(
             "Limits",
-            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs.",
+            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs (on a GPU, of 256).",
         ),
     ] = None
 
@@ -297,6 +306,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """Folder of profiles (engine_bridge/settings/profile.py); None: costs are learned from real steps alone."""
     weights_memory: Path | None = None
     """File that remembers what is in the model's files, so that they are not read whole at each start (kvtiers/weights.py); None: nothing does."""
+    kernel_cache: Path | None = None
+    """Folder in which a GPU's compiled kernels are kept over restarts; None: where vLLM and Triton keep them."""
     log_stats: bool = True
 
     @property
@@ -310,10 +321,20 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         return kv_cache_bytes(self.kv_cache_gib, self.device)
 
     @property
+    def batch_seqs(self) -> int | None:
+        """Largest number of requests in one batch, as vLLM is told; None: vLLM chooses it by the GPU."""
+        return self.max_num_seqs or (CPU_NUM_SEQS if self.device == "cpu" else None)
+
+    @property
+    def sure_seqs(self) -> int:
+        """The number of requests that a batch may hold at least: what limits reckon with before vLLM has chosen."""
+        return self.batch_seqs or LEAST_GPU_NUM_SEQS
+
+    @property
     def grammar_bytes(self) -> int:
         """Bytes for the compiled grammars of all running answers together."""
         mib = self.grammar_memory_mib
-        return default_room_bytes(self.max_num_seqs) if mib is None else mib * MIB
+        return default_room_bytes(self.sure_seqs) if mib is None else mib * MIB
 
     @property
     def is_eager(self) -> bool:

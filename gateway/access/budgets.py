@@ -68,10 +68,10 @@ class RequestBudgets:
         self.clock = clock
 
     @staticmethod
-    def of(config: Config, metrics: Metrics) -> RequestBudgets:
-        """Make the budgets of the settings, with defaults for unset ones."""
+    def of(config: Config, metrics: Metrics, num_seqs: int) -> RequestBudgets:
+        """Make the budgets of the settings, with defaults for unset ones. num_seqs: how many requests a batch may hold."""
         share = 1 if config.has_api_keys else KEYLESS_SHARE
-        most = max(CONCURRENT_PER_SEQ * config.max_num_seqs, MIN_CONCURRENT) * share
+        most = max(CONCURRENT_PER_SEQ * num_seqs, MIN_CONCURRENT) * share
         return RequestBudgets(
             metrics,
             per_s=config.max_requests_per_s or REQUESTS_PER_S * share,

@@ -346,6 +346,11 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         return self.data_dir / "weights.json"
 
     @property
+    def kernel_cache(self) -> Path:
+        """The folder in which a GPU's compiled kernels are kept over restarts."""
+        return self.data_dir / "kernels"
+
+    @property
     def has_api_keys(self) -> bool:
         """Whether clients must send a key."""
         return bool(self.api_keys or self.operator_keys) or self.api_key_file is not None

@@ -22,7 +22,7 @@ _OWN_FILES: Final = (
     "cluster-token",
     "weights.json",
 )
-_OWN_FOLDERS: Final = frozenset({"kv", "nodes", "profiles", "lost+found"})
+_OWN_FOLDERS: Final = frozenset({"kv", "kernels", "nodes", "profiles", "lost+found"})
 _KV_STORE_MARK: Final = "namespace.json"  # In each store's folder: kvtiers/io/files.py.
 
 

@@ -71,6 +71,6 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
         Positive | None,
         setting(
             "Limits",
-            "API calls and chat turns of one key under way; unset: 4 × max_num_seqs (64 or more), without keys 10 times as many.",
+            "API calls and chat turns of one key under way; unset: 4 × max_num_seqs (64 or more; on a GPU 1024), without keys 10 times as many.",
         ),
     ] = None

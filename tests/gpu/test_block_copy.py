@@ -37,3 +37,21 @@ def test_blocks_go_to_host_and_back_on_a_stream_of_their_own() -> None:
     torch.cuda.synchronize()
     for found, expected in zip(layers, wanted, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_region_is_pinned_once_and_unpinned_before_its_memory_goes() -> None:
+    """As where an engine is built again, and where the store is closed: no error of CUDA's may stay pending, or the next kernel reports it."""
+    from engine_bridge.driver.memory.block_copy import CudaCopier
+    from kvtiers.io.host_pool import HostPool
+
+    layers = [torch.zeros((NUM_BLOCKS, 2, 32, 128), device="cuda", dtype=torch.bfloat16)]
+    slot_bytes = layers[0][0].numel() * 2
+    for _ in range(3):  # the kernel gives the next pool the same address, or another
+        pool = HostPool(slot_bytes, NUM_SLOTS * slot_bytes)
+        for _ in range(2):
+            copier = CudaCopier(layers, pool.region, lambda run: run())
+            assert torch.from_numpy(pool.region).is_pinned()
+            copier.to_host(0, [1, 2], [3, 4])
+            copier.end_step(lambda: None)
+            assert torch.ones(3, device="cuda").sum().item() == 3
+        del copier, pool

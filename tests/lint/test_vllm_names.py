@@ -11,6 +11,7 @@ import pytest
 from engine_bridge.driver import vllm_api
 from engine_bridge.driver.vllm_api.features import BENCHES
 from engine_bridge.driver.vllm_api.inventory import ALL
+from tests.vllm_versions import checksums, written
 
 ROOT = Path(__file__).parents[2]
 API = "engine_bridge.driver.vllm_api"
@@ -131,3 +132,8 @@ def words(tree: ast.Module) -> Iterator[str]:
                 yield name
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.Constant(value=str(name)):
                 yield name
+
+
+def test_what_is_used_of_vllm_was_looked_for_in_each_version_that_is_supported() -> None:
+    changed = {path for path, _ in written().items() ^ checksums().items()}
+    assert not changed, f"run `make vllm-names`: {sorted(changed)}"

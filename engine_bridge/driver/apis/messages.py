@@ -7,13 +7,14 @@ counts, and streams that end early.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from pydantic_core import from_json
 
 from engine_bridge.driver.apis.bodies import ANTHROPIC_ERROR_EVENT, ERROR_EVENT, error_reply
+from engine_bridge.driver.serving.call import Call, current_call
 from engine_bridge.driver.vllm_api import AnthropicServingMessages, ErrorResponse
 from engine_bridge.protocol.errors import InvalidRequest
 
@@ -40,22 +41,13 @@ class Messages(AnthropicServingMessages):
             request.add_generation_prompt, request.continue_final_message = False, True
         return request
 
-    def chat_completion_stream_generator(
-        self, request: Any, result_generator: Any, *args: Any, **options: Any
-    ) -> AsyncIterator[str]:
-        """Return the chat completion's events.
-
-        The first one counts the prompt's tokens as the last one does: tokens from a cache are counted separately.
-        """
-        events = super().chat_completion_stream_generator(request, result_generator, *args, **options)
-        return _Chunks(events, result_generator)
-
     async def message_stream_converter(self, generator: Any) -> AsyncGenerator[str, None]:
-        """Yield Anthropic's events of a chat completion's stream.
+        """Yield Anthropic's events of a chat completion's stream: of its events as vLLM 0.32 has them, or of its chunks as vLLM 0.33 has them.
 
-        An error that ends the stream early is its last event: vLLM takes it for a chunk, and fails on it.
+        The first event counts the prompt's tokens as the last one does: tokens from a cache are counted separately. An error that ends the stream
+        early is its last event: vLLM 0.32 takes it for a chunk, and fails on it.
         """
-        chunks = generator if isinstance(generator, _Chunks) else _Chunks(generator)
+        chunks = _Chunks(generator, current_call())
         events = super().message_stream_converter(chunks)
         try:
             async for event in events:
@@ -101,33 +93,34 @@ def _is_begun(messages: Any) -> bool:
 
 
 class _Chunks:
-    """A chat completion's events up to the first error.
+    """A chat completion's events, or its chunks, up to the first event that is an error.
 
     Args:
         events: vLLM's.
-        answer: the answer that they are made of; None where its tokens need not be counted.
+        call: the call that they answer.
 
     Attributes:
         error: the event that is an error; "" if none came.
     """
 
-    def __init__(self, events: Any, answer: Any = None) -> None:
-        self._events, self._answer = events, answer
+    def __init__(self, events: Any, call: Call) -> None:
+        self._events, self._call = events, call
+        self._is_first = True
         self.error = ""
 
     def __aiter__(self) -> _Chunks:
         return self
 
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> Any:
         if self.error:
             raise StopAsyncIteration
-        event: str = await anext(self._events)
-        if event.startswith(ERROR_EVENT):
+        event = await anext(self._events)
+        if isinstance(event, str) and event.startswith(ERROR_EVENT):
             self.error = event
             raise StopAsyncIteration
-        if self._answer is not None:
-            answer, self._answer = self._answer, None
-            return _with_cached_tokens(event, answer.first)
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._call.first is not None:
+            return _with_cached_tokens(event, self._call.first)
         return event
 
     async def aclose(self) -> None:
@@ -141,15 +134,20 @@ def _error_event(event: str) -> str:
     return f"{ANTHROPIC_ERROR_EVENT}data: {error_reply(response, is_anthropic=True).body.decode()}\n\n"
 
 
-def _with_cached_tokens(event: str, result: Any) -> str:
-    """Return a chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
+def _with_cached_tokens(event: Any, result: Any) -> Any:
+    """Return an event or a chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
+    details = {
+        "cached_tokens": result.num_cached_tokens,
+        "created_cache_tokens": result.num_cache_creation_tokens,
+    }
+    if not isinstance(event, str):
+        if (counted := getattr(event, "usage", None)) is not None:
+            event.usage = type(counted)(**counted.model_dump() | {"prompt_tokens_details": details})
+        return event
     if not event.startswith(_DATA + '{"id":'):
         return event
     chunk = msgspec.json.decode(event[len(_DATA) :])
     if (usage := chunk.get("usage")) is None:
         return event
-    usage["prompt_tokens_details"] = {
-        "cached_tokens": result.num_cached_tokens,
-        "created_cache_tokens": result.num_cache_creation_tokens,
-    }
+    usage["prompt_tokens_details"] = details
     return f"{_DATA}{msgspec.json.encode(chunk).decode()}\n\n"

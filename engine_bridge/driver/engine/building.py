@@ -38,7 +38,7 @@ def configure_environment(config: EngineConfig) -> None:
         # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
         "VLLM_LOG_STATS_INTERVAL": "86400",
         # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
-        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        "VLLM_MAX_N_SEQUENCES": str(config.sure_seqs),
         # Its class is in `driver/apis/media.py`.
         "VLLM_MEDIA_CONNECTOR": "given",
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
@@ -61,6 +61,9 @@ def configure_environment(config: EngineConfig) -> None:
         if config.is_eager:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
+    elif config.kernel_cache is not None:
+        # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
+        defaults["TRITON_CACHE_DIR"] = str(config.kernel_cache)
     for name, value in defaults.items():
         if os.environ.get(name) in (None, _set.get(name)):
             os.environ[name] = _set[name] = value
@@ -113,7 +116,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     from engine_bridge.driver.kv.kv_keys import hash_by_content
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
     from engine_bridge.driver.ranks import connection
-    from engine_bridge.driver.vllm_api import LLMEngine
+    from engine_bridge.driver.vllm_api import LLMEngine, UsageContext
 
     if gc.get_freeze_count() == 0:
         # The end of an engine before this one has unfrozen a million objects that were imported, and each of the start's five collections would
@@ -129,8 +132,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         state_blocks.install()
         tiers.arguments = arguments_that_count(args)
+    # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
+    served = UsageContext.OPENAI_API_SERVER
     with _quiet_ranks() if has_ranks else nullcontext():
-        engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
@@ -147,7 +152,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
     tiers: host memory and disk for KV; None for none. off: features that are left out.
     """
     from engine_bridge.driver.engine.engine_arguments import typed
-    from engine_bridge.driver.scheduling.seam import scheduler_name
+    from engine_bridge.driver.scheduling.seam import SCHEDULER
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
 
     on_cpu = config.device == "cpu"
@@ -155,7 +160,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "model": config.model,
         "served_model_name": config.served_model_name,
         "dtype": config.dtype,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.batch_seqs,
         "enforce_eager": config.is_eager,
         # Where it is wished vLLM decides: it has none for some kinds of models.
         "enable_prefix_caching": None if config.enable_prefix_caching else False,
@@ -167,7 +172,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         # Also on a CPU, in place of VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
-        "scheduler_cls": scheduler_name(config.device),
+        "scheduler_cls": SCHEDULER,
         # A model that may get none of a kind of media is loaded without the part that reads it.
         "limit_mm_per_prompt": {"image": config.max_images, "video": 0, "audio": 0},
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
@@ -216,7 +221,7 @@ def _of_adapters(config: EngineConfig) -> dict[str, Any]:
     takes_any = config.device == "cpu" and config.tensor_parallel_size == 1
     return {
         "enable_lora": True,
-        "max_loras": max(config.max_loras, config.max_num_seqs) if takes_any else config.max_loras,
+        "max_loras": max(config.max_loras, config.sure_seqs) if takes_any else config.max_loras,
         "max_lora_rank": config.max_lora_rank,
     }
 

@@ -135,7 +135,8 @@ class VllmDriver:
         self._prefixes = Prefixes(self._block_pool, self.layout, tiers)
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
-        self.steps = warm_up(self.engine, self._scheduler, tiers)
+        compiles_late = config.enable_lora and config.device != "cpu" and isinstance(self._ranks, NoRanks)
+        self.steps = warm_up(self.engine, self._scheduler, tiers, with_adapter=compiles_late)
         give_back_free_memory()
         self.profile = self._find_profile(config)
         """The measurements of this model on this machine; None where it has not been measured."""
@@ -242,7 +243,8 @@ class VllmDriver:
             if any(completion.finish_reason == "error" for completion in output.outputs):
                 from engine_bridge.driver.grammars.running import take_failure
 
-                output.failure = take_failure(self._internal_ids.get(output.request_id, ""))
+                failure = take_failure(self._internal_ids.get(output.request_id, ""))
+                output.failure = failure or failure_of(output)
             if output.finished:
                 if self._spans is not None:
                     self._spans.ended(output.request_id, output.metrics, output.outputs[0].finish_reason)
@@ -492,6 +494,19 @@ def make_threads(config: EngineConfig) -> ComputeThreads:
     if config.tensor_parallel_size > 1:
         return ComputeThreads(1)  # the ranks compute
     return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
+
+
+def failure_of(output: Any) -> Exception | None:
+    """Return why vLLM has ended a request whose grammar cannot be compiled: the client's fault. None for any other end.
+
+    vLLM says it from 0.33 on. Before, such an answer ends with an error of the server's.
+    """
+    from engine_bridge.driver.vllm_api import VLLMValidationError
+
+    error = getattr(output, "error", None)
+    return (
+        VLLMValidationError(error.message) if error is not None and error.code == "validation_error" else None
+    )
 
 
 def _forget_rows(adapter_id: int, scheduler: Any, tiers: KvTiers | None) -> None:

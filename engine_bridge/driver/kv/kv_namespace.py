@@ -158,10 +158,17 @@ def namespace_of(
         dtype=" ".join([f"{model.dtype} {layers.dtype}", *made]),
         block_size_tokens=layout.unit_tokens,
         layout=described,
-        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_algorithm=_hash_algorithm(vllm_config),
         hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
         shape=BlockShape(layers.num_regions, num_ranks * layers.region_bytes),
     )
+
+
+def _hash_algorithm(vllm_config: Any) -> str:
+    """Return how keys are made of tokens. From vLLM 0.33 on a key covers tokens behind its block, too, where a model drafts with its own layers."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    return f"{algorithm} and {ahead} tokens ahead" if ahead else algorithm
 
 
 def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_bridge.driver.memory.pinning import PINNING
 from engine_bridge.policy.costs.costs import Copied
 from engine_bridge.protocol.errors import SeamMoved
 
@@ -150,8 +151,8 @@ class CudaCopier:
         self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8], waiter: Callable[..., Any]
     ) -> None:
         self._layers = [kv_rows(tensor) for tensor in kv_caches]
+        PINNING.pin(region)
         self._region = torch.from_numpy(region)
-        _pin(self._region)
         self._stream = torch.cuda.Stream()
         self._submit = waiter
         self._has_loaded = False
@@ -313,12 +314,3 @@ def _stretches(near: Sequence[int], far: Sequence[int]) -> list[tuple[int, Rows]
     first, second = first[order], second[order]
     edges = [0, *(np.flatnonzero(np.diff(first) != 1) + 1).tolist(), len(first)]
     return [(int(first[start]), second[start:end]) for start, end in pairwise(edges)]
-
-
-def _pin(region: torch.Tensor) -> None:
-    """Page-lock the region, so that copies need no bounce buffer; without it they are slower, not wrong."""
-    result = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
-    if int(result) != 0:
-        log.warning(
-            "the host tier's memory could not be pinned (CUDA error %s); copies will be slower", result
-        )

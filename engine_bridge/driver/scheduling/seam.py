@@ -97,7 +97,7 @@ class _Planned:
 
 
 class GatedScheduler(_Planned, _Gate, Scheduler):
-    """The scheduler for engines that wait for each step's result before they schedule the next one, as all do on a CPU.
+    """The scheduler for engines that wait for each step's result before they schedule the next one, as all do on a CPU, and some on a GPU.
 
     `AsyncScheduler` would work there, too, until a KV load fails: it continues to count an output that will not come, and the request is never
     scheduled again (measured).
@@ -108,7 +108,15 @@ class GatedAsyncScheduler(_Planned, _Gate, AsyncScheduler):
     """The scheduler for engines that schedule ahead."""
 
 
-def scheduler_name(device: str) -> str:
-    """Return the value of `scheduler_cls` for this device, "cpu" or another."""
-    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
-    return f"{scheduler.__module__}.{scheduler.__qualname__}"
+def make_scheduler(vllm_config: Any, **options: Any) -> GatedScheduler | GatedAsyncScheduler:
+    """Return a scheduler of the kind that this engine needs. vLLM calls it with keywords, by its name, where it would make an object of a class.
+
+    vLLM has decided by then whether the engine schedules ahead: never on a CPU, and on a GPU not with each kind of drafts and of executor.
+    """
+    schedules_ahead = vllm_config.scheduler_config.async_scheduling
+    scheduler = GatedAsyncScheduler if schedules_ahead else GatedScheduler
+    return scheduler(vllm_config=vllm_config, **options)
+
+
+SCHEDULER = f"{__name__}.{make_scheduler.__name__}"
+"""The value of vLLM's `scheduler_cls`."""

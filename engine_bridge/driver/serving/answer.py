@@ -65,8 +65,6 @@ class Answer:
         self._continues = self._history is not None
         self._generated: list[int] = []
         self._has_begun = self._is_over = False
-        self.first: RequestOutput | None = None
-        """The first output, once it was read."""
         call.answers[self] = None
 
     async def begin(self) -> None:
@@ -123,8 +121,8 @@ class Answer:
 
     def _note(self, output: RequestOutput) -> None:
         """Keep what the call has to know of an output. Raises VLLMValidationError for an answer with too many log probabilities."""
-        if self.first is None:
-            self.first = output
+        if self._call.first is None:
+            self._call.first = output
         sampling = self._request.sampling_params
         if self._continues:
             # Outputs that are not deltas hold all tokens so far.

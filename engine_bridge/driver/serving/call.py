@@ -12,7 +12,7 @@ from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest
 from engine_bridge.protocol.node import SeenPicture, pack_token_ids
 
 if TYPE_CHECKING:
-    from engine_bridge.driver.vllm_api import EngineCoreRequest
+    from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
 
 
 class CallAnswer(Protocol):
@@ -37,6 +37,7 @@ class Call:
         answers: the answers that the call has asked for and that are not over, in their order.
         is_known: set once a request of the call was queued, or once there is a `failure`.
         failure: why no request of the call can be queued.
+        first: the first output of the call's requests, once it was read.
         num_logprobs: number of log probabilities that whole answers have brought so far.
         seen: the ids that the engine has read and written, packed; b"" until the answer is over, and where there were several answers.
     """
@@ -51,6 +52,7 @@ class Call:
         self.answers: dict[CallAnswer, None] = {}
         self.is_known = asyncio.Event()
         self.failure: Exception | None = None
+        self.first: RequestOutput | None = None
         self.num_logprobs = 0
         self.seen = b""
         self._history = history

@@ -9,11 +9,13 @@ from engine_bridge.driver.vllm_api.uses import owners
 ENGINE_SIDE = owners("""
 # -- the engine: how it is built, stepped and fed, and its outputs -----------------------------------------------------
 vllm.v1.engine.llm_engine:LLMEngine ENGINE
-    call from_engine_args(engine_args, *, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
+    call from_engine_args(engine_args, *, usage_context, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
         abort_request(request_ids, *, internal) reset_prefix_cache(reset_running_requests, reset_connector) get_supported_tasks() step()
     read engine_core input_processor model_config renderer vllm_config
     RANKS: tag ranks
     REPORT: read output_processor
+vllm.usage.usage_lib:UsageContext ENGINE
+    read OPENAI_API_SERVER
 vllm.v1.engine.core_client:InprocClient ENGINE at engine_core
     call shutdown()
     read engine_core
@@ -178,6 +180,7 @@ vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
     read enable_chunked_prefill
+    ENGINE: read async_scheduling
     write long_prefill_token_threshold
     PROFILING: read max_num_batched_tokens max_num_seqs
 vllm.v1.core.sched.request_queue:RequestQueue SCHEDULING
@@ -265,6 +268,8 @@ vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
 vllm._custom_ops CUDA_COPIES
     call swap_blocks(src, dst, block_size_in_bytes, block_mapping)
+vllm.distributed.device_communicators.cuda_wrapper:CudaRTLibrary CUDA_COPIES
+    call __init__() cudaHostRegister(ptr, size) cudaHostUnregister(ptr) cudaGetLastError()
 vllm.v1.core.kv_cache_utils KV_TIERS
     call get_none_hash_seed() resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
 vllm KV_TIERS
@@ -279,6 +284,7 @@ vllm.lora.worker_manager:LRUCacheWorkerLoRAManager LORA
     override _apply_adapters(lora_requests) _manager_cls
     look up in set_active_adapters: _apply_adapters
     look up in create_lora_manager: _manager_cls
+    call add_dummy_lora(lora_request, rank) remove_all_adapters()
     read _adapter_manager vocab_size
     # vLLM's own reading of an adapter's files, which we repeat.
     look up in _load_adapter: hf_to_vllm_mapper get_rename_mapper lora_skip_prefixes
@@ -478,7 +484,6 @@ vllm.entrypoints.anthropic.serving:AnthropicServingMessages APIS
         chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_messages(request, raw_request)
         count_tokens(request, raw_request)
     override to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
-        chat_completion_stream_generator(request, result_generator, *args, **options)
 vllm.entrypoints.anthropic.api_router APIS
     call translate_error_response(response)
 # -- bodies and replies; `CLIENT_FIELDS` are `SERVER_FIELDS` in `engine_bridge/driver/apis/bodies.py` ------------------

@@ -16,6 +16,7 @@ from engine_bridge.driver.adapters.slots import StreamedSlots
 from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.driver.memory import block_copy
 from engine_bridge.driver.memory.block_copy import CpuCopier, kv_rows, layer_bytes, own_memory
+from engine_bridge.driver.memory.pinning import Pinning
 from engine_bridge.driver.memory.row_copies import copy_rows
 from engine_bridge.policy.costs.costs import Copied
 from engine_bridge.protocol.errors import SeamMoved
@@ -126,6 +127,11 @@ class Cuda:
             "Event": lambda enable_timing=False: Event(self),
         }[name]
 
+    def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int:
+        return 0
+
+    cudaHostUnregister = cudaGetLastError = lambda self, *args: 0
+
     def swap_blocks(self, *args: Any) -> None:
         self.done.append("copy")
         self.now_ms += 250.0
@@ -162,7 +168,7 @@ class Event:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(block_copy, "_pin", lambda region: None)
+    monkeypatch.setattr(block_copy, "PINNING", Pinning(lambda: cuda))
     monkeypatch.setitem(vars(vllm_api), "swap_blocks", cuda.swap_blocks)
     return cuda
 

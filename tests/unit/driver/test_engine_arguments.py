@@ -1,5 +1,9 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.protocol.errors import InvalidRequest
@@ -30,6 +34,36 @@ def test_a_kv_cache_has_the_size_that_was_said() -> None:
     ):
         config = EngineConfig(model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, **settings)
         assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
+
+
+def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
+    for device, wished, told, sure in (
+        ("cpu", None, 64, 64),
+        ("cpu", 5, 5, 5),
+        ("cuda", None, None, 256),  # 256 to 1,024, by the GPU's memory
+        ("cuda", 700, 700, 700),
+    ):
+        config = EngineConfig(
+            model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, max_num_seqs=wished
+        )
+        args = engine_args(config, None)
+        assert args.max_num_seqs == told
+        assert config.grammar_bytes == max(1 << 30, sure * (16 << 20))
+        assert args.max_loras == (max(8, sure) if device == "cpu" else 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "of_user", "wanted"),
+    [("cuda", None, "/data/kernels"), ("cuda", "/mine", "/mine"), ("cpu", None, None)],
+)
+def test_a_gpus_kernels_are_kept_in_the_data_folder_unless_the_user_says_where(
+    monkeypatch: pytest.MonkeyPatch, device: Any, of_user: str | None, wanted: str | None
+) -> None:
+    environment = {} if of_user is None else {"TRITON_CACHE_DIR": of_user}
+    monkeypatch.setattr(building.os, "environ", environment)
+    config = EngineConfig(model="m", served_model_name="m", device=device, kernel_cache=Path("/data/kernels"))
+    building.configure_environment(config)
+    assert environment.get("TRITON_CACHE_DIR") == wanted
 
 
 def test_what_cannot_be_set_is_refused_with_the_reason() -> None:

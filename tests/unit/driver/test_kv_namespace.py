@@ -9,7 +9,7 @@ import pytest
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.in_process import know_weights, revision_of
 from engine_bridge.driver.kv import kv_namespace
-from engine_bridge.driver.kv.kv_namespace import _computation, arguments_that_count
+from engine_bridge.driver.kv.kv_namespace import _computation, _hash_algorithm, arguments_that_count
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -153,3 +153,13 @@ def test_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest
     assert revision_of(SimpleNamespace(model="org/name", **pinned)) == f"org/name@{'1' * 40}"
     nowhere = revision_of(SimpleNamespace(model="org/other:Q4_K_M", **described))
     assert nowhere.startswith("org/other:Q4_K_M@unknown-")
+
+
+def test_keys_that_cover_tokens_behind_their_block_are_other_keys() -> None:
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    usual = SimpleNamespace(cache_config=cache)  # vLLM 0.32
+    found = [
+        _hash_algorithm(SimpleNamespace(cache_config=cache, num_hash_lookahead_tokens=ahead))
+        for ahead in (0, 1, 3)
+    ]
+    assert found == [_hash_algorithm(usual), "sha256 and 1 tokens ahead", "sha256 and 3 tokens ahead"]

@@ -21,6 +21,11 @@ class Engine:
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
         self.now = 0.0
         self.tiers: Any = None
+        self.adapters: set[int] = set()
+        self.prompts_with_adapter: list[int] = []
+        worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=self))
+        executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        self.engine_core = SimpleNamespace(engine_core=executor)
         self.seen_paused: set[bool] = set()
         self._ahead = schedules_ahead
         self._lazy_s = LAZY_S
@@ -28,7 +33,10 @@ class Engine:
         self._to_schedule: list[float] = []  # steps, by what each takes
         self._under_way: list[float] = []
 
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+    def add_request(self, request_id: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
+        if lora_request is not None:
+            assert lora_request.lora_int_id in self.adapters
+            self.prompts_with_adapter.append(len(prompt["prompt_token_ids"]))
         if params.structured_outputs is not None:
             raise ValueError("no grammars here")
         ids = prompt["prompt_token_ids"]
@@ -53,6 +61,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self._cached = []
 
+    def add_dummy_lora(self, lora_request: Any, rank: int) -> None:
+        self.adapters.add(lora_request.lora_int_id)
+
+    def remove_all_adapters(self) -> None:
+        self.adapters.clear()
+
 
 def _num_common(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
@@ -68,3 +82,19 @@ def test_the_first_table_knows_prefill_times(monkeypatch: pytest.MonkeyPatch, sc
     assert engine.seen_paused == {True} and not tiers.is_paused, "prompts that will not come again"
     assert steps.step_s(0, 1, 0) == pytest.approx(STEP_S)
     assert steps.step_s(1024, 0, 0) == pytest.approx(STEP_S + 1024 * TOKEN_S)
+    assert not engine.prompts_with_adapter
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "lengths"), [(2048, [9, 16, 137, 208, 521, 528]), (130, [9, 16, 128])]
+)
+def test_on_a_gpu_the_kernels_of_adapters_are_compiled_before_anybody_waits_for_them(
+    max_model_len: int, lengths: list[int]
+) -> None:
+    engine = Engine(schedules_ahead=True)
+    engine.vllm_config.model_config.max_model_len = max_model_len
+    engine.tiers = tiers = SimpleNamespace(is_paused=False)
+    warm_up(engine, engine, tiers, with_adapter=True)
+    assert engine.prompts_with_adapter == lengths
+    assert not engine.adapters, "what serves adapters finds none"
+    assert engine.seen_paused == {True}

@@ -51,7 +51,7 @@ class Gateway(Parts):
         keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
-        bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics))
+        bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), Gatekeeper(keys, self.metrics))
         self.nodes: Nodes = OneNode(node)
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
