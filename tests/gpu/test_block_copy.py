@@ -34,6 +34,7 @@ def test_blocks_go_to_host_and_back_on_a_stream_of_their_own() -> None:
     for layer in range(NUM_LAYERS):
         layers[layer][blocks] = 0
         copier.to_device(layer, blocks, slots[layer])
+    copier.flush()
     torch.cuda.synchronize()
     for found, expected in zip(layers, wanted, strict=True):
         assert torch.equal(found, expected)

@@ -196,7 +196,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         options |= _of_ranks(config, off)
     if tiers is not None:
         has_ranks = config.tensor_parallel_size > 1
-        options["kv_transfer_config"] = connector_config(tiers.name, has_ranks=has_ranks)
+        options["kv_transfer_config"] = connector_config(tiers.name, by_layer=on_cpu, has_ranks=has_ranks)
     if config.enable_lora:
         options |= _of_adapters(config)
     options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
@@ -226,8 +226,8 @@ def _of_adapters(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def connector_config(tiers: str, *, has_ranks: bool = False) -> Any:
-    """Return the settings with which vLLM makes our connector, which finds these tiers by their name."""
+def connector_config(tiers: str, *, by_layer: bool = True, has_ranks: bool = False) -> Any:
+    """Return the settings with which vLLM makes our connector, which finds these tiers by their name. by_layer: see `StepCopies`."""
     from engine_bridge.driver.vllm_api import KVTransferConfig
 
     name, module = "TieredConnector", "engine_bridge.driver.kv.kv_connector"
@@ -238,5 +238,5 @@ def connector_config(tiers: str, *, has_ranks: bool = False) -> Any:
         kv_connector_module_path=module,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"tiers": tiers},
+        kv_connector_extra_config={"tiers": tiers, "by_layer": by_layer},
     )

@@ -61,6 +61,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._layout = layout_of(kv_cache_config, vllm_config)
         self._vllm_config, self._groups = vllm_config, kv_cache_config.kv_cache_groups
+        self._by_layer = bool(vllm_config.kv_transfer_config.kv_connector_extra_config["by_layer"])
         if role == KVConnectorRole.SCHEDULER:
             self._tiers = find_tiers(vllm_config)
             self._requests: dict[str, Request] = {}
@@ -77,8 +78,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True: the hooks of each layer do not run inside a full CUDA graph."""
-        return True
+        """Return whether layers are copied as the forward pass comes to them: such hooks do not run inside a full CUDA graph."""
+        return bool(extra_config["by_layer"])
 
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config,
                 lambda pool, waiter: block_copy.make_copier(layers.regions, pool.region, waiter),
             )
-        return _OwnStep(tiers, layers, self._layout.state_groups)
+        return _OwnStep(tiers, layers, self._layout.state_groups, by_layer=self._by_layer)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the worker's side of a step."""
@@ -209,12 +210,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._step.begin(connector_metadata.moves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load all there is for recurrent layers, as those have no hooks. Else each layer is copied when the forward pass comes to it."""
+        """Load all that the step loads, where layers have no hooks or are not copied by them."""
         self._step.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Bring a layer of all blocks to load to the device, before its attention runs."""
-        self._step.load(self._layers.region_of[layer_name])
+        self._step.layer_begins(self._layers.region_of[layer_name])
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -222,7 +223,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy a layer of all finished blocks to host memory, after its attention has run."""
         group = self._layers.group_of.get(layer_name)
         if group is not None:
-            self._step.save(group, self._layers.region_of[layer_name])
+            self._step.layer_ends(group, self._layers.region_of[layer_name])
 
     def wait_for_save(self) -> None:
         """End the worker's side of a step. Copies may still run afterwards."""
@@ -239,8 +240,10 @@ class _OwnStep(StepCopies):
     A load need not be whole: the layers that are still on their way are waited for when the forward pass comes to them.
     """
 
-    def __init__(self, tiers: KvTiers, layers: Layers, state_groups: Collection[int]) -> None:
-        super().__init__(layers, state_groups)
+    def __init__(
+        self, tiers: KvTiers, layers: Layers, state_groups: Collection[int], *, by_layer: bool = True
+    ) -> None:
+        super().__init__(layers, state_groups, by_layer=by_layer)
         self._tiers = tiers
         self._loads: list[LoadBlocks] = []
         self._saves: list[Save] = []
@@ -259,6 +262,11 @@ class _OwnStep(StepCopies):
         self._moves, self._has_missed = moves, False
         self._loads, self._saves = moves.loads, [job.save for job in moves.saves]
         self.begin_copies(copies_of(moves))
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether the step loads anything."""
+        return bool(self._loads)
 
     def load_region(self, region: int) -> None:
         """Copy a region of all blocks to load to the device.
@@ -286,7 +294,7 @@ class _OwnStep(StepCopies):
         if not (self._loads or self._saves):
             return
         if sys.exception() is None:
-            self.save_states()
+            self.save_rest()
         # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out.
         is_right = self.has_saved_all and not self._has_missed and not is_spoiled
         moves = self._moves

@@ -186,7 +186,10 @@ class KvTiers:
         assert self.store is not None and self._io is not None
         self._copied = (Copied(), Copied())
         self.loads_must_hold = (
-            not layout.is_divisible or num_ranks > 1 or bool(vllm_config.scheduler_config.async_scheduling)
+            not layout.is_divisible
+            or num_ranks > 1
+            or layers.device_type != "cpu"  # where all layers are loaded before a step
+            or bool(vllm_config.scheduler_config.async_scheduling)
         )
         loop = self._io.loop
         self.copier = make_copier(

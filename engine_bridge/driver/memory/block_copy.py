@@ -50,7 +50,10 @@ class BlockCopier(Protocol):
         """Copy a layer's device blocks into slots of host memory, by the next `end_step` at the latest."""
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy slots of host memory into a layer's device blocks, before the device reads these."""
+        """Copy slots of host memory into a layer's device blocks, by the next `flush` or `end_step` at the latest."""
+
+    def flush(self) -> None:
+        """Begin the copies so far, so that what is computed from here on finds their blocks on the device."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Call `then`, on any thread, once all copies so far are made; `failed` where they cannot be made."""
@@ -91,6 +94,9 @@ class CpuCopier:
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy slots into a layer's device blocks before the call returns."""
         self._copy(self._layers[layer], blocks, self._region, slots, self.back)
+
+    def flush(self) -> None:
+        """Do nothing: no copy outlives its call."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Call `then` at once: no copy outlives its call."""
@@ -135,14 +141,10 @@ class CpuCopier:
                 into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
 
 
-# The direction's counter, the number of bytes, and the events before and after the copy.
-_Timed = tuple[Copied, int, Any, Any]
-
-
 class CudaCopier:
-    """The copier of a CUDA device: vLLM's block-swapping kernel, on a side stream, from and to pinned memory.
+    """The copier of a CUDA device, from and to pinned memory: one call for all copies of a direction, on a stream for each.
 
-    A copy is counted once it is done, on the waiter's threads.
+    Copies are gathered until `flush` or `end_step`. They are counted once they are done, on the waiter's threads.
     """
 
     overlaps = True
@@ -152,44 +154,64 @@ class CudaCopier:
     ) -> None:
         self._layers = [kv_rows(tensor) for tensor in kv_caches]
         PINNING.pin(region)
-        self._region = torch.from_numpy(region)
-        self._stream = torch.cuda.Stream()
+        self._region = region
+        self._row_bytes = region.shape[1]
+        # Of the lowest priority: kernels of a step go first.
+        self._out, self._in = torch.cuda.Stream(), torch.cuda.Stream()
         self._submit = waiter
-        self._has_loaded = False
+        self._to_host: list[_Gathered] = []
+        self._to_device: list[_Gathered] = []
         self._timed: list[_Timed] = []  # of this step's copies
         self._counting = threading.Lock()
         self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Launch the copy of a layer's device blocks into slots, behind the kernels that write the blocks."""
-        self._stream.wait_stream(torch.cuda.current_stream())  # the layer's KV must have been written
-        self._swap(self._layers[layer], self._region, blocks, slots, self.out)
+        """Gather the copy of a layer's device blocks into slots."""
+        self._to_host.append((layer, blocks, slots))
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Launch the copy of slots into a layer's device blocks; kernels that are launched later wait for it."""
-        if not self._has_loaded:
-            # Earlier steps may still read these blocks. This step's kernels read them only after the copy. Waiting for the kernels of the layers
-            # before would make each copy run after its step's computation, and not beside it.
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._has_loaded = True
-        self._swap(self._region, self._layers[layer], slots, blocks, self.back)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        """Gather the copy of slots into a layer's device blocks."""
+        self._to_device.append((layer, blocks, slots))
+
+    def flush(self) -> None:
+        """Launch what was gathered, behind the kernels launched so far; kernels that are launched later wait for copies to the device.
+
+        Copies to the device are made behind copies to host memory of the same call, which may be what they read.
+        """
+        compute = torch.cuda.current_stream()
+        gathered, self._to_host = self._to_host, []
+        if gathered:
+            self._out.wait_stream(compute)  # the blocks' KV must have been written
+            self._launch(self._out, gathered, self.out, is_out=True)
+        waits_for_out = bool(gathered)
+        gathered, self._to_device = self._to_device, []
+        if gathered:
+            self._in.wait_stream(compute)  # earlier steps may still read these blocks
+            if waits_for_out:
+                self._in.wait_stream(self._out)
+            self._launch(self._in, gathered, self.back, is_out=False)
+            compute.wait_stream(self._in)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Make the next step's kernels, which may overwrite blocks that are still being copied, wait for the copies; the host does not wait.
+        """Launch what was gathered, and make the next step's kernels, which may overwrite blocks that are still being copied, wait for it.
 
-        `then` is called on another thread once all copies so far are done; `failed` (or `then`, without a `failed`) if the device has failed
-        while it copied: the memory is free, and its new contents are not to be trusted.
+        The host does not wait. `then` is called on another thread once all copies so far are done; `failed` (or `then`, without a `failed`) if the
+        device has failed while it copied: the memory is free, and its new contents are not to be trusted.
         """
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        torch.cuda.current_stream().wait_event(done)
-        timed, self._timed, self._has_loaded = self._timed, [], False
+        self.flush()
+        dones = []
+        for stream in (self._out, self._in):
+            done = torch.cuda.Event()
+            done.record(stream)
+            torch.cuda.current_stream().wait_event(done)
+            dones.append(done)
+        timed, self._timed = self._timed, []
 
         def wait() -> None:
             """Block until the copies are done, count them, and call `then` or `failed`."""
             try:
-                done.synchronize()
+                for done in dones:
+                    done.synchronize()
                 self._count(timed)
             except Exception:
                 log.exception("the device has failed while it copied KV")
@@ -200,35 +222,59 @@ class CudaCopier:
         self._submit(wait)
 
     def rest(self) -> None:
-        """Return once the side stream has finished its copies, or the device has failed."""
+        """Return once the side streams have finished their copies, or the device has failed."""
         try:
-            self._stream.synchronize()
+            for stream in (self._out, self._in):
+                stream.synchronize()
         except Exception as error:
             # CUDA's errors last: every call after an error fails, and no kernel runs any more.
             log.warning("the device has failed: %s", error)
 
     def _count(self, timed: list[_Timed]) -> None:
         with self._counting:
-            for copied, num_bytes, began, ended in timed:
-                copied.add(num_bytes, began.elapsed_time(ended) / 1e3)
+            for copied, num_bytes, num_copies, began, ended in timed:
+                copied.add(num_bytes, began.elapsed_time(ended) / 1e3, num_copies)
 
-    def _swap(
-        self,
-        source: torch.Tensor,
-        into: torch.Tensor,
-        rows: Sequence[int],
-        to_rows: Sequence[int],
-        copied: Copied,
-    ) -> None:
-        from engine_bridge.driver.vllm_api import swap_blocks
+    def _launch(self, stream: Any, gathered: list[_Gathered], copied: Copied, *, is_out: bool) -> None:
+        from engine_bridge.driver.vllm_api import swap_blocks_batch
 
-        mapping = torch.tensor(list(zip(rows, to_rows, strict=True)), dtype=torch.int64)
+        num_rows = [len(blocks) for _, blocks, _ in gathered]
+        starts = np.repeat([self._layers[layer].data_ptr() for layer, _, _ in gathered], num_rows)
+        blocks, slots = (
+            np.concatenate([np.asarray(each[side], dtype=np.int64) for each in gathered]) for side in (1, 2)
+        )
+        device = starts.astype(np.int64) + blocks * self._row_bytes
+        host = self._region.ctypes.data + slots * self._row_bytes
+        pointers = joined(*((device, host) if is_out else (host, device)), self._row_bytes)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             began.record()
-            swap_blocks(source, into, into.shape[1], mapping)
+            swap_blocks_batch(*(torch.from_numpy(each) for each in pointers))
             ended.record()
-        self._timed.append((copied, len(rows) * into.shape[1], began, ended))
+        self._timed.append((copied, sum(num_rows) * self._row_bytes, len(gathered), began, ended))
+
+
+_Gathered = tuple[int, Sequence[int], Sequence[int]]
+"""A layer, its device blocks, and the host slot of each."""
+_Timed = tuple[Copied, int, int, Any, Any]
+"""The direction's counter, the number of bytes and of copies of a layer, and the events before and after them."""
+
+
+def joined(source: Rows, into: Rows, row_bytes: int) -> tuple[Rows, Rows, Rows]:
+    """Return where to copy from and to, and how many bytes: rows that follow one another on both sides are one copy.
+
+    Each copy costs a microsecond or two of its own on a GPU, as much as 100 kB.
+
+    Args:
+        source: the addresses of the rows to read, in the order in which they may follow one another.
+        into: the addresses to write them to.
+        row_bytes: bytes of a row.
+    """
+    begins = np.ones(len(source), dtype=bool)
+    begins[1:] = (np.diff(source) != row_bytes) | (np.diff(into) != row_bytes)
+    first = np.flatnonzero(begins)
+    lengths = np.diff(np.append(first, len(source)))
+    return source[first], into[first], lengths * row_bytes
 
 
 def make_copier(

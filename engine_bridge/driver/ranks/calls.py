@@ -124,6 +124,9 @@ class RanksCopier:
         """Copy slots into a layer's device blocks, with the next `end_step`."""
         self._copies.append(RegionCopy(True, layer, list(blocks), list(slots)))
 
+    def flush(self) -> None:
+        """Do nothing: the ranks copy what is sent before they compute the next step."""
+
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Have the ranks make the copies, and call `then` once all have.
 

@@ -55,7 +55,7 @@ class RanksConnector(TieredConnector):
 
     def begin_work(self, layers: Layers) -> RankCopies:
         """Return what copies in this rank's steps. The engine's process attaches it to the shared region."""
-        self.copies = RankCopies(layers, self._layout.state_groups)
+        self.copies = RankCopies(layers, self._layout.state_groups, by_layer=self._by_layer)
         return self.copies
 
     def build_connector_worker_meta(self) -> StepAnswers | None:

@@ -34,7 +34,8 @@ class PartCopier:
     def __init__(self, copier: BlockCopier, rank: int, num_ranks: int) -> None:
         self._copier, self._rank, self._num_ranks = copier, rank, num_ranks
         self.out, self.back = copier.out, copier.back
-        self.overlaps, self.end_step, self.rest = copier.overlaps, copier.end_step, copier.rest
+        self.overlaps, self.rest = copier.overlaps, copier.rest
+        self.flush, self.end_step = copier.flush, copier.end_step
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy a layer's device blocks into this rank's part of slots."""
@@ -51,8 +52,8 @@ class PartCopier:
 class RankCopies(StepCopies):
     """The copies of one rank, in steps and between them."""
 
-    def __init__(self, layers: Layers, state_groups: Collection[int]) -> None:
-        super().__init__(layers, state_groups)
+    def __init__(self, layers: Layers, state_groups: Collection[int], *, by_layer: bool) -> None:
+        super().__init__(layers, state_groups, by_layer=by_layer)
         self._copier: PartCopier | None = None
         self._moves = RankMoves()
         self._ended: list[int] = []
@@ -92,9 +93,14 @@ class RankCopies(StepCopies):
         self._moves = moves
         self.begin_copies(moves.saves)
 
+    @property
+    def has_loads(self) -> bool:
+        """Whether the step loads anything."""
+        return bool(self._moves.load_blocks)
+
     def load_region(self, region: int) -> None:
         """Copy a region of all blocks to load to the device."""
-        if self._moves.load_blocks:
+        if self.has_loads:
             slots = [of_block[region] for of_block in self._moves.load_slots]
             self.copier.to_device(region, self._moves.load_blocks, slots)
 
@@ -104,7 +110,7 @@ class RankCopies(StepCopies):
         if not moves.number:
             return
         if sys.exception() is None:
-            self.save_states()
+            self.save_rest()
         if not self.has_saved_all:
             self._failed.add(moves.number)
         self.copier.end_step(

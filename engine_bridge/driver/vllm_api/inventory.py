@@ -267,7 +267,7 @@ vllm.v1.kv_cache_interface:MambaSpec KV_TIERS
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
 vllm._custom_ops CUDA_COPIES
-    call swap_blocks(src, dst, block_size_in_bytes, block_mapping)
+    call swap_blocks_batch(src_ptrs, dst_ptrs, sizes)
 vllm.distributed.device_communicators.cuda_wrapper:CudaRTLibrary CUDA_COPIES
     call __init__() cudaHostRegister(ptr, size) cudaHostUnregister(ptr) cudaGetLastError()
 vllm.v1.core.kv_cache_utils KV_TIERS

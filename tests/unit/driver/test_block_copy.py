@@ -114,14 +114,16 @@ class Cuda:
     """In place of torch.cuda where there is none: writes down who waits for whom, and says that each copy took a quarter of a second."""
 
     def __init__(self) -> None:
-        self.side, self.compute = Stream("side", self), Stream("compute", self)
+        self.sides = iter([Stream("out", self), Stream("in", self)])
+        self.compute = Stream("compute", self)
+        self.copied: list[list[list[int]]] = []
         self.done: list[str] = []
         self.now_ms = 0.0
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return {
-            "Stream": lambda: self.side,
+            "Stream": lambda: next(self.sides),
             "current_stream": lambda: self.compute,
             "stream": lambda stream: nullcontext(),
             "Event": lambda enable_timing=False: Event(self),
@@ -132,7 +134,8 @@ class Cuda:
 
     cudaHostUnregister = cudaGetLastError = lambda self, *args: 0
 
-    def swap_blocks(self, *args: Any) -> None:
+    def swap_blocks_batch(self, *args: Any) -> None:
+        self.copied.append([each.tolist() for each in args])
         self.done.append("copy")
         self.now_ms += 250.0
 
@@ -155,7 +158,7 @@ class Stream(NamedTuple):
 class Event:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self.synchronize = cuda.side.synchronize
+        self.synchronize = cuda.compute.synchronize
 
     def record(self, stream: Any = None) -> None:
         self.at_ms = self._cuda.now_ms
@@ -169,7 +172,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(block_copy, "PINNING", Pinning(lambda: cuda))
-    monkeypatch.setitem(vars(vllm_api), "swap_blocks", cuda.swap_blocks)
+    monkeypatch.setitem(vars(vllm_api), "swap_blocks_batch", cuda.swap_blocks_batch)
     return cuda
 
 
@@ -180,14 +183,48 @@ def copier_of(num_layers: int, waiter: Any = lambda run: run()) -> tuple[block_c
     return block_copy.CudaCopier(layers, np.zeros((NUM_SLOTS, num_bytes), dtype=np.uint8), waiter), num_bytes
 
 
-def test_on_cuda_a_steps_loads_wait_for_the_steps_before_and_not_for_its_own_layers(cuda: Cuda) -> None:
-    copier, _ = copier_of(2)
+def test_on_cuda_a_step_makes_one_copy_each_way_in_order_with_its_kernels(cuda: Cuda) -> None:
+    copier, num_bytes = copier_of(2)
     for _ in range(2):
         for layer in range(2):
             copier.to_device(layer, [1, 2], [3, 4])
+        assert cuda.done == []
+        copier.flush()
+        assert cuda.done == ["in waits for compute", "copy", "compute waits for in"]
+        for layer in range(2):
+            copier.to_host(layer, [4, 2], [5, 6])
         copier.end_step(lambda: None)
-    load = ["copy", "compute waits for side"]
-    assert cuda.done == 2 * ["side waits for compute", *load, *load, "compute waits"]
+        assert cuda.done[3:] == ["out waits for compute", "copy", "compute waits", "compute waits"]
+        cuda.done.clear()
+    (_, _, loaded), (_, _, saved) = cuda.copied[:2]
+    assert loaded == [2 * num_bytes] * 2, "neighbours on both sides are one copy"
+    assert saved == [num_bytes] * 4
+
+
+def test_on_cuda_blocks_that_come_back_in_the_same_call_wait_for_their_way_out(cuda: Cuda) -> None:
+    copier, _ = copier_of(1)
+    copier.to_host(0, [1], [3])
+    copier.to_device(0, [1], [3])
+    copier.end_step(lambda: None)
+    assert cuda.done[2:5] == ["in waits for compute", "in waits for out", "copy"]
+    (out, host, _), (back, device, _) = cuda.copied
+    assert (out, host) == (device, back)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30),
+    row_bytes=st.integers(1, 3),
+)
+def test_joined_copies_move_the_same_bytes(rows: list[tuple[int, int]], row_bytes: int) -> None:
+    source, into = (np.array(each, dtype=np.int64) * row_bytes for each in zip(*rows, strict=True))
+    copies = list(zip(*block_copy.joined(source, into, row_bytes), strict=True))
+
+    def moved(moves: Any) -> list[tuple[int, int]]:
+        return [(of + at, to + at) for of, to, size in moves for at in range(size)]
+
+    assert moved(copies) == moved((of, to, row_bytes) for of, to in zip(source, into, strict=True))
+    ends = [(of + size, to + size) for of, to, size in copies]
+    assert not any(end == (of, to) for end, (of, to, _) in zip(ends, copies[1:], strict=False))
 
 
 def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: Cuda) -> None:
@@ -218,5 +255,5 @@ def test_memory_that_a_slot_is_filled_from_is_kept_for_the_copying(cuda: Cuda, i
     used_by: list[Any] = []
     memory: Any = SimpleNamespace(is_cuda=is_cuda, record_stream=used_by.append)
     StreamedSlots(SimpleNamespace(modules={})).fill(1, AdapterWeights({}, 0, memory))
-    assert used_by == ([cuda.side] if is_cuda else []), "torch refuses it for host memory"
-    assert cuda.done == ["side waits for compute"], "steps before this one read the slot's previous weights"
+    assert [each.name for each in used_by] == (["out"] if is_cuda else []), "torch refuses it for host memory"
+    assert cuda.done == ["out waits for compute"], "steps before this one read the slot's previous weights"

@@ -55,8 +55,8 @@ class Stepped(Bench):
 
     def run(self, num_layers: int = SHAPE.num_layers, *, ends: bool = True) -> None:
         for layer in range(num_layers):
-            self.step.load(layer)
-            self.step.save(0, layer)
+            self.step.layer_begins(layer)
+            self.step.layer_ends(0, layer)
         if ends:
             self.step.end()
 
@@ -165,6 +165,29 @@ def test_a_recurrent_layers_memory_is_whole_blocks() -> None:
     layers = Layers({"state": state}, [group_of_names("state", spec=spec)])
     assert layers.regions[0].shape == (8, 64) and layers.regions[0].data_ptr() == raw.data_ptr()
     assert str(spec.shapes) in str(layers.plan)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_all_layers_are_loaded_before_and_saved_behind_the_forward_pass(
+    stepped: Stepped, fails: bool
+) -> None:
+    stepped.step = _OwnStep(stepped.tiers, stepped.layers, (), by_layer=False)
+    stage = stepped.begin()
+    stepped.run(ends=False)
+    assert not any(layer[1].any() for layer in stepped.device), "the hooks do nothing"
+    stepped.step.start()
+    stepped.copier.catch_up()
+    for layer, device in enumerate(stepped.device):
+        for block, block_id in zip(stage.blocks, (1, 2), strict=True):
+            assert bytes(device[block_id].tolist()) == stepped.content(block.key, layer)
+    try:
+        if fails:
+            raise RuntimeError("the forward pass fails")
+    except RuntimeError:
+        stepped.step.end()
+    else:
+        stepped.step.end()
+    assert stepped.num_saved == (0 if fails else 2)
 
 
 def test_recurrent_layers_which_have_no_hooks_are_loaded_before_and_saved_behind_the_forward_pass(

@@ -36,7 +36,7 @@ class Rank:
     def __init__(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         self.layers = {str(layer): torch.rand(SHAPE, generator=generator) for layer in range(NUM_LAYERS)}
-        self.copies = RankCopies(Layers(self.layers, [group_of_names(*self.layers)]), ())
+        self.copies = RankCopies(Layers(self.layers, [group_of_names(*self.layers)]), (), by_layer=True)
         self.number = number
 
     def step(self, moves: RankMoves, *, num_layers: int = NUM_LAYERS) -> StepAnswers | None:
