@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,26 +69,6 @@ def configure_environment(config: EngineConfig) -> None:
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
-@contextmanager
-def _quiet_ranks() -> Iterator[None]:
-    """Have processes that start meanwhile log errors alone, unless the user has set vLLM's level: each warns a dozen times at a healthy start.
-
-    Our own log settings do not reach them.
-    """
-    quiet = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    before = {name: os.environ.get(name) for name in quiet}
-    if before["VLLM_LOGGING_LEVEL"] == _set.get("VLLM_LOGGING_LEVEL"):
-        os.environ |= quiet
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _cores() -> list[int]:
     """Return the numbers of the processor cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
@@ -134,8 +112,11 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         tiers.arguments = arguments_that_count(args)
     # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
     served = UsageContext.OPENAI_API_SERVER
-    with _quiet_ranks() if has_ranks else nullcontext():
-        engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
+    if has_ranks:
+        connection.keep_quiet(
+            is_wished=os.environ.get("VLLM_LOGGING_LEVEL") == _set.get("VLLM_LOGGING_LEVEL")
+        )
+    engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)

@@ -92,6 +92,8 @@ def build_with_what_works(
 def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
     if "adapters" in mechanisms:
         config = replace(config, enable_lora=False)
+    if "expert parallelism" in mechanisms:
+        config = replace(config, enable_expert_parallel=False)
     if "prefix caching" in mechanisms:
         config = replace(config, enable_prefix_caching=False)
     return config

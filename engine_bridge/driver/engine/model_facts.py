@@ -66,6 +66,7 @@ def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> d
     asked: dict[Mechanism, bool] = {
         "adapters": config.enable_lora,
         "KV tiers": has_tiers,
+        "expert parallelism": config.enable_expert_parallel,
     }
     return {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
 
@@ -113,5 +114,6 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         takes_adapters=bool(supports_lora(model_class)),
         is_recurrent=bool(model.is_hybrid or model.is_attention_free),
         is_speculative=vllm_config.speculative_config is not None,
+        splits_by_expert=vllm_config.device_config.device_type != "cpu",
         reuses_kv=reuses_kv(vllm_config),
     )

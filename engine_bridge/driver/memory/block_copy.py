@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_bridge.driver.memory.pinning import PINNING
+from engine_bridge.driver.memory.pinning import PINNING, piece_bytes
 from engine_bridge.policy.costs.costs import Copied
 from engine_bridge.protocol.errors import SeamMoved
 
@@ -245,7 +245,8 @@ class CudaCopier:
         )
         device = starts.astype(np.int64) + blocks * self._row_bytes
         host = self._region.ctypes.data + slots * self._row_bytes
-        pointers = joined(*((device, host) if is_out else (host, device)), self._row_bytes)
+        pieces = slots * self._row_bytes // piece_bytes(self._row_bytes)
+        pointers = joined(*((device, host) if is_out else (host, device)), pieces, self._row_bytes)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             began.record()
@@ -260,7 +261,7 @@ _Timed = tuple[Copied, int, int, Any, Any]
 """The direction's counter, the number of bytes and of copies of a layer, and the events before and after them."""
 
 
-def joined(source: Rows, into: Rows, row_bytes: int) -> tuple[Rows, Rows, Rows]:
+def joined(source: Rows, into: Rows, pieces: Rows, row_bytes: int) -> tuple[Rows, Rows, Rows]:
     """Return where to copy from and to, and how many bytes: rows that follow one another on both sides are one copy.
 
     Each copy costs a microsecond or two of its own on a GPU, as much as 100 kB.
@@ -268,10 +269,11 @@ def joined(source: Rows, into: Rows, row_bytes: int) -> tuple[Rows, Rows, Rows]:
     Args:
         source: the addresses of the rows to read, in the order in which they may follow one another.
         into: the addresses to write them to.
+        pieces: the piece of pinned memory that each is in or goes to; no copy may lie in two.
         row_bytes: bytes of a row.
     """
     begins = np.ones(len(source), dtype=bool)
-    begins[1:] = (np.diff(source) != row_bytes) | (np.diff(into) != row_bytes)
+    begins[1:] = (np.diff(source) != row_bytes) | (np.diff(into) != row_bytes) | (np.diff(pieces) != 0)
     first = np.flatnonzero(begins)
     lengths = np.diff(np.append(first, len(source)))
     return source[first], into[first], lengths * row_bytes

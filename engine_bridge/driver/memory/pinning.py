@@ -77,10 +77,15 @@ class Pinning:
         weakref.finalize(owner, _unpin, runtime, pinned).atexit = False
 
 
+def piece_bytes(slot_bytes: int, most_bytes: int = MAX_PIECE_BYTES) -> int:
+    """Return the bytes of each stretch but the last: whole slots and whole pages, at most `most_bytes` if that can be."""
+    unit = math.lcm(slot_bytes, mmap.PAGESIZE)
+    return max(most_bytes // unit, 1) * unit
+
+
 def pieces(num_bytes: int, slot_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
     """Return the offset and size of each stretch to register: no slot and no page lies in two, and at most `most_bytes` are in one if that can be."""
-    unit = math.lcm(slot_bytes, mmap.PAGESIZE)
-    size = max(most_bytes // unit, 1) * unit
+    size = piece_bytes(slot_bytes, most_bytes)
     return [(offset, min(size, num_bytes - offset)) for offset in range(0, num_bytes, size)]
 
 

@@ -39,6 +39,10 @@ vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator CPU_RANKS
 vllm.v1.executor.multiproc_executor:MultiprocExecutor RANKS
     call collective_rpc(method, *, args, non_block) register_failure_callback(callback)
     read is_failed
+vllm.v1.executor.multiproc_executor:WorkerProc RANKS
+    replace make_worker_process(vllm_config, *args, **kwargs)
+vllm.config:LoggingConfig RANKS
+    write log_level configure_logging
 vllm.distributed.kv_transfer RANKS
     call get_kv_transfer_group()
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANKS
@@ -93,6 +97,7 @@ vllm.lora.request:LoRARequest ENGINE
 vllm.config:VllmConfig ENGINE at vllm_config
     read cache_config device_config kv_transfer_config model_config scheduler_config structured_outputs_config
     KV_TIERS: read speculative_config
+    RANKS: write logging_config
 vllm.config:SpeculativeConfig KV_TIERS
     read draft_model_config
 vllm.config:CacheConfig ENGINE at vllm_config.cache_config
@@ -108,6 +113,7 @@ vllm.model_executor.model_loader.utils MODEL_FACTS
 vllm.model_executor.models.interfaces MODEL_FACTS
     call supports_lora(model)
 vllm.config:DeviceConfig PROFILING at vllm_config.device_config
+    MODEL_FACTS: read device_type
     read device
 vllm.config:StructuredOutputsConfig ENGINE
     call __init__(*, backend, disable_any_whitespace)

@@ -12,10 +12,11 @@ from msgspec import Struct
 
 from engine_bridge.protocol.errors import NotSupported
 
-Mechanism = Literal["adapters", "KV tiers", "prefix caching"]
+Mechanism = Literal["adapters", "KV tiers", "prefix caching", "expert parallelism"]
 CONSEQUENCES: Mapping[Mechanism, str] = {
     "adapters": "every request is answered by the base model",
     "KV tiers": "KV that leaves the device is computed again, and nothing is brought nearer ahead of a request",
+    "expert parallelism": "each device has a part of every expert",
     "prefix caching": "every prompt is computed as a whole, and nothing can be computed or brought nearer ahead of a request",
 }
 
@@ -55,6 +56,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         takes_adapters: whether vLLM has LoRA for that class.
         is_recurrent: whether layers keep a state in place of KV, such as Mamba's or a gated delta net's.
         is_speculative: whether tokens are drafted.
+        splits_by_expert: whether devices can have whole experts each.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, by the settings and by its own decision for this model.
     """
 
@@ -62,6 +64,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     takes_adapters: bool = True
     is_recurrent: bool = False
     is_speculative: bool = False
+    splits_by_expert: bool = True
     reuses_kv: bool = True
 
 
@@ -70,6 +73,9 @@ def left_out(facts: ModelFacts) -> dict[Mechanism, str]:
     found: dict[Mechanism, str] = {}
     if not facts.takes_adapters:
         found["adapters"] = f"vLLM has no LoRA for {facts.architecture}"
+    if not facts.splits_by_expert:
+        # Of vLLM 0.32: its kernel reads the weights of experts that the rank does not have, and the rank ends.
+        found["expert parallelism"] = "vLLM's experts on a CPU are computed whole or in parts of each"
     if not facts.reuses_kv:
         found["KV tiers"] = "vLLM computes every prompt of this model anew here (its prefix caching is off)"
     elif facts.is_recurrent and facts.is_speculative:

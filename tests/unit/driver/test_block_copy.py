@@ -214,17 +214,23 @@ def test_on_cuda_blocks_that_come_back_in_the_same_call_wait_for_their_way_out(c
 @given(
     rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30),
     row_bytes=st.integers(1, 3),
+    piece_rows=st.integers(1, 9),
 )
-def test_joined_copies_move_the_same_bytes(rows: list[tuple[int, int]], row_bytes: int) -> None:
+def test_joined_copies_move_the_same_bytes_and_lie_in_one_piece(
+    rows: list[tuple[int, int]], row_bytes: int, piece_rows: int
+) -> None:
     source, into = (np.array(each, dtype=np.int64) * row_bytes for each in zip(*rows, strict=True))
-    copies = list(zip(*block_copy.joined(source, into, row_bytes), strict=True))
+    piece_bytes = piece_rows * row_bytes
+    copies = list(zip(*block_copy.joined(source, into, into // piece_bytes, row_bytes), strict=True))
 
     def moved(moves: Any) -> list[tuple[int, int]]:
         return [(of + at, to + at) for of, to, size in moves for at in range(size)]
 
     assert moved(copies) == moved((of, to, row_bytes) for of, to in zip(source, into, strict=True))
+    assert all(to // piece_bytes == (to + size - 1) // piece_bytes for _, to, size in copies)
     ends = [(of + size, to + size) for of, to, size in copies]
-    assert not any(end == (of, to) for end, (of, to, _) in zip(ends, copies[1:], strict=False))
+    pairs = zip(ends, copies[1:], strict=False)
+    assert not any(end == (of, to) and to % piece_bytes for end, (of, to, _) in pairs)
 
 
 def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: Cuda) -> None:

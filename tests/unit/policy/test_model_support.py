@@ -10,6 +10,7 @@ from engine_bridge.policy.limits.model_support import CONSEQUENCES, Mechanism, M
         ({"takes_adapters": False}, ["adapters"]),
         ({"is_recurrent": True}, []),
         ({"is_speculative": True}, []),
+        ({"splits_by_expert": False}, ["expert parallelism"]),
         ({"is_recurrent": True, "is_speculative": True}, ["KV tiers"]),
         ({"reuses_kv": False, "is_recurrent": True}, ["KV tiers"]),
         ({"takes_adapters": False, "reuses_kv": False}, ["adapters", "KV tiers"]),
