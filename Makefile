@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Three processes on two cores, because a third of the time a test waits for a process or a page; a file's tests all in one of them (they share an engine), in the order that the engines need.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients models results wheels pins vllm-names browser clean
+.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients models results wheels pins gpu-kit vllm-names browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -87,6 +87,9 @@ wheels: $(RUNTIME) ## build the server's and the client's wheel into dist/ (docs
 
 pins: ## resolve requirements/*.in into pinned lists with hashes
 	python3 requirements/pin.py
+
+gpu-kit: $(RUNTIME) ## pack vLLM, what it needs and this checkout for a machine with a GPU that reaches no registry (KIT=folder)
+	$(PY) -m bench.live.gpu.kit $(or $(KIT),build/gpu-kit)
 
 vllm-names: $(RUNTIME) $(TESTING) ## look for all names of vLLM's in each version that is supported (downloads 660 MB); VLLM=0.33.0 ARGS=tests: run tests with its code
 	$(PY) -m tests.vllm_versions $(VLLM) $(if $(VLLM),$(ARGS))

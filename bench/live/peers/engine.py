@@ -36,6 +36,9 @@ class Settings:
         has_tiers: ours only: KV that leaves the device is kept in host memory and on disk.
         has_page_cache: ours only: False has the kernel forget what the KV tiers read, so that reading it again reads the disk.
         scheduling_policy: ours only: which request starts next.
+        device: "cpu" or "cuda". On a GPU vLLM compiles and captures graphs, as servers do.
+        has_weights: False for a model whose weights vLLM makes up.
+        offload_gib: stock only: host memory of vLLM's own OffloadingConnector; 0: it is not used.
         profile_dir: where `overture profile` keeps its measurements, ours only; "" for none.
     """
 
@@ -43,10 +46,10 @@ class Settings:
     dtype: str
     folder: str
     num_blocks: int
-    block_size: int = 32
+    block_size: int | None = 32
     max_model_len: int = 8192
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = 2048
+    max_num_seqs: int | None = 64
     adapters: list[tuple[str, str]] = field(default_factory=list)
     max_loras: int = 1
     max_lora_rank: int = 8
@@ -58,16 +61,22 @@ class Settings:
     has_page_cache: bool = True
     scheduling_policy: str = DEFAULT_POLICY
     profile_dir: str = ""
+    device: str = "cpu"
+    has_weights: bool = True
+    offload_gib: float = 0.0
 
     @classmethod
-    def of(cls, shape: ModelShape, folder: Path, **more: Any) -> Settings:
+    def of(cls, shape: ModelShape, folder: Path, *, has_weights: bool = True, **more: Any) -> Settings:
         """Return the settings of an engine with a model of this shape, which is written if it is not there yet."""
-        return cls(model=str(model_folder(shape)), dtype=shape.dtype, folder=str(folder), **more)
+        model = str(model_folder(shape, has_weights=has_weights))
+        return cls(model=model, dtype=shape.dtype, folder=str(folder), has_weights=has_weights, **more)
 
 
-def configure_environment() -> None:
+def configure_environment(device: str = "cpu") -> None:
     """Must run before vllm or torch is imported."""
+    compiles_nothing = {"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {}
     for name, value in {
+        **compiles_nothing,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB),
         "VLLM_NO_USAGE_STATS": "1",
@@ -75,7 +84,6 @@ def configure_environment() -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TORCH_COMPILE_DISABLE": "1",
     }.items():
         os.environ.setdefault(name, value)
 

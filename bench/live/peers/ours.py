@@ -44,6 +44,7 @@ from kvtiers.keys import BlockKey
 
 T = TypeVar("T")
 OWNER = "local"
+REBUILD_TIMEOUT_S = 240.0
 SETTLE_TIMEOUT_S, PLACE_TIMEOUT_S, REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 30.0, 60.0, 120.0
 LOOK_EVERY_S = 0.002
 MEMCPY_BYTES = 64 << 20
@@ -64,7 +65,7 @@ class Ours(Engine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        configure_environment()
+        configure_environment(settings.device)
         threading.Thread(target=self.loop.run_forever, name="event-loop", daemon=True).start()
         self.tiers: Any = self._make_tiers() if settings.has_tiers else None
         self.node = LocalNode(
@@ -73,10 +74,13 @@ class Ours(Engine):
                     model=settings.model,
                     served_model_name="bench",
                     dtype=settings.dtype,
+                    device=settings.device,
+                    engine_args=() if settings.has_weights else ("load_format=dummy",),
                     block_size=settings.block_size,
+                    max_num_batched_tokens=settings.max_num_batched_tokens,
                     max_model_len=settings.max_model_len,
                     max_num_seqs=settings.max_num_seqs,
-                    kv_cache_gib=KV_SPACE_GIB,
+                    kv_cache_gib=KV_SPACE_GIB if settings.device == "cpu" else None,
                     num_kv_blocks=settings.num_blocks,
                     log_stats=False,
                     scheduling_policy=settings.scheduling_policy,
@@ -99,6 +103,7 @@ class Ours(Engine):
         self._records: list[AdvisoryRecord] = []
         self._predicted: dict[str, list[list[float]]] = {"step": [], "out": [], "back": []}
         self._numbers = itertools.count()
+        self._num_broken = 0
         self.warm_up()
 
     def _make_tiers(self) -> KvTiers:
@@ -153,8 +158,31 @@ class Ours(Engine):
         async with aclosing(answer) as outputs:
             async for output in outputs:
                 yield output.outputs[0].token_ids
-        if self.node.num_rebuilds:
+        if self.node.num_rebuilds > self._num_broken:
             raise RuntimeError("the engine failed and was rebuilt")
+
+    def break_a_step(self, tokens: list[int]) -> dict[str, Any]:
+        """Have the step fail that computes this prompt, and wait for the engine that is built in its place. Returns what came of it.
+
+        Raises:
+            TimeoutError: there is no new engine.
+        """
+        self._num_broken += 1
+        self.on_engine(inside.break_next_step)
+        began_s = time.perf_counter()
+        said = ""
+        try:
+            self.turn(tokens, 1)
+        except Exception as error:
+            said = str(error)
+        self.do(self._rebuilt())
+        self.log = self.on_engine(inside.note_steps)
+        return {"said": said[:120], "rebuilt_s": round(time.perf_counter() - began_s, 2)}
+
+    async def _rebuilt(self) -> None:
+        async with asyncio.timeout(REBUILD_TIMEOUT_S):
+            while self.node.num_rebuilds < self._num_broken or self.node.state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
 
     # -- advisories and drafts ---------------------------------------------------------------------------------------
 
@@ -234,6 +262,11 @@ class Ours(Engine):
             self.tiers.store.drop_host()
         if source == "disk_cold":
             drop_page_cache(path for path in Path(self.settings.folder).rglob("*") if path.is_file())
+
+    def hits(self) -> dict[str, int]:
+        """Return the blocks that restores have found in host memory and on disk since the start."""
+        stats = self.tiers.stats()
+        return {"host": stats.host.num_hits, "disk": stats.disk.num_hits}
 
     def settle(self) -> None:
         """Return once the tiers have written everything. Raises TimeoutError."""

@@ -38,6 +38,16 @@ def note_steps(driver: Any) -> StepLog:
     return log
 
 
+def break_next_step(driver: Any) -> None:
+    """Have the next step with requests fail, as a CUDA error would let it."""
+
+    def fail() -> None:
+        """Fail."""
+        raise RuntimeError("a step was made to fail")
+
+    driver.engine.step = fail
+
+
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 

@@ -31,8 +31,10 @@ class Stock(Engine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        configure_environment()
+        configure_environment(settings.device)
+        on_cpu = settings.device == "cpu"
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from engine_bridge.driver.in_process import runner_of
@@ -47,20 +49,27 @@ class Stock(Engine):
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "num_gpu_blocks_override": settings.num_blocks,
             "enable_prefix_caching": True,
-            "enforce_eager": True,
+            "enforce_eager": on_cpu,
+            "load_format": "auto" if settings.has_weights else "dummy",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if settings.offload_gib:
+            arguments["kv_offloading_size"] = settings.offload_gib
         if settings.adapters:
-            lora.install()
+            if on_cpu:
+                lora.install()
             arguments |= {
                 "enable_lora": True,
                 "max_loras": settings.max_loras,
                 "max_lora_rank": settings.max_lora_rank,
                 "max_cpu_loras": settings.max_cpu_loras,
             }
-        self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
-        if settings.adapters:
+        # What is not set vLLM chooses as `vllm serve` does.
+        given = EngineArgs(**{name: value for name, value in arguments.items() if value is not None})
+        served = UsageContext.OPENAI_API_SERVER
+        self.llm = LLMEngine.from_engine_args(given, served, enable_multiprocessing=False)
+        if settings.adapters and on_cpu:
             lora.check_runner(runner_of(self.llm))
         self.log = StepLog(scheduler_of(self.llm))
         self._ids = {name: number for number, name in enumerate(self.folders, 1)}

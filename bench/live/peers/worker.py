@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[type[Ours | Stock], dict[str, Any]]] = {
     "ours_off": (Ours, {"has_tiers": False}),
     "ours_disk": (Ours, {"has_page_cache": False}),
     "stock": (Stock, {}),
+    "stock_offload": (Stock, {"offload_gib": 16.0}),
 }
 """Each kind's engine, and the settings in which it differs."""
 START_TIMEOUT_S, COMMAND_TIMEOUT_S, END_TIMEOUT_S = 180.0, 600.0, 20.0

@@ -21,6 +21,7 @@ WARM_UP_TOKENS = (32, 32, 512)
 # for one that it does not, and other ones from 128 rows on. The last two are more than a CUDA graph holds (512 by itself). Found by reading; without
 # them the first adapter took 0.7 s, and 6.8 s where nothing is compiled ahead (measured on an H200).
 ADAPTER_WARM_UP_TOKENS = (9, 16, 137, 208, 521, 528)
+# As vLLM has it for its own warm-up. The kernels are those of the largest rank, whatever the adapter's is.
 DUMMY_RANK = 8
 
 
@@ -85,7 +86,8 @@ def _warm_up_adapter(engine: Any, scheduler: Any, limit: int) -> None:
     manager = runner_of(engine).lora_manager
     # Nothing is read from the path: vLLM finds an adapter of this number.
     request = LoRARequest(lora_name="warm-up", lora_int_id=1, lora_path="/warm-up")
-    manager.add_dummy_lora(request, DUMMY_RANK)
+    rank = min(DUMMY_RANK, manager.lora_config.max_lora_rank)
+    manager.add_dummy_lora(request, manager.get_dummy_lora_warmup_rank(rank))
     for num_tokens in dict.fromkeys(min(wanted, limit - 2) for wanted in ADAPTER_WARM_UP_TOKENS):
         prompt: Any = {"prompt_token_ids": [1 + num_tokens] * num_tokens}
         params = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -290,8 +290,8 @@ vllm.lora.worker_manager:LRUCacheWorkerLoRAManager LORA
     override _apply_adapters(lora_requests) _manager_cls
     look up in set_active_adapters: _apply_adapters
     look up in create_lora_manager: _manager_cls
-    call add_dummy_lora(lora_request, rank) remove_all_adapters()
-    read _adapter_manager vocab_size
+    call add_dummy_lora(lora_request, rank) get_dummy_lora_warmup_rank(default_rank) remove_all_adapters()
+    read _adapter_manager lora_config vocab_size
     # vLLM's own reading of an adapter's files, which we repeat.
     look up in _load_adapter: hf_to_vllm_mapper get_rename_mapper lora_skip_prefixes
 vllm.lora.model_manager:LRUCacheLoRAModelManager LORA

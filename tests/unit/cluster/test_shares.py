@@ -22,7 +22,7 @@ def test_each_core_belongs_to_one_node_and_parts_are_alike(cores: set[int], data
 
 
 WHOLE = {"kv_cache_gib": 4, "kv_host_gib": 2, "kv_disk_gib": 8, "adapter_host_gib": 1}
-PART = {"kv_cache_gib": 2, "kv_host_gib": 1, "kv_disk_gib": 4, "adapter_host_gib": 0.5, "max_num_seqs": 64}
+PART = {"kv_cache_gib": 2, "kv_host_gib": 1, "kv_disk_gib": 4, "adapter_host_gib": 0.5, "batch_seqs": 64}
 
 
 @pytest.mark.parametrize(

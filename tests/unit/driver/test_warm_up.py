@@ -22,6 +22,7 @@ class Engine:
         self.now = 0.0
         self.tiers: Any = None
         self.adapters: set[int] = set()
+        self.lora_config = SimpleNamespace(max_lora_rank=4)
         self.prompts_with_adapter: list[int] = []
         worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=self))
         executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
@@ -61,7 +62,11 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self._cached = []
 
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        return default_rank
+
     def add_dummy_lora(self, lora_request: Any, rank: int) -> None:
+        assert rank <= self.lora_config.max_lora_rank
         self.adapters.add(lora_request.lora_int_id)
 
     def remove_all_adapters(self) -> None:

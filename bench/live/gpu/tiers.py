@@ -1,6 +1,6 @@
 """What our server's KV tiers and advisories are worth on a GPU, as a client sees it over HTTP.
 
-    python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu]
+    python -m bench.live.gpu.tiers [--shape 8b|small|tiny] [--eager] [--device cpu]
 
 `8b` has the layers of Llama 3 8B in bfloat16 and weights that vLLM makes up, so nothing is downloaded; its answers hardly depend on the prompt.
 `small` (0.6 B) has random weights that make them differ, so that a wrong KV block shows as a wrong token: `tokens_identical`.
@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -42,15 +42,43 @@ from bench.live.shared.serving import OvertureServer
 from engine_bridge.protocol.node import ADVISORY_ENDS
 
 _shape = partial(ModelShape, max_model_len=17408, num_kv_heads=8, dtype="bfloat16")
+_tiny = partial(
+    _shape,
+    num_layers=4,
+    hidden_size=128,
+    intermediate_size=256,
+    num_heads=2,
+    num_kv_heads=2,
+    dtype="float32",
+)
 SHAPES = {
     "8b": _shape(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32),
     "small": _shape(num_layers=16, hidden_size=2048, intermediate_size=4096, num_heads=16),
-    "tiny": _shape(
-        num_layers=4, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, dtype="float32"
-    ),
+    "tiny": _tiny(),
+    "dry": _tiny(max_model_len=1280),
 }
-HISTORY_TOKENS = (2048, 8192, 16384)
-REPEATS = 3
+
+
+class Histories(NamedTuple):
+    """The histories that are played: their tokens, and how many there are of each length."""
+
+    tokens: tuple[int, ...] = (2048, 8192, 16384)
+    repeats: int = 3
+
+    def all(self) -> list[tuple[int, int, str, list[int]]]:
+        """Tokens, number, session and prompt of each."""
+        return [
+            (
+                num_tokens,
+                number,
+                f"s{num_tokens}-{number}",
+                text(num_tokens + 1, "history", num_tokens, number),
+            )
+            for number in range(self.repeats)
+            for num_tokens in self.tokens
+        ]
+
+
 FIRST_SERVER = {
     "histories, and turns after each from the device": [("recompute", "device")],
     "turns from host memory": [("host",)],
@@ -79,7 +107,8 @@ class Client:
     async def ask(self, session: str, prompt: list[int]) -> Streamed:
         """Ask with these token ids; return the answer. Raises RuntimeError if the server refuses or fails."""
         body = {"model": "bench", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        # Tokens of random weights may make no text.
+        body |= {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
         return await streamed(self._http, f"{self._url}/v1/completions", body, {"X-Session-Id": session})
 
     async def advise(self, session: str) -> None:
@@ -115,20 +144,20 @@ def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
 
 @asynccontextmanager
 async def serving(
-    shape: ModelShape, device: str, folder: Path, log: Path, *flags: str
+    shape: ModelShape, device: str, histories: Histories, folder: Path, log: Path, *flags: str
 ) -> AsyncIterator[Client]:
     """Serve this model with tiers for all histories; yield a client until the block ends.
 
     Args:
         shape: the model.
         device: "cpu" or "cuda".
+        histories: for which there is to be room.
         folder: the server's data folder.
         log: the file for the server's output.
         *flags: more flags of `overture serve`.
     """
     has_weights = shape != SHAPES["8b"]
-    history_tokens = REPEATS * sum(HISTORY_TOKENS)
-    kv_gib = history_tokens * shape.kv_token_bytes / 2**30
+    kv_gib = histories.repeats * sum(histories.tokens) * shape.kv_token_bytes / 2**30
     command = [
         *(f"--device={device}", f"--data-dir={folder}"),
         f"--model={model_folder(shape, has_weights=has_weights)}",
@@ -136,7 +165,7 @@ async def serving(
         *(f"--block-size={BLOCK_SIZE}", "--max-lora-rank=64", "--max-loras=4"),
         *kv_flags(shape, device, DEVICE_SHARE * kv_gib),
         *([] if has_weights else ["--engine-arg=load_format=dummy"]),
-        *(f"--kv-host-gib={1.5 * kv_gib:.1f}", f"--kv-disk-gib={2 * kv_gib:.1f}"),
+        *(f"--kv-host-gib={1.5 * kv_gib:.4f}", f"--kv-disk-gib={2 * kv_gib:.4f}"),
         *flags,
     ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -159,7 +188,7 @@ class Played:
         self.ttft_s[source, num_tokens].append(answer.ttft_s)
         self.cached[source, num_tokens].append(answer.num_cached / (num_tokens + 1 + TURN_TOKENS))
         if source != "recompute":
-            self.answers[num_tokens, number][source] = answer.text
+            self.answers[num_tokens, number][source] = str(answer.token_ids)
 
     def ms(self, source: str) -> dict[int, float]:
         """Median TTFT by history."""
@@ -179,29 +208,24 @@ class Played:
         return all(len(set(answers.values())) == 1 for answers in self.answers.values())
 
 
-def histories() -> list[tuple[int, int, str, list[int]]]:
-    """Tokens, number, session and prompt of each."""
-    return [
-        (num_tokens, number, f"s{num_tokens}-{number}", text(num_tokens + 1, "history", num_tokens, number))
-        for number in range(REPEATS)
-        for num_tokens in HISTORY_TOKENS
-    ]
-
-
 def turn_of(prompt: list[int]) -> list[int]:
     """Return a prompt that continues this history."""
     return prompt + text(TURN_TOKENS, "turn", prompt[0])
 
 
 async def play(
-    client: Client, played: Played, progress: Progress, rounds: Mapping[str, Sequence[Sequence[str]]]
+    client: Client,
+    played: Played,
+    histories: Histories,
+    progress: Progress,
+    rounds: Mapping[str, Sequence[Sequence[str]]],
 ) -> None:
     """Ask all histories in each round, by its name, from these sources, which take turns."""
     for number in range(3):
-        await client.ask(f"w{number}", text(3000, "warm", number))  # not counted
+        await client.ask(f"w{number}", text(min(3000, histories.tokens[-1]), "warm", number))  # not counted
     for said, turns in rounds.items():
         progress.say(said)
-        for at, (num_tokens, number, session, prompt) in enumerate(histories()):
+        for at, (num_tokens, number, session, prompt) in enumerate(histories.all()):
             for source in turns[at % len(turns)]:
                 if source.startswith("advised"):
                     await client.advise(session)
@@ -239,17 +263,25 @@ def main() -> None:
 
 async def run(args: argparse.Namespace) -> None:
     """Measure everything and report."""
-    shape, progress, played = SHAPES[args.shape], Progress(), Played()
     flags = ["--enforce-eager"] if args.eager else []
-    details: dict[str, Any] = {"shape": args.shape, "copy_gb_s": copy_gb_s() if args.device == "cuda" else {}}
-    with tempfile.TemporaryDirectory() as name:
-        folder, logs = Path(name) / "data", Path(name)
-        progress.say("starting the server")
-        async with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
-            await play(client, played, progress, FIRST_SERVER)
-        progress.say("starting it anew")
-        async with serving(shape, args.device, folder, logs / "second.log", *flags) as client:
-            await play(client, played, progress, SECOND_SERVER)
+    played, details = await measure(args.shape, args.device, Histories(), *flags)
+    rows = [
+        (f"TTFT, {source}, {num_tokens} tokens [ms]", spread_ms(found), "")
+        for (source, num_tokens), found in sorted(played.ttft_s.items())
+    ]
+    report(f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}", rows, details)
+
+
+async def measure(name: str, device: str, histories: Histories, *flags: str) -> tuple[Played, dict[str, Any]]:
+    """Return the turns and their figures. name: of the shape; flags: more of the server's."""
+    shape, progress, played = SHAPES[name], Progress(), Played()
+    details: dict[str, Any] = {"shape": name, "copy_gb_s": copy_gb_s() if device == "cuda" else {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, logs = Path(scratch) / "data", Path(scratch)
+        for log, rounds in (("first.log", FIRST_SERVER), ("second.log", SECOND_SERVER)):
+            progress.say("starting a server")
+            async with serving(shape, device, histories, folder, logs / log, *flags) as client:
+                await play(client, played, histories, progress, rounds)
     link_gb_s = details["copy_gb_s"].get("to_device")
     restore_gb_s = {
         num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms, 0.1) / 1e6, 1)
@@ -257,10 +289,6 @@ async def run(args: argparse.Namespace) -> None:
             played.ms("host").items(), played.ms("resident").values(), strict=True
         )
     }
-    rows = [
-        (f"TTFT, {source}, {num_tokens} tokens [ms]", spread_ms(found), "")
-        for (source, num_tokens), found in sorted(played.ttft_s.items())
-    ]
     details |= {f"{source}_vs_{to}": played.ratio(source, to) for source, to in RATIOS}
     details |= {
         "ttft_ms": {source: played.ms(source) for source in SOURCES},
@@ -269,11 +297,11 @@ async def run(args: argparse.Namespace) -> None:
             for (source, num_tokens), found in played.cached.items()
         },
         "restore_gb_s": restore_gb_s,
-        "restore_vs_link": round(restore_gb_s[HISTORY_TOKENS[-1]] / link_gb_s, 3) if link_gb_s else None,
+        "restore_vs_link": round(restore_gb_s[histories.tokens[-1]] / link_gb_s, 3) if link_gb_s else None,
         "tokens_identical": played.are_identical(),
         "num_distinct_answers": len({answers["device"] for answers in played.answers.values()}),
     }
-    report(f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}", rows, details)
+    return played, details
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What a GPU is to decide, in the order of worth; `tiers` is the play over HTTP."""
