@@ -47,6 +47,7 @@ from engine_bridge.protocol.node import (
 )
 from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.token_stream import TokenStream
+from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.tracing import Traces
@@ -139,6 +140,9 @@ class LocalNode:
     async def start(self) -> None:
         """Bring the engine up; see `Node`."""
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
+        engine = self._config.engine
+        for name, why in without_effect(parse(engine.engine_args, {}), engine.device).items():
+            log.warning("%s changes nothing here: %s", name, why)
         try:
             # Before the engine, so that a predictor that cannot be loaded is reported at once.
             self._lengths = await _open_lengths(self._config, self._report)

@@ -36,7 +36,7 @@ RULED_OUT: Mapping[str, str] = {
         ),
         ("runner convert pooler_config skip_tokenizer_init enable_prompt_embeds tokens_only", _TEXT),
         (
-            "scheduler_cls async_scheduling disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
+            "scheduler_cls disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
             _OWN,
         ),
         ("num_gpu_blocks_override kv_cache_memory_bytes", _KV_SIZE),
@@ -52,6 +52,16 @@ RULED_OUT: Mapping[str, str] = {
     )
     for name in names.split()
 }
+
+# By name, arguments that change nothing on a CPU, with the reason.
+_NOTHING_ON_CPU: Mapping[str, str] = {
+    "async_scheduling": "vLLM schedules each step on a CPU when the step before it has ended",
+}
+
+
+def without_effect(names: Iterable[str], device: str) -> dict[str, str]:
+    """Return those of the given arguments that change nothing on this device ("cpu" or another), with the reason. vLLM does not get them."""
+    return {name: _NOTHING_ON_CPU[name] for name in names if device == "cpu" and name in _NOTHING_ON_CPU}
 
 
 def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,11 @@ SEVERAL: Mapping[str, str] = {
     "--allowed-origins": "--cors-origin",
     "--allowed-media-domains": "--allow-image-host",
 }
+# vLLM's switches -> the engine argument that they are, which has no setting of its own here.
+ARGUMENTS: Mapping[str, str] = {
+    "--async-scheduling": "async_scheduling=true",
+    "--no-async-scheduling": "async_scheduling=false",
+}
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
@@ -39,7 +44,6 @@ ALWAYS: Mapping[str, str] = {
     "--disable-uvicorn-access-log": "there is no access log",
     "--enable-request-id-headers": "every reply has an X-Request-Id",
     "--disable-log-stats": "the log has no periodic figures; /metrics has them",
-    "--no-async-scheduling": "on a CPU steps are never scheduled ahead",
     "--log-error-stack": "the log says where an error of the server's was raised",
     "--enable-offline-docs": "/docs loads nothing from other servers",
     "--max-log-len": "prompts are never logged",
@@ -145,6 +149,8 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
         if value is None and name in _ALWAYS_WITH_VALUE:
             _taken(left)
         return []
+    if name in ARGUMENTS:
+        return ["--engine-arg", ARGUMENTS[name]]
     if name in SEVERAL:
         values = [value] if value is not None else _taken(left)
         return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]

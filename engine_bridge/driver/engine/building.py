@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
+from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _correct(config: EngineConfig, off: Off) -> None:
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """Return vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
     from engine_bridge.driver.engine.engine_arguments import typed
-    from engine_bridge.driver.scheduling.seam import scheduler_name
+    from engine_bridge.driver.scheduling.seam import SCHEDULER
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
 
     on_cpu = config.device == "cpu"
@@ -158,7 +159,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         # Also on a CPU, in place of VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
-        "scheduler_cls": scheduler_name(config.device),
+        "scheduler_cls": SCHEDULER,
         # A model that may get none of a kind of media is loaded without the part that reads it.
         "limit_mm_per_prompt": {"image": config.max_images, "video": 0, "audio": 0},
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
@@ -187,7 +188,8 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
-    options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
+    given = parse(config.engine_args, {})
+    options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 
 

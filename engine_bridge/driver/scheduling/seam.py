@@ -95,7 +95,12 @@ class GatedAsyncScheduler(_Planned, _Gate, AsyncScheduler):
     """The scheduler for engines that schedule ahead."""
 
 
-def scheduler_name(device: str) -> str:
-    """Return the value of `scheduler_cls` for this device, "cpu" or another."""
-    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
-    return f"{scheduler.__module__}.{scheduler.__qualname__}"
+def make_scheduler(*, vllm_config: Any, **parts: Any) -> GatedScheduler | GatedAsyncScheduler:
+    """Return the scheduler of an engine, which vLLM makes by this function's name, once it has decided whether steps are scheduled ahead."""
+    schedules_ahead = vllm_config.scheduler_config.async_scheduling
+    kind = GatedAsyncScheduler if schedules_ahead else GatedScheduler
+    return kind(vllm_config=vllm_config, **parts)
+
+
+# The value of vLLM's `scheduler_cls`.
+SCHEDULER = f"{make_scheduler.__module__}.{make_scheduler.__qualname__}"

@@ -160,6 +160,7 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
 vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
+    ENGINE: read async_scheduling
     read enable_chunked_prefill
     write long_prefill_token_threshold
     PROFILING: read max_num_batched_tokens max_num_seqs

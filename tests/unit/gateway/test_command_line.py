@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, translate
+from gateway.settings.vllm_flags import ALWAYS, ARGUMENTS, REFUSED, RENAMED, SEVERAL, translate
 from overture_client.completion_command import COMPLETE_VARIABLE
 from tests.served import served
 
@@ -124,7 +124,7 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
         for (theirs,), (ours,) in rows(heading):
             assert ours in OWN, ours
             value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
-            argv = [theirs] if theirs in SWITCHES else [theirs, value]
+            argv = [theirs] if theirs in (*SWITCHES, *ARGUMENTS) else [theirs, value]
             if theirs in FILES:  # whose files would have to be there
                 assert translate(argv, OWN) == argv
             else:
@@ -133,7 +133,8 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
 
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
     renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
-    assert renamed == {**RENAMED, **SEVERAL}
+    as_arguments = {flag: "--engine-arg" for flag in ARGUMENTS}
+    assert renamed == {**RENAMED, **SEVERAL, **as_arguments}
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
     refused = {flag for flags, _ in rows("Refused") for flag in flags}
     arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
@@ -141,7 +142,7 @@ def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
 
 
 def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
-    known = {*ALWAYS, *REFUSED, *RENAMED, *SEVERAL}
+    known = {*ALWAYS, *ARGUMENTS, *REFUSED, *RENAMED, *SEVERAL}
     assert not known & OWN
     assert not {setting.name for setting in SETTINGS} & RULED_OUT.keys()
 
@@ -158,6 +159,7 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--allowed-origins", "https://a.example"], ["--cors-origin", "https://a.example"]),
         (["-tp", "1", "m"], ["m"]),
         (["--tensor-parallel-size=1"], []),
+        (["--no-async-scheduling", "m"], ["--engine-arg", "async_scheduling=false", "m"]),
         (["--", "--enable-lora"], ["--", "--enable-lora"]),
         (["--something", "else"], ["--something", "else"]),
         (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
