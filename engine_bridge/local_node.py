@@ -249,9 +249,9 @@ class LocalNode:
         return "draining" if state == "ready" and self._is_draining else state
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model."""
-        return self._config.engine.served_model_name
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the base model."""
+        return self._config.engine.model_names
 
     @property
     def progress(self) -> Progress:
@@ -266,7 +266,7 @@ class LocalNode:
     def _stats(self, counts: EngineCounts) -> NodeStats:
         return NodeStats(
             state=self.state,
-            model=self.model_name,
+            model=self.model_names[0],
             max_model_len=self.max_model_len,
             **asdict(counts),
             num_steps=self._thread.num_steps,
@@ -522,7 +522,7 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
     template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
     reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
     return ServingOptions(
-        served_model_name=config.engine.served_model_name,
+        model_names=config.engine.model_names,
         model_path=config.engine.model,
         tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
         reasoning_parser=check_reasoning_parser(reasoning, tokenizer),

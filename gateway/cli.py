@@ -54,6 +54,7 @@ _METAVARS = {
     "ssl_certfile": "FILE",
     "ssl_keyfile": "FILE",
     "tenant_weights": "NAME=WEIGHT",
+    "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
 }
 
@@ -69,7 +70,8 @@ class SettingsCommand(click.Command):
         """Translate vLLM's flags into ours, then parse."""
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
-            return super().parse_args(ctx, translate(args, own))
+            takes_model = any(isinstance(param, click.Argument) for param in self.params)
+            return super().parse_args(ctx, translate(args, own, needs_model=takes_model))
         except FlagRefusal as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:

@@ -69,7 +69,7 @@ class NodeReport(Struct, frozen=True, array_like=True):
     """
 
     progress: Progress
-    model_name: str
+    model_names: tuple[str, ...]
     max_model_len: int
     figures: NodeFigures
     adapters: list[AdapterInfo] | None = None

@@ -390,8 +390,8 @@ class Figures(Protocol):
         """How far the node has come on its way to `ready`."""
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model."""
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use for the base model; replies have the first. There is one at least."""
 
     @property
     def max_model_len(self) -> int:

@@ -54,6 +54,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             "Model", "Name that clients use for the base model; empty: the last part of the model's path."
         ),
     ] = ""
+    served_model_aliases: Annotated[
+        tuple[NonEmpty, ...],
+        setting("Model", "Another name that requests may use for the base model; replies have the first."),
+    ] = ()
     device: Annotated[
         Device, setting("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
     ] = "auto"
@@ -265,6 +269,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use for the base model. Replies have the first."""
+        return tuple(dict.fromkeys((self.served_model_name, *self.served_model_aliases)))
 
 
 def kv_cache_bytes(kv_cache_gib: float | None, device: str) -> int | None:

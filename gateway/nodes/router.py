@@ -302,9 +302,9 @@ class Router:
         return told
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model, which all nodes share."""
-        return next((node.model_name for node in self._members.all()), "")
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the base model, which all nodes share."""
+        return next((node.model_names for node in self._members.all()), ("",))
 
     @property
     def max_model_len(self) -> int:

@@ -130,7 +130,8 @@ def _check_engine(config: Config) -> None:
     }
     checks: dict[str, Callable[[], object]] = {
         "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
-        "served_model_name": lambda: _check_name(config.served_model_name),
+        "served_model_name": lambda: _check_names([config.served_model_name]),
+        "served_model_aliases": lambda: _check_names(config.served_model_aliases),
         "lora_modules": lambda: _check_folders(config.lora_modules),
         "speculative_config": lambda: _object(config.speculative_config),
         "root_path": lambda: _checked_root(config.root_path),
@@ -147,10 +148,11 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
 
 
-def _check_name(served_model_name: str) -> None:
-    """Check the served model's name, which is used like adapters' names."""
-    if problem := problem_as_text(served_model_name):
-        raise ValueError(f"no model may be called {quoted(served_model_name)}: the name {problem}")
+def _check_names(names: Iterable[str]) -> None:
+    """Check the served model's names, which are used like adapters' names."""
+    for name in names:
+        if problem := problem_as_text(name):
+            raise ValueError(f"no model may be called {quoted(name)}: the name {problem}")
 
 
 def _check_folders(lora_modules: Iterable[str]) -> None:

@@ -26,6 +26,8 @@ SEVERAL: Mapping[str, str] = {
     "--allowed-origins": "--cors-origin",
     "--allowed-media-domains": "--allow-image-host",
 }
+# A flag that has one value here, -> ours for the further values that vLLM takes behind it.
+FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
 # vLLM's switches -> the engine argument that they are, which has no setting of its own here.
 ARGUMENTS: Mapping[str, str] = {
     "--async-scheduling": "async_scheduling=true",
@@ -120,17 +122,22 @@ class _Flag(NamedTuple):
         return cls(SHORT.get(name, name), value if is_given else None)
 
 
-def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
+def translate(words: Iterable[str], own: Iterable[str] = (), *, needs_model: bool = False) -> list[str]:
     """Translate a command line of `vllm serve` into our flags. Unknown words stay as they are.
 
     Args:
         words: the command line.
         own: our flags, which are never taken for vLLM's.
+        needs_model: the command takes a model as a word of its own. Where the line begins with no such word, as vLLM's does, and has no --model,
+            the last of several words behind a flag that has one value here is the model.
 
     Raises:
         FlagRefusal: a flag that has no meaning here.
     """
     left, made, ours = list(words), list[str](), frozenset(own)
+    if needs_model:
+        needs_model = left[:1] == [] or left[0].startswith("-")
+        needs_model &= not any(_Flag.of(word).name == "--model" for word in left)
     while left:
         word = left.pop(0)
         if word == "--":
@@ -138,7 +145,15 @@ def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
         if not word.startswith("-") or word == "-":
             made.append(word)
             continue
-        made += _translated(_Flag.of(word), left, ours)
+        flag = _Flag.of(word)
+        if flag.name in FURTHER and flag.value is None:
+            values = _taken(left)
+            if needs_model and len(values) > 1:
+                left.insert(0, values.pop())
+            made += [flag.name, *values[:1]]
+            made += [part for value in values[1:] for part in (FURTHER[flag.name], value)]
+        else:
+            made += _translated(flag, left, ours)
     return made
 
 

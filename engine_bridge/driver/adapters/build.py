@@ -55,7 +55,7 @@ def make_residency(
     manager = worker_manager._adapter_manager
     scheduler = engine.engine_core.engine_core.scheduler
     host_bytes = int(config.adapter_host_gib * GIB)
-    contract = contract_of(manager, (config.model, config.served_model_name))
+    contract = contract_of(manager, (config.model, *config.model_names))
     manager.remove_all_adapters()  # those of vLLM's warm-up
     may_assist = _may_assist(engine, config)
     workers = _make_workers(config, manager, host_bytes) if may_assist else AssistWorkers()

@@ -82,11 +82,12 @@ class ServingOptions:
     """The settings of the serving classes.
 
     Attributes:
+        model_names: the names that requests may use for the base model; replies have the first.
         chat_template: the template's text; None: the tokenizer's template.
         keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
     """
 
-    served_model_name: str
+    model_names: tuple[str, ...]
     model_path: str
     tool_parser: str = NO_FORM
     reasoning_parser: str = ""
@@ -127,8 +128,8 @@ class Serving:
             "tool_parser": options.tool_parser,
             "reasoning_parser": options.reasoning_parser,
         }
-        base = BaseModelPath(options.served_model_name, options.model_path)
-        self.models = OpenAIServingModels(client, [base])
+        bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
+        self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         self._chat = Chat(
@@ -320,7 +321,7 @@ class Serving:
             )
 
     def _unknown_model(self, name: str) -> str:
-        return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
+        return unknown_model(name, [*self._options.model_names, *sorted(self.models.lora_requests)])
 
     async def models_reply(self) -> JsonReply:
         """Return the reply to `GET /v1/models`: the model and its adapters."""

@@ -160,7 +160,7 @@ async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> No
 def adapter_named(services: Services, body: Any) -> str | None:
     """Return the model that a body names, unless it is the base model. Whether there is such an adapter, the node finds out."""
     model = body.get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
+    return model if isinstance(model, str) and model not in ("", *services.config.model_names) else None
 
 
 async def record(

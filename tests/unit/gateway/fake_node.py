@@ -122,7 +122,7 @@ class FakeNode:
     def __init__(self, script: Sequence[str] | None = None) -> None:
         self.script = script
         self.state: NodeState = "ready"
-        self.model_name = "fake-model"
+        self.model_names: tuple[str, ...] = ("fake-model",)
         self.adapter_names = ["shout", "pirate"]
         self.adapter_place: AdapterPlace = "disk"
         self.refusal: BaseException | None = None

@@ -172,6 +172,31 @@ def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str
     assert translate(argv, OWN) == expected
 
 
+def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
+    name, alias = "--served-model-name", "--served-model-alias"
+
+    def of(*argv: str, needs_model: bool = True) -> list[str]:
+        return translate(argv, OWN, needs_model=needs_model)
+
+    assert of("m", name, "a", "b", "c", "--seed", "1") == [
+        "m",
+        name,
+        "a",
+        alias,
+        "b",
+        alias,
+        "c",
+        "--seed",
+        "1",
+    ]
+    assert of(name, "a", "b", "--model=m") == [name, "a", alias, "b", "--model=m"]
+    assert of(name, "a", "./m") == [name, "a", "./m"]
+    assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
+    assert of(name) == [name]
+    said = shown("demo/model", name, "a", "b", "c")
+    assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
+
+
 class Nodes:
     """states: what each question finds a node to be, the last one from then on. asked: calls that change something, with their bodies."""
 
