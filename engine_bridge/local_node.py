@@ -78,6 +78,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
         state_dir: where the registry of adapters and the learned lengths of answers are kept; None: in memory.
         length_predictor: `module:Name` of a user's own, which is asked before ours.
         limits: of what one request may ask.
+        default_chat_template_kwargs: what every conversation is rendered with, apart from what its request says.
         peers: where KV is lent to other nodes; None: to none.
     """
 
@@ -92,6 +93,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     context_overflow: ContextOverflow = "error"
     special_tokens_in_content: SpecialTokensInContent = "keep"
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = {}
     peers: PeerConfig | None = None
 
 
@@ -178,6 +180,7 @@ class LocalNode:
         serving = Serving(self._client, options)
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
+        await serving.check_template_arguments()
         await self._watch.start(serving.adapters, self._catalog, self._report)
         await self._thread.call(lambda driver: driver.use_reasoning_parser(serving.reasoning_parser))
         self._serving = serving
@@ -527,6 +530,7 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
         tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
         reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
         chat_template=config.chat_template,
+        default_chat_template_kwargs=config.default_chat_template_kwargs,
         keeps_token_ids=keeps_token_ids,
         context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -114,6 +115,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         context_overflow=config.context_overflow,
         special_tokens_in_content=config.special_tokens_in_content,
         chat_template=template,
+        default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
     )
 
 

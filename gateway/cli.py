@@ -32,6 +32,7 @@ _METAVARS = {
     "cluster_port": "PORT",
     "cluster_token_file": "FILE",
     "cors_origins": "ORIGIN",
+    "default_chat_template_kwargs": "JSON",
     "download_dir": "FOLDER",
     "drain_timeout_s": "SECONDS",
     "engine_args": "NAME=VALUE",

@@ -145,6 +145,13 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     chat_template: Annotated[
         Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
     ] = None
+    default_chat_template_kwargs: Annotated[
+        NonEmpty | None,
+        setting(
+            "Model",
+            "Arguments of the chat template for every conversation, as a JSON object; a request's own chat_template_kwargs win.",
+        ),
+    ] = None
     tool_parser: Annotated[
         str,
         setting(

@@ -134,6 +134,9 @@ def _check_engine(config: Config) -> None:
         "served_model_aliases": lambda: _check_names(config.served_model_aliases),
         "lora_modules": lambda: _check_folders(config.lora_modules),
         "speculative_config": lambda: _object(config.speculative_config),
+        "default_chat_template_kwargs": lambda: _check_template_arguments(
+            _object(config.default_chat_template_kwargs)
+        ),
         "root_path": lambda: _checked_root(config.root_path),
     }
     for name, check in checks.items():
@@ -161,10 +164,21 @@ def _check_folders(lora_modules: Iterable[str]) -> None:
             raise ValueError(f"there is no folder {path} for the adapter {name}")
 
 
-def _object(text: str | None) -> None:
-    """Parse a JSON object. Raises ValueError for anything else."""
-    if text is not None and not isinstance(json.loads(text), dict):
+def _object(text: str | None) -> dict[str, Any]:
+    """Return the JSON object that a text holds, {} for None. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {text!r}")
+    return found
+
+
+def _check_template_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what vLLM sets itself for each conversation. Raises ValueError."""
+    if names := sorted({"chat_template", "tokenize"} & given.keys()):
+        raise ValueError(f"{names[0]} is no argument that a chat template gets: see --chat-template")
 
 
 def _checked_root(path: str) -> None:

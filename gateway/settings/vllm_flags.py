@@ -76,7 +76,6 @@ REFUSED: Mapping[str, str] = {
     "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",
     "--return-tokens-as-token-ids": "ask for it in the request: return_token_ids",
     "--trust-request-chat-template": "templates are the operator's to give: see --chat-template",
-    "--default-chat-template-kwargs": "give them in the request: chat_template_kwargs",
     "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
     "--enable-force-include-usage": "a client that wants it asks for it: stream_options.include_usage",
     "--enable-log-outputs": "answers are never logged",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
@@ -84,6 +84,7 @@ class ServingOptions:
     Attributes:
         model_names: the names that requests may use for the base model; replies have the first.
         chat_template: the template's text; None: the tokenizer's template.
+        default_chat_template_kwargs: arguments of the template for every conversation; those of a request win.
         keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
     """
 
@@ -92,6 +93,7 @@ class ServingOptions:
     tool_parser: str = NO_FORM
     reasoning_parser: str = ""
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_chars: int = 1 << 20
     context_overflow: ContextOverflow = "error"
     keeps_token_ids: bool = True
@@ -127,6 +129,7 @@ class Serving:
             "enable_auto_tools": True,
             "tool_parser": options.tool_parser,
             "reasoning_parser": options.reasoning_parser,
+            "default_chat_template_kwargs": dict(options.default_chat_template_kwargs),
         }
         bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
         self.models = OpenAIServingModels(client, bases)
@@ -157,7 +160,12 @@ class Serving:
             **parsers,
         )
         tell_no_insides(self._chat, completion, responses, messages)
-        self._endpoints: dict[str, _Endpoint] = {
+        self._endpoints = self._apis(completion, responses, messages) | self._tokenization()
+
+    def _apis(
+        self, completion: Completions, responses: ResponsesServing, messages: Messages
+    ) -> dict[str, _Endpoint]:
+        return {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion, texts=chunks_of),
             "completions": _Endpoint(CompletionBody, completion.create_completion),
             "responses": _Endpoint(
@@ -175,7 +183,7 @@ class Serving:
                 is_anthropic=True,
                 dump={"exclude_none": True},
             ),
-        } | self._tokenization()
+        }
 
     def _tokenization(self) -> dict[str, _Endpoint]:
         tokenization = ServingTokenization(
@@ -183,6 +191,7 @@ class Serving:
             self._renderer,
             chat_template=self._options.chat_template,
             chat_template_content_format="auto",
+            default_chat_template_kwargs=dict(self._options.default_chat_template_kwargs),
         )
 
         async def tell_tokenizer(*_: Any) -> Any:
@@ -204,6 +213,17 @@ class Serving:
     def warm_up(self) -> None:
         """Compile the chat template and load lazy parts of the tokenizer."""
         self._renderer.warmup()
+
+    async def check_template_arguments(self) -> None:
+        """Render a message with the operator's arguments, if there are any. Raises InvalidRequest where the chat template fails with them."""
+        if not self._options.default_chat_template_kwargs:
+            return
+        try:
+            await self._render(ChatCompletionRequest(messages=[{"role": "user", "content": "Hello!"}]))
+        except Exception as error:
+            raise InvalidRequest(
+                f"default_chat_template_kwargs: the chat template fails with these arguments: {error}"
+            ) from error
 
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
@@ -376,7 +396,7 @@ class Serving:
         parser = self._chat.parser_cls(
             self._client.renderer.get_tokenizer(),
             None,
-            chat_template_kwargs={},
+            chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat_request),
             model_config=self._client.model_config,
         )
         return ReasoningSplit(parser, chat_request)

@@ -393,7 +393,7 @@ vllm.exceptions:VLLMValidationError APIS
 # -- the renderer ------------------------------------------------------------------------------------------------------
 vllm.renderers.online_renderer:OnlineRenderer APIS
     call __init__(model_config, renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools, tool_parser,
-        reasoning_parser) warmup() render_chat(request)
+        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) effective_chat_template_kwargs(request)
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
     read mm_processor
@@ -428,7 +428,8 @@ vllm.entrypoints.openai.models.protocol:BaseModelPath APIS
     call __init__(name, model_path)
 vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
-        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_chat_completion(request, raw_request)
+        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
+        create_chat_completion(request, raw_request)
     override chat_completion_full_generator(request, *args, **options)
     read default_sampling_params parser_cls
 vllm.parser.abstract_parser:DelegatingParser APIS
@@ -443,12 +444,12 @@ vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
         request_output_to_completion_response(final_res_batch, request, *args, **options)
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses APIS
     call __init__(engine_client, models, online_renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools,
-        tool_parser, reasoning_parser) create_responses(request, raw_request)
+        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request)
     override responses_stream_generator(request, sampling_params, result_generator, *args, **options)
         _make_response_output_items(request, final_output, *args, **options) _create_response_logprobs(token_ids, logprobs, *args, **options)
 vllm.entrypoints.serve.tokenize.serving:ServingTokenization APIS
-    call __init__(models, online_renderer, *, chat_template, chat_template_content_format) create_tokenize(request, raw_request)
-        create_detokenize(request, raw_request) get_tokenizer_info()
+    call __init__(models, online_renderer, *, chat_template, chat_template_content_format, default_chat_template_kwargs)
+        create_tokenize(request, raw_request) create_detokenize(request, raw_request) get_tokenizer_info()
 vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:TokenizeResponse APIS
@@ -457,8 +458,8 @@ vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:DetokenizeResponse APIS
 vllm.entrypoints.anthropic.serving:AnthropicServingMessages APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
-        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_messages(request, raw_request)
-        count_tokens(request, raw_request)
+        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
+        create_messages(request, raw_request) count_tokens(request, raw_request)
     override to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
         chat_completion_stream_generator(request, result_generator, *args, **options)
 vllm.entrypoints.anthropic.api_router APIS

@@ -90,6 +90,7 @@ VALUES = {
     "--root-path": "/llm",
     "--dtype": "float32",
     "--scheduling-policy": "fcfs",
+    "--default-chat-template-kwargs": '{"enable_thinking": false}',
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",
     "--chat-template": "demo/model/chat_template.jinja",
