@@ -57,6 +57,7 @@ _METAVARS = {
     "tenant_weights": "NAME=WEIGHT",
     "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
+    "uds": "PATH",
 }
 
 

@@ -149,6 +149,8 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("lora_modules: an adapter is named, and adapters is off: take one of them away")
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+    if config.uds is not None and config.ssl_certfile is not None:
+        raise ConfigError("uds: a Unix socket has no TLS: take ssl_certfile and ssl_keyfile away")
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -68,7 +68,6 @@ REFUSED: Mapping[str, str] = {
     "--headless": "a node of a cluster is started with `overture node`",
     "--api-server-count": "one process serves all connections here; for several engines give --nodes",
     "--grpc": "the server speaks HTTP and websockets",
-    "--uds": "the server listens on a TCP port: see --host and --port",
     "--middleware": "the server is no ASGI application that middleware could wrap",
     "--tool-server": "tools are run by clients",
     "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
