@@ -43,13 +43,15 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
     SseReply,
 )
 from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.token_stream import TokenStream
-from engine_bridge.settings.engine_arguments import parse, without_effect
+from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
+from engine_bridge.sleeping import Sleep, why_never
 from engine_bridge.tracing import Traces
 from kvtiers.closing import close_all, going_on
 from kvtiers.stats import TierStats
@@ -128,6 +130,7 @@ class LocalNode:
         self._schemas: ApiSchemas | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
+        self._sleep = Sleep(why_never(config.engine), self._thread, self._streams)
         self._stage, self._since = "waiting", time.monotonic()
         self._error: str | None = None
 
@@ -143,8 +146,10 @@ class LocalNode:
         """Bring the engine up; see `Node`."""
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
         engine = self._config.engine
-        for name, why in without_effect(parse(engine.engine_args, {}), engine.device).items():
+        for name, why in without_effect(named(engine.engine_args), engine.device).items():
             log.warning("%s changes nothing here: %s", name, why)
+        if engine.enable_sleep_mode and (never := why_never(engine)):
+            log.warning("this engine cannot be put to sleep: %s", never)
         try:
             # Before the engine, so that a predictor that cannot be loaded is reported at once.
             self._lengths = await _open_lengths(self._config, self._report)
@@ -227,6 +232,16 @@ class LocalNode:
             return False
         return True
 
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Give up the device's memory; see `Node`."""
+        if not self._sleep.is_on:
+            self._ready()
+        await self._sleep.begin(mode, timeout_s)
+
+    async def wake_up(self) -> None:
+        """Take it back; see `Node`."""
+        await self._sleep.end()
+
     async def close(self) -> None:
         """End the engine and all parts of the node."""
         self._is_draining = True
@@ -249,6 +264,8 @@ class LocalNode:
             return "failed"
         if state == "ready" and self._serving is None:
             return "starting"
+        if state == "ready" and self._sleep.is_on:
+            return "asleep"
         return "draining" if state == "ready" and self._is_draining else state
 
     @property
@@ -491,6 +508,7 @@ class LocalNode:
             raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
         if self._serving is None or self._client is None:
             raise self._starting()
+        self._sleep.check()
         self._client.check_ready()
         return self._serving, self._client
 

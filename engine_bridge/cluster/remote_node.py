@@ -25,6 +25,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
     SseReply,
 )
 
@@ -250,6 +251,14 @@ class RemoteNode:
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
         """Ask for the state of the engine, with `limit` requests at most."""
         return cast(EngineState, await self._call("engine_state", tenant, limit))
+
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Put the node's engine to sleep."""
+        await self._call("sleep", mode, timeout_s)
+
+    async def wake_up(self) -> None:
+        """Wake the node's engine up."""
+        await self._call("wake_up")
 
     async def drain(self, timeout_s: float) -> bool:
         """Drain the node. A node that cannot be reached has nothing under way."""

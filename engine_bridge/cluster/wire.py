@@ -42,6 +42,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
 )
 
 PROTOCOL = 2
@@ -193,6 +194,8 @@ METHODS: dict[str, Method] = {
     "pin_adapter": Method(tuple[str, bool], AdapterInfo | None),
     "engine_state": Method(tuple[str, int], EngineState),
     "drain": Method(tuple[float], bool),
+    "sleep": Method(tuple[SleepMode, float]),
+    "wake_up": Method(tuple[()]),
 }
 # After these a report comes before the reply.
 ADAPTER_METHODS = frozenset({"load_adapter", "unload_adapter", "pin_adapter"})

@@ -44,7 +44,6 @@ RULED_OUT: Mapping[str, str] = {
             "allowed_local_media_path enable_mm_embeds",
             "pictures come in the request itself, or from a host that --allow-image-host names",
         ),
-        ("enable_sleep_mode", "no route of this server puts the engine to sleep"),
         (
             "reasoning_parser_plugin",
             "parsers are chosen among those that vLLM brings: see --reasoning-parser",
@@ -64,10 +63,10 @@ def without_effect(names: Iterable[str], device: str) -> dict[str, str]:
     return {name: _NOTHING_ON_CPU[name] for name in names if device == "cpu" and name in _NOTHING_ON_CPU}
 
 
-def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of each "NAME=VALUE", with vLLM's underscores in the names. settings: by name, the flag of each setting of our own.
+def named(pairs: Iterable[str]) -> dict[str, str]:
+    """Return name -> value of each "NAME=VALUE", with vLLM's underscores in the names.
 
-    Raises ValueError, with a text for the operator, for another form, a name that has its own setting or is ruled out, and a name given twice.
+    Raises ValueError, with a text for the operator, for another form and a name given twice.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -75,11 +74,21 @@ def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
         name = name.strip().lstrip("-").replace("-", "_")
         if not is_given or not name:
             raise ValueError(f"expected NAME=VALUE, such as cpu_offload_gb=4, got {pair!r}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = value.strip()
+    return found
+
+
+def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return what `named` does, of a user's arguments. settings: by name, the flag of each setting of our own.
+
+    Raises ValueError as `named` does, and for a name that has its own setting or is ruled out.
+    """
+    found = named(pairs)
+    for name in found:
         if name in settings:
             raise ValueError(f"{name} has a setting of its own: {settings[name]}")
         if name in RULED_OUT:
             raise ValueError(f"{name} cannot be set here: {RULED_OUT[name]}")
-        if name in found:
-            raise ValueError(f"{name} is given twice")
-        found[name] = value.strip()
     return found

@@ -111,6 +111,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[
         bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
     ] = False
+    enable_sleep_mode: Annotated[
+        bool,
+        setting(
+            "Engine",
+            "Let operators free the GPU's memory for a while by POST /sleep and /wake_up; conversations keep their KV. Not on a CPU.",
+        ),
+    ] = False
     trust_remote_code: Annotated[
         bool, setting("Engine", "Run code that comes with the model. Only for models that you trust.")
     ] = False

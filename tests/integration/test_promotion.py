@@ -11,13 +11,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.errors import EngineUnavailable, NotSupported
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources, pack_token_ids
+from engine_bridge.sleeping import Sleep
 
 from . import nodes
-from .conftest import settle
+from .conftest import engine_has, settle
 from .nodes import WaitsForTheDisk, text
 
 BLOCK_TOKENS = 32
@@ -118,6 +123,7 @@ async def test_promotion(tmp_path: Path) -> None:
         await an_arrival_time_is_waited_for(node, tiers)
         await drafts_are_computed_ahead_and_kept_nowhere(node, tiers)
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
+        await a_sleep_ends_answers_and_costs_no_conversation_its_kv(node)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
         history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
@@ -291,6 +297,50 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
     assert await free_blocks(node) == free
     assert (await node.stats()).num_rebuilds == 0
     assert (await generate(node, history, "failing"))[0] == plain
+
+
+async def a_sleep_ends_answers_and_costs_no_conversation_its_kv(node: LocalNode) -> None:
+    """On a CPU vLLM gives no memory up, so here it is overwritten meanwhile."""
+    with pytest.raises(NotSupported, match="--enable-sleep-mode"):
+        await node.sleep("abort", 1)
+    node._sleep = Sleep("", node._thread, node._streams)
+    history = text("asleep", HISTORY_TOKENS + 1)
+    for adapter in (None, "pirate"):
+        await generate(node, history, f"asleep-{adapter}", adapter)
+    said = {
+        adapter: await generate(node, history, f"asleep-{adapter}", adapter) for adapter in (None, "pirate")
+    }
+    running = asyncio.create_task(nodes.generate(node, text("cut off", 20), 300))
+    await engine_has(node, 1)
+    with pytest.raises(EngineUnavailable, match="still run") as busy:
+        await node.sleep("wait", 0)
+    assert (busy.value.code, node.state) == ("busy", "ready")
+    watch, _ = await advise(node, "asleep-None")
+    await node.sleep("abort", 60)
+    await node.sleep("abort", 60)
+    with pytest.raises(EngineUnavailable, match="put to sleep"):
+        await running
+    assert node.state == "asleep" and watch.states[-1] == "cancelled"
+    for refused in (generate(node, history, "asleep-None"), advise(node, "asleep-None")):
+        with pytest.raises(EngineUnavailable) as asleep:
+            await refused
+        assert asleep.value.code == "asleep"
+
+    def overwrite(driver: Any) -> None:
+        from engine_bridge.driver.in_process import kv_caches_of
+
+        for layer in kv_caches_of(driver.engine):
+            layer.fill_(7)
+
+    await node.run_on_engine(overwrite)
+    await node.wake_up()
+    await node.wake_up()
+    assert node.state == "ready"
+    for adapter, (before, _) in said.items():
+        after, kv = await generate(node, history, f"asleep-{adapter}", adapter)
+        assert (after, kv.device, kv.host) == (before, 0, HISTORY_TOKENS)
+    watch, _ = await advise(node, "asleep-None")
+    assert (await watch.until("warm")).device_tokens == HISTORY_TOKENS
 
 
 async def a_restart_knows_a_session_by_its_ids(

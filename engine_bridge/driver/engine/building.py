@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
-from engine_bridge.settings.engine_arguments import parse, without_effect
+from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        options["enable_sleep_mode"] = config.enable_sleep_mode
     if tiers is not None:
         options["kv_transfer_config"] = connector_config(tiers.name)
     if config.enable_lora:
@@ -188,7 +189,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
-    given = parse(config.engine_args, {})
+    given = named(config.engine_args)
     options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 

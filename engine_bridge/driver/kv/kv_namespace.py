@@ -52,7 +52,7 @@ HARMLESS_ARGUMENTS = frozenset(
     """
     gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override cpu_offload_gb max_parallel_loading_workers safetensors_load_strategy
     safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load skip_mm_profiling device_ids numa_bind numa_bind_nodes
-    numa_bind_cpus
+    numa_bind_cpus enable_sleep_mode
     """
     # KV and adapters are already told apart by separate keys.
     """

@@ -11,6 +11,7 @@ ENGINE_SIDE = owners("""
 vllm.v1.engine.llm_engine:LLMEngine ENGINE
     call from_engine_args(engine_args, *, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
         abort_request(request_ids, *, internal) reset_prefix_cache(reset_running_requests, reset_connector) get_supported_tasks() step()
+        reset_mm_cache() reset_encoder_cache()
     read engine_core input_processor model_config renderer vllm_config
     REPORT: read output_processor
 vllm.v1.engine.core_client:InprocClient ENGINE at engine_core
@@ -23,6 +24,7 @@ vllm.v1.engine.core:EngineCore ENGINE at engine_core.engine_core
     KV_TIERS: look up in preprocess_add_request: request_block_hasher
 vllm.v1.executor.uniproc_executor:UniProcExecutor KV_TIERS at engine_core.engine_core.model_executor
     read driver_worker
+    ENGINE: call sleep(level) wake_up()
 vllm.v1.worker.worker_base:WorkerWrapperBase KV_TIERS at engine_core.engine_core.model_executor.driver_worker
     read worker
 vllm.v1.worker.gpu_worker:Worker KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker

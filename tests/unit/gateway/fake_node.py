@@ -257,5 +257,12 @@ class FakeNode:
         self.state = "draining"
         return all(answer.is_over or answer.is_closed for answer in self.answers)
 
+    async def sleep(self, mode: Any, timeout_s: float) -> None:
+        self.slept = (mode, timeout_s)
+        self.state = "asleep"
+
+    async def wake_up(self) -> None:
+        self.state = "ready"
+
     async def close(self) -> None:
         self.state = "closed"

@@ -97,7 +97,12 @@ VALUES = {
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
 WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
-SWITCHES = ("--enforce-eager", "--trust-remote-code", "--enable-prefix-caching")
+SWITCHES = (
+    "--enable-sleep-mode",
+    "--enforce-eager",
+    "--trust-remote-code",
+    "--enable-prefix-caching",
+)
 FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
 
 
