@@ -34,7 +34,7 @@ RULED_OUT: Mapping[str, str] = {
             "max_cpu_loras fully_sharded_loras default_mm_loras lora_dtype specialize_active_lora enable_lora",
             _ADAPTERS,
         ),
-        ("runner convert pooler_config skip_tokenizer_init enable_prompt_embeds tokens_only", _TEXT),
+        ("runner convert pooler_config skip_tokenizer_init tokens_only", _TEXT),
         (
             "scheduler_cls disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
             _OWN,

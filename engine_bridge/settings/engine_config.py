@@ -111,6 +111,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[
         bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
     ] = False
+    enable_prompt_embeds: Annotated[
+        bool,
+        setting(
+            "Engine",
+            "Take embeddings in place of text in /v1/completions (prompt_embeds). Only for clients that you trust: torch decodes them.",
+        ),
+    ] = False
     enable_sleep_mode: Annotated[
         bool,
         setting(

@@ -83,6 +83,15 @@ async def test_the_model_has_all_of_its_names_in_requests_and_the_first_in_repli
     assert f"{MODEL}, {ALIAS}" in refused["error"]["message"]
 
 
+async def test_embeddings_are_refused_where_they_are_off_and_never_belong_to_a_session(http: Http) -> None:
+    body = {"model": MODEL, "prompt_embeds": "AAAA"}
+    off = await told(http.post(COMPLETIONS, json=body), 400)
+    assert "--enable-prompt-embeds" in off["error"]["message"] and off["error"]["param"] == "prompt_embeds"
+    refused = await told(http.post(COMPLETIONS, json=body, headers={"X-Session-Id": "of-embeddings"}), 400)
+    assert "Sessions are of text" in refused["error"]["message"]
+    await told(http.get("/api/sessions/of-embeddings"), 404)
+
+
 async def test_a_text_comes_back_from_its_tokens(http: Http) -> None:
     """And a conversation has those of its prompt."""
     text = "Where is the harbour?"

@@ -170,6 +170,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "trust_remote_code": config.trust_remote_code,
+        "enable_prompt_embeds": config.enable_prompt_embeds,
         "revision": config.revision,
         "download_dir": str(config.download_dir) if config.download_dir is not None else None,
         "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,

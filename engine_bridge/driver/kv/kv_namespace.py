@@ -35,7 +35,7 @@ HARMLESS_ARGUMENTS = frozenset(
     # Names, tokens and texts: keys are made of token ids.
     """
     served_model_name tokenizer tokenizer_mode tokenizer_revision hf_token download_dir allowed_local_media_path allowed_media_domains
-    limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type renderer_num_workers
+    limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type renderer_num_workers enable_prompt_embeds
     """
     # Which token is chosen.
     """

@@ -23,6 +23,7 @@ from engine_bridge.calls import pictures
 from engine_bridge.calls.body_forms import usual_form
 from engine_bridge.calls.context_overflow import ContextOverflow, shorter
 from engine_bridge.calls.continuity import Continued
+from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.driver.apis.bodies import (
     Rejected,
     as_error_response,
@@ -33,6 +34,7 @@ from engine_bridge.driver.apis.bodies import (
 )
 from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
+from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
 from engine_bridge.driver.apis.media import check_sizes
 from engine_bridge.driver.apis.messages import Messages
@@ -298,6 +300,8 @@ class Serving:
         pictures.check_pictures(body, self._client.max_images)
         if urls := pictures.urls_of(body):
             await asyncio.to_thread(check_sizes, urls, pictures.where(body))
+        if embeddings := embeddings_of(api, body):
+            await asyncio.to_thread(check_embeddings, embeddings, self._client.model_config)
         result = first = await self._attempt(api, body, raw_request, call)
         if _is_too_long(first):
             versions = shorter(

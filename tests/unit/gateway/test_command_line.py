@@ -98,6 +98,7 @@ VALUES = {
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
 WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
 SWITCHES = (
+    "--enable-prompt-embeds",
     "--enable-sleep-mode",
     "--enforce-eager",
     "--trust-remote-code",
