@@ -336,6 +336,9 @@ async def embeddings_are_a_prompt_like_their_tokens_with_kv_of_their_own(node: L
         assert await complete(**asked) == (plain, 64), "from host memory"
         other, num_cached = await complete(model=adapter, prompt_embeds=embedded(others))
         assert num_cached == 0 and other == (await complete(model=adapter, prompt=others))[0]
+    grammar = {"structured_outputs": {"regex": "[ab]{3}"}, "max_tokens": 9}
+    said, _ = await complete(prompt_embeds=embedded(text("held", 40)), **grammar)
+    assert len(said) > 1, "a grammar can hold an answer to embeddings, as any other"
     wrong = {"model": "demo", "prompt_embeds": embedded([1])[:-8]}
     reply = await node.serve("completions", wrong, {}, EngineRequest())
     assert reply.status == 400 and json.loads(reply.body)["error"]["param"] == "prompt_embeds"

@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import (
+    BAD_WORDS,
+    EMBEDS_TOKEN,
+    HALF_CHARACTERS,
+    MAMBA2,
+    ROTARY,
+    SEEDS,
+)
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
@@ -126,6 +133,10 @@ def _correct(config: EngineConfig, off: Off) -> None:
         from engine_bridge.driver.corrections import bad_words
 
         bad_words.install()
+    if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
+        from engine_bridge.driver.corrections import embeds_token
+
+        embeds_token.install()
     if config.device == "cpu" and ROTARY not in off:
         from engine_bridge.driver.corrections import rotary
 

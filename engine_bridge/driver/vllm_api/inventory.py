@@ -123,6 +123,8 @@ vllm.tokenizers.detokenizer_utils HALF_CHARACTERS
     call _convert_tokens_to_string_with_added_encoders(tokenizer, output_tokens, skip_special_tokens, spaces_between_special_tokens)
 vllm.v1.sample.sampler BAD_WORDS
     replace apply_bad_words
+vllm.renderers.hf EMBEDS_TOKEN
+    replace _ensure_prompt_embeds_placeholder_token
 vllm._custom_ops ROTARY
     replace rotary_embedding
 vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2
