@@ -28,7 +28,7 @@ VOLUME /data
 EXPOSE 8000
 # /health answers 503 until the engine has started, which takes a minute and, with a large model, several.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['OVERTURE_PORT']}/health\", timeout=4)"]
+    CMD ["python", "-m", "gateway.commands.health_check"]
 # SIGTERM lets running answers finish for 30 s (--drain-timeout-s), so give `docker stop` a longer time than its 10 s.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["overture"]

@@ -116,11 +116,23 @@ class EngineThread(Generic[D]):
         The future raises EngineUnavailable if the driver fails or the engine is closed before that.
         """
         future = self._loop.create_future()
-        if self.state not in ("ready", "draining"):
+        if self.state not in ("ready", "draining", "asleep"):
             future.set_exception(EngineUnavailable(f"the engine is {self.state}"))
         elif not self._put(_Command(run, future)):
             future.set_exception(_closed())
         return future
+
+    def rest(self, run: Callable[[D], None]) -> asyncio.Future[None]:
+        """Run `run(driver)` between two steps, after which no step runs until `go_on`; commands do. The future is that of `call`."""
+        return self.call(lambda driver: self._run_into("asleep", run, driver))
+
+    def go_on(self, run: Callable[[D], None]) -> asyncio.Future[None]:
+        """Run `run(driver)`, after which steps run again. The future is that of `call`."""
+        return self.call(lambda driver: self._run_into("ready", run, driver))
+
+    def _run_into(self, state: NodeState, run: Callable[[D], None], driver: D) -> None:
+        run(driver)
+        self.state = state
 
     def wake(self) -> None:
         """Make the engine look again soon: work that it could not do may be possible now. From any thread."""
@@ -216,9 +228,10 @@ class EngineThread(Generic[D]):
         wait_s = FIRST_WAIT_S
         while not self._stopping:
             self._do_commands(driver)
-            if not driver.has_work():
+            is_asleep = self.state == "asleep"
+            if is_asleep or not driver.has_work():
                 self._flush()
-                self._sleep(driver.wait_s())
+                self._sleep(None if is_asleep else driver.wait_s())
                 continue
             started_s = time.monotonic()
             outputs = driver.step()

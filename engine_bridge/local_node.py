@@ -43,12 +43,15 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
     SseReply,
 )
 from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.token_stream import TokenStream
+from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
+from engine_bridge.sleeping import Sleep, why_never
 from engine_bridge.tracing import Traces
 from kvtiers.closing import close_all, going_on
 from kvtiers.stats import TierStats
@@ -77,6 +80,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
         state_dir: where the registry of adapters and the learned lengths of answers are kept; None: in memory.
         length_predictor: `module:Name` of a user's own, which is asked before ours.
         limits: of what one request may ask.
+        default_chat_template_kwargs: what every conversation is rendered with, apart from what its request says.
         peers: where KV is lent to other nodes; None: to none.
     """
 
@@ -91,6 +95,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     context_overflow: ContextOverflow = "error"
     special_tokens_in_content: SpecialTokensInContent = "keep"
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = {}
     peers: PeerConfig | None = None
 
 
@@ -125,6 +130,7 @@ class LocalNode:
         self._schemas: ApiSchemas | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
+        self._sleep = Sleep(why_never(config.engine), self._thread, self._streams)
         self._stage, self._since = "waiting", time.monotonic()
         self._error: str | None = None
 
@@ -139,6 +145,11 @@ class LocalNode:
     async def start(self) -> None:
         """Bring the engine up; see `Node`."""
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
+        engine = self._config.engine
+        for name, why in without_effect(named(engine.engine_args), engine.device).items():
+            log.warning("%s changes nothing here: %s", name, why)
+        if engine.enable_sleep_mode and (never := why_never(engine)):
+            log.warning("this engine cannot be put to sleep: %s", never)
         try:
             # Before the engine, so that a predictor that cannot be loaded is reported at once.
             self._lengths = await _open_lengths(self._config, self._report)
@@ -174,6 +185,7 @@ class LocalNode:
         serving = Serving(self._client, options)
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
+        await serving.check_template_arguments()
         await self._watch.start(serving.adapters, self._catalog, self._report)
         await self._thread.call(lambda driver: driver.use_reasoning_parser(serving.reasoning_parser))
         self._serving = serving
@@ -220,6 +232,16 @@ class LocalNode:
             return False
         return True
 
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Give up the device's memory; see `Node`."""
+        if not self._sleep.is_on:
+            self._ready()
+        await self._sleep.begin(mode, timeout_s)
+
+    async def wake_up(self) -> None:
+        """Take it back; see `Node`."""
+        await self._sleep.end()
+
     async def close(self) -> None:
         """End the engine and all parts of the node."""
         self._is_draining = True
@@ -242,12 +264,14 @@ class LocalNode:
             return "failed"
         if state == "ready" and self._serving is None:
             return "starting"
+        if state == "ready" and self._sleep.is_on:
+            return "asleep"
         return "draining" if state == "ready" and self._is_draining else state
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model."""
-        return self._config.engine.served_model_name
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the base model."""
+        return self._config.engine.model_names
 
     @property
     def progress(self) -> Progress:
@@ -262,7 +286,7 @@ class LocalNode:
     def _stats(self, counts: EngineCounts) -> NodeStats:
         return NodeStats(
             state=self.state,
-            model=self.model_name,
+            model=self.model_names[0],
             max_model_len=self.max_model_len,
             **asdict(counts),
             num_steps=self._thread.num_steps,
@@ -485,6 +509,7 @@ class LocalNode:
             raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
         if self._serving is None or self._client is None:
             raise self._starting()
+        self._sleep.check()
         self._client.check_ready()
         return self._serving, self._client
 
@@ -519,11 +544,12 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
     template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
     reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
     return ServingOptions(
-        served_model_name=config.engine.served_model_name,
+        model_names=config.engine.model_names,
         model_path=config.engine.model,
         tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
         reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
         chat_template=config.chat_template,
+        default_chat_template_kwargs=config.default_chat_template_kwargs,
         keeps_token_ids=keeps_token_ids,
         context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),

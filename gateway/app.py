@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
@@ -43,6 +45,7 @@ from gateway.doors.http.connections import (
     watched,
 )
 from gateway.doors.http.key_changes import follow_key_file
+from gateway.doors.http.unix_socket import UnixSite
 from gateway.doors.rest import adapters, advisories, engine, nodes, sessions, transfers
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
@@ -118,6 +121,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         context_overflow=config.context_overflow,
         special_tokens_in_content=config.special_tokens_in_content,
         chat_template=template,
+        default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
     )
 
 
@@ -316,6 +320,7 @@ class Server:
         self.services = services
         self._on_drained = on_drained
         self._runner: web.AppRunner | None = None
+        self._unix_site: UnixSite | None = None
         self.port = 0
 
     async def __aenter__(self) -> Server:
@@ -335,27 +340,36 @@ class Server:
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=config.keepalive_timeout_s,
+            shutdown_timeout=CLOSE_STREAMS_S,
         )
         await self._runner.setup()
         try:
-            site = web.TCPSite(
-                self._runner,
-                config.host,
-                config.port,
-                shutdown_timeout=CLOSE_STREAMS_S,
-                backlog=MOST_AT_ONCE,
-                ssl_context=tls,
+            await (
+                self._listen_at_a_path(config.uds) if config.uds is not None else self._listen(config, tls)
             )
-            await site.start()
-        except OSError as error:
+        except StartupError:
             await self._runner.cleanup()
             await self.services.store.close()
+            raise
+        return self
+
+    async def _listen_at_a_path(self, path: Path) -> None:
+        assert self._runner is not None
+        site = UnixSite(self._runner, path, backlog=MOST_AT_ONCE)
+        await site.start()
+        self._unix_site = site
+
+    async def _listen(self, config: Config, tls: ssl.SSLContext | None) -> None:
+        assert self._runner is not None
+        site = web.TCPSite(self._runner, config.host, config.port, backlog=MOST_AT_ONCE, ssl_context=tls)
+        try:
+            await site.start()
+        except OSError as error:
             raise StartupError(
                 f"cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
                 "Is another server running? Choose another port with --port."
             ) from error
         self.port = self._runner.addresses[0][1]
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Drain, tell every socket, and close the parts, the ones that others report to last. A failure on the way stops none of it."""
@@ -365,6 +379,8 @@ class Server:
         await _done("the chat sockets", socket.close_all(services))
         if self._runner is not None:
             await _done("the HTTP server", self._runner.cleanup())
+        if self._unix_site is not None:
+            await _done("the socket file", asyncio.to_thread(self._unix_site.remove))
         await _done("what was learned of agents", services.learned.save())
         await _done("the node", services.node.close())
         await _done("the session database", services.store.close())
@@ -390,6 +406,8 @@ class Server:
     @property
     def url(self) -> str:
         """The address at which the server answers."""
+        if self._unix_site is not None:
+            return self._unix_site.name
         host = self.services.config.host
         scheme = "http" if self.services.config.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"

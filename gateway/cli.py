@@ -32,6 +32,7 @@ _METAVARS = {
     "cluster_port": "PORT",
     "cluster_token_file": "FILE",
     "cors_origins": "ORIGIN",
+    "default_chat_template_kwargs": "JSON",
     "download_dir": "FOLDER",
     "drain_timeout_s": "SECONDS",
     "engine_args": "NAME=VALUE",
@@ -54,7 +55,9 @@ _METAVARS = {
     "ssl_certfile": "FILE",
     "ssl_keyfile": "FILE",
     "tenant_weights": "NAME=WEIGHT",
+    "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
+    "uds": "PATH",
 }
 
 
@@ -69,7 +72,8 @@ class SettingsCommand(click.Command):
         """Translate vLLM's flags into ours, then parse."""
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
-            return super().parse_args(ctx, translate(args, own))
+            takes_model = any(isinstance(param, click.Argument) for param in self.params)
+            return super().parse_args(ctx, translate(args, own, needs_model=takes_model))
         except FlagRefusal as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:

@@ -52,6 +52,7 @@ KINDS: dict[str, ErrorKind] = {
     "quota_exceeded": ErrorKind(429, "insufficient_quota"),
     "overloaded": ErrorKind(503, "overloaded_error", is_retryable=True),
     "draining": ErrorKind(503, "server_error", is_retryable=True),
+    "asleep": ErrorKind(503, "server_error", is_retryable=True),
     "starting": ErrorKind(503, "server_error", is_retryable=True),
     # Not retryable by itself: a damaged file does not mend. What may pass (a disk that is away for a moment) says so where it is raised.
     "storage_failed": ErrorKind(503, "server_error"),

@@ -61,6 +61,10 @@ Status = Literal["connecting", "starting", "connected", "reconnecting"]
 
 def socket_url(url: str) -> str:
     """Return the chat socket's address for a server's address: `http://host:8000` gives `ws://host:8000/ws`. Raises ValueError."""
+    if url.startswith("unix:"):
+        raise ValueError(
+            f"{url} is a Unix socket, which this client does not speak to: have the server listen on a port, or a proxy pass it on"
+        )
     if "//" not in url:
         url = f"http://{url}"
     parts = urlsplit(url)

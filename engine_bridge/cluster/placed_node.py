@@ -34,17 +34,17 @@ class PlacedNode(RemoteNode):
     def __init__(
         self,
         node_id: str,
-        served_model_name: str,
+        model_names: tuple[str, ...],
         token: bytes,
         on_change: Callable[[], None],
         on_silent: Callable[[str], None],
     ) -> None:
-        super().__init__(served_model_name)
+        super().__init__(model_names)
         self.node_id, self.stage = node_id, "waiting"
         # Incarnation of its last process, also while that is away.
         self.last_incarnation = ""
         self.problem = ""
-        self._expected_model, self._token = served_model_name, token
+        self._expected_names, self._token = model_names, token
         self._on_change, self._on_silent = on_change, on_silent
         self._place: NodeAddress | None = None
         self._is_placed = asyncio.Event()
@@ -138,11 +138,12 @@ class PlacedNode(RemoteNode):
 
     def _is_fit(self, link: NodeLink) -> bool:
         """Return whether the node serves our model. Clients ask for one model: a node with another gets no work."""
-        if self.model_name == self._expected_model:
+        if self.model_names == self._expected_names:
             return True
+        theirs, ours = ", ".join(self.model_names), ", ".join(self._expected_names)
         self.problem = (
-            f"it serves {self.model_name}, and this gateway serves {self._expected_model}: "
-            "give both the same --model (or --served-model-name)"
+            f"it serves {theirs}, and this gateway serves {ours}: "
+            "give both the same --model (or --served-model-name and --served-model-alias)"
         )
         log.error("%s gets no work: %s", link.node_id, self.problem)
         self._on_change()

@@ -83,8 +83,8 @@ class ProcessNode(RemoteNode):
         settings: the bytes that it reads from its standard input.
     """
 
-    def __init__(self, command: Sequence[str], settings: bytes, served_model_name: str) -> None:
-        super().__init__(served_model_name)
+    def __init__(self, command: Sequence[str], settings: bytes, model_names: tuple[str, ...]) -> None:
+        super().__init__(model_names)
         self._command, self._settings = command, settings
         self._process: Process | None = None
         self._keeping: asyncio.Task[None] | None = None

@@ -45,11 +45,11 @@ class RayPlacement:
         self,
         command: Sequence[str],
         settings: ClusterSettings,
-        served_model_name: str,
+        model_names: tuple[str, ...],
         on_stage: Callable[[str, str], None] = lambda node_id, stage: None,
     ) -> None:
         self._command, self._settings = command, settings
-        self._served_model_name, self._on_stage = served_model_name, on_stage
+        self._model_names, self._on_stage = model_names, on_stage
         self._nodes = {node.node_id: self._make_node(node.node_id) for node in settings.nodes}
         self._ours = set(self._nodes)
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -133,7 +133,7 @@ class RayPlacement:
     def _make_node(self, node_id: str) -> PlacedNode:
         return PlacedNode(
             node_id,
-            self._served_model_name,
+            self._model_names,
             self._settings.trust.token,
             on_change=lambda: self._node_changed(node_id),
             on_silent=lambda node_id: self._order(orders.Kill(node_id)),

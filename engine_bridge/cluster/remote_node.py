@@ -25,6 +25,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
     SseReply,
 )
 
@@ -35,14 +36,14 @@ class RemoteNode:
     The placement attaches a link, and another one when that is lost.
 
     Args:
-        served_model_name: the model's name until the node has reported its own.
+        model_names: the model's names until the node has reported its own.
 
     Attributes:
         num_adapter_reports: reports in which the node's adapters had changed.
     """
 
-    def __init__(self, served_model_name: str = "") -> None:
-        self._model_name = served_model_name
+    def __init__(self, model_names: tuple[str, ...] = ("",)) -> None:
+        self._model_names = model_names
         self._link: NodeLink | None = None
         self._report: wire.NodeReport | None = None
         self._adapters: dict[str, AdapterInfo] = {}
@@ -80,9 +81,9 @@ class RemoteNode:
         return Progress(state, stage, time.monotonic() - self._since_s)
 
     @property
-    def model_name(self) -> str:
-        """The reported name, or the given one before the first report."""
-        return self._report.model_name if self._report is not None else self._model_name
+    def model_names(self) -> tuple[str, ...]:
+        """The reported names, or the given ones before the first report."""
+        return self._report.model_names if self._report is not None else self._model_names
 
     @property
     def max_model_len(self) -> int:
@@ -250,6 +251,14 @@ class RemoteNode:
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
         """Ask for the state of the engine, with `limit` requests at most."""
         return cast(EngineState, await self._call("engine_state", tenant, limit))
+
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Put the node's engine to sleep."""
+        await self._call("sleep", mode, timeout_s)
+
+    async def wake_up(self) -> None:
+        """Wake the node's engine up."""
+        await self._call("wake_up")
 
     async def drain(self, timeout_s: float) -> bool:
         """Drain the node. A node that cannot be reached has nothing under way."""

@@ -53,7 +53,7 @@ class NodeServer:
         node = self.node
         return wire.NodeReport(
             progress=node.progress,
-            model_name=node.model_name,
+            model_names=node.model_names,
             max_model_len=node.max_model_len,
             figures=node.figures(),
             adapters=adapters,

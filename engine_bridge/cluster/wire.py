@@ -42,6 +42,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
 )
 
 PROTOCOL = 2
@@ -69,7 +70,7 @@ class NodeReport(Struct, frozen=True, array_like=True):
     """
 
     progress: Progress
-    model_name: str
+    model_names: tuple[str, ...]
     max_model_len: int
     figures: NodeFigures
     adapters: list[AdapterInfo] | None = None
@@ -193,6 +194,8 @@ METHODS: dict[str, Method] = {
     "pin_adapter": Method(tuple[str, bool], AdapterInfo | None),
     "engine_state": Method(tuple[str, int], EngineState),
     "drain": Method(tuple[float], bool),
+    "sleep": Method(tuple[SleepMode, float]),
+    "wake_up": Method(tuple[()]),
 }
 # After these a report comes before the reply.
 ADAPTER_METHODS = frozenset({"load_adapter", "unload_adapter", "pin_adapter"})

@@ -9,6 +9,7 @@ ADAPTER_CHANGING_CODE = "adapter_changing"
 ADAPTER_CHANGING = (
     "The files of this adapter are being replaced, or cannot be read now. Send the request again."
 )
+ASLEEP = "The engine sleeps. Its operator can wake it up (POST /wake_up)."
 
 
 class BridgeError(Exception):
@@ -33,7 +34,7 @@ class EngineUnavailable(BridgeError):
     """The node takes no requests now: it is starting, being rebuilt, draining or closed. Worth another try later.
 
     Attributes:
-        code: `starting`, `engine_failed`, `draining` or `adapter_changing`.
+        code: `starting`, `engine_failed`, `draining`, `asleep`, `busy` or `adapter_changing`.
     """
 
     def __init__(self, message: str, *, code: str = "engine_failed") -> None:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from engine_bridge.protocol.node_facts import NodeFacts
 from kvtiers.stats import TierStats
 
-NodeState = Literal["starting", "ready", "rebuilding", "draining", "failed", "closed"]
+NodeState = Literal["starting", "ready", "rebuilding", "asleep", "draining", "failed", "closed"]
 
 
 class AdapterStats(Struct, frozen=True, kw_only=True):

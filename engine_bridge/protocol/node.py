@@ -304,6 +304,10 @@ class SseReply(Struct, frozen=True):
     events: AsyncIterator[bytes]
 
 
+# What becomes of running answers.
+SleepMode = Literal["abort", "wait"]
+
+
 class Answers(Protocol):
     """Answers to chat turns and API calls."""
 
@@ -390,8 +394,8 @@ class Figures(Protocol):
         """How far the node has come on its way to `ready`."""
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model."""
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use for the base model; replies have the first. There is one at least."""
 
     @property
     def max_model_len(self) -> int:
@@ -418,6 +422,23 @@ class Node(Answers, Advice, Adapters, Figures, Protocol):
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the running ones. Returns True if all ended in time."""
+
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Give up the device's memory until `wake_up`. Does nothing while it sleeps.
+
+        Conversations' KV in host memory and on disk stays; requests are refused meanwhile.
+
+        Args:
+            mode: whether running answers end with an error that asks for another try, or are waited for.
+            timeout_s: how long to wait until none runs.
+
+        Raises:
+            NotSupported: the device, the settings or the kind of node rule it out.
+            EngineUnavailable: `busy` where answers still run after that time; the node is awake then.
+        """
+
+    async def wake_up(self) -> None:
+        """Take the device's memory back, and requests again. Does nothing while it is awake. Raises NotSupported as `sleep` does."""
 
     async def close(self) -> None:
         """End the engine."""

@@ -34,9 +34,9 @@ RULED_OUT: Mapping[str, str] = {
             "max_cpu_loras fully_sharded_loras default_mm_loras lora_dtype specialize_active_lora enable_lora",
             _ADAPTERS,
         ),
-        ("runner convert pooler_config skip_tokenizer_init enable_prompt_embeds tokens_only", _TEXT),
+        ("runner convert pooler_config skip_tokenizer_init tokens_only", _TEXT),
         (
-            "scheduler_cls async_scheduling disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
+            "scheduler_cls disable_log_stats structured_outputs_config use_tqdm_on_load kv_events_config",
             _OWN,
         ),
         ("num_gpu_blocks_override kv_cache_memory_bytes", _KV_SIZE),
@@ -44,7 +44,6 @@ RULED_OUT: Mapping[str, str] = {
             "allowed_local_media_path enable_mm_embeds",
             "pictures come in the request itself, or from a host that --allow-image-host names",
         ),
-        ("enable_sleep_mode", "no route of this server puts the engine to sleep"),
         (
             "reasoning_parser_plugin",
             "parsers are chosen among those that vLLM brings: see --reasoning-parser",
@@ -53,11 +52,21 @@ RULED_OUT: Mapping[str, str] = {
     for name in names.split()
 }
 
+# By name, arguments that change nothing on a CPU, with the reason.
+_NOTHING_ON_CPU: Mapping[str, str] = {
+    "async_scheduling": "vLLM schedules each step on a CPU when the step before it has ended",
+}
 
-def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of each "NAME=VALUE", with vLLM's underscores in the names. settings: by name, the flag of each setting of our own.
 
-    Raises ValueError, with a text for the operator, for another form, a name that has its own setting or is ruled out, and a name given twice.
+def without_effect(names: Iterable[str], device: str) -> dict[str, str]:
+    """Return those of the given arguments that change nothing on this device ("cpu" or another), with the reason. vLLM does not get them."""
+    return {name: _NOTHING_ON_CPU[name] for name in names if device == "cpu" and name in _NOTHING_ON_CPU}
+
+
+def named(pairs: Iterable[str]) -> dict[str, str]:
+    """Return name -> value of each "NAME=VALUE", with vLLM's underscores in the names.
+
+    Raises ValueError, with a text for the operator, for another form and a name given twice.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -65,11 +74,21 @@ def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
         name = name.strip().lstrip("-").replace("-", "_")
         if not is_given or not name:
             raise ValueError(f"expected NAME=VALUE, such as cpu_offload_gb=4, got {pair!r}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = value.strip()
+    return found
+
+
+def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return what `named` does, of a user's arguments. settings: by name, the flag of each setting of our own.
+
+    Raises ValueError as `named` does, and for a name that has its own setting or is ruled out.
+    """
+    found = named(pairs)
+    for name in found:
         if name in settings:
             raise ValueError(f"{name} has a setting of its own: {settings[name]}")
         if name in RULED_OUT:
             raise ValueError(f"{name} cannot be set here: {RULED_OUT[name]}")
-        if name in found:
-            raise ValueError(f"{name} is given twice")
-        found[name] = value.strip()
     return found

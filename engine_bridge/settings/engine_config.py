@@ -58,6 +58,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             "Model", "Name that clients use for the base model; empty: the last part of the model's path."
         ),
     ] = ""
+    served_model_aliases: Annotated[
+        tuple[NonEmpty, ...],
+        setting("Model", "Another name that requests may use for the base model; replies have the first."),
+    ] = ()
     device: Annotated[
         Device, setting("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
     ] = "auto"
@@ -123,6 +127,20 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = True
     enforce_eager: Annotated[
         bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
+    ] = False
+    enable_prompt_embeds: Annotated[
+        bool,
+        setting(
+            "Engine",
+            "Take embeddings in place of text in /v1/completions (prompt_embeds). Only for clients that you trust: torch decodes them.",
+        ),
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool,
+        setting(
+            "Engine",
+            "Let operators free the GPU's memory for a while by POST /sleep and /wake_up; conversations keep their KV. Not on a CPU.",
+        ),
     ] = False
     trust_remote_code: Annotated[
         bool, setting("Engine", "Run code that comes with the model. Only for models that you trust.")
@@ -282,6 +300,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use for the base model. Replies have the first."""
+        return tuple(dict.fromkeys((self.served_model_name, *self.served_model_aliases)))
 
 
 def kv_cache_bytes(kv_cache_gib: float | None, device: str) -> int | None:

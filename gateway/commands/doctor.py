@@ -285,6 +285,9 @@ def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
 
 
 def _folders(config: Config) -> Iterator[FolderHealth]:
+    if config.uds is not None:
+        found = folder_health("folder of the socket", config.uds.parent, "--uds")
+        yield found if found.is_there else msgspec.structs.replace(found, problem="it is not there")
     yield folder_health("data folder", config.data_dir, "--data-dir")
     if config.kv_dir is not None and _keeps_kv_on_disk(config):
         yield folder_health("folder of KV", config.kv_dir, "--kv-dir")

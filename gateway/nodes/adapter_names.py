@@ -10,14 +10,14 @@ from gateway.errors import GatewayError
 
 
 def known_adapter(node: Node, adapter: str | None | UnsetType) -> str | None | UnsetType:
-    """The base model's own name and "" are None. Raises `unknown_model`."""
+    """The base model's own names and "" are None. Raises `unknown_model`."""
     if adapter is None or isinstance(adapter, UnsetType):
         return adapter
-    if adapter in ("", node.model_name):
+    if adapter in ("", *node.model_names):
         return None
     names = [info.name for info in node.adapters()]
     if adapter not in names:
         raise GatewayError(
-            "unknown_model", unknown_model(adapter, [node.model_name, *names]), param="adapter"
+            "unknown_model", unknown_model(adapter, [*node.model_names, *names]), param="adapter"
         )
     return adapter

@@ -74,7 +74,7 @@ def make_placement(
         )
     except ClusterError as error:
         raise StartupError(str(error)) from error
-    return RayPlacement(command, cluster, config.served_model_name, on_stage)
+    return RayPlacement(command, cluster, config.model_names, on_stage)
 
 
 def _names(config: Config) -> tuple[str, ...]:

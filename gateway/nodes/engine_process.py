@@ -29,7 +29,7 @@ def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> Process
     """Return a node whose engine runs in a child process, which is not started yet."""
     command = (sys.executable, "-m", "gateway.nodes.engine_process")
     return ProcessNode(
-        command, pack_settings(ChildSettings(node, log_format, log_level)), node.engine.served_model_name
+        command, pack_settings(ChildSettings(node, log_format, log_level)), node.engine.model_names
     )
 
 

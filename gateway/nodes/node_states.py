@@ -211,7 +211,7 @@ def status_of(
     state = state or progress.state
     return NodeStatus(
         id=node_id,
-        model=node.model_name,
+        model=node.model_names[0],
         state=state,
         stage=progress.stage,
         elapsed_s=round(progress.elapsed_s, 3),

@@ -21,7 +21,7 @@ from engine_bridge.engine_metrics import joined
 from engine_bridge.policy.adapters import adapter_places
 from engine_bridge.policy.nodes.session_locations import Homes, doors_of
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
-from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress
 from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
@@ -32,6 +32,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SleepMode,
     SseReply,
     Usage,
 )
@@ -97,6 +98,14 @@ class Router:
         """Wait for all requests. The nodes themselves are not told: they may serve other gateways, and this one when it is back."""
         self._end, self._places.is_closed = "draining", True
         return await self._places.until_empty(None, timeout_s)
+
+    async def sleep(self, mode: SleepMode, timeout_s: float) -> None:
+        """Refuse: the others would have to take a sleeping node's requests, which is what a drain is for. Raises NotSupported."""
+        raise NotSupported("One of several nodes is drained, not put to sleep: POST /v1/nodes/{id}/drain.")
+
+    async def wake_up(self) -> None:
+        """Refuse as `sleep` does. Raises NotSupported."""
+        await self.sleep("wait", 0)
 
     async def close(self) -> None:
         """End the adapters' work and the placement."""
@@ -302,9 +311,9 @@ class Router:
         return told
 
     @property
-    def model_name(self) -> str:
-        """The name of the base model, which all nodes share."""
-        return next((node.model_name for node in self._members.all()), "")
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the base model, which all nodes share."""
+        return next((node.model_names for node in self._members.all()), ("",))
 
     @property
     def max_model_len(self) -> int:

@@ -60,13 +60,20 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
     `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and
-    `engine` from `host`, so readers need no fallback.
+    `engine` from `host` and `uds`, so readers need no fallback.
     """
 
     model: ModelName = str(DEMO_MODEL_DIR)
 
     host: Annotated[str, setting("Server", "Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, setting("Server", "Port to listen on; 0 takes any free one.", ge=0, le=65535)] = 8000
+    uds: Annotated[
+        Path | None,
+        setting(
+            "Server",
+            "Unix socket to listen on in place of host and port; only this user can connect (mode 0600).",
+        ),
+    ] = None
     data_dir: Annotated[
         Path, setting("Server", "Folder of the session database, made if missing (mode 0700).")
     ] = msgspec.field(default_factory=lambda: default_data_dir(os.environ))
@@ -144,6 +151,13 @@ class Config(LimitSettings, frozen=True, kw_only=True):
 
     chat_template: Annotated[
         Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        NonEmpty | None,
+        setting(
+            "Model",
+            "Arguments of the chat template for every conversation, as a JSON object; a request's own chat_template_kwargs win.",
+        ),
     ] = None
     tool_parser: Annotated[
         str,
@@ -303,7 +317,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "cluster_token_file", self.data_dir / "cluster-token")
         if self.engine == "auto":
             # It costs nothing that can be measured: docs/decisions/0015.
-            place = "in-process" if _is_loopback(self.host) else "process"
+            place = "in-process" if self.is_loopback else "process"
             msgspec.structs.force_setattr(self, "engine", place)
         if self.titles == "auto":
             msgspec.structs.force_setattr(self, "titles", "first-words" if self.is_demo_model else "model")
@@ -358,7 +372,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        return _is_loopback(self.host)
+        return self.uds is not None or _is_loopback(self.host)
 
     def warnings(self) -> list[str]:
         """Return what the operator should know before the server starts, one sentence each."""

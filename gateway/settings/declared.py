@@ -19,6 +19,7 @@ _SINGULAR_FLAGS = {
     "engine_args": "--engine-arg",
     "lora_modules": "--lora-module",
     "operator_keys": "--operator-key",
+    "served_model_aliases": "--served-model-alias",
     "tenant_weights": "--tenant-weight",
 }
 # Defaults that depend on the machine, in words.

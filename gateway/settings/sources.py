@@ -130,9 +130,13 @@ def _check_engine(config: Config) -> None:
     }
     checks: dict[str, Callable[[], object]] = {
         "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
-        "served_model_name": lambda: _check_name(config.served_model_name),
+        "served_model_name": lambda: _check_names([config.served_model_name]),
+        "served_model_aliases": lambda: _check_names(config.served_model_aliases),
         "lora_modules": lambda: _check_folders(config.lora_modules),
         "speculative_config": lambda: _object(config.speculative_config),
+        "default_chat_template_kwargs": lambda: _check_template_arguments(
+            _object(config.default_chat_template_kwargs)
+        ),
         "root_path": lambda: _checked_root(config.root_path),
     }
     for name, check in checks.items():
@@ -145,12 +149,15 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("lora_modules: an adapter is named, and adapters is off: take one of them away")
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+    if config.uds is not None and config.ssl_certfile is not None:
+        raise ConfigError("uds: a Unix socket has no TLS: take ssl_certfile and ssl_keyfile away")
 
 
-def _check_name(served_model_name: str) -> None:
-    """Check the served model's name, which is used like adapters' names."""
-    if problem := problem_as_text(served_model_name):
-        raise ValueError(f"no model may be called {quoted(served_model_name)}: the name {problem}")
+def _check_names(names: Iterable[str]) -> None:
+    """Check the served model's names, which are used like adapters' names."""
+    for name in names:
+        if problem := problem_as_text(name):
+            raise ValueError(f"no model may be called {quoted(name)}: the name {problem}")
 
 
 def _check_folders(lora_modules: Iterable[str]) -> None:
@@ -159,10 +166,21 @@ def _check_folders(lora_modules: Iterable[str]) -> None:
             raise ValueError(f"there is no folder {path} for the adapter {name}")
 
 
-def _object(text: str | None) -> None:
-    """Parse a JSON object. Raises ValueError for anything else."""
-    if text is not None and not isinstance(json.loads(text), dict):
+def _object(text: str | None) -> dict[str, Any]:
+    """Return the JSON object that a text holds, {} for None. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {text!r}")
+    return found
+
+
+def _check_template_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what vLLM sets itself for each conversation. Raises ValueError."""
+    if names := sorted({"chat_template", "tokenize"} & given.keys()):
+        raise ValueError(f"{names[0]} is no argument that a chat template gets: see --chat-template")
 
 
 def _checked_root(path: str) -> None:

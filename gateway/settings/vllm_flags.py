@@ -26,6 +26,13 @@ SEVERAL: Mapping[str, str] = {
     "--allowed-origins": "--cors-origin",
     "--allowed-media-domains": "--allow-image-host",
 }
+# A flag that has one value here, -> ours for the further values that vLLM takes behind it.
+FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
+# vLLM's switches -> the engine argument that they are, which has no setting of its own here.
+ARGUMENTS: Mapping[str, str] = {
+    "--async-scheduling": "async_scheduling=true",
+    "--no-async-scheduling": "async_scheduling=false",
+}
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
@@ -39,7 +46,6 @@ ALWAYS: Mapping[str, str] = {
     "--disable-uvicorn-access-log": "there is no access log",
     "--enable-request-id-headers": "every reply has an X-Request-Id",
     "--disable-log-stats": "the log has no periodic figures; /metrics has them",
-    "--no-async-scheduling": "on a CPU steps are never scheduled ahead",
     "--log-error-stack": "the log says where an error of the server's was raised",
     "--enable-offline-docs": "/docs loads nothing from other servers",
     "--max-log-len": "prompts are never logged",
@@ -62,7 +68,6 @@ REFUSED: Mapping[str, str] = {
     "--headless": "a node of a cluster is started with `overture node`",
     "--api-server-count": "one process serves all connections here; for several engines give --nodes",
     "--grpc": "the server speaks HTTP and websockets",
-    "--uds": "the server listens on a TCP port: see --host and --port",
     "--middleware": "the server is no ASGI application that middleware could wrap",
     "--tool-server": "tools are run by clients",
     "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
@@ -70,7 +75,6 @@ REFUSED: Mapping[str, str] = {
     "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",
     "--return-tokens-as-token-ids": "ask for it in the request: return_token_ids",
     "--trust-request-chat-template": "templates are the operator's to give: see --chat-template",
-    "--default-chat-template-kwargs": "give them in the request: chat_template_kwargs",
     "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
     "--enable-force-include-usage": "a client that wants it asks for it: stream_options.include_usage",
     "--enable-log-outputs": "answers are never logged",
@@ -116,17 +120,22 @@ class _Flag(NamedTuple):
         return cls(SHORT.get(name, name), value if is_given else None)
 
 
-def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
+def translate(words: Iterable[str], own: Iterable[str] = (), *, needs_model: bool = False) -> list[str]:
     """Translate a command line of `vllm serve` into our flags. Unknown words stay as they are.
 
     Args:
         words: the command line.
         own: our flags, which are never taken for vLLM's.
+        needs_model: the command takes a model as a word of its own. Where the line begins with no such word, as vLLM's does, and has no --model,
+            the last of several words behind a flag that has one value here is the model.
 
     Raises:
         FlagRefusal: a flag that has no meaning here.
     """
     left, made, ours = list(words), list[str](), frozenset(own)
+    if needs_model:
+        needs_model = left[:1] == [] or left[0].startswith("-")
+        needs_model &= not any(_Flag.of(word).name == "--model" for word in left)
     while left:
         word = left.pop(0)
         if word == "--":
@@ -134,7 +143,15 @@ def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
         if not word.startswith("-") or word == "-":
             made.append(word)
             continue
-        made += _translated(_Flag.of(word), left, ours)
+        flag = _Flag.of(word)
+        if flag.name in FURTHER and flag.value is None:
+            values = _taken(left)
+            if needs_model and len(values) > 1:
+                left.insert(0, values.pop())
+            made += [flag.name, *values[:1]]
+            made += [part for value in values[1:] for part in (FURTHER[flag.name], value)]
+        else:
+            made += _translated(flag, left, ours)
     return made
 
 
@@ -145,6 +162,8 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
         if value is None and name in _ALWAYS_WITH_VALUE:
             _taken(left)
         return []
+    if name in ARGUMENTS:
+        return ["--engine-arg", ARGUMENTS[name]]
     if name in SEVERAL:
         values = [value] if value is not None else _taken(left)
         return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]

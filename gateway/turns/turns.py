@@ -23,6 +23,7 @@ from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.predict.hints import read_conversation
 from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.errors import (
+    ASLEEP,
     BridgeError,
     EngineUnavailable,
     InternalFailure,
@@ -528,6 +529,8 @@ def unavailable(state: str, stage: str) -> GatewayError:
         return GatewayError("starting", f"The engine is starting ({stage}). Try again in a few seconds.")
     if state in ("draining", "closed"):
         return GatewayError("draining", "The server is going down. Try again in a moment.")
+    if state == "asleep":
+        return GatewayError("asleep", ASLEEP)
     if state == "rebuilding":
         return GatewayError(
             "engine_failed", "The engine failed and is being rebuilt. Try again in a few seconds."

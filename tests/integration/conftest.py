@@ -34,7 +34,7 @@ from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
 from tests.blocking import checked
 
-from .facts import Http, Patch
+from .facts import ALIAS, Http, Patch
 
 PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
@@ -133,7 +133,8 @@ class SharedNode(LocalNode):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedNode]:
-    config = node_config(demo_config(tmp_path_factory.mktemp("node"), max_num_seqs=32))
+    folder = tmp_path_factory.mktemp("node")
+    config = node_config(demo_config(folder, max_num_seqs=32, served_model_aliases=(ALIAS,)))
     node = SharedNode(structs.replace(config, peers=PEERS))
     await node.start()
     yield node
@@ -149,7 +150,8 @@ async def gateways(node: SharedNode, tmp_path: Path) -> AsyncIterator[Gateways]:
     async with AsyncExitStack() as stack:
 
         async def make(**changes: Any) -> Server:
-            config = demo_config(changes.pop("data_dir", tmp_path / "data"), **changes)
+            settings = {"served_model_aliases": (ALIAS,)} | changes
+            config = demo_config(settings.pop("data_dir", tmp_path / "data"), **settings)
             return await stack.enter_async_context(served(config, node))
 
         yield make

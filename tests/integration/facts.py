@@ -13,7 +13,7 @@ Http = aiohttp.ClientSession
 Patch = pytest.MonkeyPatch
 Log = pytest.LogCaptureFixture
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
-MODEL = "overture-demo"
+MODEL, ALIAS = "overture-demo", "another-name"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from engine_bridge.protocol.errors import InvalidRequest
 from gateway.advisories import advisories
 from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.app import Server
 
-from .conftest import Gateways, Socket, connected, settle, told
-from .facts import BODY, CHAT, KEYS, MODEL, Http, Patch, bearer
+from .conftest import Gateways, Seen, SharedNode, Socket, connected, settle, told
+from .facts import BODY, CHAT, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http, Patch, bearer
 
 ADVISE = "/v1/advisories"
 LONG_TEXT = "Please remember all of this: " + " ".join(f"the {n}th is called Anna." for n in range(60))
@@ -78,6 +82,64 @@ async def test_drafts_are_computed_ahead_and_stored_nowhere(gateways: Gateways, 
             assert not path.is_file() or secret.encode() not in path.read_bytes()
         done = await ask(socket, "two", f"My friend {secret} says: {LONG_TEXT} and goes.", session_id)
         assert done["timings"]["kv"]["device"] > 300
+
+
+# As some models' own, it changes the prompt by what the template is told.
+TEMPLATE = (
+    "<|system|>Be {{ mood or 'plain' }}.<|end|>"
+    "{% for each in messages %}<|{{ each.role }}|>{{ each.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+async def test_the_operators_template_arguments_hold_for_every_way_to_a_prompt(
+    node: SharedNode, gateways: Gateways, seen: Seen, monkeypatch: Patch
+) -> None:
+    """So what was advised or drafted is the prompt that comes."""
+    from engine_bridge.driver.serving.serving import Serving  # which imports vLLM
+
+    client, options = node._client, node._serving._options
+    broken = replace(options, chat_template="{{ 1 / mood }}", default_chat_template_kwargs={"mood": 0})
+    with pytest.raises(InvalidRequest, match="default_chat_template_kwargs: the chat template fails"):
+        await Serving(client, broken).check_template_arguments()
+    kind = replace(options, chat_template=TEMPLATE, default_chat_template_kwargs={"mood": "kind"})
+    monkeypatch.setattr(node, "_serving", Serving(client, kind))
+    await node._serving.check_template_arguments()
+    tokenizer = client.renderer.get_tokenizer()
+    server = await gateways(draft_prefill=True)
+
+    def mood() -> str:
+        return tokenizer.decode(seen.prompts[-1]).split("Be")[1].split(".")[0].strip()
+
+    async with Http(server.url) as http:
+        count = (await told(http.post("/tokenize", json={"model": MODEL, "messages": HELLO})))["count"]
+        counted = await told(http.post(f"{MESSAGES}/count_tokens", json={"model": MODEL, "messages": HELLO}))
+        for path, body in (
+            (CHAT, BODY),
+            (MESSAGES, BODY),
+            (RESPONSES, {"model": MODEL, "input": "Hello!", "max_output_tokens": 16}),
+        ):
+            await told(http.post(path, json=body))
+            assert (mood(), len(seen.prompts[-1])) == ("kind", count), path
+        assert counted["input_tokens"] == count
+        await told(http.post(CHAT, json=BODY | {"chat_template_kwargs": {"mood": "sad"}}))
+        assert mood() == "sad"
+
+        async with connected(server) as socket:
+            session_id = (await ask(socket, "one", LONG_TEXT))["session_id"]
+            assert mood() == "kind"
+            await socket.send(type="typing", session_id=session_id)
+            warm = await until(socket, "warm")
+            done = await ask(socket, "two", "And who is the third?", session_id)
+            assert done["advisory"]["state"] == "hit"
+            assert done["timings"]["kv"]["device"] >= warm["device_tokens"] > 300
+            draft = f"My friend says: {LONG_TEXT[::-1]}"
+            await socket.send(type="typing", session_id=session_id, draft=f"{draft} and")
+            ahead, labels = "overture_computed_ahead_tokens_total", {"what": "draft"}
+            registry = server.services.metrics.registry
+            await settle(lambda: (registry.get_sample_value(ahead, labels) or 0) > 0)
+            drafted = await ask(socket, "three", f"{draft} and goes.", session_id)
+            assert drafted["timings"]["kv"]["device"] > done["timings"]["kv"]["device"] + 300
 
 
 async def test_rest_takes_reads_merges_and_cancels(server: Server, http: Http) -> None:

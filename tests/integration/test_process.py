@@ -10,6 +10,7 @@ import socket
 from asyncio.subprocess import Process
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 
@@ -142,9 +143,15 @@ async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_is_told_to_stop_while_it_starts_builds_no_engine_first(tmp_path: Path) -> None:
-    async with serving(free_port(), tmp_path) as process:
-        await output_until(process, b"importing vLLM")
+    """And leaves no file where it listened."""
+    path = tmp_path / "overture.sock"
+    async with serving(free_port(), tmp_path, "--uds", str(path)) as process:
+        lines = await output_until(process, b"importing vLLM")
+        assert f"Overture is at unix:{path}\n".encode() in lines
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
+            await told(http.get("http://localhost/healthz"))
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert b"ready" not in await process.stdout.read()
             assert await process.wait() == 0
+        assert not path.exists()

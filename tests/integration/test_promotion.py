@@ -6,18 +6,27 @@ Runs before the shared engine starts (conftest).
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.errors import EngineUnavailable, NotSupported
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources, pack_token_ids
+from engine_bridge.sleeping import Sleep
 
 from . import nodes
-from .conftest import settle
+from .conftest import engine_has, settle
 from .nodes import WaitsForTheDisk, text
 
 BLOCK_TOKENS = 32
@@ -33,7 +42,8 @@ _ids = itertools.count()
 async def engine(folder: Path, host_bytes: int = 256 << 20) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
     config = TiersConfig(host_bytes=host_bytes, disk_bytes=512 << 20, folder=folder)
     tiers = KvTiers(config, policy=WaitsForTheDisk())
-    async with nodes.engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=352) as node:
+    size = {"num_kv_blocks": NUM_DEVICE_BLOCKS, "max_model_len": 352}
+    async with nodes.engine(tiers, enable_prompt_embeds=True, **size) as node:
         yield node, tiers
 
 
@@ -118,6 +128,8 @@ async def test_promotion(tmp_path: Path) -> None:
         await an_arrival_time_is_waited_for(node, tiers)
         await drafts_are_computed_ahead_and_kept_nowhere(node, tiers)
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
+        await embeddings_are_a_prompt_like_their_tokens_with_kv_of_their_own(node)
+        await a_sleep_ends_answers_and_costs_no_conversation_its_kv(node)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
         history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
@@ -291,6 +303,89 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
     assert await free_blocks(node) == free
     assert (await node.stats()).num_rebuilds == 0
     assert (await generate(node, history, "failing"))[0] == plain
+
+
+async def embeddings_are_a_prompt_like_their_tokens_with_kv_of_their_own(node: LocalNode) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    matrix = load_file(nodes.small().model / "model.safetensors")["model.embed_tokens.weight"]
+
+    async def complete(tenant: str = "", **prompt: Any) -> tuple[list[int], int]:
+        """The answer's ids, and how many tokens of the prompt were not computed."""
+        body = {"model": "demo", "max_tokens": 8, "temperature": 0, "return_token_ids": True} | prompt
+        reply = await node.serve("completions", body, {}, EngineRequest(tenant=tenant))
+        assert reply.status == 200, reply.body
+        said = json.loads(reply.body)
+        details = said["usage"]["prompt_tokens_details"] or {}
+        return said["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def embedded(ids: Sequence[int]) -> str:
+        file = io.BytesIO()
+        torch.save(matrix[list(ids)], file)
+        return base64.b64encode(file.getvalue()).decode()
+
+    for adapter in ("demo", "pirate"):
+        ids, others = text(("embedded", adapter), 70), text(("embedded, too", adapter), 70)
+        asked = {"model": adapter, "prompt_embeds": embedded(ids)}
+        plain, _ = await complete(model=adapter, prompt=ids)
+        assert await complete(**asked) == (plain, 0), "KV of the same tokens is found by their ids only"
+        assert await complete(**asked) == (plain, 64)
+        assert await complete(tenant="another", **asked) == (plain, 0)
+        await wash(node)
+        assert await complete(**asked) == (plain, 64), "from host memory"
+        other, num_cached = await complete(model=adapter, prompt_embeds=embedded(others))
+        assert num_cached == 0 and other == (await complete(model=adapter, prompt=others))[0]
+    grammar = {"structured_outputs": {"regex": "[ab]{3}"}, "max_tokens": 9}
+    said, _ = await complete(prompt_embeds=embedded(text("held", 40)), **grammar)
+    assert len(said) > 1, "a grammar can hold an answer to embeddings, as any other"
+    wrong = {"model": "demo", "prompt_embeds": embedded([1])[:-8]}
+    reply = await node.serve("completions", wrong, {}, EngineRequest())
+    assert reply.status == 400 and json.loads(reply.body)["error"]["param"] == "prompt_embeds"
+
+
+async def a_sleep_ends_answers_and_costs_no_conversation_its_kv(node: LocalNode) -> None:
+    """On a CPU vLLM gives no memory up, so here it is overwritten meanwhile."""
+    with pytest.raises(NotSupported, match="--enable-sleep-mode"):
+        await node.sleep("abort", 1)
+    node._sleep = Sleep("", node._thread, node._streams)
+    history = text("asleep", HISTORY_TOKENS + 1)
+    for adapter in (None, "pirate"):
+        await generate(node, history, f"asleep-{adapter}", adapter)
+    said = {
+        adapter: await generate(node, history, f"asleep-{adapter}", adapter) for adapter in (None, "pirate")
+    }
+    running = asyncio.create_task(nodes.generate(node, text("cut off", 20), 300))
+    await engine_has(node, 1)
+    with pytest.raises(EngineUnavailable, match="still run") as busy:
+        await node.sleep("wait", 0)
+    assert (busy.value.code, node.state) == ("busy", "ready")
+    watch, _ = await advise(node, "asleep-None")
+    await node.sleep("abort", 60)
+    await node.sleep("abort", 60)
+    with pytest.raises(EngineUnavailable, match="put to sleep"):
+        await running
+    assert node.state == "asleep" and watch.states[-1] == "cancelled"
+    for refused in (generate(node, history, "asleep-None"), advise(node, "asleep-None")):
+        with pytest.raises(EngineUnavailable) as asleep:
+            await refused
+        assert asleep.value.code == "asleep"
+
+    def overwrite(driver: Any) -> None:
+        from engine_bridge.driver.in_process import kv_caches_of
+
+        for layer in kv_caches_of(driver.engine):
+            layer.fill_(7)
+
+    await node.run_on_engine(overwrite)
+    await node.wake_up()
+    await node.wake_up()
+    assert node.state == "ready"
+    for adapter, (before, _) in said.items():
+        after, kv = await generate(node, history, f"asleep-{adapter}", adapter)
+        assert (after, kv.device, kv.host) == (before, 0, HISTORY_TOKENS)
+    watch, _ = await advise(node, "asleep-None")
+    assert (await watch.until("warm")).device_tokens == HISTORY_TOKENS
 
 
 async def a_restart_knows_a_session_by_its_ids(

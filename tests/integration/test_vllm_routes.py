@@ -16,10 +16,11 @@ from gateway.app import Server
 from gateway.errors import StartupError
 from gateway.settings.config import DEMO_MODEL_DIR
 from overture_client import __version__
+from overture_client.chat import ChatClient
 from tests.unit.cluster.test_trust import certified
 
-from .conftest import Gateways, told
-from .facts import BODY, CHAT, COMPLETIONS, HELLO, KEYS, MODEL, Http, events
+from .conftest import Gateways, Seen, ask, told
+from .facts import ALIAS, BODY, CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http, events
 
 
 async def tokenize(http: Http, **body: Any) -> Any:
@@ -49,6 +50,46 @@ async def test_probes_and_figures(http: Http, gateways: Gateways) -> None:
         for path, status in (("/health", 200), ("/version", 200), ("/load", 401)):
             await told(stranger.get(path), status)
         await told(stranger.post("/tokenize"), 401)
+
+
+async def test_the_model_has_all_of_its_names_in_requests_and_the_first_in_replies(
+    http: Http, chat: ChatClient, seen: Seen
+) -> None:
+    """Whichever name a conversation's requests have, they are of one model, so their KV is one."""
+    first, second, *_ = (await told(http.get("/v1/models")))["data"]
+    assert (first["id"], second["id"], second["root"]) == (MODEL, ALIAS, first["root"])
+    assert (await told(http.get(f"/v1/models/{ALIAS}")))["id"] == ALIAS
+    named: dict[str, Any] = {"model": ALIAS, "max_tokens": 4}
+    session = {"X-Session-Id": "of-two-names"}
+    for path, body in (
+        (CHAT, named | {"messages": HELLO}),
+        (COMPLETIONS, named | {"prompt": "Hello"}),
+        (MESSAGES, named | {"messages": HELLO}),
+        (RESPONSES, {"model": ALIAS, "input": "Hello!", "max_output_tokens": 16}),
+    ):
+        assert (await told(http.post(path, json=body, headers=session)))["model"] == MODEL, path
+    turns = (await told(http.get("/api/sessions/of-two-names")))["turns"]
+    assert len(turns) == 4 and not any(turn["adapter"] for turn in turns), (
+        "no name of the model is an adapter"
+    )
+    await told(http.post("/v1/advisories", json={"session_id": "of-two-names", "model": ALIAS}), 202)
+    long = [{"role": "user", "content": "The harbour is full of small boats. " * 8}]
+    await told(http.post(CHAT, json=BODY | {"messages": long}))
+    again = http.post(CHAT, json=named | {"messages": long})
+    assert await seen.cached_in(told(again)) >= 32
+    answer, _ = await ask(chat, "Hello!", adapter=ALIAS)
+    assert answer, "a turn of the page, too"
+    refused = await told(http.post(CHAT, json=BODY | {"model": "nothing"}), 404)
+    assert f"{MODEL}, {ALIAS}" in refused["error"]["message"]
+
+
+async def test_embeddings_are_refused_where_they_are_off_and_never_belong_to_a_session(http: Http) -> None:
+    body = {"model": MODEL, "prompt_embeds": "AAAA"}
+    off = await told(http.post(COMPLETIONS, json=body), 400)
+    assert "--enable-prompt-embeds" in off["error"]["message"] and off["error"]["param"] == "prompt_embeds"
+    refused = await told(http.post(COMPLETIONS, json=body, headers={"X-Session-Id": "of-embeddings"}), 400)
+    assert "Sessions are of text" in refused["error"]["message"]
+    await told(http.get("/api/sessions/of-embeddings"), 404)
 
 
 async def test_a_text_comes_back_from_its_tokens(http: Http) -> None:

@@ -121,7 +121,7 @@ def own_parts(engine: Any, config: EngineConfig, copy_of: Callable[[str], str]) 
     manager = worker_manager._adapter_manager
     block_pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     host_bytes = int(config.adapter_host_gib * GIB)
-    contract = contract_of(manager, (config.model, config.served_model_name))
+    contract = contract_of(manager, (config.model, *config.model_names))
     manager.remove_all_adapters()  # those of vLLM's warm-up
     may_assist = _may_assist(engine, config)
     slots = slot_kinds.make_slots(manager)

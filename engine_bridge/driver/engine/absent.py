@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.protocol.node import AdvisoryReport
@@ -71,6 +71,9 @@ class NoAdapters(Idle):
     def released(self, request_id: str, adapter_id: int) -> None:
         """Do nothing: no request has an adapter."""
 
+    def put_back(self, adapter_ids: Iterable[int], *, keeps_host: bool) -> None:
+        """Do nothing: no adapter is here."""
+
     def places(self) -> Mapping[int, AdapterPlace]:
         """Return no places: no adapter is here."""
         return {}
@@ -98,6 +101,9 @@ class NoPromoter(Idle):
     def remembers(self, session_id: str, salt: str | None) -> bool:
         """Return False: no session's prefix is known."""
         return False
+
+    def give_up(self) -> None:
+        """Do nothing: there are no advisories."""
 
     def forget(self, session_id: str) -> None:
         """Do nothing: no session's prefix is known."""

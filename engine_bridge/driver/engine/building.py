@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN
 from engine_bridge.policy.limits.cores import cores_of_ranks
+from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -103,6 +105,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         gc.freeze()
     on_cpu, has_ranks = config.device == "cpu", config.tensor_parallel_size > 1
     worker_parts.install(off, on_cpu=on_cpu, has_adapters=config.enable_lora)
+    if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
+        from engine_bridge.driver.corrections import embeds_token
+
+        embeds_token.install()
     admission.install(config.grammar_bytes)
     args = engine_args(config, tiers, off)
     if tiers is not None:
@@ -164,6 +170,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "trust_remote_code": config.trust_remote_code,
+        "enable_prompt_embeds": config.enable_prompt_embeds,
         "revision": config.revision,
         "download_dir": str(config.download_dir) if config.download_dir is not None else None,
         "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
@@ -173,6 +180,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        options["enable_sleep_mode"] = config.enable_sleep_mode
     if config.tensor_parallel_size > 1:
         options |= _of_ranks(config, off)
     if tiers is not None:
@@ -180,7 +188,8 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         options["kv_transfer_config"] = connector_config(tiers.name, by_layer=on_cpu, has_ranks=has_ranks)
     if config.enable_lora:
         options |= _of_adapters(config)
-    options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
+    given = named(config.engine_args)
+    options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 
 

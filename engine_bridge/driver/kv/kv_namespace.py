@@ -35,7 +35,7 @@ HARMLESS_ARGUMENTS = frozenset(
     # Names, tokens and texts: keys are made of token ids.
     """
     served_model_name tokenizer tokenizer_mode tokenizer_revision hf_token download_dir allowed_local_media_path allowed_media_domains
-    limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type renderer_num_workers
+    limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type renderer_num_workers enable_prompt_embeds
     """
     # Which token is chosen.
     """
@@ -52,7 +52,7 @@ HARMLESS_ARGUMENTS = frozenset(
     """
     gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override cpu_offload_gb max_parallel_loading_workers safetensors_load_strategy
     safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load skip_mm_profiling device_ids numa_bind numa_bind_nodes
-    numa_bind_cpus
+    numa_bind_cpus enable_sleep_mode
     """
     # KV and adapters are already told apart by separate keys.
     """

@@ -195,6 +195,10 @@ class Promoter:
         """Forget a session's prefix: its next prompt, if one comes, begins with something else."""
         self._core.memory.forget_session(session_id)
 
+    def give_up(self) -> None:
+        """End all advisories as cancelled; later ones are acted on."""
+        self._core.give_up()
+
     def close(self) -> None:
         """End all advisories."""
         self._core.close()

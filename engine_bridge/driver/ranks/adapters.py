@@ -40,7 +40,7 @@ def rank_parts(
         "requests wait until every rank has their adapter in a slot, and no adapter is kept in KV memory: the model is split over %d devices",
         config.tensor_parallel_size,
     )
-    base_models = config.model, config.served_model_name
+    base_models = config.model, *config.model_names
     authkey = os.urandom(32)
     idle_bytes = int(config.adapter_host_gib * GIB) // (4 * config.tensor_parallel_size)
     found = ranks.call("overture_adapters", base_models, idle_bytes, authkey)

@@ -43,7 +43,7 @@ from engine_bridge.predict.custom_predictor import PATIENCE_S
 from engine_bridge.predict.hints import setting_hints
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.engine_request import EngineRequest
-from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.errors import ASLEEP, EngineUnavailable
 
 DEFAULT_LIMITS = RequestLimits()
 # vLLM's serving classes turn any error of `add_lora` into a text; here the errors themselves are kept.
@@ -257,6 +257,8 @@ class BridgeEngineClient(EngineClient):
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable unless requests can be queued now."""
+        if self._thread.state == "asleep":
+            raise EngineUnavailable(ASLEEP, code="asleep")
         if self._thread.state not in ("ready", "draining"):
             raise EngineUnavailable(f"the engine is {self._thread.state}; try again in a few seconds")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
@@ -23,6 +23,7 @@ from engine_bridge.calls import pictures
 from engine_bridge.calls.body_forms import usual_form
 from engine_bridge.calls.context_overflow import ContextOverflow, shorter
 from engine_bridge.calls.continuity import Continued
+from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.driver.apis.bodies import (
     Rejected,
     as_error_response,
@@ -33,6 +34,7 @@ from engine_bridge.driver.apis.bodies import (
 )
 from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
+from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
 from engine_bridge.driver.apis.media import check_sizes
 from engine_bridge.driver.apis.messages import Messages
@@ -82,15 +84,18 @@ class ServingOptions:
     """The settings of the serving classes.
 
     Attributes:
+        model_names: the names that requests may use for the base model; replies have the first.
         chat_template: the template's text; None: the tokenizer's template.
+        default_chat_template_kwargs: arguments of the template for every conversation; those of a request win.
         keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
     """
 
-    served_model_name: str
+    model_names: tuple[str, ...]
     model_path: str
     tool_parser: str = NO_FORM
     reasoning_parser: str = ""
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_chars: int = 1 << 20
     context_overflow: ContextOverflow = "error"
     keeps_token_ids: bool = True
@@ -126,9 +131,10 @@ class Serving:
             "enable_auto_tools": True,
             "tool_parser": options.tool_parser,
             "reasoning_parser": options.reasoning_parser,
+            "default_chat_template_kwargs": dict(options.default_chat_template_kwargs),
         }
-        base = BaseModelPath(options.served_model_name, options.model_path)
-        self.models = OpenAIServingModels(client, [base])
+        bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
+        self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         self._chat = Chat(
@@ -156,7 +162,12 @@ class Serving:
             **parsers,
         )
         tell_no_insides(self._chat, completion, responses, messages)
-        self._endpoints: dict[str, _Endpoint] = {
+        self._endpoints = self._apis(completion, responses, messages) | self._tokenization()
+
+    def _apis(
+        self, completion: Completions, responses: ResponsesServing, messages: Messages
+    ) -> dict[str, _Endpoint]:
+        return {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion, texts=chunks_of),
             "completions": _Endpoint(CompletionBody, completion.create_completion),
             "responses": _Endpoint(
@@ -174,7 +185,7 @@ class Serving:
                 is_anthropic=True,
                 dump={"exclude_none": True},
             ),
-        } | self._tokenization()
+        }
 
     def _tokenization(self) -> dict[str, _Endpoint]:
         tokenization = ServingTokenization(
@@ -182,6 +193,7 @@ class Serving:
             self._renderer,
             chat_template=self._options.chat_template,
             chat_template_content_format="auto",
+            default_chat_template_kwargs=dict(self._options.default_chat_template_kwargs),
         )
 
         async def tell_tokenizer(*_: Any) -> Any:
@@ -203,6 +215,17 @@ class Serving:
     def warm_up(self) -> None:
         """Compile the chat template and load lazy parts of the tokenizer."""
         self._renderer.warmup()
+
+    async def check_template_arguments(self) -> None:
+        """Render a message with the operator's arguments, if there are any. Raises InvalidRequest where the chat template fails with them."""
+        if not self._options.default_chat_template_kwargs:
+            return
+        try:
+            await self._render(ChatCompletionRequest(messages=[{"role": "user", "content": "Hello!"}]))
+        except Exception as error:
+            raise InvalidRequest(
+                f"default_chat_template_kwargs: the chat template fails with these arguments: {error}"
+            ) from error
 
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
@@ -277,6 +300,8 @@ class Serving:
         pictures.check_pictures(body, self._client.max_images)
         if urls := pictures.urls_of(body):
             await asyncio.to_thread(check_sizes, urls, pictures.where(body))
+        if embeddings := embeddings_of(api, body):
+            await asyncio.to_thread(check_embeddings, embeddings, self._client.model_config)
         result = first = await self._attempt(api, body, raw_request, call)
         if _is_too_long(first):
             versions = shorter(
@@ -320,7 +345,7 @@ class Serving:
             )
 
     def _unknown_model(self, name: str) -> str:
-        return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
+        return unknown_model(name, [*self._options.model_names, *sorted(self.models.lora_requests)])
 
     async def models_reply(self) -> JsonReply:
         """Return the reply to `GET /v1/models`: the model and its adapters."""
@@ -375,7 +400,7 @@ class Serving:
         parser = self._chat.parser_cls(
             self._client.renderer.get_tokenizer(),
             None,
-            chat_template_kwargs={},
+            chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat_request),
             model_config=self._client.model_config,
         )
         return ReasoningSplit(parser, chat_request)

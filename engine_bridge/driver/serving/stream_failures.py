@@ -27,6 +27,11 @@ def engine_failed() -> Exception:
     return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
 
+def ended(why: str) -> Exception:
+    """Return the error for answers that were ended on purpose: it asks the client to try again. why: a sentence."""
+    return RetryableRequestError(f"{why} Send the request again.")
+
+
 def lost() -> Exception:
     """Return the error for an answer of which an output could not be read."""
     return RetryableRequestError("A part of this answer was lost on the server. Send the request again.")

@@ -65,8 +65,15 @@ class Streams:
 
     def fail_all(self) -> None:
         """End every stream with a clear error: the engine under them has failed."""
+        self._fail_each(lambda: _failures().engine_failed())
+
+    def end_all(self, why: str) -> None:
+        """End every stream with an error that asks for another try. why: a sentence for clients."""
+        self._fail_each(lambda: _failures().ended(why))
+
+    def _fail_each(self, error: Callable[[], Exception]) -> None:
         for stream in list(self._streams.values()):
-            self._put(stream, _failures().engine_failed())
+            self._put(stream, error())
 
     @staticmethod
     def _put(stream: Stream, piece: Any) -> None:

@@ -75,6 +75,10 @@ HALF_CHARACTERS = Feature(
     "a prompt that ends inside a character comes back as the beginning of its answer",
 )
 BAD_WORDS = Feature("many bad words", "one request with hundreds of bad words makes every step longer")
+EMBEDS_TOKEN = Feature(
+    "grammars beside embeddings",
+    "with --enable-prompt-embeds some models get no structured output",
+)
 ROTARY = Feature(
     "positions of heads on a CPU",
     "models with latent attention and plain RoPE write wrong answers on a CPU",

@@ -11,6 +11,7 @@ ENGINE_SIDE = owners("""
 vllm.v1.engine.llm_engine:LLMEngine ENGINE
     call from_engine_args(engine_args, *, usage_context, enable_multiprocessing) add_request(request_id, prompt, params, *, prompt_text, lora_request)
         abort_request(request_ids, *, internal) reset_prefix_cache(reset_running_requests, reset_connector) get_supported_tasks() step()
+        reset_mm_cache() reset_encoder_cache()
     read engine_core input_processor model_config renderer vllm_config
     RANKS: tag ranks
     REPORT: read output_processor
@@ -26,6 +27,7 @@ vllm.v1.engine.core:EngineCore ENGINE at engine_core.engine_core
     KV_TIERS: look up in preprocess_add_request: request_block_hasher
 vllm.v1.executor.uniproc_executor:UniProcExecutor KV_TIERS
     read driver_worker
+    ENGINE: call sleep(level) wake_up()
 vllm.v1.worker.worker_base:WorkerWrapperBase KV_TIERS at engine_core.engine_core.model_executor.driver_worker
     read worker
 vllm.v1.worker.gpu_worker:Worker KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker
@@ -146,6 +148,8 @@ vllm.tokenizers.detokenizer_utils HALF_CHARACTERS
     call _convert_tokens_to_string_with_added_encoders(tokenizer, output_tokens, skip_special_tokens, spaces_between_special_tokens)
 vllm.v1.sample.sampler BAD_WORDS
     replace apply_bad_words
+vllm.renderers.hf EMBEDS_TOKEN
+    replace _ensure_prompt_embeds_placeholder_token
 vllm._custom_ops ROTARY
     replace rotary_embedding
 vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2
@@ -185,6 +189,7 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
 vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
+    ENGINE: read async_scheduling
     read enable_chunked_prefill
     ENGINE: read async_scheduling
     write long_prefill_token_threshold
@@ -423,7 +428,7 @@ vllm.exceptions:VLLMValidationError APIS
 # -- the renderer ------------------------------------------------------------------------------------------------------
 vllm.renderers.online_renderer:OnlineRenderer APIS
     call __init__(model_config, renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools, tool_parser,
-        reasoning_parser) warmup() render_chat(request)
+        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) effective_chat_template_kwargs(request)
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
     read mm_processor
@@ -458,7 +463,8 @@ vllm.entrypoints.openai.models.protocol:BaseModelPath APIS
     call __init__(name, model_path)
 vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
-        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_chat_completion(request, raw_request)
+        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
+        create_chat_completion(request, raw_request)
     override chat_completion_full_generator(request, *args, **options)
     read default_sampling_params parser_cls
 vllm.parser.abstract_parser:DelegatingParser APIS
@@ -473,12 +479,12 @@ vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
         request_output_to_completion_response(final_res_batch, request, *args, **options)
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses APIS
     call __init__(engine_client, models, online_renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools,
-        tool_parser, reasoning_parser) create_responses(request, raw_request)
+        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request)
     override responses_stream_generator(request, sampling_params, result_generator, *args, **options)
         _make_response_output_items(request, final_output, *args, **options) _create_response_logprobs(token_ids, logprobs, *args, **options)
 vllm.entrypoints.serve.tokenize.serving:ServingTokenization APIS
-    call __init__(models, online_renderer, *, chat_template, chat_template_content_format) create_tokenize(request, raw_request)
-        create_detokenize(request, raw_request) get_tokenizer_info()
+    call __init__(models, online_renderer, *, chat_template, chat_template_content_format, default_chat_template_kwargs)
+        create_tokenize(request, raw_request) create_detokenize(request, raw_request) get_tokenizer_info()
 vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:TokenizeResponse APIS
@@ -487,8 +493,8 @@ vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest APIS
 vllm.entrypoints.serve.tokenize.protocol:DetokenizeResponse APIS
 vllm.entrypoints.anthropic.serving:AnthropicServingMessages APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
-        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser) create_messages(request, raw_request)
-        count_tokens(request, raw_request)
+        chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
+        create_messages(request, raw_request) count_tokens(request, raw_request)
     override to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
 vllm.entrypoints.anthropic.api_router APIS
     call translate_error_response(response)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.policy.limits.request_limits import too_much
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
@@ -42,6 +43,7 @@ def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
     prompt = body.get("prompt") if api == "completions" else None
     is_many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     num_prompts = len(prompt) if is_many and isinstance(prompt, list) else 1
+    num_prompts = max(num_prompts, len(embeddings_of(api, body)))
     wanted = [_as_number(body.get(name)) for name in ("n", "best_of")]
     num_sequences = num_prompts * max(wanted, default=1)
     if num_sequences > limit:

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from engine_bridge.calls.prompt_embeds import FIELD, embeddings_of
 from engine_bridge.policy.limits.request_limits import measure
 from engine_bridge.protocol.node import COUNTING_APIS, Api
 from gateway.errors import GatewayError
@@ -100,6 +101,10 @@ async def recording_of(
     if session_id is None and not keeps_response:
         return None
     if session_id is not None:
+        if embeddings_of(api, body):
+            raise GatewayError(
+                "bad_request", "Sessions are of text: a call with `prompt_embeds` names none.", param=FIELD
+            )
         session_id = checked_id(session_id, "session_id")
         history = history or await services.store.token_ids(owner, session_id)
     session_id = session_id or uuid.uuid4().hex
@@ -160,7 +165,7 @@ async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> No
 def adapter_named(services: Services, body: Any) -> str | None:
     """Return the model that a body names, unless it is the base model. Whether there is such an adapter, the node finds out."""
     model = body.get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
+    return model if isinstance(model, str) and model not in ("", *services.config.model_names) else None
 
 
 async def record(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import cast, get_args
 
 from aiohttp import web
 
-from gateway.doors.description.bodies import ServerLoad, Versions
+from engine_bridge.protocol.node import SleepMode
+from gateway.doors.description.bodies import IsSleeping, ServerLoad, Slept, Versions, Woken
 from gateway.doors.http.bodies import json_reply
 from gateway.doors.rest.health import readyz
+from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from overture_client import __version__
+
+SLEEPING = "Putting the engine to sleep is"
 
 
 async def show_version(request: web.Request) -> web.Response:
@@ -39,6 +44,38 @@ async def load(request: web.Request) -> web.Response:
     return json_reply(ServerLoad(server_load=stats.num_running + stats.num_waiting if stats else 0))
 
 
+async def sleep(request: web.Request) -> web.Response:
+    """Put the engine to sleep, as vLLM's route does: `mode=abort` (by itself) ends running answers, `mode=wait` lets them finish."""
+    services = request.app[SERVICES]
+    services.check_operator(services.admit(request), SLEEPING)
+    mode, level = request.query.get("mode", "abort"), request.query.get("level", "1")
+    if level != "1":
+        raise GatewayError(
+            "bad_request",
+            "'level' is 1 here: 0 frees nothing, and after 2 the weights would have to be loaded anew.",
+            param="level",
+        )
+    if mode not in get_args(SleepMode):
+        raise GatewayError("bad_request", "'mode' is 'abort' or 'wait'.", param="mode")
+    await services.node.sleep(cast(SleepMode, mode), services.config.drain_timeout_s)
+    return json_reply(Slept(status="sleeping", level=1))
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    """Wake the engine up. It has all of its memory back, whatever `tags` say."""
+    services = request.app[SERVICES]
+    services.check_operator(services.admit(request), SLEEPING)
+    await services.node.wake_up()
+    return json_reply(Woken(status="awake"))
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    """Answer whether the engine sleeps."""
+    services = request.app[SERVICES]
+    services.principal(request)
+    return json_reply(IsSleeping(is_sleeping=services.node.progress.state == "asleep"))
+
+
 def add_routes(app: web.Application) -> None:
     """Add the routes that clients of `vllm serve` expect."""
     app.add_routes(
@@ -48,5 +85,8 @@ def add_routes(app: web.Application) -> None:
             web.post("/ping", readyz),
             web.get("/version", show_version),
             web.get("/load", load),
+            web.post("/sleep", sleep),
+            web.post("/wake_up", wake_up),
+            web.get("/is_sleeping", is_sleeping),
         ]
     )

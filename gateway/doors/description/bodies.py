@@ -53,6 +53,25 @@ class ServerLoad(Struct, frozen=True, kw_only=True):
     server_load: int
 
 
+class Slept(Struct, frozen=True, kw_only=True):
+    """The reply to putting the engine to sleep, in vLLM's form. `level`: 1, at which weights are kept in host memory."""
+
+    status: Literal["sleeping"]
+    level: int
+
+
+class Woken(Struct, frozen=True, kw_only=True):
+    """The reply to waking the engine up, in vLLM's form."""
+
+    status: Literal["awake"]
+
+
+class IsSleeping(Struct, frozen=True, kw_only=True):
+    """Whether the engine sleeps, in vLLM's form."""
+
+    is_sleeping: bool
+
+
 class ResponseDeleted(Struct, frozen=True, kw_only=True):
     """The reply to deleting a response, in the form of OpenAI's API."""
 

@@ -35,6 +35,7 @@ const NODE_STATES = {
   ready: 'good',
   starting: 'under-way',
   rebuilding: 'fair',
+  asleep: 'plain',
   draining: 'fair',
   failed: 'bad',
   away: 'bad',

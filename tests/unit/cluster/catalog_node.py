@@ -132,7 +132,7 @@ async def connected(
         tasks = [asyncio.create_task(pump) for pump in pumps]
         theirs = far
     await loop.connect_accepted_socket(server.connection, theirs)
-    remote = remote or RemoteNode("fake-model")
+    remote = remote or RemoteNode(("fake-model",))
     _, link = await loop.create_connection(
         lambda: NodeLink(token if guess is None else guess, remote.take_report, remote.detach), sock=ours
     )

@@ -61,7 +61,7 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
         return
     fake = fakes[node.node_id] = FakeNode(["I am ", node.node_id])
     if node.settings == b"another model":
-        fake.model_name = "another-model"
+        fake.model_names = ("another-model",)
     if node.settings == b"names no place at first":
         nowhere = NodeAddress(host=settings.host, port=70_000, incarnation="odd", pid=os.getpid())
         tell(orders.Placed(node.node_id, nowhere))

@@ -81,8 +81,8 @@ async def test_what_is_read_at_once_follows_the_nodes_reports() -> None:
     """Also once it has had no figures for a moment."""
     node = FakeNode()
     async with connected(node) as (remote, _):
-        read = (remote.model_name, remote.max_model_len, remote.progress.state)
-        assert read == ("fake-model", 4096, "ready")
+        read = (remote.model_names, remote.max_model_len, remote.progress.state)
+        assert read == (("fake-model",), 4096, "ready")
         asked = asyncio.Event()
 
         def fail() -> None:

@@ -34,7 +34,7 @@ class Teller(FakeNode):
 
 
 def teller(*arguments: str) -> ProcessNode:
-    return ProcessNode([sys.executable, "-m", __name__, *arguments], b"", "fake-model")
+    return ProcessNode([sys.executable, "-m", __name__, *arguments], b"", ("fake-model",))
 
 
 async def test_a_child_that_is_started_again_or_has_died_comes_back_as_another_process() -> None:

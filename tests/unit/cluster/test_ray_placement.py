@@ -30,7 +30,7 @@ async def placement_of(
     )
     given = {"address": "", "host": "127.0.0.1", "folder": "", "make_node": "", "nodes": to_start}
     settings = ClusterSettings(**given, trust=Trust(token=b"of this cluster"), follows_all=follows_all)
-    placement = RayPlacement(DRIVER, settings, "fake-model", lambda *stage: said.append(stage))
+    placement = RayPlacement(DRIVER, settings, ("fake-model",), lambda *stage: said.append(stage))
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield placement, said

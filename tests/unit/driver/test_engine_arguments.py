@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -6,8 +7,9 @@ import pytest
 from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
+from engine_bridge.driver.scheduling import seam
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.settings.engine_arguments import parse
+from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -64,6 +66,33 @@ def test_a_gpus_kernels_are_kept_in_the_data_folder_unless_the_user_says_where(
     config = EngineConfig(model="m", served_model_name="m", device=device, kernel_cache=Path("/data/kernels"))
     building.configure_environment(config)
     assert environment.get("TRITON_CACHE_DIR") == wanted
+
+
+def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def given(device: str, *arguments: str) -> bool | None:
+        config = EngineConfig(
+            model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, engine_args=arguments
+        )
+        asked: bool | None = engine_args(config, None).async_scheduling
+        return asked
+
+    assert given("cuda") is None  # vLLM's own choice
+    assert given("cuda", "async-scheduling=true") is True
+    assert given("cuda", "async_scheduling=false") is False
+    assert given("cpu", "async-scheduling=true") is given("cpu", "async_scheduling=false") is None
+    assert list(without_effect(["async_scheduling", "seed"], "cpu")) == ["async_scheduling"]
+    assert without_effect(["async_scheduling"], "cuda") == {}
+
+    made = []
+    for kind in (seam.GatedScheduler, seam.GatedAsyncScheduler):
+        monkeypatch.setattr(kind, "__init__", lambda self, vllm_config: made.append(type(self)))
+    for is_ahead in (False, True):
+        seam.make_scheduler(
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_ahead))
+        )
+    assert made == [seam.GatedScheduler, seam.GatedAsyncScheduler]
 
 
 def test_what_cannot_be_set_is_refused_with_the_reason() -> None:

@@ -343,3 +343,22 @@ async def test_an_engine_that_is_still_being_built_is_closed_when_it_is_there(is
         building.release.set()
         await asyncio.gather(starting, closing)
     assert harness.built[0].is_closed
+
+
+async def test_no_step_runs_while_the_engine_rests_and_commands_do() -> None:
+    def fails(driver: ScriptedDriver) -> None:
+        raise EngineUnavailable("requests came meanwhile")
+
+    async with running() as harness:
+        with pytest.raises(EngineUnavailable):
+            await harness.thread.rest(fails)
+        assert harness.thread.state == "ready"
+        await harness.thread.rest(lambda driver: None)
+        assert harness.thread.state == "asleep"
+        num_steps = await harness.thread.call(lambda driver: (driver.left.update(a=2), driver.num_steps)[1])
+        assert await harness.thread.call(lambda driver: driver.num_steps) == num_steps
+        await harness.thread.go_on(lambda driver: None)
+        await harness.until(lambda: harness.outputs == [("a", 1), ("a", 0)])
+        assert harness.thread.state == "ready"
+        await harness.thread.rest(lambda driver: None)
+    assert harness.thread.state == "closed", "an engine that rests can be closed"

@@ -122,7 +122,7 @@ class FakeNode:
     def __init__(self, script: Sequence[str] | None = None) -> None:
         self.script = script
         self.state: NodeState = "ready"
-        self.model_name = "fake-model"
+        self.model_names: tuple[str, ...] = ("fake-model",)
         self.adapter_names = ["shout", "pirate"]
         self.adapter_place: AdapterPlace = "disk"
         self.refusal: BaseException | None = None
@@ -256,6 +256,13 @@ class FakeNode:
     async def drain(self, timeout_s: float) -> bool:
         self.state = "draining"
         return all(answer.is_over or answer.is_closed for answer in self.answers)
+
+    async def sleep(self, mode: Any, timeout_s: float) -> None:
+        self.slept = (mode, timeout_s)
+        self.state = "asleep"
+
+    async def wake_up(self) -> None:
+        self.state = "ready"
 
     async def close(self) -> None:
         self.state = "closed"

@@ -66,7 +66,7 @@ class TestPlacement:
     __test__ = False
 
     def __init__(self, *names: str) -> None:
-        self.nodes: dict[str, RemoteNode] = {name: RemoteNode("fake-model") for name in names}
+        self.nodes: dict[str, RemoteNode] = {name: RemoteNode(("fake-model",)) for name in names}
         self.inner: dict[str, PlacedNode] = {}
         self.links: dict[str, NodeLink] = {}
         self.restarted: list[str] = []

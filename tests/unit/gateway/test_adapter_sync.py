@@ -36,7 +36,7 @@ class Cluster:
     ) -> CatalogNode:
         """A node joins, or comes back in another process."""
         node = self.nodes[name] = node or CatalogNode()
-        remote = self.remotes.get(name) or RemoteNode("fake-model")
+        remote = self.remotes.get(name) or RemoteNode(("fake-model",))
         made = connected(node, store or store_at(self.folder / name), remote)
         _, self.links[name] = await self._stack.enter_async_context(made)
         self.remotes[name] = remote

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, translate
+from gateway.settings.vllm_flags import ALWAYS, ARGUMENTS, REFUSED, RENAMED, SEVERAL, translate
 from overture_client.completion_command import COMPLETE_VARIABLE
 from tests.served import served
 
@@ -90,13 +90,20 @@ VALUES = {
     "--root-path": "/llm",
     "--dtype": "float32",
     "--scheduling-policy": "fcfs",
+    "--default-chat-template-kwargs": '{"enable_thinking": false}',
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",
     "--chat-template": "demo/model/chat_template.jinja",
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
 WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
-SWITCHES = ("--enforce-eager", "--trust-remote-code", "--enable-prefix-caching")
+SWITCHES = (
+    "--enable-prompt-embeds",
+    "--enable-sleep-mode",
+    "--enforce-eager",
+    "--trust-remote-code",
+    "--enable-prefix-caching",
+)
 FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
 
 
@@ -124,7 +131,7 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
         for (theirs,), (ours,) in rows(heading):
             assert ours in OWN, ours
             value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
-            argv = [theirs] if theirs in SWITCHES else [theirs, value]
+            argv = [theirs] if theirs in (*SWITCHES, *ARGUMENTS) else [theirs, value]
             if theirs in FILES:  # whose files would have to be there
                 assert translate(argv, OWN) == argv
             else:
@@ -133,7 +140,8 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
 
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
     renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
-    assert renamed == {**RENAMED, **SEVERAL}
+    as_arguments = {flag: "--engine-arg" for flag in ARGUMENTS}
+    assert renamed == {**RENAMED, **SEVERAL, **as_arguments}
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
     refused = {flag for flags, _ in rows("Refused") for flag in flags}
     arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
@@ -141,7 +149,7 @@ def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
 
 
 def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
-    known = {*ALWAYS, *REFUSED, *RENAMED, *SEVERAL}
+    known = {*ALWAYS, *ARGUMENTS, *REFUSED, *RENAMED, *SEVERAL}
     assert not known & OWN
     assert not {setting.name for setting in SETTINGS} & RULED_OUT.keys()
 
@@ -158,6 +166,7 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--allowed-origins", "https://a.example"], ["--cors-origin", "https://a.example"]),
         (["-tp", "1", "m"], ["m"]),
         (["--tensor-parallel-size=1"], []),
+        (["--no-async-scheduling", "m"], ["--engine-arg", "async_scheduling=false", "m"]),
         (["--", "--enable-lora"], ["--", "--enable-lora"]),
         (["--something", "else"], ["--something", "else"]),
         (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
@@ -168,6 +177,31 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
 )
 def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
     assert translate(argv, OWN) == expected
+
+
+def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
+    name, alias = "--served-model-name", "--served-model-alias"
+
+    def of(*argv: str, needs_model: bool = True) -> list[str]:
+        return translate(argv, OWN, needs_model=needs_model)
+
+    assert of("m", name, "a", "b", "c", "--seed", "1") == [
+        "m",
+        name,
+        "a",
+        alias,
+        "b",
+        alias,
+        "c",
+        "--seed",
+        "1",
+    ]
+    assert of(name, "a", "b", "--model=m") == [name, "a", alias, "b", "--model=m"]
+    assert of(name, "a", "./m") == [name, "a", "./m"]
+    assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
+    assert of(name) == [name]
+    said = shown("demo/model", name, "a", "b", "c")
+    assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
 
 
 class Nodes:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from engine_bridge.settings.machine import Machine
 from gateway.cli import cli, main
 from gateway.commands import remedies
-from gateway.commands.doctor import switched_off
+from gateway.commands.doctor import _folders, switched_off
 from gateway.commands.remedies import GIB, ModelFacts
 from gateway.settings.config import Config
 from kvtiers.io.disk_log import DiskLog
@@ -29,6 +29,12 @@ def test_what_settings_turn_off_is_told_with_the_setting() -> None:
     off = {each.what: each.why for each in switched_off(Config(scheduling_policy="vllm", kv_host_gib=0))}
     assert off["scheduling"] == "--scheduling-policy vllm" and off["KV tiers"] == "--kv-host-gib 0"
     assert "short steps" not in off
+
+
+def test_a_socket_needs_a_folder_that_is_there(tmp_path: Path) -> None:
+    for folder, problem in ((tmp_path, ""), (tmp_path / "gone", "it is not there")):
+        first, *_ = _folders(Config(uds=folder / "x.sock", data_dir=tmp_path))
+        assert (first.flag, first.path, first.problem) == ("--uds", str(folder), problem)
 
 
 WITH_GPU = msgspec.structs.replace(MACHINE, gpus=("Some GPU, 80 GiB",))

@@ -115,6 +115,26 @@ async def test_a_reply_that_says_not_now_says_when(gateways: Gateways, route: st
     assert told.retryable and to_openai_body(told)["error"] == error
 
 
+async def test_only_operators_put_the_engine_to_sleep_and_wake_it_up(gateways: Gateways) -> None:
+    tenant, operator = "ov-a-tenants-key", "ov-an-operators-key"
+    gateway = await gateways(api_keys=(tenant,), operator_keys=(operator,))
+    for method, path, key, status in (
+        ("POST", "/sleep", None, 401),
+        ("POST", "/sleep", tenant, 403),
+        ("POST", "/wake_up", tenant, 403),
+        ("POST", "/sleep?level=2", operator, 400),
+        ("POST", "/sleep?mode=keep", operator, 400),
+    ):
+        assert (await gateway.call(method, path, key=key)).status == status, path
+    slept = await gateway.call("POST", "/sleep?mode=wait&level=1", key=operator)
+    assert slept.body == {"status": "sleeping", "level": 1} and gateway.node.slept == ("wait", 1.0)
+    assert (await gateway.call("GET", "/is_sleeping", key=tenant)).body == {"is_sleeping": True}
+    ready = await gateway.call("GET", "/readyz")
+    assert (ready.status, ready.body["status"]) == (503, "asleep")
+    assert (await gateway.call("POST", "/wake_up", key=operator)).body == {"status": "awake"}
+    assert (await gateway.call("GET", "/is_sleeping", key=tenant)).body == {"is_sleeping": False}
+
+
 TEXT = st.text(alphabet='ab",\\[]{}:é\n', max_size=8)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | TEXT,

@@ -91,6 +91,19 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
         ({"cluster_cert": __file__}, "cluster_cert and cluster_key go together"),
         ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
         ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
+        (
+            {"default_chat_template_kwargs": "no"},
+            "kwargs: expected a JSON object, got 'no' (flag --default-chat",
+        ),
+        (
+            {"default_chat_template_kwargs": '{"tokenize": 1}'},
+            "tokenize is no argument that a chat template gets",
+        ),
+        ({"speculative_config": "[]"}, "speculative_config: expected a JSON object, got '[]'"),
+        (
+            {"served_model_aliases": (" a",)},
+            "no model may be called ' a': the name begins or ends with a space",
+        ),
         ("prot = 1", "unknown setting 'prot' (did you mean port?)"),
         ('port = "8000"', "port: expected an integer from 0 to 65535, got '8000'"),
         ("port = true", "port: expected an integer"),
