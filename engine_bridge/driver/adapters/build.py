@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class AdapterParts:
-    """What an engine reads, keeps and computes adapters with, wherever its worker is.
+    """The parts with which an engine reads, keeps and computes adapters, wherever its worker is.
 
     Attributes:
         contract: what an adapter must be to run here.

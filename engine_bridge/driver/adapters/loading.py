@@ -36,7 +36,7 @@ class Loaded:
 
 
 class AdapterLoader(Protocol):
-    """What reads adapters, on the loader's thread. `Loader` does, where the engine's worker is in this process."""
+    """A reader of adapters, on the loader's thread. `Loader` is one, where the engine's worker is in this process."""
 
     @property
     def buffers(self) -> Memories:
@@ -235,6 +235,8 @@ class LoaderThread:
         self._wake()
 
     def _give_back(self, weights: AdapterWeights) -> None:
+        if weights.release is not None:
+            weights.release()
         if weights.buffer is not None:
             self._executor.submit(self._loader.buffers.give_back, weights.buffer)
 

@@ -64,13 +64,15 @@ class ModuleWeights:
 class AdapterWeights:
     """One adapter's weights, by the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of them lie in.
 
-    `adapter_id` names an adapter whose weights are in other processes; `modules` is empty then.
+    Weights that are in other processes have no modules here: `load_number` names them there, and `release`, called on the engine's thread, has them
+    let go of.
     """
 
     modules: dict[str, ModuleWeights]
     num_bytes: int
     buffer: torch.Tensor | None
-    adapter_id: int = 0
+    load_number: int = 0
+    release: Callable[[], None] | None = None
 
 
 class Memories:
@@ -283,7 +285,7 @@ def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> Adapter
 
 
 class ContractFacts(Struct, frozen=True, kw_only=True):
-    """What an engine's layers accept, in plain data; see `ModelContract`. `renames` is vLLM's mapper of names in checkpoints, or None."""
+    """The facts of what an engine's layers accept, in plain data; see `ModelContract`. `renames` is vLLM's mapper of names in checkpoints, or None."""
 
     modules: dict[str, tuple[int, int]]
     max_rank: int

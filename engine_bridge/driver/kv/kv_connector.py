@@ -253,7 +253,7 @@ class _OwnStep(StepCopies):
 
     @property
     def copier(self) -> BlockCopier:
-        """What copies in this process."""
+        """The copier of this process."""
         assert self._tiers.copier is not None
         return self._tiers.copier
 

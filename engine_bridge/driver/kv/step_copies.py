@@ -37,7 +37,7 @@ class StepCopies:
 
     @property
     def copier(self) -> BlockCopier:
-        """What copies in this process."""
+        """The copier of this process."""
         raise NotImplementedError
 
     def begin_copies(self, saves: Iterable[tuple[int, int, list[int]]]) -> None:

@@ -32,7 +32,7 @@ FEW_THREADS, FEW_ROWS = 3, 4
 
 
 class BlockCopier(Protocol):
-    """What copies between the host tier's memory and the device's blocks, on the engine thread, in a step or between two.
+    """A copier between the host tier's memory and the device's blocks, on the engine thread, in a step or between two.
 
     Attributes:
         overlaps: whether copies run beside the step's computation; False: they take the engine thread's time.

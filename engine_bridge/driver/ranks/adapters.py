@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -45,12 +46,13 @@ def rank_parts(
     idle_bytes = int(config.adapter_host_gib * GIB) // (4 * config.tensor_parallel_size)
     found = ranks.call("overture_adapters", base_models, idle_bytes, authkey)
     facts, num_slots, _ = found[0]
+    table = SimpleNamespace(lora_index_to_id=[None] * num_slots)
     host = RankHost([Client(address, authkey=authkey) for _, _, address in found])
     return AdapterParts(
         contract=contract_from(facts, base_models),
-        table=SimpleNamespace(lora_index_to_id=[None] * num_slots),
-        slots=RankSlots(ranks),
-        loader=RankLoader(host, copy_of),
+        table=table,
+        slots=RankSlots(ranks, table),
+        loader=RankLoader(host, ranks, copy_of),
         workers=host,
         host_path=NoHostPath(),
         device=torch.device("cpu"),  # what the engine's process holds of an adapter has no weights
@@ -94,10 +96,6 @@ class RankHost(AssistWorkers):
                 raise AdapterRejected(text, code=code) if code is not None else RankError(text)
         return [answer for _, answer in answers]
 
-    def drop(self, adapter_id: int) -> None:
-        """Let go of an adapter that leaves host memory."""
-        self.call("drop", adapter_id)
-
     def close(self) -> None:
         """Hang up."""
         for each in self._connections:
@@ -105,15 +103,17 @@ class RankHost(AssistWorkers):
 
 
 class RankLoader:
-    """Has adapters read by all ranks. On the loader's thread.
+    """A loader by which all ranks read adapters. On the loader's thread.
 
     Args:
-        host: calls the ranks.
+        host: calls the ranks beside the steps.
+        ranks: the same ranks, between two steps.
         copy_of: see `Loader`.
     """
 
-    def __init__(self, host: RankHost, copy_of: Callable[[str], str]) -> None:
-        self._host, self._copy_of = host, copy_of
+    def __init__(self, host: RankHost, ranks: Ranks, copy_of: Callable[[str], str]) -> None:
+        self._host, self._ranks, self._copy_of = host, ranks, copy_of
+        self._numbers = itertools.count(1)
         self.buffers = host_buffers(False, 0)
 
     def load(self, record: AdapterRecord) -> AdapterWeights:
@@ -123,12 +123,17 @@ class RankLoader:
             AdapterRejected: its files cannot be used.
             RankError: a rank has ended.
         """
+        number = next(self._numbers)
         try:
-            num_bytes = sum(self._host.call("load", record, self._copy_of(record.content_hash)))
+            num_bytes = sum(self._host.call("load", number, record, self._copy_of(record.content_hash)))
         except AdapterRejected:
-            self._host.drop(record.version_id)  # another rank may have it
+            self._host.call("drop", number)  # another rank may have it
             raise
-        return AdapterWeights({}, num_bytes, None, record.version_id)
+        return AdapterWeights({}, num_bytes, None, number, lambda: self._release(number))
+
+    def _release(self, number: int) -> None:
+        """Have the ranks let go of an adapter, behind the calls by which they fill slots with it."""
+        self._ranks.send("overture_drop", number, then=lambda answers: None)
 
 
 class RankSlots(Slots):
@@ -136,10 +141,11 @@ class RankSlots(Slots):
 
     Args:
         ranks: the engine's ranks.
+        table: has the slot table, in which a slot's adapter stands before the slot is filled.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, table: Any) -> None:
+        self._ranks, self._table = ranks, table
         self.on_failed = None
 
     def fill(
@@ -150,4 +156,5 @@ class RankSlots(Slots):
         layout: Layout | None = None,
     ) -> None:
         """Have the ranks fill a slot before the next step."""
-        self._ranks.send("overture_fill", slot, weights.adapter_id, then=lambda answers: None)
+        adapter_id = self._table.lora_index_to_id[slot]
+        self._ranks.send("overture_fill", slot, adapter_id, weights.load_number, then=lambda answers: None)

@@ -6,7 +6,7 @@ The engine's process calls from its loader's thread, beside the steps, through a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener
 from typing import Any
@@ -57,7 +57,10 @@ class RankAdapters:
             lambda content_hash: self._copy,
         )
         self._pins = torch.device(self._manager.device).type == "cuda"
+        # By the number of the load, so that letting go of one cannot meet the next load of the same adapter.
         self._held: dict[int, AdapterWeights] = {}
+        # Found once: `fill` changes what layers say of themselves while adapters are read on the other thread.
+        self._split = {name: layer for name, layer in self._manager.modules.items() if is_split(layer)}
         worker_manager.residency = NoResidency()
 
     @property
@@ -94,10 +97,11 @@ class RankAdapters:
         connection.send(answer)
         return True
 
-    def load(self, record: AdapterRecord, copy: str) -> int:
-        """Read an adapter, and keep this rank's part of it. Returns the part's bytes.
+    def load(self, number: int, record: AdapterRecord, copy: str) -> int:
+        """Read an adapter, and keep this rank's part of it under a number. Returns the part's bytes.
 
         Args:
+            number: names what is read.
             record: the adapter as it was registered.
             copy: the path of a copy of its files; "" for none.
 
@@ -111,13 +115,12 @@ class RankAdapters:
             self._loader.buffers.give_back(whole.buffer)
         tensors = [tensor for module in modules.values() for tensor in module.tensors()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        self._held[record.version_id] = AdapterWeights(modules, num_bytes, None)
+        self._held[number] = AdapterWeights(modules, num_bytes, None)
         return num_bytes
 
     def _part(self, name: str, module: ModuleWeights) -> ModuleWeights:
         """Return this rank's part of a module, in memory of its own."""
-        layer = self._manager.modules.get(name)
-        part = part_of(layer, module) if is_split(layer) else module
+        part = part_of(self._split[name], module) if name in self._split else module
         a, b = (
             tuple(None if each is None else self._own(each) for each in half) for half in (part.a, part.b)
         )
@@ -130,21 +133,21 @@ class RankAdapters:
             else tensor.clone(memory_format=torch.contiguous_format)
         )
 
-    def drop(self, adapter_id: int) -> None:
-        """Let go of an adapter; an unknown one changes nothing."""
-        self._held.pop(adapter_id, None)
+    def drop(self, number: int) -> None:
+        """Let go of what was loaded under this number; an unknown one changes nothing."""
+        self._held.pop(number, None)
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
-    def fill(self, slot: int, adapter_id: int) -> None:
-        """Make the steps from here on compute rows of a slot with this adapter. On a GPU they wait for its copy."""
+    def fill(self, slot: int, adapter_id: int, number: int) -> None:
+        """Make the steps from here on compute rows of a slot with this adapter, loaded under this number. On a GPU they wait for its copy."""
         ids = self._manager.lora_index_to_id
         for number, held in enumerate(ids):
             if held == adapter_id:
                 ids[number] = None
         ids[slot] = adapter_id
-        with _as_whole(self._manager.modules.values()):
-            self._slots.fill(slot, self._held[adapter_id])
+        with _as_whole(self._split.values()):
+            self._slots.fill(slot, self._held[number])
         if self._slots.fills_beside_steps:
             self._slots.wait(slot)
         else:
@@ -152,9 +155,8 @@ class RankAdapters:
 
 
 @contextmanager
-def _as_whole(layers: Any) -> Iterator[None]:
+def _as_whole(split: Collection[Any]) -> Iterator[None]:
     """Let split layers take weights as they are: these are their part already."""
-    split = [layer for layer in layers if is_split(layer)]
     sizes = [layer.tp_size for layer in split]
     for layer in split:
         layer.tp_size = 1

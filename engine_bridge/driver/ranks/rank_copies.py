@@ -84,7 +84,7 @@ class RankCopies(StepCopies):
 
     @property
     def copier(self) -> PartCopier:
-        """What copies this rank's part."""
+        """The copier of this rank's part."""
         assert self._copier is not None, "a step that copies before there is a region"
         return self._copier
 

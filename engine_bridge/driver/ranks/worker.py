@@ -84,9 +84,14 @@ class Rank:
         return self._adapters.facts, self._adapters.num_slots, self._adapters.serve(authkey)
 
     @answered
-    def overture_fill(self, slot: int, adapter_id: int) -> None:
-        """Make the steps from here on compute rows of a slot with this adapter."""
-        self._adapters.fill(slot, adapter_id)
+    def overture_fill(self, slot: int, adapter_id: int, load_number: int) -> None:
+        """Make the steps from here on compute rows of a slot with this adapter, as it was loaded under this number."""
+        self._adapters.fill(slot, adapter_id, load_number)
+
+    @answered
+    def overture_drop(self, load_number: int) -> None:
+        """Let go of an adapter that was loaded under this number."""
+        self._adapters.drop(load_number)
 
     @answered
     def overture_fill_cache(self) -> tuple[int, int]:
