@@ -142,9 +142,9 @@ class RankAdapters:
     def fill(self, slot: int, adapter_id: int, number: int) -> None:
         """Make the steps from here on compute rows of a slot with this adapter, loaded under this number. On a GPU they wait for its copy."""
         ids = self._manager.lora_index_to_id
-        for number, held in enumerate(ids):
+        for other, held in enumerate(ids):
             if held == adapter_id:
-                ids[number] = None
+                ids[other] = None
         ids[slot] = adapter_id
         with _as_whole(self._split.values()):
             self._slots.fill(slot, self._held[number])
