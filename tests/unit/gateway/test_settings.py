@@ -260,6 +260,8 @@ def test_a_folder_that_others_use_keeps_its_rights(folder: Path, caplog: pytest.
     tighten(folder, folder / "kv")
     assert mode_of(folder) == 0o1777
     folder.chmod(0o755)
+    for name in ("adapter-copies", "kernels", "nodes"):
+        (folder / name).mkdir(mode=0o700)
     assert tighten(folder, folder / "kv") == [folder]
 
 
