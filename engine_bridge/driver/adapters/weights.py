@@ -285,7 +285,7 @@ def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> Adapter
 
 
 class ContractFacts(Struct, frozen=True, kw_only=True):
-    """The facts of what an engine's layers accept, in plain data; see `ModelContract`. `renames` is vLLM's mapper of names in checkpoints, or None."""
+    """The facts of what an engine's layers accept, in plain data; see `ModelContract`. renames: vLLM's mapper of names in checkpoints, or None."""
 
     modules: dict[str, tuple[int, int]]
     max_rank: int
