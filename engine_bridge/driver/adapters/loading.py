@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -160,10 +161,13 @@ class LoaderThread:
         with self._ahead_lock:
             dropped = [self._ahead.pop(adapter_id) for adapter_id in self._read_ahead.expire(now)]
         for read in dropped:
-            if not read.cancel() and read.done():
-                weights = read.result().weights
-                if weights is not None:
-                    self._give_back(weights)
+            if not read.cancel():  # it is done, or about to be
+                read.add_done_callback(lambda done: self._done.append(partial(self._give_up_read, done)))
+
+    def _give_up_read(self, read: Future[Loaded]) -> None:
+        weights = read.result().weights
+        if weights is not None:
+            self._give_back(weights)
 
     def _take_ahead(self, record: AdapterRecord, read: Future[Loaded]) -> Loaded:
         loaded = Loaded(None) if read.cancelled() else read.result()

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from types import SimpleNamespace
 from typing import Any
@@ -126,8 +127,9 @@ class RankLoader:
         number = next(self._numbers)
         try:
             num_bytes = sum(self._host.call("load", number, record, self._copy_of(record.content_hash)))
-        except AdapterRejected:
-            self._host.call("drop", number)  # another rank may have it
+        except Exception:
+            with suppress(RankError):
+                self._host.call("drop", number)  # another rank may have it
             raise
         return AdapterWeights({}, num_bytes, None, number, lambda: self._release(number))
 

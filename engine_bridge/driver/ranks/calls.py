@@ -142,8 +142,8 @@ class RanksCopier:
             self._open.append(then)
             self._ranks.send("overture_copy", copies, then=functools.partial(self._made, then))
         else:
-            self._heard(self._ranks.call("overture_copy", copies))
-            then()
+            self._open.append(then)  # given up by `rest` where a rank ends meanwhile
+            self._made(then, self._ranks.call("overture_copy", copies))
 
     def rest(self) -> None:
         """Give up the copies that no rank has answered for. The ranks must have ended."""

@@ -6,6 +6,7 @@ The engine's process calls from its loader's thread, beside the steps, through a
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener
@@ -72,7 +73,8 @@ class RankAdapters:
 
     def serve(self, authkey: bytes) -> str:
         """Begin to answer the engine's process on a thread. Returns the address where it connects, with this key."""
-        listener = Listener(authkey=authkey)
+        # A name that no file stands for, so that none is left behind however this process ends.
+        listener = Listener(f"\0overture-{uuid.uuid4().hex}", "AF_UNIX", authkey=authkey)
         threading.Thread(target=self._serve, args=(listener,), name="rank-adapters", daemon=True).start()
         return str(listener.address)
 

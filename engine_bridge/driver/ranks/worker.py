@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -117,5 +119,8 @@ def end_with_parent() -> None:
     server at once, which then still ends its answers.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it has ended before
+        os._exit(1)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
