@@ -49,6 +49,7 @@ class AdapterParts:
         host_path: computes rows of adapters whose slots are not filled.
         device: where the weights of steps are.
         may_assist: whether requests may start while their adapter is still on its way into a slot.
+        step_room: see `Rules`.
         make_blocks: makes the adapters' copies in KV blocks, where the settings wish them.
         enter: has a residency hear of each step's adapters.
     """
@@ -61,6 +62,7 @@ class AdapterParts:
     host_path: HostPath | NoHostPath
     device: torch.device
     may_assist: bool
+    step_room: int | None
     make_blocks: Callable[[DeviceCopies], AdapterBlocks]
     enter: Callable[[Residency], None]
 
@@ -134,6 +136,7 @@ def own_parts(engine: Any, config: EngineConfig, copy_of: Callable[[str], str]) 
         host_path=_make_host_path(manager, slots) if may_assist else NoHostPath(),
         device=torch.device(manager.device),
         may_assist=may_assist,
+        step_room=config.max_loras * slots.max_cost,
         make_blocks=lambda copies: _make_blocks(engine, block_pool, copies),
         enter=lambda residency: setattr(worker_manager, "residency", residency),
     )
@@ -162,7 +165,7 @@ def _make_core(
     rules = Rules(
         host_bytes=host_bytes,
         num_slots=len(parts.table.lora_index_to_id),
-        step_room=config.max_loras * parts.slots.max_cost,
+        step_room=parts.step_room,
         cpu_assist=parts.may_assist,
         fills_from_copies=parts.device.type != "cpu",
     )

@@ -58,6 +58,7 @@ def rank_parts(
         host_path=NoHostPath(),
         device=torch.device("cpu"),  # what the engine's process holds of an adapter has no weights
         may_assist=False,
+        step_room=None,  # slots are of one size, so that their number is the bound; vLLM bounds the adapters of a step
         make_blocks=lambda copies: NoBlocks(),
         enter=lambda residency: _enter(engine, residency),
     )

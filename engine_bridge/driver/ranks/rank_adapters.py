@@ -74,9 +74,10 @@ class RankAdapters:
     def serve(self, authkey: bytes) -> str:
         """Begin to answer the engine's process on a thread. Returns the address where it connects, with this key."""
         # A name that no file stands for, so that none is left behind however this process ends.
-        listener = Listener(f"\0overture-{uuid.uuid4().hex}", "AF_UNIX", authkey=authkey)
+        address = f"\0overture-{uuid.uuid4().hex}"
+        listener = Listener(address, "AF_UNIX", authkey=authkey)
         threading.Thread(target=self._serve, args=(listener,), name="rank-adapters", daemon=True).start()
-        return str(listener.address)
+        return address
 
     def _serve(self, listener: Listener) -> None:
         torch._C.set_num_threads(1)  # of this thread: see `adapters/loading.py`
