@@ -88,7 +88,8 @@ class GatewayConnection(WireConnection):
         for task in (*self._tasks.values(), *([self._reports] if self._reports else [])):
             task.cancel()
         self._can_write.set()
-        if self._is_known and not self._server.connections:
+        # Over a pair of sockets the other end is the gateway, even where it has ended before it could greet.
+        if (self._is_known or not self._server.token) and not self._server.connections:
             self._server.on_close()
 
     def _send(self, message: wire.Message, number: int = 0) -> None:

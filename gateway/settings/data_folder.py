@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from engine_bridge.adapters import copies
-
 logger = logging.getLogger(__name__)
 
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
@@ -24,7 +22,7 @@ _OWN_FILES: Final = (
     "cluster-token",
     "weights.json",
 )
-_OWN_FOLDERS: Final = frozenset({copies.FOLDER_NAME, "kv", "kernels", "nodes", "profiles", "lost+found"})
+_OWN_FOLDERS: Final = frozenset({"adapter-copies", "kv", "kernels", "nodes", "profiles", "lost+found"})
 _KV_STORE_MARK: Final = "namespace.json"  # In each store's folder: kvtiers/io/files.py.
 
 

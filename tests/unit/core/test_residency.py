@@ -84,6 +84,17 @@ def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> 
     assert not any(isinstance(move, Refuse) for move in places.advance({2}, 3.0)), "said once"
 
 
+def test_room_is_made_by_what_adapters_take_in_memory_whatever_their_files_have() -> None:
+    places = make(1, host_bytes=2 * SIZE)
+    places.prefetch(1)
+    places.advance(NOBODY, 0.0)
+    places.loaded(1, 3 * SIZE // 2, "disk", 1.0, 0.0)
+    places.add(2, 2 * SIZE - 1, room=SIZE, is_pinned=False, now=0.0)
+    places.requested("r", 2, 1.0)
+    moves = places.advance(NOBODY, 1.0)
+    assert adapter_moves.DropHost(1) in moves and LoadToHost(2, "disk") in moves
+
+
 @pytest.mark.parametrize("leaves", ["its request ends", "it is unpinned", "it is unloaded"])
 def test_a_pinned_adapter_that_finds_no_room_is_loaded_as_soon_as_there_is_some(leaves: str) -> None:
     """Not only with its next request, which may be long in coming."""
