@@ -451,7 +451,7 @@ OPERATIONS: tuple[Operation, ...] = (
             Parameter("level", "query", _TEXT, "1: the weights are kept in host memory."),
         ),
         replies={200: ReplyShape(description="The engine sleeps.", shape=Slept)},
-        errors=(403, 409, 503),
+        errors=(400, 403, 409, 503),
     ),
     Operation(
         "post",
@@ -460,7 +460,7 @@ OPERATIONS: tuple[Operation, ...] = (
         OPERATE,
         "Take the GPU's memory back (vLLM)",
         replies={200: ReplyShape(description="The engine is awake.", shape=Woken)},
-        errors=(403, 503),
+        errors=(400, 403, 503),
     ),
     Operation(
         "get",
