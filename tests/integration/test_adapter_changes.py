@@ -6,8 +6,9 @@ import asyncio
 import functools
 import itertools
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,26 @@ async def answers_of(node: LocalNode, *adapters: str) -> list[list[int]]:
     return found
 
 
+@contextmanager
+def being_written(folder: Path) -> Iterator[None]:
+    """A file grows in the folder all the while, as in a download: a folder that rests without an adapter is one that was taken away."""
+    is_whole = threading.Event()
+
+    def write() -> None:
+        while not is_whole.wait(0.02):
+            (folder / "weights.part").touch()
+
+    (folder / "weights.part").touch()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield
+    finally:
+        is_whole.set()
+        writer.join()
+        (folder / "weights.part").unlink()
+
+
 async def test_a_trainer_writing_over_what_is_served_fails_no_request(node: LocalNode, folder: Path) -> None:
     """The version that is served answers until the next one is whole, whatever lies in its place meanwhile."""
     shout, pirate, json = await answers_of(node, "shout", "pirate", "json")
@@ -249,10 +270,11 @@ async def test_a_trainer_writing_over_what_is_served_fails_no_request(node: Loca
     overwrite(folder / "trained", "pirate")
     await until_answered(node, "trained", shout, pirate)
     await leave_all(node)
-    for name in FILES:
-        (folder / "trained" / name).unlink()
-    assert await ask(node, "trained") == pirate
-    overwrite(folder / "trained", "json")
+    with being_written(folder / "trained"):
+        for name in FILES:
+            (folder / "trained" / name).unlink()
+        assert await ask(node, "trained") == pirate
+        overwrite(folder / "trained", "json")
     await until_answered(node, "trained", pirate, json)
 
 
