@@ -72,8 +72,8 @@ class StepGrid(Struct, frozen=True, kw_only=True):
 class StepTable:
     """Seconds of a step, by linear interpolation between grid points; more work never takes less time.
 
-    Beyond the grid the slope of the last cell continues. Each real step corrects its own cell, and the factor by which the machine is slower just
-    now than the whole table says. Memory is that of the grid. Call it from one thread.
+    Beyond the grid the slopes at its edge continue, and those of several axes add up. Each real step corrects its own cell, and the factor by which
+    the machine is slower just now than the whole table says. Memory is that of the grid. Call it from one thread.
 
     Source: AdaptiveLLM §3.2 and §4.6 (prediction must cost under 1% of the run); the table, so that any regressor will do, and its online learning
     are ours.
@@ -137,9 +137,28 @@ class StepTable:
         i, x = _locate(self._prefill, num_prefill_tokens)
         j, y = _locate(self._decodes, num_decodes)
         k, z = _locate(self._context, num_context_tokens)
+        low = (i * self._sizes[1] + j) * self._sizes[2] + k
+        if x <= 1 and y <= 1 and z <= 1:
+            return self._within(low, (x, y, z)) * self._slowness
+        # The interpolation says nothing beyond its cell: where either of two kinds of work takes all the time, both would take less than none.
+        edge = min(x, 1.0), min(y, 1.0), min(z, 1.0)
+        at_edge = seconds = self._within(low, edge)
+        for axis, share in enumerate((x, y, z)):
+            if share > 1:
+                u, v, w = (0.0 if other == axis else edge[other] for other in range(3))
+                seconds += (share - 1) * (at_edge - self._within(low, (u, v, w)))
+        return seconds * self._slowness
+
+    def _within(self, low: int, shares: tuple[float, float, float]) -> float:
+        """Return the seconds of a point in a cell, on a machine of the usual speed.
+
+        Args:
+            low: the number of the cell's point with the least work.
+            shares: how far into the cell the point is along the prefill, the decodes and the context, as a share of its length.
+        """
+        x, y, z = shares
         _, along_j, along_k = self._sizes
         seconds = self._seconds
-        low = (i * along_j + j) * along_k + k
         high = low + along_j * along_k
         # Along the context, then the decodes, then the prefill: written out, since this is asked thousands of times a step.
         a = seconds[low] + z * (seconds[low + 1] - seconds[low])
@@ -150,7 +169,7 @@ class StepTable:
         d = seconds[high] + z * (seconds[high + 1] - seconds[high])
         a += y * (b - a)
         c += y * (d - c)
-        return max(a + x * (c - a), 0.0) * self._slowness
+        return a + x * (c - a)
 
     def observe(
         self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int, seconds: float
@@ -171,8 +190,7 @@ class StepTable:
     def _correct(self, work: tuple[int, int, int], change_s: float) -> None:
         """Move the prediction at a point by a change, each corner of its cell by its weight in it.
 
-        Beyond the grid, where the slope of the last cell continues, both of its ends move alike: the slope stays, and the change is not multiplied
-        by how far out the point is.
+        Beyond the grid both ends of the last cell move alike: the slope stays, and the change is not multiplied by how far out the point is.
         """
         axes = (self._prefill, self._decodes, self._context)
         places = [_locate(axis, amount) for axis, amount in zip(axes, work, strict=True)]

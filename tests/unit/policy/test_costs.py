@@ -48,6 +48,25 @@ def test_a_step_moves_its_prediction(table: StepTable, work: tuple[int, int, int
         assert after != before
 
 
+more_work = st.tuples(st.integers(0, 2000), st.integers(0, 100), st.integers(0, 100_000))
+# Either the prefill or the decodes take a second, and both together no more.
+SATURATED = table_of(lambda work: float(work[0] > 64 or work[1] > 4))
+
+
+@example(SATURATED, (1, 1, 1), (1000, 60, 0))
+@given(tables, works, more_work)
+def test_more_work_never_takes_less_also_beyond_the_grid(
+    table: StepTable, work: tuple[int, int, int], more: tuple[int, int, int]
+) -> None:
+    of_both = [one + other for one, other in zip(work, more, strict=True)]
+    assert 0 <= table.step_s(*work) <= table.step_s(*of_both) * (1 + 1e-9) + 1e-12
+
+
+def test_beyond_the_grid_the_slopes_at_its_edge_continue() -> None:
+    work = (1000, 60, 30_000)
+    assert table_of().step_s(*work) == pytest.approx(linear(work))
+
+
 def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
     table = table_of()
     work = (32, 4, 500)
