@@ -8,6 +8,7 @@ hooks would keep vLLM from running a step as one CUDA graph. A region is the mem
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.memory.block_copy import BlockCopier
 
 
-class StepCopies:
+class StepCopies(ABC):
     """Which copies a step is to make, and which of them it has made.
 
     Args:
@@ -36,9 +37,9 @@ class StepCopies:
         self._saved: set[tuple[int, int]] = set()
 
     @property
+    @abstractmethod
     def copier(self) -> BlockCopier:
         """The copier of this process."""
-        raise NotImplementedError
 
     def begin_copies(self, saves: Iterable[tuple[int, int, list[int]]]) -> None:
         """Begin a step. saves: the group, the device's block and the host slots of each block to save."""
@@ -56,9 +57,9 @@ class StepCopies:
             self.copier.flush()
 
     @property
+    @abstractmethod
     def has_loads(self) -> bool:
         """Whether the step loads anything."""
-        raise NotImplementedError
 
     def layer_begins(self, region: int) -> None:
         """Note that the forward pass comes to a layer of attention with this memory."""
@@ -76,9 +77,9 @@ class StepCopies:
             self._loaded.add(region)
             self.load_region(region)
 
+    @abstractmethod
     def load_region(self, region: int) -> None:
         """Copy a region of all blocks to load to the device. Called once for each region of a step."""
-        raise NotImplementedError
 
     def save(self, group: int, region: int) -> None:
         """Copy a region of a group's finished blocks to host memory."""

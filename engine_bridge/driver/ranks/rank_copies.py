@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -56,8 +57,8 @@ class RankCopies(StepCopies):
         super().__init__(layers, state_groups, by_layer=by_layer)
         self._copier: PartCopier | None = None
         self._moves = RankMoves()
-        self._ended: list[int] = []
-        self._failed: set[int] = set()
+        # Steps that have copied, by their number, and whether all of it was copied. A CUDA device's waiter adds to them.
+        self._ended: deque[tuple[int, bool]] = deque()
         self._told = Copied(), Copied()
 
     def facts(self) -> LayerFacts:
@@ -111,15 +112,11 @@ class RankCopies(StepCopies):
             return
         if sys.exception() is None:
             self.save_rest()
-        if not self.has_saved_all:
-            self._failed.add(moves.number)
+        is_right = self.has_saved_all
         self.copier.end_step(
-            lambda: self._ended.append(moves.number), lambda: self._note_failure(moves.number)
+            lambda: self._ended.append((moves.number, is_right)),
+            lambda: self._ended.append((moves.number, False)),
         )
-
-    def _note_failure(self, number: int) -> None:
-        self._failed.add(number)
-        self._ended.append(number)
 
     def take_failed(self) -> set[int]:
         """Return no blocks: a rank loads only what host memory has."""
@@ -127,22 +124,21 @@ class RankCopies(StepCopies):
 
     def take_answers(self) -> StepAnswers | None:
         """Return what has been copied since the last call; None for nothing."""
-        if not self._ended:
+        ended = dict(self._ended.popleft() for _ in range(len(self._ended)))
+        if not ended:
             return None
-        # In this order, as another thread may add to both: first to the failed ones.
-        ended, self._ended = self._ended, []
-        failed = {number for number in self._failed if number in ended}
-        self._failed -= failed
+        failed = {number for number, is_right in ended.items() if not is_right}
         return StepAnswers(dict.fromkeys(ended, 1), failed, self.take_made())
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def carry_out(self, copies: Sequence[RegionCopy]) -> CopiesMade:
-        """Make copies, in order. Returns what this rank has copied since it last told."""
+        """Make copies, in order, and wait for them: the engine's process gives their host memory away then. Returns what `take_made` does."""
         for each in copies:
             move = self.copier.to_device if each.is_to_device else self.copier.to_host
             move(each.region, each.blocks, each.slots)
         self.copier.end_step(lambda: None)
+        self.copier.rest()
         return self.take_made()
 
     def take_made(self) -> CopiesMade:

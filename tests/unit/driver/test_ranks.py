@@ -148,6 +148,38 @@ def test_a_step_that_did_not_come_to_all_layers_fails(ranks: list[Rank]) -> None
     assert again is not None and not again.failed
 
 
+class Slow:
+    """As a CUDA device: what a copy is made for is called by another thread, later; `is_failing`: as the device fails."""
+
+    def __init__(self, copier: Any) -> None:
+        self._copier, self.waiting = copier, []
+        self.is_failing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copier, name)
+
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        self.waiting.append(failed if self.is_failing and failed else then)
+
+    def rest(self) -> None:
+        for then in self.waiting:
+            then()
+        self.waiting = []
+
+
+def test_copies_that_end_late_are_answered_late_and_between_steps_waited_for(ranks: list[Rank]) -> None:
+    copies = ranks[0].copies
+    slow = copies._copier = Slow(copies.copier)  # type: ignore[assignment]
+    assert ranks[0].step(saving(1, [2])) is None
+    slow.is_failing = True
+    assert ranks[0].step(saving(2, [3])) is None
+    copies.carry_out([RegionCopy(True, 0, [0], [0])])
+    assert not slow.waiting, "its host memory may have another use from here on"
+    answers = copies.take_answers()
+    assert answers is not None and (answers.ended, answers.failed) == ({1: 1, 2: 1}, {2})
+    assert copies.take_answers() is None
+
+
 def answer(number: int, *, is_right: bool = True) -> StepAnswers:
     return StepAnswers({number: 1}, set() if is_right else {number}, CopiesMade())
 
