@@ -23,7 +23,7 @@ from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.in_process import reuses_kv
-from engine_bridge.driver.kv.kv_tiers import KvTiers, find_tiers
+from engine_bridge.driver.kv.kv_tiers import KvTiers, find_tiers, settle
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
 from engine_bridge.driver.kv.step_copies import StepCopies
 from engine_bridge.driver.memory import block_copy
@@ -297,10 +297,10 @@ class _OwnStep(StepCopies):
             self.save_rest()
         # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out.
         is_right = self.has_saved_all and not self._has_missed and not is_spoiled
-        moves = self._moves
+        moves, store = self._moves, self._tiers.store
+        assert store is not None
         self.copier.end_step(
-            lambda: self._tiers.settle(moves, is_right=is_right),
-            lambda: self._tiers.settle(moves, is_right=False),
+            lambda: settle(store, moves, is_right=is_right), lambda: settle(store, moves, is_right=False)
         )
         self._loads, self._saves = [], []
         self._tiers.end_moves(moves)

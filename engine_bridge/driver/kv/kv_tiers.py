@@ -229,29 +229,18 @@ class KvTiers:
         """Forget a step that has ended: its host memory has been given back, or will be once the device has copied."""
         self._moving = [each for each in self._moving if each is not moves]
 
-    def settle(self, moves: StepMoves, *, is_right: bool) -> None:
-        """Commit the saves of a step that has copied, or abandon them unless `is_right`, and release its loads' host memory. From any thread."""
-        assert self.store is not None
-        for job in moves.saves:
-            if is_right:
-                self.store.commit(job.save)
-            else:
-                self.store.abandon(job.save)
-        for load in moves.loads:
-            self.store.release(load.stage)
-
     def _give_up_moves(self) -> None:
         """Give back the host memory of steps that have not ended: their engine has failed in one of them, or is closed."""
         moving, self._moving = self._moving, []
-        copier = self.copier
-        if self.store is None or not moving:
+        copier, store = self.copier, self.store
+        if store is None or not moving:
             return
 
         def let_go() -> None:
             """Abandon the saves and release the loads of those steps."""
             for moves in moving:
                 with going_on("a step of the failed engine"):
-                    self.settle(moves, is_right=False)
+                    settle(store, moves, is_right=False)
 
         # A device may still be copying: that must not write to memory that has another use by then.
         try:
@@ -430,6 +419,20 @@ class KvTiers:
         if self.peering is not None:
             stats.peers = self.peering.snapshot()
         return stats
+
+
+def settle(store: KvStore, moves: StepMoves, *, is_right: bool) -> None:
+    """Commit the saves of a step that has copied, or abandon them unless `is_right`, and release its loads' host memory. From any thread.
+
+    store: the one that the saves and loads are from. By the time a device has copied the tiers may have another, or none.
+    """
+    for job in moves.saves:
+        if is_right:
+            store.commit(job.save)
+        else:
+            store.abandon(job.save)
+    for load in moves.loads:
+        store.release(load.stage)
 
 
 def find_tiers(vllm_config: Any) -> KvTiers:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_connector import StepMetadata, TieredConnector, copies_of
+from engine_bridge.driver.kv.kv_tiers import settle
 from engine_bridge.driver.ranks.calls import RanksCopier
 from engine_bridge.driver.ranks.messages import RankMoves, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
@@ -44,8 +45,10 @@ class RanksConnector(TieredConnector):
 
     def hear(self, answers: StepAnswers) -> None:
         """End the steps that all ranks have copied for by now, and count the copies."""
+        store = self._tiers.store
         for moves, is_right in self._steps.ended(answers):
-            self._tiers.settle(moves, is_right=is_right)
+            assert store is not None
+            settle(store, moves, is_right=is_right)
             self._tiers.end_moves(moves)
         if isinstance(self._tiers.copier, RanksCopier):
             self._tiers.copier.hear(answers.made)
