@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN
+from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
@@ -104,7 +104,12 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         gc.collect()
         gc.freeze()
     on_cpu, has_ranks = config.device == "cpu", config.tensor_parallel_size > 1
-    worker_parts.install(off, on_cpu=on_cpu, has_adapters=config.enable_lora)
+    if not has_ranks:
+        worker_parts.install(off, on_cpu=on_cpu, has_adapters=config.enable_lora)
+    if HALF_CHARACTERS not in off:
+        from engine_bridge.driver.corrections import detokenizing
+
+        detokenizing.install()
     if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
         from engine_bridge.driver.corrections import embeds_token
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, MAMBA2, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, MAMBA2, ROTARY, SEEDS
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api.start import Off
@@ -30,10 +30,6 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.adapters import seam
 
         seam.install()
-    if HALF_CHARACTERS not in off:
-        from engine_bridge.driver.corrections import detokenizing
-
-        detokenizing.install()
     if BAD_WORDS not in off:
         from engine_bridge.driver.corrections import bad_words
 

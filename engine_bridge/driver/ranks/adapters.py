@@ -20,7 +20,6 @@ from engine_bridge.driver.adapters.build import GIB, AdapterParts
 from engine_bridge.driver.adapters.host_path import NoHostPath
 from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.layouts import Layout
-from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import ComputeFor, Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, contract_from, host_buffers
 from engine_bridge.driver.ranks.calls import RankError, Ranks
@@ -49,6 +48,7 @@ def rank_parts(
     facts, num_slots, _ = found[0]
     table = SimpleNamespace(lora_index_to_id=[None] * num_slots)
     host = RankHost([Client(address, authkey=authkey) for _, _, address in found])
+    scheduler = engine.engine_core.engine_core.scheduler
     return AdapterParts(
         contract=contract_from(facts, base_models),
         table=table,
@@ -60,13 +60,8 @@ def rank_parts(
         may_assist=False,
         step_room=None,  # slots are of one size, so that their number is the bound; vLLM bounds the adapters of a step
         make_blocks=lambda copies: NoBlocks(),
-        enter=lambda residency: _enter(engine, residency),
+        enter=lambda residency: setattr(scheduler, "enters_adapters", True),
     )
-
-
-def _enter(engine: Any, residency: Residency) -> None:
-    """Have a residency hear of a step's adapters when it is scheduled: the ranks fill their slots before they compute it."""
-    engine.engine_core.engine_core.scheduler.enters_adapters = True
 
 
 class RankHost(AssistWorkers):
