@@ -162,7 +162,7 @@ class LoaderThread:
             dropped = [self._ahead.pop(adapter_id) for adapter_id in self._read_ahead.expire(now)]
         for read in dropped:
             if not read.cancel():  # it is done, or about to be
-                read.add_done_callback(lambda done: self._done.append(partial(self._give_up_read, done)))
+                read.add_done_callback(lambda done: self._tell(partial(self._give_up_read, done)))
 
     def _give_up_read(self, read: Future[Loaded]) -> None:
         weights = read.result().weights
