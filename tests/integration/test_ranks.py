@@ -23,7 +23,7 @@ from .test_promotion import advise
 NUM_DEVICE_BLOCKS = 24
 PROMPT, OTHER, QUESTION = text("a", 400), text("b", 300), "Tell me about the sea."
 REUSABLE = 384  # of PROMPT: whole blocks of 32 tokens, before its last token
-ADAPTERS = ("", "poet", "pirate")
+ADAPTERS = ("", "json", "pirate", "poet", "robot", "shout")
 SETTINGS = {"num_kv_blocks": NUM_DEVICE_BLOCKS, "max_model_len": 640}
 
 
@@ -61,7 +61,7 @@ async def split(whole: object, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     tiers = KvTiers(
         TiersConfig(host_bytes=64 << 20, disk_bytes=256 << 20, folder=folder), policy=WaitsForTheDisk()
     )
-    async with engine(tiers, tensor_parallel_size=2, **SETTINGS) as node:
+    async with engine(tiers, tensor_parallel_size=2, max_loras=2, **SETTINGS) as node:
         pids = ranks()
         assert len(pids) == 2
         yield Split(node, tiers, pids)
@@ -95,14 +95,14 @@ async def test_tokens_are_those_of_one_process_from_every_tier(
 async def test_adapters_beside_the_base_model_answer_as_in_one_process(
     split: Split, whole: dict[str, list[int]]
 ) -> None:
-    """In one batch, cold and then in slots."""
+    """Asked for at once, cold and then from host memory, while they take turns in the slots."""
     expected = {name: whole[name] for name in ADAPTERS}
     assert len({tuple(each) for each in expected.values()}) == len(ADAPTERS)
     for _ in range(2):
         told = await asyncio.gather(*(ask(split.node, QUESTION, 24, adapter=name) for name in ADAPTERS))
         assert dict(zip(ADAPTERS, told, strict=True)) == expected
     stats = split.node.figures().adapter_stats
-    assert stats is not None and stats.num_by_place["slot"] == 2
+    assert stats is not None and stats.num_by_place["host"] > 0, "there is a slot for each of them"
 
 
 async def test_a_rank_that_ends_fails_the_engine_and_host_memory_outlives_it(

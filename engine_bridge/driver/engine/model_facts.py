@@ -20,8 +20,10 @@ from engine_bridge.settings.engine_config import EngineConfig
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
 
-# How pydantic writes that vLLM refuses a model.
-_REFUSED, _WHY = "error for ModelConfig", "Value error, "
+# How pydantic writes that vLLM refuses a model, or, of the whole configuration, to split it into so many parts. Other faults of the whole may end
+# where a mechanism is left out.
+_REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
+_FEWER_PARTS = "Choose a --tensor-parallel-size that divides it"
 _NEEDS_TORCHVISION = (
     "Models of families that can read pictures need torchvision for text, too: install the build for your torch, such as "
     "`pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu`"
@@ -32,15 +34,17 @@ def configuration_of(args: Any) -> Any:
     """Return the whole configuration of an engine (`VllmConfig`) with these arguments (`EngineArgs`), which vLLM completes.
 
     Raises:
-        UnusableModel: vLLM refuses the model. Other errors of vLLM pass unchanged.
+        UnusableModel: vLLM refuses the model, or to split it so. Other errors of vLLM pass unchanged.
     """
     try:
         return args.create_engine_config()
     except ValueError as error:
         head, _, text = str(error).partition(_WHY)
+        why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
+        if _UNDIVIDED in why:
+            raise UnusableModel(why, _FEWER_PARTS) from error
         if _REFUSED not in head:
             raise
-        why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
         is_inspected = "failed to be inspected" not in why
         needs_torchvision = not is_inspected and not _has_torchvision()
         raise UnusableModel(why, _NEEDS_TORCHVISION if needs_torchvision else "") from error

@@ -6,6 +6,8 @@ import pytest
 from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
+from engine_bridge.driver.engine.model_facts import configuration_of
+from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
@@ -80,6 +82,16 @@ def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
     assert given("cpu", "async-scheduling=true") is given("cpu", "async_scheduling=false") is None
     assert list(without_effect(["async_scheduling", "seed"], "cpu")) == ["async_scheduling"]
     assert without_effect(["async_scheduling"], "cuda") == {}
+
+
+def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR), served_model_name="demo", device="cpu", tensor_parallel_size=3
+    )
+    with pytest.raises(
+        UnusableModel, match=r"attention heads .* Choose a --tensor-parallel-size that divides it"
+    ):
+        configuration_of(engine_args(config, None))
 
 
 def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
