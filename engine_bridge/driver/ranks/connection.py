@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 # The environment of a rank: it would warn a dozen times at a healthy start, as our own log settings do not reach it.
-QUIET = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+QUIET = {
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def keep_quiet(*, is_wished: bool) -> None:
