@@ -21,6 +21,7 @@ from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponses
@@ -90,6 +91,7 @@ class Services:
     def __post_init__(self) -> None:
         self.engine_feed = EngineFeed(self.maintenance, self.advisories, self.keys)
         self.list_feed = ListFeed(self.store)
+        self.recognition = Recognition(self.advisories, self.metrics)
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )

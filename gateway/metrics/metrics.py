@@ -96,6 +96,12 @@ class Metrics:
     def _count_advisories(self, registry: CollectorRegistry) -> None:
         self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
         self.advisories = Counter("overture_advisories", "Advisories acted on", ["source"], registry=registry)
+        self.session_calls = Counter(
+            "overture_session_calls",
+            "API calls by how their session was found: named, continued, retried, rewritten, new, stored",
+            ["how"],
+            registry=registry,
+        )
         self.advisories_merged = Counter(
             "overture_advisories_merged", "Advisories that only renewed one under way", registry=registry
         )

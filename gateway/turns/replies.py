@@ -170,6 +170,7 @@ class AnswerReader:
 
     Attributes:
         is_complete: whether the server said that the answer was over.
+        tools: the tools that it calls: the name of each by the call's id.
         token_ids: all ids that the engine read and wrote, packed; b"" where they are not known.
     """
 
@@ -180,6 +181,7 @@ class AnswerReader:
         self.usage: dict[str, Any] | None = None
         self.response_id: str | None = None
         self.is_complete = False
+        self.tools: dict[str, str] = {}
         self.token_ids = b""
         self._response: dict[str, Any] | None = None
 
@@ -220,6 +222,8 @@ class AnswerReader:
             self._on_choices(value, "message")
         elif self._api == "messages":
             self._parts.append(text_of(value.get("content")))
+            for block in value.get("content") or []:
+                self._note_tool(block, block.get("id"))
             self._note_end(value.get("stop_reason"), value.get("usage"))
         else:
             self._on_response(value)
@@ -228,6 +232,9 @@ class AnswerReader:
         kind = value.get("type")
         if self._api in ("chat", "completions"):
             self._on_choices(value, "delta")
+        elif kind == "content_block_start":
+            block = value.get("content_block") or {}
+            self._note_tool(block, block.get("id"))
         elif kind == "content_block_delta":
             self._parts.append(value.get("delta", {}).get("text") or "")
         elif kind == "message_delta":
@@ -241,17 +248,18 @@ class AnswerReader:
             self.response_id = response.get("id") or self.response_id
             if kind in _ENDS:
                 self.is_complete = True
+                self._note_items(response)
                 self._note_end("stop", response.get("usage"))
 
     def _on_choices(self, value: dict[str, Any], field: str) -> None:
         for choice in value.get("choices") or []:
             if choice.get("index", 0) != 0:
                 continue
-            text = (
-                choice.get("text") if self._api == "completions" else (choice.get(field) or {}).get("content")
-            )
-            if text:
+            said = choice if self._api == "completions" else choice.get(field) or {}
+            if text := said.get("text" if self._api == "completions" else "content"):
                 self._parts.append(text)
+            for call in said.get("tool_calls") or []:
+                self._note_tool(call.get("function") or {}, call.get("id"))
             if choice.get("finish_reason"):
                 self.is_complete = True
                 self.finish_reason = choice["finish_reason"]
@@ -263,7 +271,17 @@ class AnswerReader:
         for item in value.get("output") or []:
             if item.get("type") == "message":
                 self._parts.append(text_of(item.get("content")))
+        self._note_items(value)
         self._note_end("stop", value.get("usage"))
+
+    def _note_items(self, response: dict[str, Any]) -> None:
+        for item in response.get("output") or []:
+            self._note_tool(item, item.get("call_id"))
+
+    def _note_tool(self, tool: dict[str, Any], call_id: str | None) -> None:
+        """Note a call of a tool; anything without a name or an id is none."""
+        if call_id and tool.get("name"):
+            self.tools[call_id] = tool["name"]
 
     def _note_end(self, reason: str | None, usage: dict[str, Any] | None) -> None:
         self.finish_reason = reason or self.finish_reason

@@ -17,7 +17,7 @@ from engine_bridge.predict.hints import read_body
 from engine_bridge.protocol.api_errors import unknown_model
 from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import Api, JsonReply, SseReply, token_ids_of
+from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply, SseReply, token_ids_of
 from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
@@ -37,6 +37,7 @@ from gateway.doors.http.web_policy import (
     speaks_anthropic,
 )
 from gateway.errors import GatewayError
+from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import checked_priority
 from gateway.turns.background_responses import BackgroundResponse
@@ -87,12 +88,15 @@ async def _handle(
     _check_size(services, api, body)
     asked = read_body(body)
     trace = request.get(TRACE, Trace())
+    adapter = adapter_named(services, body)
+    stored = recording.session_id if recording else ""
+    call = await services.recognition.began(owner, api, request.headers, body, adapter, stored)
     asker = EngineRequest(
         traceparent=trace.traceparent,
         accepted_s=trace.begun_s,
         tenant=tenant_of(owner),
-        session_id=recording.session_id if recording else "",
-        adapter=adapter_named(services, body) or "",
+        session_id=call.session_id if call else stored,
+        adapter=adapter or "",
         history_token_ids=recording.history_token_ids if recording else b"",
         weight=principal.weight,
         priority=priority,
@@ -103,8 +107,8 @@ async def _handle(
     services.learned.arrived(arrival)
     try:
         if is_background and recording is not None:
-            return await _answer_in_background(request, services, body, recording, asker)
-        return await _answer(request, services, api, body, recording, asker)
+            return await _answer_in_background(request, services, body, recording, asker, call)
+        return await _answer(request, services, api, body, recording, asker, call)
     finally:
         services.learned.ended(arrival)
 
@@ -122,6 +126,7 @@ async def _answer_in_background(
     body: dict[str, Any],
     recording: Recording,
     asker: EngineRequest,
+    call: SessionCall | None,
 ) -> web.StreamResponse:
     """Begin a response whose client need not stay, and answer as soon as it has begun; a bad request is refused as any other."""
     owner, is_streamed = recording.owner, body.get("stream") is True
@@ -143,6 +148,7 @@ async def _answer_in_background(
     async def store(job: BackgroundResponse) -> None:
         """Keep the response as a turn."""
         await record(services, recording, job.reader, job.reply())
+        services.recognition.ended(call, job.reader)
 
     job = await services.background.start(
         owner, reply, is_streamed=is_streamed, scope=scope, record=store, ended=running.close
@@ -179,16 +185,34 @@ async def _answer(
     body: Any,
     recording: Recording | None,
     asker: EngineRequest,
+    call: SessionCall | None,
 ) -> web.StreamResponse:
+    reader = AnswerReader(api)
+    try:
+        return await _read_answer(request, services, api, body, recording, asker, reader)
+    finally:
+        services.recognition.ended(call, reader)
+
+
+async def _read_answer(
+    request: web.Request,
+    services: Services,
+    api: Api,
+    body: Any,
+    recording: Recording | None,
+    asker: EngineRequest,
+    reader: AnswerReader,
+) -> web.StreamResponse:
+    """Answer a call while a reader reads along."""
     reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, asker)
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
-    reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
         if reply.dropped:
             headers[LEFT_OUT_HEADER] = str(reply.dropped)
             services.metrics.note_left_out(reply.dropped)
-        if reader is not None and recording is not None and reply.status == 200:
+        if api not in COUNTING_APIS and reply.status == 200:
             reader.feed_json(reply.body, reply.token_ids)
+        if recording is not None and reader.is_complete:
             await record(services, recording, reader)
             if recording.previous is not None and reader.reply is not None:
                 # The gateway has resolved it, so vLLM does not know of it.
@@ -254,7 +278,7 @@ async def _stream(
     reply: SseReply,
     headers: dict[str, str],
     recording: Recording | None,
-    reader: AnswerReader | None,
+    reader: AnswerReader,
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=SSE_HEADERS | headers)
     try:
@@ -263,7 +287,7 @@ async def _stream(
     finally:
         # Also when the client's connection has ended: closing the events aborts the request in the engine.
         await reply.events.aclose()  # type: ignore[attr-defined]
-        if reader is not None and recording is not None and reader.has_begun:
+        if recording is not None and reader.has_begun:
             await asyncio.shield(record(services, recording, reader))
     await response.write_eof()
     return response

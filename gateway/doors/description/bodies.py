@@ -186,6 +186,7 @@ class EngineStanding(Struct, frozen=True, kw_only=True):
     num_by_reason: dict[WaitReason, int]
     counts: dict[str, int]
     seconds: dict[str, float]
+    calls_by_session: dict[str, int]
     length_errors: LengthErrors | None
     waiting: OwnRequests
     running: OwnRequests

@@ -40,6 +40,7 @@ async def engine_state(request: web.Request) -> web.Response:
             "counts": scheduling.counts,
             "seconds": scheduling.seconds,
             "length_errors": scheduling.length_errors,
+            "calls_by_session": services.recognition.counts,
             "waiting": {"total": state.num_waiting, "requests": state.waiting},
             "running": {"total": state.num_running, "requests": state.running},
         }

@@ -44,7 +44,7 @@ const NODE_STATES = {
 };
 
 const PLACES = { slot: 'slot', host: 'host memory', cached: 'device cache' };
-const SOURCES = { typing: 'typing', rest: 'an agent', hint: 'a hint', learned: 'learned', computed: 'computed ahead' };
+const SOURCES = { typing: 'typing', rest: 'an agent', hint: 'a hint', learned: 'learned', tool_pause: 'tools at work', computed: 'computed ahead' };
 
 /** 1288490188 → "1.2 GiB". */
 export function size(bytes) {

@@ -1,0 +1,151 @@
+"""Which earlier call an API call continues, so that clients that name no session have one for KV, advisories and routing. Pure.
+
+Nothing of a conversation's text is kept, only hashes (`fingerprints.py`), and of each conversation only where it stands now. A call continues a
+conversation if it begins with the same steps and has an answer next. So a call that goes back to an earlier state (an edit, a branch) begins another
+one, as does one that could continue several of which none gave that answer. A name that the client gives bounds the search to its own calls, and
+inside it a conversation may also be cut short: compacted, or edited. Names and conversations are a tenant's own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from gateway.access.shares import Shares
+from gateway.recognition.fingerprints import Answer, Fingerprint, State
+from gateway.recognition.session_names import SessionName
+
+How = Literal["named", "continued", "retried", "rewritten", "new"]
+# Conversations that are kept for one tenant, and for all: some 20 MB. Chosen.
+MAX_OF_ONE, MAX_OF_ALL = 4096, 32768
+
+Scope = tuple[str, str]
+"""A tenant, and the name that its client gave; "" without one."""
+
+
+class Conversation:
+    """One conversation: where it stands, and what became of its last call.
+
+    Attributes:
+        session_id: the name that the engine, advisories and the router know it by.
+        num_running: its calls that are being answered now.
+        answer: the marks of its last answer; None while there is none, and after a call that failed.
+        calls_tools: whether its last answer calls tools, so that it will go on by itself.
+    """
+
+    def __init__(self, scope: Scope, session_id: str, found: Fingerprint) -> None:
+        self.scope, self.session_id = scope, session_id
+        self.state, self.opening = found.state, found.opening
+        self.num_running = 0
+        self.answer: Answer | None = None
+        self.calls_tools = False
+
+
+class Recognised(NamedTuple):
+    """A call's conversation, and how it was recognised."""
+
+    conversation: Conversation
+    how: How
+
+
+class Conversations:
+    """All conversations of calls that name no stored session. Costs: a look-up for each step of a call."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[Scope, bytes], list[Conversation]] = {}
+        """Conversations by where they stand."""
+        self._named: dict[Scope, list[Conversation]] = {}
+        self._shares: Shares[str] = Shares(MAX_OF_ONE, MAX_OF_ALL)
+        self._by_session: dict[str, Conversation] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_session)
+
+    def began(self, tenant: str, name: SessionName, found: Fingerprint) -> Recognised:
+        """Return the conversation of a call that begins now. `ended` follows."""
+        scope = (tenant, name.name)
+        conversation, how = self._find(scope, name, found)
+        if conversation is None:
+            conversation = self._add(scope, found)
+        else:
+            self._move(conversation, found)
+        conversation.num_running += 1
+        return Recognised(conversation, how)
+
+    def ended(self, conversation: Conversation, answer: Answer | None, *, calls_tools: bool = False) -> None:
+        """Note that a call was answered, or failed (None)."""
+        conversation.num_running -= 1
+        conversation.answer, conversation.calls_tools = answer, calls_tools
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def _find(self, scope: Scope, name: SessionName, found: Fingerprint) -> tuple[Conversation | None, How]:
+        for known, answer in self._continued(scope, found):
+            likely = [each for each in known if each.answer is not None and each.answer.is_like(answer)]
+            # Those that stand at the same place with the same answer cannot be told apart and need not be: their KV is the same.
+            if likely:
+                return min(likely, key=lambda each: each.num_running), "continued"
+            # A client may have changed the answer before it sent it back.
+            return (known[0], "continued") if len(known) == 1 else (None, "new")
+        for each in self._at.get((scope, found.prefixes[-1]), ()):
+            if each.answer is None and not each.num_running and each.state == found.state:
+                return each, "retried"
+        if name.name and name.source != "prompt_cache_key":  # many clients may share such a key
+            for each in self._named.get(scope, ()):
+                # One that waits for its tools comes back with their results: meanwhile another agent of the client asks.
+                if each.opening == found.opening and not each.num_running and not each.calls_tools:
+                    return each, "rewritten"
+        return None, "named" if name.name and scope not in self._named else "new"
+
+    def _continued(self, scope: Scope, found: Fingerprint) -> Iterator[tuple[list[Conversation], Answer]]:
+        """Yield the conversations that this call begins with and answers, the longest first, with the answer that it has next."""
+        for prefix in reversed(found.prefixes):
+            by_answer: dict[State, list[Conversation]] = {}
+            for each in self._at.get((scope, prefix), ()):
+                by_answer.setdefault(each.state, []).append(each)
+            for state, known in by_answer.items():
+                answer = found.answer_after(state)
+                if answer is not None:
+                    yield known, answer
+
+    # -- keeping -----------------------------------------------------------------------------------------------------
+
+    def _add(self, scope: Scope, found: Fingerprint) -> Conversation:
+        tenant, name = scope
+        own = self._named.setdefault(scope, []) if name else []
+        taken = {each.session_id for each in own}
+        is_first = name and name not in taken
+        session_id = name if is_first else f"auto-{uuid.uuid4().hex}"
+        conversation = Conversation(scope, session_id, found)
+        own.append(conversation)
+        self._by_session[_key(conversation)] = conversation
+        self._at.setdefault((scope, conversation.state.prefix), []).append(conversation)
+        if (loser := self._shares.put(_key(conversation), tenant)) is not None:
+            self._drop(self._by_session[loser])
+        return conversation
+
+    def _move(self, conversation: Conversation, found: Fingerprint) -> None:
+        self._take_out(conversation)
+        conversation.state, conversation.opening = found.state, found.opening
+        self._at.setdefault((conversation.scope, conversation.state.prefix), []).append(conversation)
+        self._shares.touch(_key(conversation))
+
+    def _take_out(self, conversation: Conversation) -> None:
+        key = (conversation.scope, conversation.state.prefix)
+        self._at[key].remove(conversation)
+        if not self._at[key]:
+            del self._at[key]
+
+    def _drop(self, conversation: Conversation) -> None:
+        del self._by_session[_key(conversation)]
+        self._take_out(conversation)
+        own = self._named.get(conversation.scope, [])
+        if conversation in own:
+            own.remove(conversation)
+            if not own:
+                del self._named[conversation.scope]
+
+
+def _key(conversation: Conversation) -> str:
+    return f"{conversation.scope[0]}\0{conversation.session_id}"

@@ -1,0 +1,218 @@
+"""What of a call's conversation is compared with earlier calls: hashes, never its text. Pure.
+
+A conversation is a sequence of steps: its messages, the items of a Responses call, or equal pieces of a plain prompt. A later call of the same
+conversation begins with the same steps, has the answer next, and then what came since.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
+
+from engine_bridge.protocol.node import Api
+
+# Fields that clients move or fill in from one call to the next though the message is the same.
+_PASSING = frozenset(
+    ("cache_control", "status", "annotations", "logprobs", "refusal", "audio", "function_call")
+)
+# Parts of an answer that clients may leave out when they send it back.
+_THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
+# vLLM drops these blocks of Claude Code's system prompt, which differ in each call.
+_BILLING = "x-anthropic-billing-header"
+# Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
+PIECE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text)."""
+
+    tool_ids: frozenset[str] = frozenset()
+    text: bytes = b""
+
+    def is_like(self, other: Answer) -> bool:
+        """Return whether two answers may be the same one: a call of a tool in common decides, then the text."""
+        if self.tool_ids or other.tool_ids:
+            return not self.tool_ids.isdisjoint(other.tool_ids)
+        return self.text == other.text
+
+
+class State(NamedTuple):
+    """Where a conversation stands: a hash of all its steps, how many they are, and what of a plain prompt fills no piece: its length and hash."""
+
+    prefix: bytes
+    num_steps: int
+    num_rest: int = 0
+    rest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One call's conversation.
+
+    Attributes:
+        prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole.
+        opening: a hash of what its steps stand under: model, system prompt.
+        steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
+        prompt: a plain prompt's bytes; b"" for messages.
+    """
+
+    prefixes: tuple[bytes, ...]
+    opening: bytes
+    steps: Sequence[Any] = ()
+    prompt: bytes = b""
+
+    @property
+    def state(self) -> State:
+        """What a later call of the same conversation begins with."""
+        rest = self.prompt[len(self.prefixes) * PIECE_BYTES :]
+        return State(self.prefixes[-1], len(self.prefixes), len(rest), _hash(rest))
+
+    def answer_after(self, state: State) -> Answer | None:
+        """Return the answer that follows a conversation which this one begins with; None where something else does.
+
+        In a plain prompt anything may be an answer, so that its marks are empty.
+        """
+        if self.prompt:
+            at = state.num_steps * PIECE_BYTES
+            rest = self.prompt[at : at + state.num_rest]
+            is_longer = len(self.prompt) > at + state.num_rest
+            return Answer() if is_longer and _hash(rest) == state.rest else None
+        num_steps, answers = state.num_steps, []
+        for step in self.steps[num_steps:]:
+            if not _is_answer(step):
+                break
+            answers.append(step)
+        return answer_of(answers) if answers else None
+
+
+def fingerprint(api: Api, body: Any) -> Fingerprint | None:
+    """Return the fingerprint of a call; None for one whose conversation cannot be told, such as several prompts at once or a malformed body."""
+    if not isinstance(body, dict):
+        return None
+    if api == "completions":
+        return _of_prompt(body)
+    steps = body.get("input" if api == "responses" else "messages")
+    if api == "responses" and isinstance(steps, str):
+        steps = [{"role": "user", "content": steps}]
+    if not isinstance(steps, list) or not steps:
+        return None
+    opening = last = _hash(_json([body.get("model"), _plain(body.get("system")), body.get("instructions")]))
+    prefixes = []
+    for step in steps:
+        last = _hash(last + _json(_plain(step)))
+        prefixes.append(last)
+    if api == "chat" and isinstance(steps[0], dict) and steps[0].get("role") in ("system", "developer"):
+        opening = prefixes[0]
+    return Fingerprint(tuple(prefixes), opening, steps=steps)
+
+
+def answer_of(steps: Sequence[Any]) -> Answer:
+    """Return the marks of an answer that is given as messages or items."""
+    ids: set[str] = set()
+    texts: list[str] = []
+    for step in steps:
+        if not isinstance(step, dict):
+            continue
+        ids.update(_ids(step))
+        content = step.get("content")
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict):
+                if part.get("type") == "tool_use":
+                    ids.update(_ids({"call_id": part.get("id")}))
+                elif part.get("type") not in _THOUGHTS and isinstance(part.get("text"), str):
+                    texts.append(part["text"])
+    return marks(ids, "".join(texts))
+
+
+def marks(tool_ids: set[str], text: str) -> Answer:
+    """Return the marks of an answer with these calls of tools and this text, whose outer white space clients may strip."""
+    text = text.strip()
+    return Answer(frozenset(tool_ids), _hash(text.encode("utf-8", "replace")) if text else b"")
+
+
+def ends_with_results(body: Any) -> bool:
+    """Return whether a call brings the results of tools: its conversation goes on by itself, without a person."""
+    steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
+    last = steps[-1] if isinstance(steps, list) and steps else None
+    if not isinstance(last, dict):
+        return False
+    if last.get("role") == "tool" or str(last.get("type", "")).endswith("_output"):
+        return True
+    parts = last.get("content")
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
+    )
+
+
+def _of_prompt(body: dict[str, Any]) -> Fingerprint | None:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        data = prompt.encode("utf-8", "replace")
+    elif isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+        try:
+            data = array("q", prompt).tobytes()
+        except OverflowError:
+            return None
+    else:
+        return None
+    opening = last = _hash(orjson.dumps(body.get("model")))
+    num_pieces = len(data) // PIECE_BYTES
+    prefixes = []
+    for number in range(num_pieces):
+        piece = data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+        last = _hash(last + piece)
+        prefixes.append(last)
+    return Fingerprint(tuple(prefixes), opening, prompt=data) if prefixes else None
+
+
+def _is_answer(step: Any) -> bool:
+    if not isinstance(step, dict):
+        return False
+    kind = str(step.get("type") or "")
+    return step.get("role") == "assistant" or kind == "reasoning" or kind.endswith("_call")
+
+
+def _ids(step: dict[str, Any]) -> Iterator[str]:
+    """Yield the ids of the calls of tools in a message or an item."""
+    calls = step.get("tool_calls")
+    for call in (*(calls if isinstance(calls, list) else ()), {"id": step.get("call_id")}):
+        if isinstance(call, dict) and isinstance(call.get("id"), str):
+            yield call["id"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a step without what passes, and a text in one form however it was given."""
+    if isinstance(value, list):
+        kept = [part for part in value if not _passes(part)]
+        if len(kept) == 1 and isinstance(kept[0], dict) and kept[0].keys() - _PASSING <= {"type", "text"}:
+            return kept[0].get("text", "")
+        return [_plain(part) for part in kept]
+    if isinstance(value, dict):
+        return {
+            name: _plain(part)
+            for name, part in value.items()
+            if name not in _PASSING and part is not None and part != "" and part != []
+        }
+    return value
+
+
+def _passes(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    text = part.get("text")
+    return part.get("type") in _THOUGHTS or (isinstance(text, str) and text.startswith(_BILLING))
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()

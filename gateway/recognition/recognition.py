@@ -1,0 +1,136 @@
+"""Calls as parts of sessions that no client named, and what the node is told of their return."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_bridge.protocol.node import COUNTING_APIS, Api
+from gateway.access.auth import tenant_of
+from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest
+from gateway.errors import GatewayError
+from gateway.metrics.metrics import Metrics
+from gateway.recognition.conversations import Conversation, Conversations
+from gateway.recognition.fingerprints import ends_with_results, fingerprint, marks
+from gateway.recognition.session_names import session_name
+from gateway.recognition.tool_pauses import ToolPauses
+from gateway.turns.replies import AnswerReader
+
+log = logging.getLogger(__name__)
+
+# The share of conversations that come back after their tools. Source: the same trace as `tool_pauses.PUBLISHED`.
+LIKELY_BACK = 0.95
+# Longer bodies are read on another thread: a history of a megabyte takes milliseconds. Chosen.
+INLINE_BYTES = 1 << 16
+# Conversations that are away with their tools and may still come back; the one away for longest is forgotten first.
+MAX_AWAY = 16384
+
+
+@dataclass(slots=True)
+class SessionCall:
+    """One call as part of a session.
+
+    Attributes:
+        session_id: the session's name for the node.
+        model: the adapter that it names; None for the base model.
+        conversation: None for a session that is stored, whose client named it.
+    """
+
+    owner: str
+    session_id: str
+    model: str | None
+    conversation: Conversation | None = None
+
+
+class Recognition:
+    """Finds the session of each call, and announces that a session comes back when its answer has called tools.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, advisories: Advisories, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.conversations = Conversations()
+        self.pauses = ToolPauses()
+        self.counts: Counter[str] = Counter()
+        """Calls by how their session was found."""
+        self._advisories, self._metrics, self._clock = advisories, metrics, clock
+        self._away: OrderedDict[tuple[str, str], tuple[frozenset[str], float]] = OrderedDict()
+
+    async def began(
+        self, owner: str, api: Api, headers: Mapping[str, str], body: Any, model: str | None, session_id: str
+    ) -> SessionCall | None:
+        """Return a call's session; None for a call that belongs to none. `ended` follows. Never raises: a call is answered without one, too.
+
+        Args:
+            owner: whose key it came with.
+            api: the family of the call.
+            headers: of the request.
+            body: as the client sent it, with a stored history in front.
+            model: the adapter that it names; None for the base model.
+            session_id: the stored session that it belongs to; "" for none.
+        """
+        if api in COUNTING_APIS or not isinstance(body, dict):
+            return None
+        try:
+            call, how = SessionCall(owner, session_id, model), "stored"
+            if not session_id:
+                length = headers.get("Content-Length", "")
+                is_short = length.isdigit() and int(length) <= INLINE_BYTES
+                found = (
+                    fingerprint(api, body) if is_short else await asyncio.to_thread(fingerprint, api, body)
+                )
+                if found is None:
+                    return None
+                name = session_name(headers, body)
+                call.conversation, how = self.conversations.began(tenant_of(owner), name, found)
+                call.session_id = call.conversation.session_id
+            self._metrics.session_calls.labels(how).inc()
+            self.counts[how] += 1
+            self._came_back(call, body)
+        except Exception:
+            log.exception("the session of a call could not be found")
+            return None
+        return call
+
+    def ended(self, call: SessionCall | None, reader: AnswerReader) -> None:
+        """Note a call's answer, as far as it came; and announce the session's return if the answer calls tools. Never raises."""
+        if call is None:
+            return
+        try:
+            tools = reader.tools if reader.is_complete else {}
+            if call.conversation is not None:
+                answer = marks(set(reader.tools), reader.answer) if reader.is_complete else None
+                self.conversations.ended(call.conversation, answer, calls_tools=bool(tools))
+            if tools:
+                self._goes_away(call, frozenset(tools.values()))
+        except Exception:
+            log.exception("the end of a call could not be noted")
+
+    def _came_back(self, call: SessionCall, body: dict[str, Any]) -> None:
+        tools, went_s = self._away.pop((call.owner, call.session_id), (None, 0.0))
+        if tools is not None and ends_with_results(body):
+            self.pauses.note(tenant_of(call.owner), tools, self._clock() - went_s)
+
+    def _goes_away(self, call: SessionCall, tools: frozenset[str]) -> None:
+        self._away[call.owner, call.session_id] = tools, self._clock()
+        if len(self._away) > MAX_AWAY:
+            self._away.popitem(last=False)
+        back = self.pauses.expected(tenant_of(call.owner), tools)
+        wanted = AdvisoryRequest(
+            session_id=call.session_id,
+            model=call.model,
+            expected_arrival_s=min(back.earliest_s, MAX_TTL_S),
+            ttl_s=min(back.latest_s, MAX_TTL_S),
+        )
+        try:
+            self._advisories.submit(call.owner, wanted, "tool_pause", probability=LIKELY_BACK)
+        except GatewayError as error:
+            log.debug("the return of a session was not announced: %s", error.code)

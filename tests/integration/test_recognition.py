@@ -1,0 +1,105 @@
+"""Loops of unmodified SDKs that name no session: each conversation is one session, its tools' pauses are announced, and nothing of it is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from gateway.app import Server
+
+from .facts import MODEL, Http
+
+QUESTION = "What is the weather in Paris?"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ABOUT = {"name": "get_weather", "description": "The weather of a city."}
+RESULT = "sunny, 21 degrees"
+
+
+async def chat_loop(server: Server, *, stream: bool) -> None:
+    """A conversation of a question, a call of a tool, and an answer from its result."""
+    tools: Any = [{"type": "function", "function": ABOUT | {"parameters": SCHEMA}}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        wish: Any = {"model": MODEL, "temperature": 0, "max_tokens": 96, "tools": tools}
+        if stream:
+            async with client.chat.completions.stream(messages=messages, **wish) as events:
+                message = (await events.get_final_completion()).choices[0].message
+        else:
+            message = (await client.chat.completions.create(messages=messages, **wish)).choices[0].message
+        assert message.tool_calls
+        messages += [
+            message.model_dump(exclude_none=True, exclude={"parsed"}),
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT},
+        ]
+        last = await client.chat.completions.create(messages=messages, **wish)
+    assert last.choices[0].message.content
+
+
+async def messages_loop(server: Server, *, stream: bool) -> None:
+    """The same in Anthropic's API."""
+    tools: Any = [ABOUT | {"input_schema": SCHEMA}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        wish: Any = {"model": MODEL, "max_tokens": 96, "tools": tools, "extra_body": {"temperature": 0}}
+        if stream:
+            async with client.messages.stream(messages=messages, **wish) as events:
+                said = await events.get_final_message()
+        else:
+            said = await client.messages.create(messages=messages, **wish)
+        call = said.content[-1]
+        assert call.type == "tool_use"
+        messages += [
+            {"role": "assistant", "content": [part.model_dump(exclude_none=True) for part in said.content]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT}]},
+        ]
+        assert (await client.messages.create(messages=messages, **wish)).content
+
+
+async def responses_loop(server: Server, *, stream: bool) -> None:
+    """The same in OpenAI's Responses API, whose client keeps the items."""
+    tools: Any = [{"type": "function", **ABOUT, "parameters": SCHEMA}]
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        wish: Any = {
+            "model": MODEL,
+            "temperature": 0,
+            "max_output_tokens": 96,
+            "tools": tools,
+            "store": False,
+        }
+        if stream:
+            async with client.responses.stream(input=items, **wish) as events:
+                said = await events.get_final_response()
+        else:
+            said = await client.responses.create(input=items, **wish)
+        (call,) = [item for item in said.output if item.type == "function_call"]
+        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": RESULT})
+        assert (await client.responses.create(input=items, **wish)).output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop])
+async def test_each_loop_is_one_session_whose_return_is_announced(
+    server: Server, http: Http, loop: Any, stream: bool
+) -> None:
+    services = server.services
+    sessions = await (await http.get("/api/sessions")).json()
+    before, known = Counter(services.recognition.counts), len(services.recognition.conversations)
+    await loop(server, stream=stream)
+    assert services.recognition.counts - before == Counter(new=1, continued=1)
+    assert len(services.recognition.conversations) == known + 1
+    (trail, *_) = services.advisories.trails.of("local")
+    assert trail.source == "tool_pause" and trail.session_id.startswith("auto-")
+    async with asyncio.timeout(20):
+        while trail.states[-1].state not in ("hit", "late"):
+            await asyncio.sleep(0.05)
+            (trail, *_) = services.advisories.trails.of("local")
+    assert await (await http.get("/api/sessions")).json() == sessions, "nothing is stored"
+    state = await (await http.get("/v1/engine/state")).json()
+    assert state["calls_by_session"]["continued"] == services.recognition.counts["continued"]

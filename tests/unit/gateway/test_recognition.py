@@ -1,0 +1,297 @@
+"""Sessions of calls that name none: which conversation a call continues, and when tools let it come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
+from gateway.recognition.fingerprints import PIECE_BYTES, ends_with_results, fingerprint, marks
+from gateway.recognition.session_names import UNNAMED, SessionName, session_name
+from gateway.recognition.tool_pauses import PUBLISHED, ToolPauses
+
+SYSTEM = {"role": "system", "content": "You mend programs."}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def called(call_id: str, tool: str = "bash") -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": tool, "arguments": "{}"}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def result(call_id: str, text: str = "done") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+class Client:
+    """Calls of one key, each answered at once unless it is told otherwise."""
+
+    def __init__(self, known: Conversations, tenant: str = "ada", name: SessionName = UNNAMED) -> None:
+        self.known, self.tenant, self.name = known, tenant, name
+
+    def begin(self, messages: list[Any], **body: Any) -> tuple[Conversation, str]:
+        found = fingerprint("chat", {"model": "m", "messages": messages, **body})
+        assert found is not None
+        conversation, how = self.known.began(self.tenant, self.name, found)
+        return conversation, how
+
+    def ask(self, messages: list[Any], answer: dict[str, Any], **body: Any) -> tuple[Conversation, str]:
+        conversation, how = self.begin(messages, **body)
+        ids = {call["id"] for call in answer.get("tool_calls", ())}
+        self.known.ended(conversation, marks(ids, answer.get("content") or ""), calls_tools=bool(ids))
+        return conversation, how
+
+
+def test_a_loop_with_tools_is_one_session() -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+    for turn in range(12):
+        conversation, how = client.ask(list(history), called(f"call-{turn}"))
+        assert how == ("continued" if turn else "new")
+        sessions.add(conversation.session_id)
+        history += [called(f"call-{turn}"), result(f"call-{turn}")]
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        {"role": "assistant", "content": " It is done.\n"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is done."}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "It is done."}],
+        },
+        {"role": "assistant", "content": "The client has shortened this."},
+    ],
+)
+def test_an_answer_may_come_back_in_another_form(sent_back: dict[str, Any]) -> None:
+    client = Client(Conversations())
+    first, _ = client.ask([SYSTEM, user("mend it")], said("It is done."))
+    second, how = client.ask([SYSTEM, user("mend it"), sent_back, user("thanks")], said("Welcome."))
+    assert second is first and how == "continued"
+
+
+def test_two_clients_with_equal_first_messages_are_told_apart_by_their_answers() -> None:
+    client = Client(Conversations())
+    one, _ = client.ask([user("hi")], called("a"))
+    two, how = client.ask([user("hi")], called("b"))
+    assert how == "new" and two is not one
+    assert client.ask([user("hi"), called("b"), result("b")], said("x"))[0] is two
+    assert client.ask([user("hi"), called("a"), result("a")], said("y"))[0] is one
+
+
+def test_equal_conversations_with_an_answer_of_neither_are_ambiguous() -> None:
+    client = Client(Conversations())
+    known = {client.ask([user("hi")], said(text))[0].session_id for text in ("a", "b")}
+    other, how = client.ask([user("hi"), said("c"), user("more")], said("d"))
+    assert how == "new" and other.session_id not in known
+
+
+def test_branches_and_edits_begin_sessions_of_their_own() -> None:
+    client = Client(Conversations())
+    start = [SYSTEM, user("mend it"), said("Which part?")]
+    first, _ = client.ask(start[:2], start[2])
+    assert client.ask([*start, user("the door")], said("Mended."))[0] is first
+    branch, how = client.ask([*start, user("the window")], said("Mended, too."))
+    assert how == "new" and branch is not first
+    edited, how = client.ask([SYSTEM, user("break it")], said("No."))
+    assert how == "new" and edited is not first
+    further = [*start, user("the door"), said("Mended."), user("and the lock")]
+    assert client.ask(further, said("Yes."))[0] is first
+
+
+def test_parallel_branches_of_one_state_are_two_sessions() -> None:
+    client = Client(Conversations())
+    first, _ = client.ask([user("hi")], said("yes?"))
+    left, _ = client.begin([user("hi"), said("yes?"), user("left")])
+    right, how = client.begin([user("hi"), said("yes?"), user("right")])
+    assert left is first and how == "new" and right is not first
+
+
+def test_sub_agents_under_one_system_prompt_are_sessions_of_their_own() -> None:
+    client = Client(Conversations(), name=SessionName("run-7", "header"))
+    main, how = client.ask([SYSTEM, user("mend it")], called("task"))
+    assert how == "named" and main.session_id == "run-7"
+    helper, how = client.ask([SYSTEM, user("read the file")], called("read"))
+    assert how == "new" and helper is not main
+    assert (
+        client.ask([SYSTEM, user("read the file"), called("read"), result("read")], said("It is long."))[0]
+        is helper
+    )
+    assert client.ask([SYSTEM, user("mend it"), called("task"), result("task")], said("Mended."))[0] is main
+
+
+def test_a_named_session_may_be_compacted_and_a_shared_cache_key_joins_nothing() -> None:
+    client = Client(Conversations(), name=SessionName("run-7", "header"))
+    main, _ = client.ask([SYSTEM, user("mend it")], said("Mended."))
+    compacted, how = client.ask([SYSTEM, user("So far: it was mended.")], said("What next?"))
+    assert compacted is main and how == "rewritten"
+    shared = Client(client.known, name=SessionName("our-app", "prompt_cache_key"))
+    one, _ = shared.ask([SYSTEM, user("one")], said("1"))
+    two, how = shared.ask([SYSTEM, user("two")], said("2"))
+    assert how == "new" and one is not two
+    assert shared.ask([SYSTEM, user("one"), said("1"), user("more")], said("3"))[0] is one
+
+
+def test_a_call_that_failed_is_tried_again_in_its_session() -> None:
+    client = Client(Conversations())
+    first, _ = client.begin([user("hi")])
+    client.known.ended(first, None)
+    again, how = client.ask([user("hi")], said("yes?"))
+    assert again is first and how == "retried"
+    other, how = client.ask([user("hi")], said("yes?"))  # of another client, or once more: nobody can tell
+    assert other is not first and how == "new"
+
+
+def test_no_key_reaches_a_session_of_another_key() -> None:
+    known = Conversations()
+    name = SessionName("run-7", "header")
+    ada, _ = Client(known, "ada", name).ask([user("hi")], said("yes?"))
+    eve, how = Client(known, "eve", name).ask([user("hi"), said("yes?"), user("more")], said("no"))
+    assert eve is not ada and how == "named"
+
+
+def test_an_owner_with_many_conversations_pushes_out_its_own_alone() -> None:
+    known = Conversations()
+    mine, _ = Client(known, "ada").ask([user("hi")], said("yes?"))
+    for number in range(MAX_OF_ONE + 10):
+        Client(known, "eve").ask([user(f"{number}")], said("yes?"))
+    assert len(known) == MAX_OF_ONE + 1
+    assert Client(known, "ada").ask([user("hi"), said("yes?"), user("more")], said("x"))[0] is mine
+    assert Client(known, "eve").ask([user("0"), said("yes?"), user("more")], said("x"))[1] == "new"
+
+
+def test_plain_prompts_continue_by_their_text() -> None:
+    known = Conversations()
+
+    def ask(prompt: Any) -> tuple[Conversation, str]:
+        found = fingerprint("completions", {"model": "m", "prompt": prompt})
+        assert found is not None
+        conversation, how = known.began("ada", UNNAMED, found)
+        known.ended(conversation, marks(set(), "x"))
+        return conversation, how
+
+    text = "Observation: " * (PIECE_BYTES // 10)
+    first, _ = ask(text)
+    assert ask(text + " Thought: go on.") == (first, "continued")
+    assert ask(text + " Thought: go back.")[1] == "new"
+    ids = list(range(PIECE_BYTES // 4))
+    second, how = ask(ids)
+    assert how == "new" and ask([*ids, 7, 8]) == (second, "continued")
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("chat", {}),
+        ("chat", {"messages": []}),
+        ("chat", {"messages": "hi"}),
+        ("completions", {"prompt": "short"}),
+        ("completions", {"prompt": ["two", "prompts"]}),
+        ("completions", {"prompt": [2**80] * 1000}),
+        ("chat", []),
+    ],
+)
+def test_a_call_whose_conversation_cannot_be_told_has_no_fingerprint(api: Any, body: Any) -> None:
+    assert fingerprint(api, body) is None
+
+
+def test_what_passes_between_calls_makes_no_difference() -> None:
+    plain = {"model": "m", "system": "Be brief.", "messages": [user("hi")]}
+    marked = {
+        "model": "m",
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cch=1"},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+            }
+        ],
+    }
+    one, two = fingerprint("messages", plain), fingerprint("messages", marked)
+    assert one is not None and two is not None and one.prefixes == two.prefixes
+    other = fingerprint("messages", plain | {"system": "Be long."})
+    assert other is not None and other.prefixes != one.prefixes
+
+
+def test_items_of_responses_are_a_conversation() -> None:
+    known = Conversations()
+
+    def ask(items: Any, call_id: str) -> Conversation:
+        found = fingerprint("responses", {"model": "m", "input": items})
+        assert found is not None
+        conversation = known.began("ada", UNNAMED, found).conversation
+        known.ended(conversation, marks({call_id}, ""), calls_tools=True)
+        return conversation
+
+    first = ask("mend it", "c1")
+    items = [
+        user("mend it"),
+        {"type": "reasoning", "encrypted_content": "…"},
+        {"type": "function_call", "call_id": "c1", "name": "bash", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+    ]
+    assert ask(items, "c2") is first
+    assert ends_with_results({"input": items}) and not ends_with_results({"input": "mend it"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "name"),
+    [
+        ({"X-Claude-Code-Session-Id": "s-1"}, {"prompt_cache_key": "k"}, SessionName("s-1", "header")),
+        ({"session_id": "s-2"}, {}, SessionName("s-2", "header")),
+        (
+            {},
+            {"metadata": {"user_id": "user_0a_account__session_11112222-3333"}},
+            SessionName("11112222-3333", "metadata"),
+        ),
+        (
+            {},
+            {"metadata": {"user_id": orjson.dumps({"session_id": "s-3"}).decode()}},
+            SessionName("s-3", "metadata"),
+        ),
+        ({}, {"metadata": {"user_id": "ada"}}, UNNAMED),
+        ({}, {"metadata": {"user_id": "{broken"}}, UNNAMED),
+        ({}, {"agent_hint": {"session_id": "s-4"}}, SessionName("s-4", "agent_hint")),
+        ({}, {"nvext": {"agent_context": {"session_id": "s-5"}}}, SessionName("s-5", "agent_hint")),
+        ({}, {"prompt_cache_key": "k"}, SessionName("k", "prompt_cache_key")),
+        ({}, {"prompt_cache_key": 7, "nvext": [], "metadata": "x"}, UNNAMED),
+        ({"Session-Id": "x" * 500}, {}, UNNAMED),
+        ({"Session-Id": "a\nb"}, {}, UNNAMED),
+    ],
+)
+def test_names_of_sessions_stand_in_many_fields(headers: Any, body: Any, name: SessionName) -> None:
+    from multidict import CIMultiDict
+
+    assert session_name(CIMultiDict(headers), body) == name
+
+
+def test_pauses_begin_with_the_published_figures_and_learn() -> None:
+    pauses = ToolPauses()
+    at_first = pauses.expected("ada", ["bash"])
+    assert at_first.earliest_s < PUBLISHED[0][0] < at_first.latest_s <= 1.5 * PUBLISHED[1][0]
+    for _ in range(100):
+        pauses.note("ada", ["build"], 40.0)
+        pauses.note("ada", ["read"], 0.1)
+    slow, quick = pauses.expected("ada", ["build"]), pauses.expected("ada", ["read"])
+    assert 20.0 <= slow.earliest_s <= 40.0 <= slow.latest_s <= 65.0
+    assert quick.latest_s < 1.0
+    assert pauses.expected("eve", ["build"]) == at_first
+
+
+def test_who_has_been_away_for_long_is_expected_to_stay_away_longer() -> None:
+    pauses = ToolPauses()
+    waits = [pauses.expected("ada", ["bash"], waited_s).latest_s for waited_s in (0.0, 2.0, 20.0, 200.0, 1e6)]
+    assert waits == sorted(waits) and waits[-1] >= 1e6
