@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NewType
+from typing import Annotated, Literal, NewType
 
 from msgspec import Meta, Struct
 
@@ -58,6 +58,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         adapter: its name; "" for the base model.
         weight: the tenant's share against others'.
         priority: lower first; a client's, checked.
+        turn: of a request with tools: `begins` where a person's message or another program asks, `continues` where it brings tools' results; "" for a
+            request without tools.
         asked: facts about its text from which its answer's length is predicted; the question itself only where a user's own predictor reads it.
         kv_from: another node's address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
         traceparent: the W3C name of the gateway's span that the request belongs to; "" where no trace is kept.
@@ -81,6 +83,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter: str = ""
     weight: float = 1.0
     priority: int = 0
+    turn: Literal["", "begins", "continues"] = ""
     asked: Asked = NOTHING_ASKED
     kv_from: str = ""
     traceparent: str = ""
@@ -99,7 +102,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def session(self) -> str:
         """The session's name apart from other tenants' sessions of the same name, so that no tenant learns of another's lengths; "" for none."""
-        return f"{self.tenant}/{self.session_id}" if self.tenant and self.session_id else self.session_id
+        return session_key(self.tenant, self.session_id)
 
     @property
     def system(self) -> str:
@@ -115,6 +118,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def question(self) -> str:
         """The last message's text, 2,048 characters of it."""
         return self.asked.question
+
+
+def session_key(tenant: str, session_id: str) -> str:
+    """Return a session's name apart from other tenants' sessions of the same name; "" for none."""
+    return f"{tenant}/{session_id}" if tenant and session_id else session_id
 
 
 # For a request of which nothing is known.

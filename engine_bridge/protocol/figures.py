@@ -66,7 +66,8 @@ class NodeStats(Struct, frozen=True, kw_only=True):
 # Why a request waits. By the policy: its lane's quota is used up, blocks or memory for its adapter are lacking, another stands before it, or all
 # that may run do. Before the policy considers it: its grammar or its adapter is not there yet, or no step began since it came. It was to start
 # and could not: its KV is on its way, no slot for its adapter was free, the step was full. `paused`: urgent requests decode, which would be slower
-# with it. `queued`: vLLM's own queue, which does not say more.
+# with it. `behind_programs`: it begins an agent's program, and those under
+# way fill the device. `queued`: vLLM's own queue, which does not say more.
 WaitReason = Literal[
     "lane_quota",
     "no_blocks",
@@ -80,6 +81,7 @@ WaitReason = Literal[
     "adapter_slots",
     "step_full",
     "paused",
+    "behind_programs",
     "queued",
 ]
 

@@ -195,7 +195,7 @@ class Advisory(Struct, frozen=True, kw_only=True):
     `expected_arrival_s` is a lower bound from now, or None where it is not known (a person typing). `priority`: lower first, as of requests; None is
     0, as any other. `is_ordered`: it comes before the requests of this tenant's ordered advisories that are sent later. `probability`: that the
     request comes, as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the
-    session's last request left. `tenant`, `kv_from`: as in `EngineRequest`.
+    session's last request left. `lifetime_s`: for how long it is waited for. `tenant`, `kv_from`: as in `EngineRequest`.
     """
 
     advisory_id: str
@@ -206,6 +206,7 @@ class Advisory(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     probability: float = 1.0
     token_ids: bytes = b""
+    lifetime_s: float = 60.0
     tenant: str = ""
     kv_from: str = ""
 

@@ -359,6 +359,7 @@ class Advisories:
             if likely is None
             else likely,
             token_ids=outlook.token_ids if outlook is not None else b"",
+            lifetime_s=wanted.lifetime_s,
             tenant=tenant_of(record.owner),
         )
 

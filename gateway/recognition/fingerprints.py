@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -135,6 +135,13 @@ def marks(tool_ids: set[str], text: str) -> Answer:
     """Return the marks of an answer with these calls of tools and this text, whose outer white space clients may strip."""
     text = text.strip()
     return Answer(frozenset(tool_ids), _hash(text.encode("utf-8", "replace")) if text else b"")
+
+
+def turn_of(body: Any) -> Literal["", "begins", "continues"]:
+    """Return the turn of a program that a call is, as in `EngineRequest.turn`."""
+    if ends_with_results(body):
+        return "continues"
+    return "begins" if isinstance(body, dict) and body.get("tools") else ""
 
 
 def ends_with_results(body: Any) -> bool:

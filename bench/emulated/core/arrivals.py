@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from engine_bridge.protocol.engine_request import LengthGuess
 
@@ -21,6 +22,7 @@ class Arrival:
         max_answer_tokens: the client's bound, None without.
         priority: lower is more urgent, as in vLLM.
         session: prompts of one session begin alike; empty for a request without one.
+        turn: as in `EngineRequest.turn`.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class Arrival:
     tenant: str = ""
     priority: int = 0
     session: str = ""
+    turn: Literal["", "begins", "continues"] = ""
 
     @property
     def num_tokens(self) -> int:

@@ -40,6 +40,8 @@ class RequestMaker:
         adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
         facts = EngineRequest(
             tenant=arrival.tenant,
+            session_id=arrival.session if arrival.turn else "",
+            turn=arrival.turn,
             adapter=adapter,
             priority=arrival.priority,
             rank=rank,

@@ -15,6 +15,7 @@ from engine_bridge.core.scheduling.guess_errors import GuessErrors
 from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.pacer import Pacer, Progress, StepBounds
 from engine_bridge.core.scheduling.pauses import Pauses, Stint
+from engine_bridge.core.scheduling.programs import Programs
 from engine_bridge.core.scheduling.refits import Refits, Sizes
 from engine_bridge.core.scheduling.unready import Unready
 from engine_bridge.core.scheduling.victims import by_worth
@@ -217,6 +218,7 @@ class Dispatcher:
         self.load = LoadTracker()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
+        self.programs = Programs(num_tokens)
         self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
@@ -245,7 +247,7 @@ class Dispatcher:
             self.sizes.seen(*sizes)
             self.refits.arrived(request.request_id, sizes, tokens, duration_s, now)
         facts = replace(
-            request,
+            self.programs.came(request, now),
             arrived_s=now,
             weighted_size=self._weighted_size(sizes),
             size_tokens=tokens,
@@ -254,7 +256,7 @@ class Dispatcher:
         known = self._known[request.request_id] = Known(facts, sizes, tokens, num_prompt, num_prompt + 1)
         self.load.waits(known.counted)
         self.pauses.arrived(request.request_id, request.priority)
-        self.unready.add(request.request_id, request.waits_for)
+        self.unready.add(request.request_id, self.programs.waits_for(request))
 
     def squashed(self, request_id: str) -> None:
         """Note that it is about to be preempted so that a head can start. A request that is unknown or does not run is ignored."""
@@ -293,6 +295,7 @@ class Dispatcher:
         self.pauses.ended(request_id)
         self._running.pop(request_id, None)
         self._squashing.discard(request_id)
+        self.programs.ended(request_id, known.facts.num_prompt_tokens + num_output_tokens, now)
         self.policy.ended(request_id)
         self.load.ended(request_id, num_output_tokens if is_finished else None)
         if is_finished and not known.facts.is_background:
@@ -370,7 +373,12 @@ class Dispatcher:
 
     def _welcome(self, now: float) -> None:
         """Tell the policy of the requests that may start from now on."""
-        for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
+
+        def is_ready(request_id: str) -> bool:
+            """Return whether a request may start now, as far as its adapter, its grammar and programs are concerned."""
+            return self._engine.is_ready(request_id) and self.programs.may_start(request_id, now)
+
+        for request_id in self.unready.take_ready(is_ready, MAX_READY):
             known = self._known[request_id]
             # Lanes may have been fitted since it came.
             known.facts = replace(known.facts, weighted_size=self._weighted_size(known.sizes))
@@ -518,8 +526,10 @@ class Dispatcher:
         """Return the record of a request that waits or runs; None if it is unknown."""
         return self._known.get(request_id)
 
-    def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
+    def reason(self, request_id: str) -> DeferReason | Literal["not_ready", "behind_programs"]:
         """Return why a waiting request waits, after the last step."""
+        if request_id in self.programs:
+            return "behind_programs"
         if request_id in self.pauses:
             return "paused"
         return "not_ready" if request_id in self.unready else self.last.reason(request_id)

@@ -210,6 +210,8 @@ class Scheduling:
             weight=facts.weight,
             adapter_id=request.lora_request.lora_int_id if request.lora_request is not None else None,
             rank=facts.rank,
+            program=facts.session if facts.turn else "",
+            continues=facts.turn == "continues",
             waits_for=_waits_for(request),
             is_background=is_background(request.request_id),
             # Adapters are not charged as tokens: those in use lie in separate slots, beside KV, and would keep KV memory empty.
@@ -234,6 +236,10 @@ class Scheduling:
             self.predictor.observe(facts, num_output)
         self.dispatcher.ended(request_id, num_output, is_finished, self._clock())
         self._requests.pop(request_id, None)
+
+    def announced(self, program: str, lifetime_s: float) -> None:
+        """Note that a program comes back within this time, if at all: meanwhile its place is kept."""
+        self.dispatcher.programs.announced(program, self._clock() + lifetime_s)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from engine_bridge.core.kv.expected import Hashes
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from engine_bridge.driver.vllm_api import LoRARequest
+from engine_bridge.protocol.engine_request import session_key
 from engine_bridge.protocol.node import Advisory, AdvisoryReport
 
 
@@ -46,6 +47,10 @@ async def advise(
             told = driver.adapters.accounted(adapter_id, state) if adapter_id else state
             loop.call_soon_threadsafe(on_change, told)
 
+        if driver.scheduling is not None:
+            driver.scheduling.announced(
+                session_key(advisory.tenant, advisory.session_id), advisory.lifetime_s
+            )
         driver.promoter.advise(advisory, hashes, salt, report)
 
     thread.submit(begin)

@@ -36,6 +36,9 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         weight: its tenant's share against others'.
         adapter_id: the version of its adapter; None for the base model.
         rank: its adapter's rank; 0 for the base model.
+        program: the program that it belongs to or begins, for a request with tools; "" for any other.
+        continues: whether it brings tools' results.
+        program_s: of a request that continues a program: when that began; None for any other.
         waits_for: requests that wait for the same adapter or grammar become ready together, and in their order.
         is_background: whether it computes KV ahead, and its one token is not read: it says nothing of lengths, lanes or speed.
         arrived_s: when it first came, even if it was preempted or squashed since.
@@ -61,6 +64,9 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     weight: float = 1.0
     adapter_id: int | None = None
     rank: int = 0
+    program: str = ""
+    continues: bool = False
+    program_s: float | None = None
     waits_for: Hashable = None
     is_background: bool = False
     arrived_s: float = 0.0

@@ -37,6 +37,7 @@ from gateway.doors.http.web_policy import (
     speaks_anthropic,
 )
 from gateway.errors import GatewayError
+from gateway.recognition.fingerprints import turn_of
 from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import checked_priority
@@ -100,6 +101,7 @@ async def _handle(
         history_token_ids=recording.history_token_ids if recording else b"",
         weight=principal.weight,
         priority=priority,
+        turn=turn_of(body),
         # The text is held only where a user's own length predictor reads it.
         asked=asked if services.config.length_predictor is not None else asked.numbers(),
     )

@@ -13,6 +13,7 @@ const REASONS = {
   just_came: 'it just came',
   kv_on_its_way: 'its memory is brought up',
   adapter_slots: 'no free slot for its adapter',
+  behind_programs: 'agents at work fill the device',
   step_full: 'the step is full',
   queued: 'in the queue',
 };

@@ -1,0 +1,128 @@
+"""Programs of agents: how many are under way at once, and in which order their turns start."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_bridge.core.scheduling.programs import HELD_SHARE, MAX_TURNS, UNANNOUNCED_S, Programs
+from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
+from engine_bridge.policy.scheduling.queue_policy import StepRoom, Waiting
+from engine_bridge.protocol.engine_request import LengthGuess
+
+ROOM = 1000
+NUM_TOKENS = int(ROOM / HELD_SHARE)
+
+
+def turn(name: str, number: int = 0, num_tokens: int = 400, tenant: str = "", **fields: object) -> Waiting:
+    return Waiting(
+        request_id=f"{name}{number}",
+        num_prompt_tokens=num_tokens - 10,
+        guess=LengthGuess(10, 20, "test"),
+        program=f"{tenant}/{name}",
+        tenant=tenant,
+        continues=number > 0,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def begin(programs: Programs, name: str, now: float = 0.0, **fields: object) -> bool:
+    request = turn(name, **fields)  # type: ignore[arg-type]
+    programs.came(request, now)
+    return programs.may_start(request.request_id, now)
+
+
+def test_no_more_programs_are_let_in_than_the_device_holds() -> None:
+    programs = Programs(NUM_TOKENS)
+    assert begin(programs, "a") and begin(programs, "b")
+    assert not begin(programs, "c") and "c0" in programs and programs.num_outside == 1
+    programs.ended("a0", 400, 1.0)
+    assert not programs.may_start("c0", 1.0), "it may come back at once"
+    programs.announced("/a", 9.0)
+    assert not programs.may_start("c0", 1.0 + 2 * UNANNOUNCED_S), "it was said to come back"
+    assert programs.may_start("c0", 9.5), "it did not"
+    assert "c0" not in programs and programs.num_outside == 0
+
+
+def test_a_program_that_was_not_announced_to_come_back_is_over() -> None:
+    programs = Programs(NUM_TOKENS)
+    begin(programs, "a"), begin(programs, "b")
+    begin(programs, "c")
+    programs.ended("b0", 400, 1.0)
+    assert programs.may_start("c0", 1.1 + UNANNOUNCED_S)
+
+
+def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> None:
+    programs = Programs(NUM_TOKENS)
+    begin(programs, "a", 3.0), begin(programs, "b", 4.0)
+    programs.ended("a0", 400, 5.0)
+    come = programs.came(turn("a", 1, 900), 6.0)
+    assert come.program_s == 3.0 and programs.may_start("a1", 6.0)
+    lost = programs.came(turn("x", 1), 7.0)
+    assert lost.program_s == 7.0 and programs.may_start("x1", 7.0), "its beginning was before a restart"
+
+
+@pytest.mark.parametrize("fields", [{"priority": -1}, {"is_background": True}])
+def test_urgent_and_background_requests_wait_for_no_program(fields: dict[str, object]) -> None:
+    programs = Programs(NUM_TOKENS)
+    begin(programs, "a"), begin(programs, "b")
+    assert begin(programs, "c", **fields)
+
+
+def test_where_nothing_is_at_work_the_next_program_enters_however_full_it_is() -> None:
+    programs = Programs(NUM_TOKENS)
+    assert begin(programs, "huge", num_tokens=5 * ROOM)
+    assert not begin(programs, "b")
+    programs.ended("huge0", 5 * ROOM, 1.0)
+    programs.announced("/huge", 1e9)
+    assert programs.may_start("b0", 1.0), "the agent is away: its helper must not wait for it"
+
+
+def test_a_tenant_with_fewer_tokens_inside_goes_first() -> None:
+    programs = Programs(NUM_TOKENS)
+    assert begin(programs, "a", tenant="ada") and begin(programs, "b", tenant="ada")
+    assert not begin(programs, "c", tenant="ada") and not begin(programs, "d", tenant="eve")
+    assert programs.waits_for(turn("c", tenant="ada")) != programs.waits_for(turn("d", tenant="eve"))
+    programs.ended("a0", 400, 1.0)
+    assert not programs.may_start("c0", 2.0) and programs.may_start("d0", 2.0)
+
+
+def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:
+    programs = Programs(NUM_TOKENS)
+    begin(programs, "a"), begin(programs, "b")
+    for number in range(1, MAX_TURNS):
+        programs.ended(f"a{number - 1}", 400, number)
+        programs.came(turn("a", number), number + 0.1)
+        assert programs.may_start(f"a{number}", number + 0.1)
+    programs.ended(f"a{MAX_TURNS - 1}", 400, 100.0)
+    begin(programs, "c", 100.0)
+    programs.came(turn("a", MAX_TURNS), 100.1)
+    assert f"a{MAX_TURNS}" in programs
+
+
+def test_a_request_that_leaves_while_it_waits_is_forgotten() -> None:
+    programs = Programs(NUM_TOKENS)
+    begin(programs, "a"), begin(programs, "b"), begin(programs, "c")
+    programs.ended("c0", 390, 1.0)
+    assert programs.num_outside == 0 and "c0" not in programs and len(programs) == 2
+
+
+def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_bear_it() -> None:
+    queue = Bounded(10_000, BoundedSettings())
+    for number in range(2):  # so that a queue of 1000 tokens is remembered
+        queue.arrived(turn(f"gone{number}", size_tokens=1000, duration_s=1.0), 0.0)
+    for number in range(2):
+        queue.ended(f"gone{number}0")
+    waiting = {
+        facts.request_id: facts
+        for facts in (
+            turn("single", size_tokens=50, duration_s=0.1),
+            turn("late", 1, program_s=9.0, size_tokens=400, duration_s=5.0),
+            turn("early", 1, program_s=3.0, size_tokens=400, duration_s=5.0),
+            turn("last", 1, program_s=1.0, size_tokens=400, duration_s=5.0),
+        )
+    }
+    for facts in waiting.values():
+        queue.arrived(facts, 0.0)
+    room = StepRoom(free_blocks=1000, num_slots=3, num_tokens=10_000)
+    assert queue.decide(waiting, {}, room, 4.0).request_ids[:2] == ("last1", "early1")
+    assert queue.decide(waiting, {}, room, 4.0).request_ids[2] == "single0", "it has waited for enough tokens"
