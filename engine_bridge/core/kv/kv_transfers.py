@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
+from engine_bridge.core.kv.asked import Known, NewRequest
+from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, CopiesUnderWay, Copy
 from engine_bridge.core.kv.restoring import (
     PIECES_AT_ONCE,
     Behind,
@@ -23,7 +23,7 @@ from engine_bridge.core.kv.restoring import (
     Whole,
     piece_blocks,
 )
-from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.kv.sources import Sources, spoiled_blocks
 from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.kv_layout import BlockAt, Entry, KvLayout, StateAt
@@ -71,66 +71,6 @@ class Tiers(RestoreCosts, Protocol):
         """Return the number of device blocks that no running request holds; 0 where no copy can be made between two steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request that the engine has taken. keys: of its whole blocks; the list grows as tokens come.
-
-    session: the group that its KV is kept with; None: the requests that began with the same block. is_saved: whether its KV goes to the tiers; a
-    draft, which its user has not sent yet, has KV on the device alone. may_load: False if only computing gives its results, such as log
-    probabilities of its prompt. kv_from: the address of a node that may have its KV; "" for none.
-    """
-
-    request_id: str
-    keys: Sequence[bytes]
-    tenant: str = ""
-    session: str | None = None
-    weight: float = 1.0
-    is_saved: bool = True
-    may_load: bool = True
-    kv_from: str = ""
-
-    @property
-    def group(self) -> str:
-        """The name under which the KV is kept: the session, else the first block's hash, else the request's id."""
-        if self.session is not None:
-            return self.session
-        return bytes(self.keys[0]).hex() if self.keys else self.request_id
-
-    def block_keys(self, first: int, last: int) -> list[BlockKey]:
-        """Keys of the blocks from `first` up to, but without, `last`."""
-        return [BlockKey(bytes(key)) for key in self.keys[first:last]]
-
-
-@dataclass(slots=True)
-class _Known:
-    """One request. entered: the group that the store was told of. has_looked: whether `restore` is up to date with the tiers.
-
-    num_offered: tokens whose blocks were offered to the tiers; None before it ran. way: chosen for its return when it was preempted.
-    waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
-    give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
-    lacking: blocks that did not come, though they were to be had. num_replans: how often a shorter prefix was looked for because of that.
-    """
-
-    request: NewRequest
-    entered: str | None = None
-    has_looked: bool = False
-    restore: Restore | None = None
-    num_offered: int | None = None
-    way: Way | None = None
-    waits_for: set[str] = field(default_factory=set)
-    num_waits: int = 0
-    goes_whole: bool = False
-    turn_bytes: int = 0
-    common_tokens: int = 0
-    lacking: set[BlockKey] = field(default_factory=set)
-    num_replans: int = 0
-
-    def take_restore(self) -> Restore | None:
-        """Return the restore and keep it no longer."""
-        restore, self.restore = self.restore, None
-        return restore
-
-
 class Restores:
     """Tracks what waits in the tiers for which request, and what the next step moves."""
 
@@ -138,19 +78,20 @@ class Restores:
         self._tiers = tiers
         self._layout = layout
         self._block_size = layout.unit_tokens
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[LoadBlocks] = []
         self._starting: set[str] = set()  # the requests of these loads
         self._turn = RestoreTurn()
         self._in_pieces: set[str] = set()  # requests whose restore goes in pieces, or has
         self._copies: dict[str, Copy] = {}
+        self._copying = CopiesUnderWay()  # of these by request
 
     # -- a request waits -----------------------------------------------------------------------------------------------
 
     def enter(self, request: NewRequest) -> None:
         """Note that a request is in the engine: its KV is worth keeping in host memory even while it runs, as it may be preempted."""
-        known = self._known[request.request_id] = _Known(request)
+        known = self._known[request.request_id] = Known(request)
         store = self._tiers.usable_store
         if store is not None:
             known.entered = request.group
@@ -179,6 +120,8 @@ class Restores:
         self._turn.ask(request_id)
         if not known.request.may_load:
             return 0
+        if request_id in self._copying:
+            return None
         if not is_resumed:
             self._sources[request_id] = Sources(num_computed_tokens)
         first = num_computed_tokens // self._block_size
@@ -219,7 +162,7 @@ class Restores:
         num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
         return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
 
-    def _replan(self, known: _Known, restore: Restore, first: int, num_tokens: int) -> int | None:
+    def _replan(self, known: Known, restore: Restore, first: int, num_tokens: int) -> int | None:
         """Stage a shorter prefix, because a block of this one did not come. Return None to wait for it, 0 where there is none."""
         known.lacking |= restore.stages[0].first_bad
         known.num_replans += 1
@@ -228,7 +171,7 @@ class Restores:
         restore.release(self._store)  # not earlier: blocks that have come are wanted again
         return None if known.restore is not None or known.waits_for else 0
 
-    def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
+    def _find_restore(self, known: Known, first: int, num_tokens: int) -> Restore | None:
         """Return the blocks that the tiers hold for a request, staged at the first call, and anew if the device has lost blocks before them."""
         store = self._tiers.usable_store
         if store is None:
@@ -255,7 +198,7 @@ class Restores:
         return known.restore
 
     def _stage(
-        self, known: _Known, first: int, num_tokens: int, store: TierStore, giving_back: set[str]
+        self, known: Known, first: int, num_tokens: int, store: TierStore, giving_back: set[str]
     ) -> None:
         """Stage a request's blocks from `first` on that the tiers hold. giving_back: the requests that will have released some host memory."""
         # The last token is always computed, as its logits are needed.
@@ -286,7 +229,7 @@ class Restores:
             known.restore = Restore([stage], first, whole)
 
     def _find_whole(
-        self, known: _Known, first: int, last: int, store: TierStore, peer: str = ""
+        self, known: Known, first: int, last: int, store: TierStore, peer: str = ""
     ) -> tuple[Whole, list[BlockKey], int]:
         """Return what the longest prefix that is held needs beyond the device's `first` blocks, the keys of that, and `common_tokens`.
 
@@ -308,7 +251,7 @@ class Restores:
         return Whole(prefix.num_tokens - start, prefix.blocks), keys, prefix.common_tokens
 
     def _begins_pieces(
-        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
+        self, known: Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
     ) -> bool:
         """Return whether a restore goes in pieces. Only one does at a time, as the disk is one; others await their turn if that pays."""
         num_held = store.num_held(keys)
@@ -333,7 +276,7 @@ class Restores:
         known.restore = restore
         return True
 
-    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: TierStore) -> bool:
+    def _goes_on(self, known: Known, restore: Restore, num_tokens: int, store: TierStore) -> bool:
         """Have a restore in pieces progress. Return False if it cannot: host memory or the device has no room, or copying fails."""
         self._copies.pop(known.request.request_id, None)
         if not restore.is_in_pieces:
@@ -364,9 +307,17 @@ class Restores:
         return True
 
     def take_copies(self) -> dict[str, Copy]:
-        """Return the pieces to copy to the device before the next step, by request. A piece that is not copied is asked for again."""
+        """Return the pieces to copy to the device now, by request. Call `copied` for each of them; one that was not copied is asked for again."""
         copies, self._copies = self._copies, {}
+        for request_id, copy in copies.items():
+            self._copying.begin(request_id, copy)
         return copies
+
+    def copied(self, request_id: str) -> bool:
+        """Note that a request's piece is not on its way any more. Return whether the request still waits."""
+        self._copying.end(request_id)
+        known = self._known.get(request_id)
+        return known is not None and known.restore is not None
 
     def go_whole(self, request_id: str) -> None:
         """Note that a piece could not be copied: this request's restore goes in no pieces."""
@@ -390,7 +341,7 @@ class Restores:
         """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
 
-    def _peer_of(self, known: _Known, store: TierStore) -> str:
+    def _peer_of(self, known: Known, store: TierStore) -> str:
         """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
         if known.num_offered is not None:
             return ""
@@ -440,7 +391,7 @@ class Restores:
         if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
             self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
 
-    def _release(self, known: _Known) -> None:
+    def _release(self, known: Known) -> None:
         if known.restore is not None:
             known.restore.release(self._store)
         self._copies.pop(known.request.request_id, None)
@@ -552,24 +503,10 @@ class Restores:
         vLLM computes them again for running requests, but leaves them in its prefix cache meanwhile, where another request could take them for
         good.
         """
-        spoiled = set(invalid)
-        assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"
-        for request_id, known in self._known.items():
-            if known.num_offered is None:
-                continue
-            groups = list(zip(self._layout.groups, block_ids_of(request_id), strict=True))
-            starts = [
-                index * group.block_tokens
-                for group, block_ids in groups
-                for index, block_id in enumerate(block_ids)
-                if block_id in invalid
-            ]
-            if starts:
-                for group, block_ids in groups:
-                    spoiled.update(block_ids[min(starts) // group.block_tokens :])
-                if request_id in self._sources:
-                    self._sources[request_id].cut(min(starts))
-        return spoiled - {NULL_BLOCK_ID}
+        ran = {
+            name: block_ids_of(name) for name, known in self._known.items() if known.num_offered is not None
+        }
+        return spoiled_blocks(invalid, ran, self._sources, self._layout)
 
     @property
     def _store(self) -> TierStore:

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.kv.asked import NewRequest
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
-from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.kv_transfers import Restores
 from engine_bridge.core.kv.prefill_meter import MIN_PREFILL_TOKENS, PrefillMeter
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
 from engine_bridge.core.kv.sources import Sources
@@ -249,6 +250,7 @@ class RestoresMachine(RuleBasedStateMachine):
         self.num_to_load = 0  # blocks that it loads
         self.num_made = 0
         self.computed: dict[str, int] = {}  # tokens whose KV a request has
+        self.on_way: set[str] = set()  # requests of which a piece is being copied
 
     @initialize(
         layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]),
@@ -278,6 +280,7 @@ class RestoresMachine(RuleBasedStateMachine):
         most = min(num_on_device * BLOCK_TOKENS, self.num_tokens - 1)
         first = most // self.layout.unit_tokens * self.layout.unit_tokens
         num_tokens = self.restores.match(request_id, first, self.num_tokens, is_resumed=times > 0)
+        assert num_tokens is None or request_id not in self.on_way, "it would load what is on its way"
         if num_tokens is None or not starts:
             return
         assert num_tokens % self.layout.unit_tokens == 0 and first + num_tokens < self.num_tokens
@@ -349,6 +352,16 @@ class RestoresMachine(RuleBasedStateMachine):
             assert copy.sources and all(block.ready == SHAPE.num_layers for block in copy.sources)
             entries = copy.entries[copy.start : copy.start + len(copy.sources)]
             assert [block.key for block in copy.sources] == [block_key(entry) for entry in entries]
+            assert request_id not in self.on_way, "it was asked for twice"
+            self.on_way.add(request_id)
+
+    @precondition(lambda self: self.on_way)
+    @rule(data=st.data())
+    def a_piece_has_come(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.on_way)))
+        self.on_way.remove(request_id)
+        assert request_id in self.waiting or not self.restores.copied(request_id)
+        self.restores.copied(request_id)
 
     @rule(num_blocks=st.integers(0, 12))
     def the_device_has_room_for(self, num_blocks: int) -> None:
@@ -385,6 +398,8 @@ class RestoresMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.policy.share = None
+        for request_id in self.on_way:
+            self.restores.copied(request_id)
         for _ in range(30 * len(self.waiting)):  # nobody waits for ever
             for request_id, times in list(self.waiting.items()):
                 num_tokens = self.restores.match(request_id, 0, self.num_tokens, is_resumed=times > 0)
