@@ -48,6 +48,7 @@ class Known:
     waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
     give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
     lacking: blocks that did not come, though they were to be had. num_replans: how often a shorter prefix was looked for because of that.
+    goes_beside: whether its restore was copied to the device beside the steps, which is tried once.
     """
 
     request: NewRequest
@@ -63,6 +64,7 @@ class Known:
     common_tokens: int = 0
     lacking: set[BlockKey] = field(default_factory=set)
     num_replans: int = 0
+    goes_beside: bool = False
 
     def take_restore(self) -> Restore | None:
         """Return the restore and keep it no longer."""

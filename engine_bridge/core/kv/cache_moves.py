@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_bridge.policy.kv.kv_layout import Entry
@@ -40,9 +40,9 @@ class CopiesUnderWay:
         """How many blocks of the device they hold: those that they fill, and those before them."""
         return sum(copy.start + len(copy.sources) for copy in self._copies.values())
 
-    def begin(self, whose: str, copy: Copy) -> None:
-        """Note that a copy is begun."""
-        self._copies[whose] = copy
+    def begin_all(self, copies: Mapping[str, Copy]) -> None:
+        """Note that copies are begun."""
+        self._copies.update(copies)
 
     def end(self, whose: str) -> None:
         """Note that its copy has been made, or cannot be made."""

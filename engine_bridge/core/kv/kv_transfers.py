@@ -15,6 +15,7 @@ from engine_bridge.core.kv.asked import Known, NewRequest
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, CopiesUnderWay, Copy
 from engine_bridge.core.kv.restoring import (
     PIECES_AT_ONCE,
+    STEP_WAIT_S,
     Behind,
     LoadBlocks,
     Restore,
@@ -137,8 +138,12 @@ class Restores:
             return 0
         num_blocks = self._num_to_load(known.way if is_resumed else None, facts, first)
         most = restore.most_to_load(facts, self._tiers)
-        block_tokens = restore.block_tokens(self._block_size)
-        return min(num_blocks, most) * block_tokens if num_blocks is not None else None
+        if num_blocks is None:
+            return None
+        num_blocks = min(num_blocks, most)
+        if not is_resumed and self._goes_beside(known, restore, num_blocks, num_tokens):
+            return None
+        return num_blocks * restore.block_tokens(self._block_size)
 
     def common_tokens(self, request_id: str) -> int:
         """Return the tokens that other requests have begun with, too, by the last look at the tiers: see `Prefix`."""
@@ -147,20 +152,15 @@ class Restores:
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
         """Return the number of blocks to load now; None: wait. The way chosen at the preemption is kept, unless another is far better by now."""
         decision = self._tiers.policy.decide(facts)
-        if way is not None and is_still_right(way, self._loss(facts, num_on_device)):
+        num_kept_tokens = num_on_device * self._block_size
+        if way is not None and is_still_right(
+            way, _loss(self._tiers.swap_or_recompute(), facts, num_kept_tokens)
+        ):
             if way is Way.RECOMPUTE:
                 return 0
             if facts.num_ready_blocks == facts.num_blocks:
                 return facts.num_blocks
         return None if decision.action is Action.WAIT else decision.num_blocks
-
-    def _loss(self, facts: RestoreFacts, num_on_device: int) -> LossDecision:
-        costs = self._tiers.swap_or_recompute()
-        assert costs is not None, "a way was chosen without costs"
-        num_kept_tokens = num_on_device * self._block_size
-        num_bytes = facts.num_blocks * facts.block_bytes
-        num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
-        return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
 
     def _replan(self, known: Known, restore: Restore, first: int, num_tokens: int) -> int | None:
         """Stage a shorter prefix, because a block of this one did not come. Return None to wait for it, 0 where there is none."""
@@ -208,11 +208,11 @@ class Restores:
             return
         request, whole, peer = known.request, None, ""
         if self._layout.is_divisible:
-            keys, peer = request.block_keys(first, last), self._peer_of(known, store)
+            keys, peer = request.block_keys(first, last), _peer_of(known, store, self._tiers, self._layout)
             if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
                 return
         else:
-            peer = self._peer_of(known, store)
+            peer = _peer_of(known, store, self._tiers, self._layout)
             whole, keys, known.common_tokens = self._find_whole(known, first, last, store, peer)
         stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
         # Computing saves each block's share of the tokens.
@@ -306,11 +306,27 @@ class Restores:
             self._copies[request.request_id] = copy
         return True
 
+    def _goes_beside(self, known: Known, restore: Restore, num_blocks: int, num_tokens: int) -> bool:
+        """Have ready blocks copied to the device beside the steps, as prefix cache, where a step that loads them would hold up others too long."""
+        others = [each for each in self._known.values() if each is not known]
+        copy_s = num_blocks * self._store.shape.block_bytes / self._tiers.host_bytes_per_s()
+        num_needed = (
+            num_tokens - 1
+        ) // self._block_size + 1  # as in pieces: with the block of its last tokens
+        may_go = self._tiers.copies_beside and restore.whole is None and not known.goes_whole
+        if not (may_go and _is_better_beside(known, others, copy_s)) or num_needed > (
+            self._tiers.num_free_device_blocks() - _num_awaited(others)
+        ):
+            return False
+        known.goes_beside = True
+        entries = self._layout.leading_entries(known.request.keys)
+        self._copies[known.request.request_id] = restore.whole_copy(entries, num_blocks)
+        return True
+
     def take_copies(self) -> dict[str, Copy]:
         """Return the pieces to copy to the device now, by request. Call `copied` for each of them; one that was not copied is asked for again."""
         copies, self._copies = self._copies, {}
-        for request_id, copy in copies.items():
-            self._copying.begin(request_id, copy)
+        self._copying.begin_all(copies)
         return copies
 
     def copied(self, request_id: str) -> bool:
@@ -340,14 +356,6 @@ class Restores:
     def _block_s(self) -> float:
         """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
-
-    def _peer_of(self, known: Known, store: TierStore) -> str:
-        """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
-        if known.num_offered is not None:
-            return ""
-        seconds = self._tiers.prefill_s_per_token()
-        block_tokens = 1 / self._layout.blocks_per_token
-        return peer_to_ask(known.request.kv_from, store, block_tokens, seconds)
 
     def admit(
         self,
@@ -523,6 +531,32 @@ def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TierStore, b
     progress = store.progress(stage)
     num_bytes = progress.disk_bytes_ahead + num_cut * store.shape.block_bytes
     return num_bytes / progress.disk_bytes_per_s < num_cut * block_s
+
+
+def _peer_of(known: Known, store: TierStore, tiers: Tiers, layout: KvLayout) -> str:
+    """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
+    if known.num_offered is not None:
+        return ""
+    return peer_to_ask(known.request.kv_from, store, 1 / layout.blocks_per_token, tiers.prefill_s_per_token())
+
+
+def _loss(costs: SwapOrRecompute | None, facts: RestoreFacts, num_kept_tokens: int) -> LossDecision:
+    """Return what each way back of a preempted request takes by now, of which the device has kept so many tokens."""
+    assert costs is not None, "a way was chosen without costs"
+    num_bytes = facts.num_blocks * facts.block_bytes
+    num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
+    return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
+
+
+def _is_better_beside(known: Known, others: Sequence[Known], copy_s: float) -> bool:
+    """Return whether a restore that takes `copy_s` is to be copied beside the steps: once, and only if a step would hold up requests that run."""
+    others_run = any(each.num_offered is not None for each in others)
+    return copy_s > STEP_WAIT_S and others_run and not known.goes_beside
+
+
+def _num_awaited(others: Sequence[Known]) -> int:
+    """Return how many blocks of the device requests wait for whose restores go beside the steps."""
+    return sum(each.restore.end for each in others if each.goes_beside and each.restore is not None)
 
 
 def _way_of(restore: Restore | None, num_loaded: int, num_wanted: int) -> str:

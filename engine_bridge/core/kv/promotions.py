@@ -372,7 +372,7 @@ class Promotions:
             offset = num_there - guess.first
             sources = guess.stage.blocks[offset : offset + num_copied]
             self._begun = copy = Copy(guess.entries, num_there, sources, target.name)
-            self._copying.begin(target.name, copy)
+            self._copying.begin_all({target.name: copy})
             yield copy
             self._begun = None
             guess.count_copy(num_copied, is_beside=self._was_busy)

@@ -22,6 +22,8 @@ from kvtiers.policy.restore import RestoreFacts
 PIECE_OF_HOST, PIECES_AT_ONCE = 0.125, 2
 # Seconds that copying a piece to the device between two steps may take: other requests wait for their next token meanwhile. Chosen.
 COPY_S = 0.015
+# Seconds by which a step's loads may hold up the requests that run, where all is loaded before a step. Chosen: a tenth of a step of a large model.
+STEP_WAIT_S = 0.001
 
 
 class RestoreCosts(Protocol):
@@ -34,6 +36,10 @@ class RestoreCosts(Protocol):
         So it is where the engine schedules a step before it knows what the step before has loaded, and where it gives up blocks that an attention
         window has left: computing again from a block in the middle would need the blocks before it.
         """
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can be copied to the device beside the steps, while a step would wait for all that it loads."""
 
     def prefill_s_per_token(self) -> float | None:
         """Return the seconds to compute one token's KV; None before that was measured."""
@@ -246,6 +252,12 @@ class Restore:
         self.asked_at = start
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
         return Copy(entries(), start, sources)
+
+    def whole_copy(self, entries: Sequence[Entry], num_blocks: int) -> Copy:
+        """Return a copy of the next `num_blocks`, which are ready, to the device before the request starts: nobody waits for it but the request."""
+        self.asked_at = start = self.first + self.num_skipped
+        sources = [block for stage in self.stages for block in stage.blocks]
+        return Copy(entries, start, sources[self.num_skipped : self.num_skipped + num_blocks])
 
     def loads(
         self,

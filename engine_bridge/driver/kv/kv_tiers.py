@@ -337,6 +337,11 @@ class KvTiers:
         """The store; None while nothing is to be loaded or saved."""
         return None if self.is_paused else self.store
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can be copied to the device beside the steps, while a step would wait for all that it loads."""
+        return self.loads_must_hold and self.copier is not None and self.copier.overlaps
+
     def num_free_device_blocks(self) -> int:
         """Return how many device blocks no running request holds; 0 where nothing can be copied there between two steps."""
         return self.listener.num_free_blocks() if self.listener is not None and self.copier is not None else 0

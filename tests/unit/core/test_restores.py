@@ -217,6 +217,60 @@ def test_where_a_policy_of_its_own_decides_no_way_is_chosen_before() -> None:
     assert not bench.tiers.chosen
 
 
+class Beside(Bench):
+    """On a GPU, where another request runs. A block takes 10 ms to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers.loads_must_hold = self.tiers.copies_beside = True
+        self.tiers.bytes_per_s, self.tiers.num_free_blocks = 100.0 * SHAPE.block_bytes, 12
+        self.enter("runs")
+        self.step(runs=4)
+        self.shelf.put(keys_of("a", 5))
+        self.enter("a")
+
+
+def test_a_restore_that_would_hold_up_those_who_run_comes_to_the_device_beside_the_steps() -> None:
+    bench = Beside()
+    assert bench.match("a", device=1) is None
+    (copy,) = bench.restores.take_copies().values()
+    assert copy.start == 1 and [block.key for block in copy.sources] == keys_of("a", 5)[1:]
+    assert bench.match("a", device=1) is None, "it is on its way"
+    assert bench.restores.copied("a")
+    assert bench.match("a", device=5) == 0
+    bench.admit("a", 0)
+    assert bench.restores.take_sources("a") == Sources(device=4, host=16)
+    assert not bench.step(a=22).loads and not bench.shelf.stages
+
+
+@pytest.mark.parametrize(
+    "why", ["it takes no time", "nobody runs", "no room", "others' room", "failed", "resumed"]
+)
+def test_any_other_restore_is_loaded_by_the_step_that_starts_its_request(why: str) -> None:
+    bench = Beside()
+    if why == "it takes no time":
+        bench.tiers.bytes_per_s *= 100
+    elif why == "nobody runs":
+        bench.restores.forget("runs")
+    elif why == "no room":
+        bench.tiers.num_free_blocks = 5
+    elif why == "others' room":
+        bench.tiers.num_free_blocks = 10
+        bench.restores.enter(NewRequest("b", keys_of("a", 5)))
+        assert bench.match("b") is None
+    elif why == "failed":
+        bench.restores.go_whole("a")
+    assert bench.match("a", is_resumed=why == "resumed") == 5 * BLOCK_TOKENS
+    assert list(bench.restores.take_copies()) == (["b"] if why == "others' room" else [])
+
+
+def test_what_is_lost_on_its_way_is_loaded_by_the_step() -> None:
+    bench = Beside()
+    assert bench.match("a") is None and bench.restores.take_copies()
+    bench.restores.copied("a")
+    assert bench.match("a", device=2) == 3 * BLOCK_TOKENS
+
+
 NAMES = st.sampled_from("abcd")
 
 
@@ -254,13 +308,15 @@ class RestoresMachine(RuleBasedStateMachine):
 
     @initialize(
         layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]),
-        loads_must_hold=st.booleans(),
+        loads_must_hold=st.sampled_from(["no", "yes", "as on a GPU"]),
         num_tokens=st.sampled_from([20, 22]),
     )
-    def begins(self, layout: KvLayout, loads_must_hold: bool, num_tokens: int) -> None:
+    def begins(self, layout: KvLayout, loads_must_hold: str, num_tokens: int) -> None:
         """A prompt may end with a block: its last token is computed all the same."""
         self.layout, self.restores, self.num_tokens = layout, Restores(self.tiers, layout), num_tokens
-        self.tiers.loads_must_hold = loads_must_hold or not layout.is_divisible
+        self.tiers.loads_must_hold = loads_must_hold != "no" or not layout.is_divisible
+        self.tiers.copies_beside = loads_must_hold == "as on a GPU"
+        self.tiers.bytes_per_s = 100.0 * SHAPE.block_bytes  # a block holds up a step for longer than it may
         self.places = {name: places_of(layout, name, 5) for name in "abcd"}
         for name in "abcd":
             self.shelf.put(list(self.places[name]), on_disk=name in "cd")
