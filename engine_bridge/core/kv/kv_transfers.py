@@ -299,9 +299,7 @@ class Restores:
         if not may_go_on or not restore.go_on(store, stage_piece):
             known.goes_whole = True
             return False
-        copy = restore.next_copy(
-            lambda: self._layout.leading_entries(request.keys), store, self._tiers.host_bytes_per_s()
-        )
+        copy = restore.next_copy(lambda: self._layout.leading_entries(request.keys), store, self._tiers)
         if copy is not None:
             self._copies[request.request_id] = copy
         return True

@@ -232,9 +232,9 @@ class Restore:
         self,
         entries: Callable[[], Sequence[Entry]],
         store: TierStore,
-        host_bytes_per_s: float,
+        machine: RestoreCosts,
     ) -> Copy | None:
-        """Return a copy of the ready blocks of the first piece, up to the number that may be copied at once.
+        """Return a copy of the ready blocks of the first piece: of all of them where no request waits for it, else of what may be copied at once.
 
         Returns:
             None if no block is ready, or if all blocks are: then the request's own step loads them.
@@ -247,7 +247,9 @@ class Restore:
         if num_ready <= 0 or (is_all_there and not self.later.num_blocks):
             return None
         start = self.first + self.num_skipped
-        num_blocks = max(int(COPY_S * host_bytes_per_s / store.shape.block_bytes), 1)
+        num_blocks = max(int(COPY_S * machine.host_bytes_per_s() / store.shape.block_bytes), 1)
+        if machine.copies_beside:
+            num_blocks = num_ready
         self.num_asked = self.num_asked + 1 if start == self.asked_at else 1
         self.asked_at = start
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]

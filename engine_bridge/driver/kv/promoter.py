@@ -223,6 +223,7 @@ class Promoter:
 
     def advance(self) -> None:
         """Do a bounded piece of the work there is."""
+        self._held.advance()  # a copy that ended during the step makes room for the next one
         self._hear()
         self._carry_pieces()
         if self._core.is_idle:  # between most steps of most servers
