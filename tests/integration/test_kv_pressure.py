@@ -20,7 +20,7 @@ from engine_bridge.core.kv import kv_transfers
 from engine_bridge.driver.engine import building
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
-from engine_bridge.protocol.node import KvSources
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
@@ -144,6 +144,18 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_transfers, "STEP_WAIT_S", 0.0)
 
 
+async def what_is_promoted_is_found_once_it_has_come(node: LocalNode, answers: list[list[int]]) -> None:
+    """Of the first session, which has said this: its last turn is asked again."""
+    assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+    reports: list[AdvisoryReport] = []
+    await node.advise(Advisory(advisory_id="again", session_id="s0"), reports.append)
+    await settle(lambda: reports and reports[-1].state == "warm")
+    prompt = [token for turn in range(NUM_TURNS) for token in (*text(turn, 60), *answers[turn])]
+    said = await generate(node, prompt[: -len(answers[-1])], ANSWER_TOKENS, session_id="s0")
+    assert said.token_ids == answers[-1] and said.kv.device > 0 and said.kv.host == 0
+    await settle(lambda: reports[-1].state == "hit")
+
+
 async def test_tokens_are_the_same_though_no_step_waits_for_copies(
     undisturbed: list[list[list[int]]], slow_device: None
 ) -> None:
@@ -159,6 +171,7 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
                 break
         else:
             pytest.fail(f"{MAX_ROUNDS} rounds had no restore beside the steps")
+        await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
         assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
         num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
         assert num_free == NUM_DEVICE_BLOCKS - 1
