@@ -296,10 +296,13 @@ class Promoter:
 
         def filled(is_made: bool) -> None:
             """Let the blocks be found."""
-            if is_made:
-                entries = copy.entries[copy.start : copy.start + len(blocks)]
-                register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
-            ended(is_made)
+            entries = copy.entries[copy.start : copy.start + len(blocks)]
+            with self._contained():
+                try:
+                    if is_made:
+                        register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
+                finally:
+                    ended(is_made)
 
         end = self._held.keep([*resident, *blocks], filled)
         try:

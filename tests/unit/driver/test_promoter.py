@@ -236,6 +236,20 @@ def test_blocks_that_cannot_be_filled_are_free_again_and_never_found(fails: str)
         assert not bench.promoter.has_work(), "advisories are given up"
 
 
+def test_a_block_that_cannot_be_registered_costs_the_advice_and_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = keys_of("a", 4)
+    with closing(Bench()) as bench:
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        bench.promoter.advance()
+        monkeypatch.setattr(bench.pool, "cache_full_blocks", lambda **asked: 1 / 0)
+        bench.arrive()
+        assert num_free(bench) == NUM_DEVICE_BLOCKS - 1 and not bench.held.num_open
+        assert not bench.promoter.has_work(), "advisories are given up"
+
+
 def test_a_piece_for_a_request_that_has_ended_meanwhile_is_ordinary_cache(waiting: Waiting) -> None:
     while not waiting.copier.waiting:
         waiting.match()
