@@ -40,6 +40,23 @@ def test_blocks_go_to_host_and_back_on_a_stream_of_their_own() -> None:
         assert torch.equal(found, expected)
 
 
+def test_copies_that_no_kernel_waits_for_tell_when_they_are_made() -> None:
+    from engine_bridge.driver.memory.block_copy import CudaCopier
+
+    layers = [torch.zeros((NUM_BLOCKS, 2, 32, 128), device="cuda", dtype=torch.bfloat16)]
+    region = np.random.default_rng(0).integers(0, 255, (NUM_SLOTS, layers[0][0].numel() * 2), dtype=np.uint8)
+    copier = CudaCopier(layers, region, lambda run: threading.Thread(target=run).start())
+    saved, filled = threading.Event(), threading.Event()
+    copier.to_host(0, [1], [0])
+    copier.end_step(saved.set)
+    copier.to_device(0, list(range(8, 40)), list(range(100, 132)))
+    copier.end_step(filled.set)
+    assert saved.wait(30) and filled.wait(30)
+    assert not region[0].any()
+    found = layers[0][8:40].view(torch.uint8).reshape(32, -1).cpu().numpy()
+    assert np.array_equal(found, region[100:132])
+
+
 def test_a_region_is_pinned_once_and_unpinned_before_its_memory_goes() -> None:
     """As where an engine is built again, and where the store is closed: no error of CUDA's may stay pending, or the next kernel reports it."""
     from engine_bridge.driver.memory.block_copy import CudaCopier

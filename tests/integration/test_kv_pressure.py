@@ -9,15 +9,18 @@ import asyncio
 import errno
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine_bridge.core.kv import kv_transfers
+from engine_bridge.driver.engine import building
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
-from engine_bridge.protocol.node import KvSources
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
@@ -75,6 +78,108 @@ class TrustsTheDisk:
 
     def decide(self, facts: RestoreFacts) -> RestoreDecision:
         return RestoreDecision(Action.LOAD, facts.num_blocks, "trust", 0.0)
+
+
+class SlowDevice:
+    """In place of a CPU's copier: as on a GPU, copies are made long after the call, unless the next kernels wait for them."""
+
+    overlaps = True
+
+    def __init__(self, copier: Any) -> None:
+        self._copier = copier
+        self._device = ThreadPoolExecutor(1)
+        self._gathered: list[tuple[Any, ...]] = []
+        self.out, self.back = copier.out, copier.back
+
+    def to_host(self, *copied: Any) -> None:
+        self._gathered.append((self._copier.to_host, *copied))
+
+    def to_device(self, *copied: Any) -> None:
+        self._gathered.append((self._copier.to_device, *copied))
+
+    def flush(self) -> None:
+        self._make(self._take())
+
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        self._device.submit(self._make_later, self._take(), then)
+
+    def ask(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        self._device.submit(lambda: None).result()
+
+    def _take(self) -> list[tuple[Any, ...]]:
+        gathered, self._gathered = self._gathered, []
+        return gathered
+
+    def _make(self, copies: list[tuple[Any, ...]]) -> None:
+        for copy, *copied in copies:
+            copy(*copied)
+
+    def _make_later(self, copies: list[tuple[Any, ...]], then: Callable[[], None]) -> None:
+        time.sleep(0.2)  # many steps
+        self._make(copies)
+        then()
+
+
+class OnSlowDevice(KvTiers):
+    """The tiers of an engine whose copies run beside its steps."""
+
+    def attach(self, *args: Any) -> None:
+        super().attach(*args)
+        self.loads_must_hold = True
+        self.copier = SlowDevice(self.copier)
+
+
+@pytest.fixture
+def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines copy as on a GPU, and what they restore beside the steps however little it is."""
+    stock = building.connector_config
+
+    def connector_config(name: str, *, by_layer: bool, has_ranks: bool) -> Any:
+        return stock(name, by_layer=False, has_ranks=has_ranks)
+
+    monkeypatch.setattr(building, "connector_config", connector_config)
+    monkeypatch.setattr(kv_transfers, "STEP_WAIT_S", 0.0)
+
+
+async def what_is_promoted_is_found_once_it_has_come(node: LocalNode, answers: list[list[int]]) -> None:
+    """Of the first session, which has said this: its last turn is asked again."""
+    assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+    reports: list[AdvisoryReport] = []
+    await node.advise(Advisory(advisory_id="again", session_id="s0"), reports.append)
+    await settle(lambda: reports and reports[-1].state == "warm")
+    prompt = [token for turn in range(NUM_TURNS) for token in (*text(turn, 60), *answers[turn])]
+    said = await generate(node, prompt[: -len(answers[-1])], ANSWER_TOKENS, session_id="s0")
+    assert said.token_ids == answers[-1] and said.kv.device > 0 and said.kv.host == 0
+    await settle(lambda: reports[-1].state == "hit")
+
+
+async def test_tokens_are_the_same_though_no_step_waits_for_copies(
+    undisturbed: list[list[list[int]]], slow_device: None
+) -> None:
+    """Blocks that are still being saved or filled are given to no request, though there are hardly any others."""
+    config = TiersConfig(host_bytes=200 * BLOCK_BYTES)
+    tiers = OnSlowDevice(config, policy=WaitsForTheDisk())
+    async with engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=512) as node:
+        for _ in range(MAX_ROUNDS):
+            spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
+            for session, (answers, _) in enumerate(spoken):
+                assert answers == undisturbed[session], f"session {session} said something else"
+            if tiers.num_carried and any(kv.host for _, kvs in spoken for kv in kvs):
+                break
+        else:
+            pytest.fail(f"{MAX_ROUNDS} rounds had no restore beside the steps")
+        await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
+        assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+        num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
+        assert num_free == NUM_DEVICE_BLOCKS - 1
+        await asyncio.to_thread(
+            tiers.copier.rest
+        )  # copies that hold no blocks of the device, but of host memory
+        tiers.store.check_invariants()
+        assert not [block for block in tiers.store._host.blocks.values() if block.pins]
 
 
 def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:

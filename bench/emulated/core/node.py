@@ -272,6 +272,8 @@ class EmulatedNode:
 
     def _schedule(self, now: float) -> None:
         self._is_busy = False
+        if self.tiers is not None:
+            self.tiers.take_over()
         if not self.scheduler.has_requests():
             self._rest(now)
             return

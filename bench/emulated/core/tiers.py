@@ -6,7 +6,7 @@ slots hold no bytes. Its worker's side is modelled as on a GPU, where copies run
 Loads: a step's pieces come over the device's link one after the other, beside the step's computation, as `wait_for_layer_load` has it: a piece is
 computed when those before it are, and its KV has come. So a step that loads is as long as the slower of both makes it. Saves: copied out after
 the step, over the link's other direction; the step does not wait for them, and they may be read when they have come. Promotions: copies that
-`engine_bridge.driver.kv.promoter.Promoter` makes between steps; the next step begins when they have come, as kernels do on a GPU.
+`engine_bridge.driver.kv.promoter.Promoter` begins between steps; no step waits for them. Blocks that are copied after a step are held meanwhile.
 
 A step that counts on layers which the disk still reads waits for them, up to the live engine's limit, then has the rest computed again.
 """
@@ -25,7 +25,7 @@ from bench.emulated.core.virtual_io import VirtualIo
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
-from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig, settle
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePrefill
@@ -98,39 +98,22 @@ class EmulatedCopier:
     overlaps = True
 
     def __init__(self, link: SharedLink, layer_bytes: int) -> None:
-        self.num_under_way = 0
         self.out, self.back = Copied(), Copied()
         """Empty where copies take what the link says: then it is known."""
         self._link, self._layer_bytes = link, layer_bytes
         self._num_layers = 0
-        self._waiting: list[Callable[[], None]] = []
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Note a copy for the next `end_step`."""
         self._num_layers += len(blocks)
 
-    def end_step(self, then: Callable[[], None]) -> None:
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Start all copies noted since the last call. then: called when they have been made."""
-
-        def copied(now: float) -> None:
-            """Note that the copies were made; after the last ones let go on what waits for them."""
-            self.num_under_way -= 1
-            then()
-            if not self.num_under_way:
-                waiting, self._waiting = self._waiting, []
-                for go in waiting:
-                    go()
-
-        self.num_under_way += 1
         num_bytes, self._num_layers = self._num_layers * self._layer_bytes, 0
-        self._link.transfer(num_bytes, copied)
+        self._link.transfer(num_bytes, lambda now: then())
 
-    def when_done(self, go: Callable[[], None]) -> None:
-        """Call `go` once no copy is under way: now, or later."""
-        if self.num_under_way:
-            self._waiting.append(go)
-        else:
-            go()
+    def ask(self) -> None:
+        """Do nothing: the clock tells."""
 
 
 class EmulatedTiers(KvTiers):
@@ -203,6 +186,7 @@ class EmulatedTiers(KvTiers):
     def serve(self, scheduler: GatedScheduler, wake: Callable[[], None]) -> None:
         """Promote KV for this scheduler, whose connector leads here. wake: called when there is something to look at."""
         pool = scheduler.kv_cache_manager.block_pool
+        self.hold_in(pool)
         self.promoter = Promoter(pool, self, scheduler.get_request_counts, self.clock)
         self.listener, self.on_progress = self.promoter, wake
 
@@ -223,22 +207,15 @@ class EmulatedTiers(KvTiers):
 
     def wait_s(self) -> float | None:
         """Return the seconds until there is something to promote; None: until something comes."""
-        if self.copies.num_under_way:
-            self.copies.when_done(self.on_progress)
-            return None
         return 0.0 if self.promoter.has_work() else self.promoter.wait_s()
 
+    def take_over(self) -> None:
+        """Give back the blocks of copies that have been made, as the driver does before each step."""
+        if self.held is not None:
+            self.held.advance()
+
     def run_step(self, moves: StepMoves, compute_s: float, ended: Done) -> None:
-        """Run a step now, or when promoted KV has come; by itself it takes `compute_s`.
-
-        ended: called at its end with the device's blocks that did not come in time.
-        """
-
-        def begin() -> None:
-            """Begin the step."""
-            self.end_moves(moves)
-            self._step = _Step(self, moves, compute_s, end)
-            self._step.load()
+        """Run a step; by itself it takes `compute_s`. ended: called at its end with the device's blocks that did not come in time."""
 
         def end(failed: set[int]) -> None:
             """End the step."""
@@ -246,7 +223,9 @@ class EmulatedTiers(KvTiers):
             self.num_failed_loads += len(failed)
             ended(failed)
 
-        self.copies.when_done(begin)
+        self.end_moves(moves)
+        self._step = _Step(self, moves, compute_s, end)
+        self._step.load()
 
 
 class _Step:
@@ -315,13 +294,15 @@ class _Step:
         self.load()
 
     def _end(self, now: float) -> None:
-        for load in self._moves.loads:
+        moves = self._moves
+        for load in moves.loads:
             self._store.release(load.stage)
-        saves = [job.save for job in self._moves.saves]
-        num_blocks = sum(len(save.blocks) for save in saves)
+        num_blocks = sum(len(job.save.blocks) for job in moves.saves)
         if num_blocks:
             # KV that was computed on KV which did not come is wrong.
-            keep = self._store.abandon if self._failed else self._store.commit
+            saved, is_right = StepMoves(saves=moves.saves, ended=moves.ended), not self._failed
             num_bytes = num_blocks * self._store.shape.block_bytes
-            self._tiers.link_out.transfer(num_bytes, lambda now: [keep(save) for save in saves])
+            self._tiers.link_out.transfer(
+                num_bytes, lambda now: settle(self._store, saved, is_right=is_right)
+            )
         self._ended(self._failed)

@@ -8,6 +8,10 @@ says what is right and what was left out. A part begins only while time is left,
   correct        0.6 B random weights: an adapter from disk, host memory and its slot; prompts from device, host memory and disk; a failed step
   hybrid         the tiers with recurrent layers
   copies         the link each way and both ways at once, our copies of blocks, and vLLM's batched ones
+  beside_ours, beside_stock
+                 32 streams alone, while conversations of 16,384 tokens are restored from host memory, one a second, and while such ones are promoted:
+                 time per token, P99 between tokens and tokens/s, each against alone, where P99 is to be at most 1.1. `beside_stock` is vLLM with
+                 its OffloadingConnector, which promotes nothing
   ours, stock, stock_offload, ours_off
                  the shape of Llama 3 8B: time per token, P99 between tokens and tokens/s at 1, 16, 64 and 256 streams, with the sizes of batches that
                  `vllm serve` takes; time to the first token of 2,048 to 32,768 tokens, computed, resident and from host memory. `stock` is vLLM

@@ -44,6 +44,8 @@ class Sizes:
         streams: how many requests at once.
         prompts: of which the time to the first token is taken.
         repeats: of each of them.
+        beside_streams: how many decode while conversations of `beside_tokens` come to the device, `beside_moves` of them, one a second.
+        beside_answer: of each of these streams.
         num_adapters: that are served, and num_requests that ask for them, so many a second.
         histories: of the play over HTTP.
         copied_mib: of each way of the copies.
@@ -56,6 +58,10 @@ class Sizes:
     stream_answer: int = 128
     prompts: Sequence[int] = (2048, 8192, 16384, 32768)
     repeats: int = 3
+    beside_streams: int = 32
+    beside_answer: int = 640
+    beside_tokens: int = 16384
+    beside_moves: int = 4
     num_adapters: int = 64
     num_requests: int = 200
     requests_per_s: float = 10.0
@@ -74,6 +80,10 @@ DRY = Sizes(
     stream_answer=8,
     prompts=(128, 256),
     repeats=1,
+    beside_streams=2,
+    beside_answer=150,
+    beside_tokens=256,
+    beside_moves=2,
     num_adapters=5,
     num_requests=10,
     requests_per_s=5.0,
@@ -277,6 +287,66 @@ def _first_token(worker: Worker, kind: str, sizes: Sizes, num_tokens: int) -> di
     return {"ttft_ms": {source: _ms(statistics.median(found)) for source, found in seconds.items()}}
 
 
+def beside(run: Run, kind: str) -> Found:
+    """Streams that decode alone, while conversations are restored from host memory, and while they are promoted for advisories."""
+    sizes = run.sizes
+    prompts = [text(sizes.beside_tokens, "beside", number) for number in range(sizes.beside_moves)]
+    at_s = [0.5 + number for number in range(sizes.beside_moves)]
+    restores = [
+        Ask(prompt=prompt, max_tokens=2, at_s=begins_s)
+        for prompt, begins_s in zip(prompts, at_s, strict=True)
+    ]
+    with run.engine(kind, LONG, has_weights=False) as worker:
+        worker.call("together", asks=_decoding(sizes, "warm"))
+        alone = told(worker.call("together", asks=_decoding(sizes, "alone")))
+        yield {"what": f"{sizes.beside_streams} streams alone"} | alone
+        for prompt in prompts:
+            worker.call("turn", tokens=prompt, max_tokens=2)
+        yield {"what": "while conversations are restored"} | _disturbed(worker, sizes, alone, asks=restores)
+        if kind == "ours":
+            sessions = [f"beside-{number}" for number in range(sizes.beside_moves)]
+            worker.call("begin", histories=dict.fromkeys(sessions, sizes.beside_tokens))
+            advised = list(zip(at_s, sessions, strict=True))
+            yield {"what": "while conversations are promoted"} | _disturbed(
+                worker, sizes, alone, advised=advised
+            )
+
+
+def _decoding(sizes: Sizes, seed: str) -> list[Ask]:
+    return [
+        Ask(prompt=text(sizes.stream_prompt, "decodes", seed, number), max_tokens=sizes.beside_answer)
+        for number in range(sizes.beside_streams)
+    ]
+
+
+def _disturbed(
+    worker: Worker,
+    sizes: Sizes,
+    alone: Mapping[str, float],
+    *,
+    asks: Sequence[Ask] = (),
+    advised: Sequence[tuple[float, str]] = (),
+) -> dict[str, Any]:
+    """Play streams while KV comes from host memory to the device, for requests or for advisories, and compare them with those that were alone."""
+    worker.call("place", source="host")
+    is_ours = worker.name.startswith("ours")
+    before = worker.call("copied_bytes") if is_ours else 0
+    streams = _decoding(sizes, f"{len(asks)} asked, {len(advised)} advised")
+    answers = worker.call("together", asks=[*streams, *asks], advised=advised)
+    found: dict[str, Any] = told(answers[: len(streams)])
+    found |= {
+        f"{name}_vs_alone": round(found[name] / alone[name], 3)
+        for name in ("tpot_ms", "itl_p99_ms", "tokens_per_s")
+    }
+    if asks:
+        found["restored_ttft_ms"] = _ms(
+            statistics.median(answer.ttft_s for answer in answers[len(streams) :])
+        )
+    if is_ours:
+        found["copied_mib"] = round((worker.call("copied_bytes") - before) / 2**20, 1)
+    return found
+
+
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 2)
 
@@ -319,11 +389,13 @@ PARTS: Mapping[str, Callable[[Run], Found]] = {
     "correct": correct,
     "hybrid": hybrid,
     "copies": copies,
+    "beside_ours": partial(beside, kind="ours"),
+    "beside_stock": partial(beside, kind="stock_offload"),
     **{name: partial(speed, kind=name) for name in ("ours", "stock", "stock_offload", "ours_off")},
     "adapters_ours": partial(adapters, kind="ours"),
     "adapters_stock": partial(adapters, kind="stock"),
     "http": over_http,
 }
 """In the order of what they are worth."""
-NEEDS_GPU = frozenset({"stock_offload"})
+NEEDS_GPU = frozenset({"stock_offload", "beside_stock"})
 """vLLM's OffloadingConnector copies from and to a GPU only."""

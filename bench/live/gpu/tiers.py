@@ -87,7 +87,8 @@ FIRST_SERVER = {
 SECOND_SERVER = {"turns from disk, each second one with an advisory": [("disk",), ("advised_disk",)]}
 SOURCES = ("recompute", "device", "host", "advised", "resident", "disk", "advised_disk")
 RATIOS = (
-    *(("host", "recompute"), ("disk", "recompute"), ("advised", "host"), ("advised", "resident")),
+    *(("device", "resident"), ("host", "recompute"), ("disk", "recompute")),
+    *(("advised", "host"), ("advised", "resident")),
     *(("advised_disk", "disk"), ("advised_disk", "resident")),
 )
 TURN_TOKENS, ANSWER_TOKENS = 32, 8

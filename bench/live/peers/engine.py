@@ -201,6 +201,19 @@ class Engine(ABC):
         (answer,) = self.do(self._play([Ask(prompt=tokens, max_tokens=max_tokens)]))
         return {"ttft_s": answer.ttft_s, "token_ids": answer.token_ids}
 
+    def together(self, asks: Sequence[Ask], advised: Sequence[tuple[float, str]] = ()) -> list[Answer]:
+        """Answer requests at their times, which find the KV of earlier turns. advised: when to send an advisory of which session, in seconds."""
+        return self.do(self._together(asks, advised))
+
+    async def _together(self, asks: Sequence[Ask], advised: Sequence[tuple[float, str]]) -> list[Answer]:
+        async def advise(at_s: float, session: str) -> None:
+            """Send an advisory at its time."""
+            await asyncio.sleep(at_s)
+            self.advise(session)
+
+        answers, *_ = await asyncio.gather(self._play(asks), *(advise(*each) for each in advised))
+        return answers
+
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Run requests together; return the rate of their tokens."""
         answers = self.do(self._play([Ask(prompt=prompt, max_tokens=max_tokens) for prompt in prompts]))

@@ -268,6 +268,11 @@ class Ours(Engine):
         stats = self.tiers.stats()
         return {"host": stats.host.num_hits, "disk": stats.disk.num_hits}
 
+    def copied_bytes(self) -> int:
+        """Return the bytes that have been copied to the device so far."""
+        found: int = self.on_engine(lambda driver: self.tiers.copier.back.num_bytes)
+        return found
+
     def settle(self) -> None:
         """Return once the tiers have written everything. Raises TimeoutError."""
         if self.tiers is not None and not self.tiers.store.flush(SETTLE_TIMEOUT_S):

@@ -93,6 +93,11 @@ class ExpectedSession:
         if is_far:
             self._stages.append(stage)
 
+    def count_copy(self, num_blocks: int, *, is_beside: bool) -> None:
+        """Count blocks that are copied to the device. is_beside: while requests run."""
+        self.num_copied += num_blocks
+        self.num_beside += num_blocks * is_beside
+
     def let_go(self) -> list[Stage]:
         """Give up the piece, and return its stage, if it has one, for the caller to release."""
         stage, self.stage = self.stage, None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
+from engine_bridge.core.kv.asked import Known, NewRequest
+from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, CopiesUnderWay, Copy
 from engine_bridge.core.kv.restoring import (
     PIECES_AT_ONCE,
+    STEP_WAIT_S,
     Behind,
     LoadBlocks,
     Restore,
@@ -23,7 +24,7 @@ from engine_bridge.core.kv.restoring import (
     Whole,
     piece_blocks,
 )
-from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.kv.sources import Sources, spoiled_blocks
 from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.kv_layout import BlockAt, Entry, KvLayout, StateAt
@@ -71,66 +72,6 @@ class Tiers(RestoreCosts, Protocol):
         """Return the number of device blocks that no running request holds; 0 where no copy can be made between two steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request that the engine has taken. keys: of its whole blocks; the list grows as tokens come.
-
-    session: the group that its KV is kept with; None: the requests that began with the same block. is_saved: whether its KV goes to the tiers; a
-    draft, which its user has not sent yet, has KV on the device alone. may_load: False if only computing gives its results, such as log
-    probabilities of its prompt. kv_from: the address of a node that may have its KV; "" for none.
-    """
-
-    request_id: str
-    keys: Sequence[bytes]
-    tenant: str = ""
-    session: str | None = None
-    weight: float = 1.0
-    is_saved: bool = True
-    may_load: bool = True
-    kv_from: str = ""
-
-    @property
-    def group(self) -> str:
-        """The name under which the KV is kept: the session, else the first block's hash, else the request's id."""
-        if self.session is not None:
-            return self.session
-        return bytes(self.keys[0]).hex() if self.keys else self.request_id
-
-    def block_keys(self, first: int, last: int) -> list[BlockKey]:
-        """Keys of the blocks from `first` up to, but without, `last`."""
-        return [BlockKey(bytes(key)) for key in self.keys[first:last]]
-
-
-@dataclass(slots=True)
-class _Known:
-    """One request. entered: the group that the store was told of. has_looked: whether `restore` is up to date with the tiers.
-
-    num_offered: tokens whose blocks were offered to the tiers; None before it ran. way: chosen for its return when it was preempted.
-    waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
-    give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
-    lacking: blocks that did not come, though they were to be had. num_replans: how often a shorter prefix was looked for because of that.
-    """
-
-    request: NewRequest
-    entered: str | None = None
-    has_looked: bool = False
-    restore: Restore | None = None
-    num_offered: int | None = None
-    way: Way | None = None
-    waits_for: set[str] = field(default_factory=set)
-    num_waits: int = 0
-    goes_whole: bool = False
-    turn_bytes: int = 0
-    common_tokens: int = 0
-    lacking: set[BlockKey] = field(default_factory=set)
-    num_replans: int = 0
-
-    def take_restore(self) -> Restore | None:
-        """Return the restore and keep it no longer."""
-        restore, self.restore = self.restore, None
-        return restore
-
-
 class Restores:
     """Tracks what waits in the tiers for which request, and what the next step moves."""
 
@@ -138,19 +79,20 @@ class Restores:
         self._tiers = tiers
         self._layout = layout
         self._block_size = layout.unit_tokens
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[LoadBlocks] = []
         self._starting: set[str] = set()  # the requests of these loads
         self._turn = RestoreTurn()
         self._in_pieces: set[str] = set()  # requests whose restore goes in pieces, or has
         self._copies: dict[str, Copy] = {}
+        self._copying = CopiesUnderWay()  # of these by request
 
     # -- a request waits -----------------------------------------------------------------------------------------------
 
     def enter(self, request: NewRequest) -> None:
         """Note that a request is in the engine: its KV is worth keeping in host memory even while it runs, as it may be preempted."""
-        known = self._known[request.request_id] = _Known(request)
+        known = self._known[request.request_id] = Known(request)
         store = self._tiers.usable_store
         if store is not None:
             known.entered = request.group
@@ -179,6 +121,8 @@ class Restores:
         self._turn.ask(request_id)
         if not known.request.may_load:
             return 0
+        if request_id in self._copying:
+            return None
         if not is_resumed:
             self._sources[request_id] = Sources(num_computed_tokens)
         first = num_computed_tokens // self._block_size
@@ -194,8 +138,12 @@ class Restores:
             return 0
         num_blocks = self._num_to_load(known.way if is_resumed else None, facts, first)
         most = restore.most_to_load(facts, self._tiers)
-        block_tokens = restore.block_tokens(self._block_size)
-        return min(num_blocks, most) * block_tokens if num_blocks is not None else None
+        if num_blocks is None:
+            return None
+        num_blocks = min(num_blocks, most)
+        if not is_resumed and self._goes_beside(known, restore, num_blocks, num_tokens):
+            return None
+        return num_blocks * restore.block_tokens(self._block_size)
 
     def common_tokens(self, request_id: str) -> int:
         """Return the tokens that other requests have begun with, too, by the last look at the tiers: see `Prefix`."""
@@ -204,22 +152,17 @@ class Restores:
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
         """Return the number of blocks to load now; None: wait. The way chosen at the preemption is kept, unless another is far better by now."""
         decision = self._tiers.policy.decide(facts)
-        if way is not None and is_still_right(way, self._loss(facts, num_on_device)):
+        num_kept_tokens = num_on_device * self._block_size
+        if way is not None and is_still_right(
+            way, _loss(self._tiers.swap_or_recompute(), facts, num_kept_tokens)
+        ):
             if way is Way.RECOMPUTE:
                 return 0
             if facts.num_ready_blocks == facts.num_blocks:
                 return facts.num_blocks
         return None if decision.action is Action.WAIT else decision.num_blocks
 
-    def _loss(self, facts: RestoreFacts, num_on_device: int) -> LossDecision:
-        costs = self._tiers.swap_or_recompute()
-        assert costs is not None, "a way was chosen without costs"
-        num_kept_tokens = num_on_device * self._block_size
-        num_bytes = facts.num_blocks * facts.block_bytes
-        num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
-        return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
-
-    def _replan(self, known: _Known, restore: Restore, first: int, num_tokens: int) -> int | None:
+    def _replan(self, known: Known, restore: Restore, first: int, num_tokens: int) -> int | None:
         """Stage a shorter prefix, because a block of this one did not come. Return None to wait for it, 0 where there is none."""
         known.lacking |= restore.stages[0].first_bad
         known.num_replans += 1
@@ -228,7 +171,7 @@ class Restores:
         restore.release(self._store)  # not earlier: blocks that have come are wanted again
         return None if known.restore is not None or known.waits_for else 0
 
-    def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
+    def _find_restore(self, known: Known, first: int, num_tokens: int) -> Restore | None:
         """Return the blocks that the tiers hold for a request, staged at the first call, and anew if the device has lost blocks before them."""
         store = self._tiers.usable_store
         if store is None:
@@ -255,7 +198,7 @@ class Restores:
         return known.restore
 
     def _stage(
-        self, known: _Known, first: int, num_tokens: int, store: TierStore, giving_back: set[str]
+        self, known: Known, first: int, num_tokens: int, store: TierStore, giving_back: set[str]
     ) -> None:
         """Stage a request's blocks from `first` on that the tiers hold. giving_back: the requests that will have released some host memory."""
         # The last token is always computed, as its logits are needed.
@@ -265,11 +208,11 @@ class Restores:
             return
         request, whole, peer = known.request, None, ""
         if self._layout.is_divisible:
-            keys, peer = request.block_keys(first, last), self._peer_of(known, store)
+            keys, peer = request.block_keys(first, last), _peer_of(known, store, self._tiers, self._layout)
             if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
                 return
         else:
-            peer = self._peer_of(known, store)
+            peer = _peer_of(known, store, self._tiers, self._layout)
             whole, keys, known.common_tokens = self._find_whole(known, first, last, store, peer)
         stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
         # Computing saves each block's share of the tokens.
@@ -286,7 +229,7 @@ class Restores:
             known.restore = Restore([stage], first, whole)
 
     def _find_whole(
-        self, known: _Known, first: int, last: int, store: TierStore, peer: str = ""
+        self, known: Known, first: int, last: int, store: TierStore, peer: str = ""
     ) -> tuple[Whole, list[BlockKey], int]:
         """Return what the longest prefix that is held needs beyond the device's `first` blocks, the keys of that, and `common_tokens`.
 
@@ -308,7 +251,7 @@ class Restores:
         return Whole(prefix.num_tokens - start, prefix.blocks), keys, prefix.common_tokens
 
     def _begins_pieces(
-        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
+        self, known: Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: TierStore
     ) -> bool:
         """Return whether a restore goes in pieces. Only one does at a time, as the disk is one; others await their turn if that pays."""
         num_held = store.num_held(keys)
@@ -333,7 +276,7 @@ class Restores:
         known.restore = restore
         return True
 
-    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: TierStore) -> bool:
+    def _goes_on(self, known: Known, restore: Restore, num_tokens: int, store: TierStore) -> bool:
         """Have a restore in pieces progress. Return False if it cannot: host memory or the device has no room, or copying fails."""
         self._copies.pop(known.request.request_id, None)
         if not restore.is_in_pieces:
@@ -356,17 +299,39 @@ class Restores:
         if not may_go_on or not restore.go_on(store, stage_piece):
             known.goes_whole = True
             return False
-        copy = restore.next_copy(
-            lambda: self._layout.leading_entries(request.keys), store, self._tiers.host_bytes_per_s()
-        )
+        copy = restore.next_copy(lambda: self._layout.leading_entries(request.keys), store, self._tiers)
         if copy is not None:
             self._copies[request.request_id] = copy
         return True
 
+    def _goes_beside(self, known: Known, restore: Restore, num_blocks: int, num_tokens: int) -> bool:
+        """Have ready blocks copied to the device beside the steps, as prefix cache, where a step that loads them would hold up others too long."""
+        others = [each for each in self._known.values() if each is not known]
+        copy_s = num_blocks * self._store.shape.block_bytes / self._tiers.host_bytes_per_s()
+        num_needed = (
+            num_tokens - 1
+        ) // self._block_size + 1  # as in pieces: with the block of its last tokens
+        may_go = self._tiers.copies_beside and restore.whole is None and not known.goes_whole
+        if not (may_go and _is_better_beside(known, others, copy_s)) or num_needed > (
+            self._tiers.num_free_device_blocks() - _num_awaited(others)
+        ):
+            return False
+        known.goes_beside = True
+        entries = self._layout.leading_entries(known.request.keys)
+        self._copies[known.request.request_id] = restore.whole_copy(entries, num_blocks)
+        return True
+
     def take_copies(self) -> dict[str, Copy]:
-        """Return the pieces to copy to the device before the next step, by request. A piece that is not copied is asked for again."""
+        """Return the pieces to copy to the device now, by request. Call `copied` for each of them; one that was not copied is asked for again."""
         copies, self._copies = self._copies, {}
+        self._copying.begin_all(copies)
         return copies
+
+    def copied(self, request_id: str) -> bool:
+        """Note that a request's piece is not on its way any more. Return whether the request still waits."""
+        self._copying.end(request_id)
+        known = self._known.get(request_id)
+        return known is not None and known.restore is not None
 
     def go_whole(self, request_id: str) -> None:
         """Note that a piece could not be copied: this request's restore goes in no pieces."""
@@ -389,14 +354,6 @@ class Restores:
     def _block_s(self) -> float:
         """Return the seconds to compute a block; infinite before that was measured."""
         return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
-
-    def _peer_of(self, known: _Known, store: TierStore) -> str:
-        """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
-        if known.num_offered is not None:
-            return ""
-        seconds = self._tiers.prefill_s_per_token()
-        block_tokens = 1 / self._layout.blocks_per_token
-        return peer_to_ask(known.request.kv_from, store, block_tokens, seconds)
 
     def admit(
         self,
@@ -440,7 +397,7 @@ class Restores:
         if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
             self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
 
-    def _release(self, known: _Known) -> None:
+    def _release(self, known: Known) -> None:
         if known.restore is not None:
             known.restore.release(self._store)
         self._copies.pop(known.request.request_id, None)
@@ -552,24 +509,10 @@ class Restores:
         vLLM computes them again for running requests, but leaves them in its prefix cache meanwhile, where another request could take them for
         good.
         """
-        spoiled = set(invalid)
-        assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"
-        for request_id, known in self._known.items():
-            if known.num_offered is None:
-                continue
-            groups = list(zip(self._layout.groups, block_ids_of(request_id), strict=True))
-            starts = [
-                index * group.block_tokens
-                for group, block_ids in groups
-                for index, block_id in enumerate(block_ids)
-                if block_id in invalid
-            ]
-            if starts:
-                for group, block_ids in groups:
-                    spoiled.update(block_ids[min(starts) // group.block_tokens :])
-                if request_id in self._sources:
-                    self._sources[request_id].cut(min(starts))
-        return spoiled - {NULL_BLOCK_ID}
+        ran = {
+            name: block_ids_of(name) for name, known in self._known.items() if known.num_offered is not None
+        }
+        return spoiled_blocks(invalid, ran, self._sources, self._layout)
 
     @property
     def _store(self) -> TierStore:
@@ -586,6 +529,32 @@ def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TierStore, b
     progress = store.progress(stage)
     num_bytes = progress.disk_bytes_ahead + num_cut * store.shape.block_bytes
     return num_bytes / progress.disk_bytes_per_s < num_cut * block_s
+
+
+def _peer_of(known: Known, store: TierStore, tiers: Tiers, layout: KvLayout) -> str:
+    """Return the peer to ask for blocks that this node lacks. A request that ran here has left its KV here, so no peer is asked."""
+    if known.num_offered is not None:
+        return ""
+    return peer_to_ask(known.request.kv_from, store, 1 / layout.blocks_per_token, tiers.prefill_s_per_token())
+
+
+def _loss(costs: SwapOrRecompute | None, facts: RestoreFacts, num_kept_tokens: int) -> LossDecision:
+    """Return what each way back of a preempted request takes by now, of which the device has kept so many tokens."""
+    assert costs is not None, "a way was chosen without costs"
+    num_bytes = facts.num_blocks * facts.block_bytes
+    num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens
+    return costs.decide(num_tokens, num_bytes, num_kept_tokens, disk_s(facts))
+
+
+def _is_better_beside(known: Known, others: Sequence[Known], copy_s: float) -> bool:
+    """Return whether a restore that takes `copy_s` is to be copied beside the steps: once, and only if a step would hold up requests that run."""
+    others_run = any(each.num_offered is not None for each in others)
+    return copy_s > STEP_WAIT_S and others_run and not known.goes_beside
+
+
+def _num_awaited(others: Sequence[Known]) -> int:
+    """Return how many blocks of the device requests wait for whose restores go beside the steps."""
+    return sum(each.restore.end for each in others if each.goes_beside and each.restore is not None)
 
 
 def _way_of(restore: Restore | None, num_loaded: int, num_wanted: int) -> str:

@@ -5,16 +5,17 @@ of the device while requests run, and no request is refused or preempted for one
 host memory or disk have them. KV passes through host memory a piece at a time, and a piece gives way to any request that wants its memory.
 Source: SYMPHONY §3.3.
 
-A pure state machine: advisories and requests come in with the time; `advance` returns the copies to make.
+A pure state machine: advisories and requests come in with the time; `advance` returns the copies to make, and `copied` hears when they are made.
+Where copies run beside the steps that is later, and no more is copied for a session until then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine_bridge.core.kv.cache_moves import Copy, Refresh
+from engine_bridge.core.kv.cache_moves import CopiesUnderWay, Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Device, EvictionOrder
 from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
@@ -78,6 +79,8 @@ class Promotions:
         self._host_bytes_per_s = host_bytes_per_s
         self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, ExpectedSession] = {}  # by advisory id
+        self._copying = CopiesUnderWay()  # by advisory id
+        self._begun: Copy | None = None  # of these the one that is being begun
         self._expected: dict[Whose, ExpectedSession] = {}  # the same guesses, by session and salt
         self._accounts = OpenAccounts()
         self.memory = Memory()
@@ -148,7 +151,7 @@ class Promotions:
             return kept
         del self._guesses[guess.advisory.advisory_id]
         resident = self._device.resident(guess.entries, guess.limit).num_blocks
-        common = self._num_useful(guess, hashes)
+        common = _num_useful(self._layout, guess, hashes)
         guess.num_on_device = resident
         self._share.used(min(guess.num_beside, resident, common))
         lead_s = now - guess.issued_s
@@ -184,8 +187,14 @@ class Promotions:
         self._has_news = True
         self._accounts.settle()
 
+    def copied(self, copy: Copy) -> None:
+        """Note that a copy which `advance` returned has been made, and its blocks are on the device, or that it cannot be made."""
+        self._copying.end(copy.advisory_id)
+        self._has_news = self._has_news or copy is not self._begun
+
     def give_up(self) -> None:
         """End every advisory as cancelled."""
+        self._copying.clear()
         while self._guesses:
             self._end(next(iter(self._guesses.values())), "cancelled")
 
@@ -216,7 +225,7 @@ class Promotions:
         return max(self._look_at_s - now, 0.0)
 
     def advance(self, beside: Beside, now: float) -> Iterator[Copy | Refresh]:
-        """Do a bounded part of the work that is due. Carry out each item before taking the next one."""
+        """Do a bounded part of the work that is due. Begin each item before taking the next one, and tell `copied` when a copy has been made."""
         self._let_go()
         if self._was_busy and not beside.is_busy:
             # Running requests may have pushed out promoted blocks, and now they no longer forbid copies.
@@ -231,7 +240,10 @@ class Promotions:
         if self._order.has_lost():
             self._look_from_s = now
         facts = [self._facts(guess) for guess in self._guesses.values()]
-        num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
+        # Blocks that are being copied, and those before them, are held until they have come.
+        num_free = (
+            self._device.num_free_blocks() + self._copying.num_held_blocks - self._order.num_waiting_blocks
+        )
         targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now, is_busy=beside.is_busy):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
@@ -264,6 +276,8 @@ class Promotions:
             guess = self._guesses[target.name]
             if only_urgent and not guess.is_urgent:
                 break
+            if target.name in self._copying:
+                continue
             for copy in self._move(guess, target, room, now):
                 room -= len(copy.sources)
                 yield copy
@@ -326,7 +340,9 @@ class Promotions:
             self._release(guess)
         # A piece that is read ahead for host memory begins behind blocks that the device lacks.
         is_needed = guess.stage is None or (num_there < guess.first and (may_copy or not guess.is_ahead))
-        is_settled = not may_copy and (guess.num_hosted >= guess.limit or not self._has_host_room())
+        is_settled = not may_copy and (
+            guess.num_hosted >= guess.limit or not _has_host_room(self._guesses.values(), self._store)
+        )
         if is_needed:
             first = num_there if may_copy else max(num_there, guess.num_hosted)
             if is_settled or not self._restage(guess, first):
@@ -354,11 +370,16 @@ class Promotions:
             return
         if num_copied > 0 and num_there >= guess.first:
             offset = num_there - guess.first
-            yield Copy(guess.entries, num_there, guess.stage.blocks[offset : offset + num_copied])
-            guess.num_copied += num_copied
-            guess.num_beside += num_copied * self._was_busy
-            guess.num_on_device += num_copied
+            sources = guess.stage.blocks[offset : offset + num_copied]
+            self._begun = copy = Copy(guess.entries, num_there, sources, target.name)
+            self._copying.begin_all({target.name: copy})
+            yield copy
+            self._begun = None
+            guess.count_copy(num_copied, is_beside=self._was_busy)
             self._num_turn_blocks += num_copied
+            if target.name in self._copying:
+                return  # the rest is decided when it has been made
+            guess.num_on_device += num_copied
         self._settle(guess, progress, target)
 
     def _settle(self, guess: ExpectedSession, progress: StageProgress, target: Target) -> None:
@@ -371,7 +392,7 @@ class Promotions:
         elif guess.num_on_device >= target.num_device_blocks:
             self._release(guess)
             guess.num_hosted = max(guess.num_hosted, staged_end)
-            if staged_end >= guess.limit or not self._has_host_room():
+            if staged_end >= guess.limit or not _has_host_room(self._guesses.values(), self._store):
                 self._finish(guess, "host")
             elif self._restage(guess, staged_end):
                 guess.is_ahead = self._has_news = True
@@ -382,7 +403,10 @@ class Promotions:
         """Hold the guess's next piece in host memory, from the block `first` on. Return False where there is no room for it now."""
         self._release(guess)
         # Guesses hold their whole share of the host tier, which only urgent ones may exceed.
-        is_full = not guess.is_urgent and self._num_staged() >= self._store.num_host_blocks * STAGED_SHARE
+        is_full = (
+            not guess.is_urgent
+            and _num_staged(self._guesses.values()) >= self._store.num_host_blocks * STAGED_SHARE
+        )
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
@@ -409,18 +433,6 @@ class Promotions:
             self._release(guess)
             return False
         return True
-
-    def _num_staged(self) -> int:
-        """Return the number of blocks that guesses hold in host memory."""
-        return sum(len(guess.stage.blocks) for guess in self._guesses.values() if guess.stage is not None)
-
-    def _has_host_room(self) -> bool:
-        """Return whether more may be read as far as host memory for guesses that have no room on the device.
-
-        KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).
-        """
-        num_hosted = sum(max(each.num_hosted - each.num_on_device, 0) for each in self._guesses.values())
-        return self._num_staged() + num_hosted < self._store.num_host_blocks * HOSTED_SHARE
 
     # -- what a prefix needs ---------------------------------------------------------------------------------------------
 
@@ -456,13 +468,6 @@ class Promotions:
         seconds, block_tokens = self._prefill_s_per_token(), 1 / self._layout.blocks_per_token
         return peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, seconds)
 
-    def _num_useful(self, guess: ExpectedSession, hashes: Hashes) -> int:
-        """Return how many of a guess's leading blocks are of use to a request with this content."""
-        common = _count_common(guess.hashes, hashes)
-        if self._layout.is_divisible:
-            return common
-        return len(guess.entries) if common * self._layout.hash_tokens >= guess.num_tokens else 0
-
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, guess: ExpectedSession, state: AdvisoryState) -> None:
@@ -497,6 +502,28 @@ class Promotions:
         released, self._released = self._released, []
         for stage in released:
             self._store.release(stage)
+
+
+def _num_useful(layout: KvLayout, guess: ExpectedSession, hashes: Hashes) -> int:
+    """Return how many of a guess's leading blocks are of use to a request with this content."""
+    common = _count_common(guess.hashes, hashes)
+    if layout.is_divisible:
+        return common
+    return len(guess.entries) if common * layout.hash_tokens >= guess.num_tokens else 0
+
+
+def _num_staged(guesses: Iterable[ExpectedSession]) -> int:
+    """Return the number of blocks that guesses hold in host memory."""
+    return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
+
+
+def _has_host_room(guesses: Collection[ExpectedSession], store: TierStore) -> bool:
+    """Return whether more may be read as far as host memory for guesses that have no room on the device.
+
+    KV that is read there stays when a request comes, however long it is: a long restore goes in pieces (`restoring.py`).
+    """
+    num_hosted = sum(max(each.num_hosted - each.num_on_device, 0) for each in guesses)
+    return _num_staged(guesses) + num_hosted < store.num_host_blocks * HOSTED_SHARE
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

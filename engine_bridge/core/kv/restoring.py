@@ -22,6 +22,8 @@ from kvtiers.policy.restore import RestoreFacts
 PIECE_OF_HOST, PIECES_AT_ONCE = 0.125, 2
 # Seconds that copying a piece to the device between two steps may take: other requests wait for their next token meanwhile. Chosen.
 COPY_S = 0.015
+# Seconds by which a step's loads may hold up the requests that run, where all is loaded before a step. Chosen: a tenth of a step of a large model.
+STEP_WAIT_S = 0.001
 
 
 class RestoreCosts(Protocol):
@@ -34,6 +36,10 @@ class RestoreCosts(Protocol):
         So it is where the engine schedules a step before it knows what the step before has loaded, and where it gives up blocks that an attention
         window has left: computing again from a block in the middle would need the blocks before it.
         """
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can be copied to the device beside the steps, while a step would wait for all that it loads."""
 
     def prefill_s_per_token(self) -> float | None:
         """Return the seconds to compute one token's KV; None before that was measured."""
@@ -226,9 +232,9 @@ class Restore:
         self,
         entries: Callable[[], Sequence[Entry]],
         store: TierStore,
-        host_bytes_per_s: float,
+        machine: RestoreCosts,
     ) -> Copy | None:
-        """Return a copy of the ready blocks of the first piece, up to the number that may be copied at once.
+        """Return a copy of the ready blocks of the first piece: of all of them where no request waits for it, else of what may be copied at once.
 
         Returns:
             None if no block is ready, or if all blocks are: then the request's own step loads them.
@@ -241,11 +247,19 @@ class Restore:
         if num_ready <= 0 or (is_all_there and not self.later.num_blocks):
             return None
         start = self.first + self.num_skipped
-        num_blocks = max(int(COPY_S * host_bytes_per_s / store.shape.block_bytes), 1)
+        num_blocks = max(int(COPY_S * machine.host_bytes_per_s() / store.shape.block_bytes), 1)
+        if machine.copies_beside:
+            num_blocks = num_ready
         self.num_asked = self.num_asked + 1 if start == self.asked_at else 1
         self.asked_at = start
         sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
         return Copy(entries(), start, sources)
+
+    def whole_copy(self, entries: Sequence[Entry], num_blocks: int) -> Copy:
+        """Return a copy of the next `num_blocks`, which are ready, to the device before the request starts: nobody waits for it but the request."""
+        self.asked_at = start = self.first + self.num_skipped
+        sources = [block for stage in self.stages for block in stage.blocks]
+        return Copy(entries, start, sources[self.num_skipped : self.num_skipped + num_blocks])
 
     def loads(
         self,

@@ -1,11 +1,14 @@
-"""The tiers that a prompt's KV came from."""
+"""The tiers that a prompt's KV came from, and what of it did not come after all."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
 from engine_bridge.core.kv.restoring import Restore
+from engine_bridge.policy.kv.kv_layout import KvLayout
 
 
 @dataclass(slots=True)
@@ -37,3 +40,35 @@ class Sources:
         self.host = min(self.host, loaded)
         self.disk = min(self.disk, loaded - self.host)
         self.peer = min(self.peer, loaded - self.host - self.disk)
+
+
+def spoiled_blocks(
+    invalid: set[int],
+    ran: Mapping[str, Sequence[Sequence[int]]],
+    sources: Mapping[str, Sources],
+    layout: KvLayout,
+) -> set[int]:
+    """Return the device's blocks whose KV cannot be trusted after `invalid` ones did not load, and count only what came.
+
+    Args:
+        invalid: the device's numbers of blocks.
+        ran: of each request that has run, its blocks, a list for each group of layers.
+        sources: where requests' KV came from.
+        layout: what a prefix needs of the engine's layers.
+    """
+    spoiled = set(invalid)
+    assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"
+    for request_id, groups in ran.items():
+        of_groups = list(zip(layout.groups, groups, strict=True))
+        starts = [
+            index * group.block_tokens
+            for group, block_ids in of_groups
+            for index, block_id in enumerate(block_ids)
+            if block_id in invalid
+        ]
+        if starts:
+            for group, block_ids in of_groups:
+                spoiled.update(block_ids[min(starts) // group.block_tokens :])
+            if request_id in sources:
+                sources[request_id].cut(min(starts))
+    return spoiled - {NULL_BLOCK_ID}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_bridge.core.kv.restoring import LoadBlocks
@@ -22,7 +23,11 @@ class SaveJob:
 
 @dataclass(slots=True)
 class StepMoves:
-    """The loads and saves of one step."""
+    """The loads and saves of one step.
+
+    ended: called once the copies have ended, and told whether they were made. Until then the device's blocks that are saved must not be overwritten.
+    """
 
     loads: list[LoadBlocks] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    ended: Callable[[bool], None] = lambda is_made: None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.corrections.compute_threads import ComputeThreads
     from engine_bridge.driver.engine.node_load import LoadReader, Speeds
+    from engine_bridge.driver.kv.held_blocks import HeldBlocks
     from engine_bridge.driver.kv.kv_tiers import KvTiers
     from engine_bridge.driver.kv.link_measuring import LinkMeasuring
     from engine_bridge.driver.kv.promoter import Promoter
@@ -133,6 +134,7 @@ class VllmDriver:
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use an adapter
         self._prefixes = Prefixes(self._block_pool, self.layout, tiers)
+        self._held = tiers.hold_in(self._block_pool) if tiers is not None else Idle()
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
         compiles_late = config.enable_lora and config.device != "cpu" and isinstance(self._ranks, NoRanks)
@@ -196,9 +198,15 @@ class VllmDriver:
 
     def _beside(
         self,
-    ) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle, LateAnswers | Idle]:
+    ) -> tuple[
+        HeldBlocks | Idle,
+        Promoter | NoPromoter,
+        Residency | NoAdapters,
+        LinkMeasuring | Idle,
+        LateAnswers | Idle,
+    ]:
         """Return the parts that move something between steps."""
-        return self.promoter, self.adapters, self._link_measuring, self._late_answers
+        return self._held, self.promoter, self.adapters, self._link_measuring, self._late_answers
 
     def _has_work_beside(self) -> bool:
         """Return whether there is anything to move between steps."""
@@ -207,6 +215,7 @@ class VllmDriver:
     def step(self) -> list[RequestOutput]:
         """Run one step, and move blocks and adapters before and after it. Returns the outputs of its requests."""
         self._ranks.check()
+        self._held.advance()
         if self._background and not sum(self._scheduler.get_request_counts()):
             self._begin_background()
         if self.adapters.has_work():
@@ -393,10 +402,12 @@ class VllmDriver:
         """Return what hears of copies that ranks make after a step."""
         if isinstance(self._ranks, NoRanks) or self._tiers is None or self._tiers.store is None:
             return Idle()
+        from engine_bridge.driver.ranks.calls import RanksCopier
         from engine_bridge.driver.ranks.connection import LateAnswers
 
-        count = self._scheduler.get_request_counts
-        return LateAnswers(self._ranks, self._scheduler.connector, lambda: sum(count()) > 0)
+        copier, count = self._tiers.copier, self._scheduler.get_request_counts
+        assert isinstance(copier, RanksCopier)
+        return LateAnswers(copier, lambda: sum(count()) > 0)
 
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.engine.subject import subject_of

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.asked import NewRequest
+from engine_bridge.core.kv.kv_transfers import Restores
 from engine_bridge.core.kv.prefill_meter import PrefillMeter
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import StepMoves
@@ -161,6 +162,15 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         invalid = connector_output.invalid_block_ids
         if invalid:
             self._kv_cache_manager.evict_blocks(self._restores.spoiled_by(invalid, self._block_ids_of))
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks will be free when a copy beside the steps is made. vLLM then waits for them, and preempts no request."""
+        held = self._tiers.held
+        return held is not None and held.holds_last
+
+    def finish_copies(self) -> None:
+        """Return when no copy holds blocks of the device any more."""
+        self._tiers.finish_copies()
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
         """Forget a finished request and tell the listener, unless it is a background request.

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from engine_bridge.core.kv.kv_transfers import Restores
 from engine_bridge.core.kv.step_moves import StepMoves
+from engine_bridge.driver.kv.held_blocks import HeldBlocks
 from engine_bridge.driver.kv.kv_namespace import namespace_of
 from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
 from engine_bridge.policy.kv.kv_layout import KvLayout
@@ -115,6 +116,8 @@ class KvTiers:
         self.is_step_spoiled = False
         """Whether some rows of the step under way differ from what their keys say: then nothing of the step is kept."""
         self.restores: Restores | None = None
+        self.held: HeldBlocks | None = None
+        """The device's blocks that copies hold; None before there is an engine."""
         self.on_progress: Callable[[], None] = lambda: None
         """Called on the I/O thread when staged KV has come: the engine may have a request to start."""
         self.has_progressed = False
@@ -208,7 +211,7 @@ class KvTiers:
         if self.copier is not None:
             with going_on("copies of KV"):
                 self.copier.rest()
-        self.listener = self.copier = self.restores = None
+        self.listener = self.copier = self.restores = self.held = None
         if self.store is not None:
             self.store.leave_all()
 
@@ -220,10 +223,22 @@ class KvTiers:
         if self.peering is not None:
             self.peering.close()
 
+    def hold_in(self, block_pool: Any) -> HeldBlocks:
+        """Hold blocks of this pool, the engine's, while copies beside its steps read or write them."""
+        self.held = HeldBlocks(block_pool, lambda: self.on_progress())
+        return self.held
+
+    def finish_copies(self) -> None:
+        """Return when no copy holds blocks of the device any more, or when that takes too long."""
+        if self.held is not None and self.copier is not None:
+            self.held.finish(self.copier.ask)
+
     def begin_moves(self, moves: StepMoves) -> None:
-        """Remember the loads and saves of a step that was scheduled, until `end_moves`."""
+        """Remember the loads and saves of a step that was scheduled, until `end_moves`. What it saves is held where it is copied beside the steps."""
         if moves.loads or moves.saves:
             self._moving.append(moves)
+        if moves.saves and self.held is not None and self.copier is not None and self.copier.overlaps:
+            moves.ended = self.held.hold(block_id for job in moves.saves for block_id in job.block_ids)
 
     def end_moves(self, moves: StepMoves) -> None:
         """Forget a step that has ended: its host memory has been given back, or will be once the device has copied."""
@@ -321,6 +336,11 @@ class KvTiers:
     def usable_store(self) -> KvStore | None:
         """The store; None while nothing is to be loaded or saved."""
         return None if self.is_paused else self.store
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can be copied to the device beside the steps, while a step would wait for all that it loads."""
+        return self.loads_must_hold and self.copier is not None and self.copier.overlaps
 
     def num_free_device_blocks(self) -> int:
         """Return how many device blocks no running request holds; 0 where nothing can be copied there between two steps."""
@@ -433,6 +453,7 @@ def settle(store: KvStore, moves: StepMoves, *, is_right: bool) -> None:
             store.abandon(job.save)
     for load in moves.loads:
         store.release(load.stage)
+    moves.ended(is_right)
 
 
 def find_tiers(vllm_config: Any) -> KvTiers:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,9 +12,6 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers
 from kvtiers.keys import KEY_BYTES, BlockKey
 
 log = logging.getLogger(__name__)
-
-# The longest wait for copies that run beside the host (on a GPU). Chosen: two hundred times the expected duration.
-TIMEOUT_S = 1.0
 
 
 class LinkMeasuring:
@@ -66,26 +63,28 @@ class LinkMeasuring:
             log.info("between host memory and device: %.1f GB/s, as measured", link.h2d_bytes_per_s / 1e9)
 
     def _copy(self, num_blocks: int) -> None:
-        copier = self._tiers.copier
+        copier, held = self._tiers.copier, self._tiers.held
         num_slots = num_blocks * self._store.shape.num_layers
-        if copier is None or self._store.pool.num_free < num_slots:
+        if copier is None or held is None or self._store.pool.num_free < num_slots:
             self._probe.put_off(self._clock())  # memory is in better use
             return
         keys = [BlockKey(number.to_bytes(KEY_BYTES, "big")) for number in range(num_blocks)]
         save = self._store.begin_save("", keys)
         blocks = list(range(num_blocks))
-        is_done = threading.Event()
+        end = held.hold(blocks)
         seconds = copier.out.seconds + copier.back.seconds
         try:
             for layer, slots in enumerate(zip(*save.slots, strict=True)):
                 copier.to_host(layer, blocks[: len(slots)], slots)
                 copier.to_device(layer, blocks[: len(slots)], slots)
-            copier.end_step(is_done.set)
-            if is_done.wait(TIMEOUT_S):
-                self._probe.copied(
-                    copier.out.seconds + copier.back.seconds - seconds
-                )  # without the time that the notice of its end takes
-            else:
+            copier.end_step(functools.partial(end, True), functools.partial(end, False))
+            self._tiers.finish_copies()
+            if held.num_open:
                 self._probe.give_up()
+            else:  # without the time that the notice of its end takes
+                self._probe.copied(copier.out.seconds + copier.back.seconds - seconds)
+        except BaseException:
+            end(False)
+            raise
         finally:
             self._store.abandon(save)

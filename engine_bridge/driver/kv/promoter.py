@@ -1,12 +1,13 @@
 """Carries out promotions in vLLM's block pool, as `engine_bridge/core/kv/promotions.py` decides them.
 
-Blocks are taken from the free queue, filled, registered under their hashes and freed again before the next step begins. All methods run on the engine
-thread.
+Blocks are taken from the free queue, filled, registered under their hashes and freed again: before the next step begins, or, where copies run beside
+the steps, when theirs is made. All methods run on the engine thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from engine_bridge.protocol.node import Advisory
 from kvtiers.blocks import count_while
 
 if TYPE_CHECKING:
+    from engine_bridge.core.kv.kv_transfers import Restores
     from engine_bridge.driver.vllm_api import Request
 
 log = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ class Promoter:
 
     Args:
         pool: vLLM's block pool.
-        tiers: the tiers that KV comes from, with their copier and the engine's layout. Their store is open.
+        tiers: the tiers that KV comes from, with their copier, the blocks that copies hold and the engine's layout. Their store is open.
         count_requests: returns how many requests run and how many wait.
         clock: in seconds.
     """
@@ -136,8 +138,8 @@ class Promoter:
         count_requests: Callable[[], tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert tiers.store is not None and tiers.layout is not None
-        self._pool, self._layout = pool, tiers.layout
+        assert tiers.store is not None and tiers.layout is not None and tiers.held is not None
+        self._pool, self._layout, self._held = pool, tiers.layout, tiers.held
         self._cache = PrefixCache(pool)
         self._tiers = tiers
         self._num_layers = tiers.store.shape.num_layers
@@ -221,6 +223,7 @@ class Promoter:
 
     def advance(self) -> None:
         """Do a bounded piece of the work there is."""
+        self._held.advance()  # a copy that ended during the step makes room for the next one
         self._hear()
         self._carry_pieces()
         if self._core.is_idle:  # between most steps of most servers
@@ -235,7 +238,7 @@ class Promoter:
         with self._contained():
             for move in self._core.advance(beside, started_s):
                 if isinstance(move, Copy):
-                    self._copy(move)
+                    self._copy(move, functools.partial(self._promoted, move))
                 else:
                     self._refresh(move)
             if beside.is_busy:
@@ -257,15 +260,32 @@ class Promoter:
                 resident = self._cache.resident(copy.entries, copy.start)
                 has_room = len(copy.sources) <= self._cache.num_free_blocks() - resident.num_unused
                 if resident.num_blocks == copy.start and has_room:  # otherwise a step has taken it meanwhile
-                    self._copy(copy)
-                    self._core.carried(request_id, copy.entries)
-                    self._tiers.num_carried += len(copy.sources)
-                    self._has_carried = True
+                    self._copy(copy, functools.partial(self._carried, restores, request_id, copy))
+                else:
+                    restores.copied(request_id)
             except Exception:
                 log.exception("a piece of a request's KV could not be copied to the device")
+                restores.copied(request_id)
                 restores.go_whole(request_id)
 
-    def _copy(self, copy: Copy) -> None:
+    def _carried(self, restores: Restores, request_id: str, copy: Copy, is_made: bool) -> None:
+        """Note that the copy of a piece has ended."""
+        still_waits = restores.copied(request_id)
+        if not is_made:
+            restores.go_whole(request_id)
+        elif still_waits:
+            self._core.carried(request_id, copy.entries)
+            self._tiers.num_carried += len(copy.sources)
+            self._has_carried = True
+
+    def _promoted(self, copy: Copy, is_made: bool) -> None:
+        """Note that the copy of promoted blocks has ended."""
+        self._core.copied(copy)
+        if not is_made:
+            self._core.give_up()
+
+    def _copy(self, copy: Copy, ended: Callable[[bool], None]) -> None:
+        """Fill blocks of the device, and register them when they have been filled. `ended` is told then whether they have."""
         copier, pool, store = self._tiers.copier, self._pool, self._tiers.store
         assert copier is not None and store is not None
         resident = self._cache.find(copy.entries, copy.start)
@@ -273,18 +293,29 @@ class Promoter:
         pool.touch(resident)  # or the new blocks might be these
         blocks = pool.get_new_blocks(len(copy.sources))
         block_ids = [block.block_id for block in blocks]
-        prefix = [*resident, *blocks]
+
+        def filled(is_made: bool) -> None:
+            """Let the blocks be found."""
+            entries = copy.entries[copy.start : copy.start + len(blocks)]
+            with self._contained():
+                try:
+                    if is_made:
+                        register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
+                finally:
+                    ended(is_made)
+
+        end = self._held.keep([*resident, *blocks], filled)
         try:
             for layer in range(self._num_layers):
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
-            # A GPU copies after the steps before have run. By then the advisory may be over and its host memory reused, so the store holds it until
-            # then.
-            copier.end_step(store.begin_copy(copy.sources))
-            entries = copy.entries[copy.start : len(prefix)]
-            register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
+            # By the time that a device has copied the advisory may be over and its host memory reused, so the store holds it until then.
+            release = store.begin_copy(copy.sources)
+            copier.end_step(_in_turn(release, end, is_made=True), _in_turn(release, end, is_made=False))
+        except BaseException:
+            end(False)
+            raise
         finally:
-            # The last blocks are freed first: where memory is short, the beginning of a conversation is left, which is still of use.
-            pool.free_blocks(reversed(prefix))
+            self._held.advance()
 
     def _refresh(self, refresh: Refresh) -> None:
         resident = self._cache.find(refresh.entries, refresh.num_blocks)
@@ -298,3 +329,16 @@ class Promoter:
         except Exception:
             log.exception("an advisory failed; all are given up")
             self._core.give_up()
+
+
+def _in_turn(
+    release: Callable[[], None], end: Callable[[bool], None], *, is_made: bool
+) -> Callable[[], None]:
+    """Return what is to be called when a copy has ended: host memory may have another use before anything is told of it."""
+
+    def call() -> None:
+        """Release the copy's host memory, and tell that it has ended."""
+        release()
+        end(is_made)
+
+    return call

@@ -1,7 +1,8 @@
 """Copies of whole KV blocks between the engine's cache and the host tier's slots, one layer at a time.
 
-On a CPU both are ordinary memory, and a copy is done when the call returns. On CUDA copies run on a separate stream, ordered against the compute
-stream by events, so neither the launch of kernels nor the host waits for them.
+On a CPU both are ordinary memory, and a copy is done when the call returns. On CUDA copies run on streams of their own, behind the kernels launched
+so far. Kernels wait for what their own step loads, and for no other copy: the blocks of any other are to be held until `end_step` tells that it is
+made (`driver/kv/held_blocks.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ class BlockCopier(Protocol):
         """Begin the copies so far, so that what is computed from here on finds their blocks on the device."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Call `then`, on any thread, once all copies so far are made; `failed` where they cannot be made."""
+        """Begin the other copies, for which nothing that is computed waits: until they are made their blocks must be left alone.
+
+        `then` is called, on any thread, once all copies since the last call are made; `failed` where they cannot be made.
+        """
+
+    def ask(self) -> None:
+        """Have copies that were made tell so, if they do not by themselves."""
 
     def rest(self) -> None:
         """Return once no copy is under way."""
@@ -102,6 +109,9 @@ class CpuCopier:
         """Call `then` at once: no copy outlives its call."""
         then()
 
+    def ask(self) -> None:
+        """Do nothing: each copy has told."""
+
     def rest(self) -> None:
         """Do nothing: no copy outlives its call."""
 
@@ -142,8 +152,9 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """The copier of a CUDA device, from and to pinned memory: one call for all copies of a direction, on a stream for each.
+    """The copier of a CUDA device, from and to pinned memory: one call for all copies of a direction.
 
+    There is a stream for copies to host memory, one for copies to the device that the next kernels wait for, and one for those that none waits for.
     Copies are gathered until `flush` or `end_step`. They are counted once they are done, on the waiter's threads.
     """
 
@@ -156,12 +167,14 @@ class CudaCopier:
         PINNING.pin(region)
         self._region = region
         self._row_bytes = region.shape[1]
-        # Of the lowest priority: kernels of a step go first.
-        self._out, self._in = torch.cuda.Stream(), torch.cuda.Stream()
+        lowest, _ = torch.cuda.Stream.priority_range()  # kernels of a step go first
+        self._out, self._in, self._beside = (torch.cuda.Stream(priority=lowest) for _ in range(3))
         self._submit = waiter
         self._to_host: list[_Gathered] = []
         self._to_device: list[_Gathered] = []
-        self._timed: list[_Timed] = []  # of this step's copies
+        # Of the copies since the last `end_step`.
+        self._streams: list[Any] = []
+        self._timed: list[_Timed] = []
         self._counting = threading.Lock()
         self.out, self.back = Copied(), Copied()
 
@@ -174,38 +187,40 @@ class CudaCopier:
         self._to_device.append((layer, blocks, slots))
 
     def flush(self) -> None:
-        """Launch what was gathered, behind the kernels launched so far; kernels that are launched later wait for copies to the device.
+        """Launch what was gathered, behind the kernels launched so far; kernels that are launched later wait for copies to the device."""
+        if self._send(self._in):
+            torch.cuda.current_stream().wait_stream(self._in)
+
+    def _send(self, back: Any) -> bool:
+        """Launch what was gathered, and return whether something goes to the device, by the stream `back`.
 
         Copies to the device are made behind copies to host memory of the same call, which may be what they read.
         """
         compute = torch.cuda.current_stream()
-        gathered, self._to_host = self._to_host, []
-        if gathered:
+        out, self._to_host = self._to_host, []
+        if out:
             self._out.wait_stream(compute)  # the blocks' KV must have been written
-            self._launch(self._out, gathered, self.out, is_out=True)
-        waits_for_out = bool(gathered)
+            self._launch(self._out, out, self.out, is_out=True)
         gathered, self._to_device = self._to_device, []
         if gathered:
-            self._in.wait_stream(compute)  # earlier steps may still read these blocks
-            if waits_for_out:
-                self._in.wait_stream(self._out)
-            self._launch(self._in, gathered, self.back, is_out=False)
-            compute.wait_stream(self._in)
+            back.wait_stream(compute)  # earlier steps may still read these blocks
+            if out:
+                back.wait_stream(self._out)
+            self._launch(back, gathered, self.back, is_out=False)
+        return bool(gathered)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Launch what was gathered, and make the next step's kernels, which may overwrite blocks that are still being copied, wait for it.
+        """Launch what was gathered, behind the kernels launched so far. Neither the host nor any kernel waits for it.
 
-        The host does not wait. `then` is called on another thread once all copies so far are done; `failed` (or `then`, without a `failed`) if the
-        device has failed while it copied: the memory is free, and its new contents are not to be trusted.
+        `then` is called on another thread once all copies since the last call are done; `failed` (or `then`, without a `failed`) if the device has
+        failed while it copied: the memory is free, and its new contents are not to be trusted.
         """
-        self.flush()
-        dones = []
-        for stream in (self._out, self._in):
-            done = torch.cuda.Event()
-            done.record(stream)
-            torch.cuda.current_stream().wait_event(done)
-            dones.append(done)
+        self._send(self._beside)
+        streams, self._streams = self._streams, []
         timed, self._timed = self._timed, []
+        dones = [torch.cuda.Event() for _ in streams]
+        for done, stream in zip(dones, streams, strict=True):
+            done.record(stream)
 
         def wait() -> None:
             """Block until the copies are done, count them, and call `then` or `failed`."""
@@ -221,10 +236,13 @@ class CudaCopier:
 
         self._submit(wait)
 
+    def ask(self) -> None:
+        """Do nothing: the waiter's threads tell."""
+
     def rest(self) -> None:
         """Return once the side streams have finished their copies, or the device has failed."""
         try:
-            for stream in (self._out, self._in):
+            for stream in (self._out, self._in, self._beside):
                 stream.synchronize()
         except Exception as error:
             # CUDA's errors last: every call after an error fails, and no kernel runs any more.
@@ -252,6 +270,8 @@ class CudaCopier:
             began.record()
             swap_blocks_batch(*(torch.from_numpy(each) for each in pointers))
             ended.record()
+        if stream not in self._streams:
+            self._streams.append(stream)
         self._timed.append((copied, sum(num_rows) * self._row_bytes, len(gathered), began, ended))
 
 

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_bridge.driver.ranks.messages import CopiesMade, RegionCopy
+from engine_bridge.driver.ranks.messages import RegionCopy, StepAnswers
 from engine_bridge.policy.costs.costs import Copied
 
 # Calls that no reply has been read of. vLLM's queues hold ten; the step's own reply must fit in, too. Chosen.
 MAX_UNREAD = 4
+# Between two looks for answers that no step brings. Chosen: a promotion's next piece waits for it while nothing runs.
+LATE_S = 0.005
 
 
 class RankError(RuntimeError):
@@ -100,18 +102,57 @@ class Ranks:
             self._problem = error
 
 
+class SentCopies:
+    """The copies that the ranks have been told of, and not all of them have made: those of steps, and those between two.
+
+    Args:
+        num_ranks: how many ranks answer.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._last = 0
+        self._open: dict[int, Callable[[bool], None]] = {}
+        self._answered: dict[int, int] = {}
+        self._failed: set[int] = set()
+
+    @property
+    def num_open(self) -> int:
+        """How many they are."""
+        return len(self._open)
+
+    def begin(self, ended: Callable[[bool], None]) -> int:
+        """Return the number by which ranks answer for new copies. `ended` is called when all have answered, and told whether all have copied."""
+        self._last += 1
+        self._open[self._last] = ended
+        return self._last
+
+    def hear(self, answers: StepAnswers) -> None:
+        """End the copies that all ranks have answered for by now."""
+        self._failed |= answers.failed
+        for number, num_answers in answers.ended.items():
+            self._answered[number] = self._answered.get(number, 0) + num_answers
+            if self._answered[number] == self._num_ranks:
+                del self._answered[number]
+                is_made = number not in self._failed
+                self._failed.discard(number)
+                self._open.pop(number)(is_made)
+
+
 class RanksCopier:
-    """Copies between two steps, by one call that all ranks carry out before the next step.
+    """Copies between two steps, by one call that all ranks carry out before the next step. It hears the answers for copies of steps, too.
 
     Args:
         ranks: the engine's ranks.
+        num_ranks: how many they are.
         is_busy: returns whether requests run or wait, so that a step follows.
+        overlaps: whether the ranks copy beside their steps.
     """
 
-    overlaps = False
-
-    def __init__(self, ranks: Ranks, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, ranks: Ranks, num_ranks: int, is_busy: Callable[[], bool], *, overlaps: bool) -> None:
+        self.overlaps = overlaps
         self._ranks, self._is_busy = ranks, is_busy
+        self.sent = SentCopies(num_ranks)
         self._copies: list[RegionCopy] = []
         self._open: list[Callable[[], None]] = []
         self.out, self.back = Copied(), Copied()
@@ -125,12 +166,12 @@ class RanksCopier:
         self._copies.append(RegionCopy(True, layer, list(blocks), list(slots)))
 
     def flush(self) -> None:
-        """Do nothing: the ranks copy what is sent before they compute the next step."""
+        """Do nothing: what is sent is begun before the next step."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Have the ranks make the copies, and call `then` once all have.
+        """Have the ranks make the copies, and call `then` once all have answered that they are made; `failed` where one could not.
 
-        While requests run or wait, they are not waited for: the next step is behind the copies in every rank.
+        While requests run or wait, no answer is waited for: the next step is behind the call in every rank.
 
         Raises:
             RuntimeError: a rank has ended, or could not copy.
@@ -138,28 +179,38 @@ class RanksCopier:
         copies, self._copies = self._copies, []
         if not copies:
             then()
-        elif self._is_busy():
-            self._open.append(then)
-            self._ranks.send("overture_copy", copies, then=functools.partial(self._made, then))
+            return
+        give_up = failed or then
+        self._open.append(give_up)  # for `rest`, where a rank ends meanwhile
+
+        def ended(is_made: bool) -> None:
+            """Tell how the copies have ended."""
+            self._open.remove(give_up)
+            (then if is_made else give_up)()
+
+        number = self.sent.begin(ended)
+        if self._is_busy():
+            self._ranks.send("overture_copy", number, copies, then=self._hear_all)
         else:
-            self._open.append(then)  # given up by `rest` where a rank ends meanwhile
-            self._made(then, self._ranks.call("overture_copy", copies))
+            self._hear_all(self._ranks.call("overture_copy", number, copies))
 
     def rest(self) -> None:
         """Give up the copies that no rank has answered for. The ranks must have ended."""
         still_open, self._open = self._open, []
-        for then in still_open:
-            then()
+        for give_up in still_open:
+            give_up()
 
-    def hear(self, made: CopiesMade) -> None:
-        """Count copies that the ranks have made, all of them at the same time."""
-        self.out.add(made.out.num_bytes, made.out.seconds, made.out.num_copies)
-        self.back.add(made.back.num_bytes, made.back.seconds, made.back.num_copies)
+    def ask(self) -> None:
+        """Ask the ranks what they have copied since they last told. Raises RuntimeError where one has ended."""
+        self._hear_all(self._ranks.call("overture_answers"))
 
-    def _made(self, then: Callable[[], None], answers: list[CopiesMade]) -> None:
-        self._open.remove(then)
-        self._heard(answers)
-        then()
+    def hear(self, answers: StepAnswers) -> None:
+        """End the copies that all ranks have made by now, and count them: all ranks copy at the same time."""
+        self.sent.hear(answers)
+        for copied, made in ((self.out, answers.made.out), (self.back, answers.made.back)):
+            copied.add(made.num_bytes, made.seconds, made.num_copies)
 
-    def _heard(self, answers: list[CopiesMade]) -> None:
-        self.hear(functools.reduce(CopiesMade.beside, answers))
+    def _hear_all(self, answers: Sequence[StepAnswers | None]) -> None:
+        told = [each for each in answers if each is not None]
+        if told:
+            self.hear(functools.reduce(StepAnswers.beside, told))

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.in_process import reuses_kv, scheduler_of
 from engine_bridge.driver.kv.layer_groups import LayerFacts, layout_of
-from engine_bridge.driver.ranks.calls import Ranks, RanksCopier
-from engine_bridge.driver.ranks.connector import RanksConnector
-from engine_bridge.driver.ranks.messages import StepAnswers
+from engine_bridge.driver.ranks.calls import LATE_S, Ranks, RanksCopier
 from engine_bridge.policy.limits.model_support import CannotHave
 
 if TYPE_CHECKING:
@@ -56,28 +54,22 @@ def keep_quiet(*, is_wished: bool) -> None:
     WorkerProc.make_worker_process = make_worker_process if is_wished else stock
 
 
-# Between two looks for late answers while nothing runs. Chosen: the host memory of a few blocks waits for it.
-LATE_S = 0.05
-
-
 class LateAnswers:
     """Asks the ranks what they have copied since the last step, while no request runs whose next step would tell.
 
     Args:
-        ranks: the engine's ranks.
-        connector: the scheduler's side of their connector.
+        copier: hears their answers.
         is_busy: returns whether requests run or wait.
         clock: in seconds.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
-        connector: RanksConnector,
+        copier: RanksCopier,
         is_busy: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ranks, self._connector, self._is_busy, self._clock = ranks, connector, is_busy, clock
+        self._copier, self._is_busy, self._clock = copier, is_busy, clock
         self._looked_s = -math.inf
 
     def has_work(self) -> bool:
@@ -86,18 +78,15 @@ class LateAnswers:
 
     def wait_s(self) -> float | None:
         """Return the seconds until the next look; None where all have answered."""
-        if not self._connector.is_waiting or self._is_busy():
+        if not self._copier.sent.num_open or self._is_busy():
             return None
         return max(self._looked_s + LATE_S - self._clock(), 0.0)
 
     def advance(self) -> None:
         """Look, if it is time. Raises RuntimeError where a rank has ended."""
-        if not self.has_work():
-            return
-        self._looked_s = self._clock()
-        answers = [each for each in self._ranks.call("overture_answers") if each is not None]
-        if answers:
-            self._connector.hear(functools.reduce(StepAnswers.aggregate, answers))
+        if self.has_work():
+            self._looked_s = self._clock()
+            self._copier.ask()
 
 
 def connect(engine: Any, tiers: KvTiers | None) -> None:
@@ -117,7 +106,12 @@ def connect(engine: Any, tiers: KvTiers | None) -> None:
     if problems:
         raise CannotHave({"KV tiers": problems[0]})
     scheduler = scheduler_of(engine)
-    copier = RanksCopier(ranks, lambda: sum(scheduler.get_request_counts()) > 0)
+    copier = RanksCopier(
+        ranks,
+        len(found),
+        lambda: sum(scheduler.get_request_counts()) > 0,
+        overlaps=found[0].device_type != "cpu",
+    )
     layout = layout_of(scheduler.kv_cache_config, engine.vllm_config)
     tiers.attach(found[0], layout, engine.vllm_config, lambda pool, waiter: copier, len(found))
     assert tiers.store is not None

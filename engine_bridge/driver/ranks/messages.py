@@ -48,11 +48,11 @@ class CopiesMade:
 
 @dataclass
 class StepAnswers(KVConnectorWorkerMetadata):
-    """Which steps' copies are made.
+    """Which copies are made, of steps and between two.
 
     Attributes:
-        ended: by a step's number, how many ranks have made all its copies.
-        failed: the numbers of steps of which a rank did not make all copies.
+        ended: by the number of a step or of a call, how many ranks have made all its copies.
+        failed: the numbers of those of which a rank did not make all copies.
         made: the copies themselves.
     """
 
@@ -63,6 +63,10 @@ class StepAnswers(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return the answers of the ranks of both. vLLM calls it for each rank's answer."""
         assert isinstance(other, StepAnswers)
+        return self.beside(other)
+
+    def beside(self, other: StepAnswers) -> StepAnswers:
+        """Return the answers of the ranks of both."""
         numbers = self.ended.keys() | other.ended.keys()
         ended = {number: self.ended.get(number, 0) + other.ended.get(number, 0) for number in numbers}
         return StepAnswers(ended, self.failed | other.failed, self.made.beside(other.made))

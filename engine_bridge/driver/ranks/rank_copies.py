@@ -35,7 +35,7 @@ class PartCopier:
     def __init__(self, copier: BlockCopier, rank: int, num_ranks: int) -> None:
         self._copier, self._rank, self._num_ranks = copier, rank, num_ranks
         self.out, self.back = copier.out, copier.back
-        self.overlaps, self.rest = copier.overlaps, copier.rest
+        self.overlaps, self.ask, self.rest = copier.overlaps, copier.ask, copier.rest
         self.flush, self.end_step = copier.flush, copier.end_step
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class RankCopies(StepCopies):
         super().__init__(layers, state_groups, by_layer=by_layer)
         self._copier: PartCopier | None = None
         self._moves = RankMoves()
-        # Steps that have copied, by their number, and whether all of it was copied. A CUDA device's waiter adds to them.
+        # The numbers of copies that have ended, and whether all was copied. A CUDA device's waiter adds to them.
         self._ended: deque[tuple[int, bool]] = deque()
         self._told = Copied(), Copied()
 
@@ -112,11 +112,7 @@ class RankCopies(StepCopies):
             return
         if sys.exception() is None:
             self.save_rest()
-        is_right = self.has_saved_all
-        self.copier.end_step(
-            lambda: self._ended.append((moves.number, is_right)),
-            lambda: self._ended.append((moves.number, False)),
-        )
+        self._end_copies(moves.number, is_right=self.has_saved_all)
 
     def take_failed(self) -> set[int]:
         """Return no blocks: a rank loads only what host memory has."""
@@ -128,20 +124,25 @@ class RankCopies(StepCopies):
         if not ended:
             return None
         failed = {number for number, is_right in ended.items() if not is_right}
-        return StepAnswers(dict.fromkeys(ended, 1), failed, self.take_made())
+        return StepAnswers(dict.fromkeys(ended, 1), failed, self._take_made())
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def carry_out(self, copies: Sequence[RegionCopy]) -> CopiesMade:
-        """Make copies, in order, and wait for them: the engine's process gives their host memory away then. Returns what `take_made` does."""
+    def carry_out(self, number: int, copies: Sequence[RegionCopy]) -> StepAnswers | None:
+        """Begin copies, which no step waits for, and answer by this number once they are made. Returns what `take_answers` does."""
         for each in copies:
             move = self.copier.to_device if each.is_to_device else self.copier.to_host
             move(each.region, each.blocks, each.slots)
-        self.copier.end_step(lambda: None)
-        self.copier.rest()
-        return self.take_made()
+        self._end_copies(number, is_right=True)
+        return self.take_answers()
 
-    def take_made(self) -> CopiesMade:
+    def _end_copies(self, number: int, *, is_right: bool) -> None:
+        """Note, once copies are made, that they are: the next answer says so."""
+        self.copier.end_step(
+            lambda: self._ended.append((number, is_right)), lambda: self._ended.append((number, False))
+        )
+
+    def _take_made(self) -> CopiesMade:
         """Return what this rank has copied since the last call."""
         before, now = self._told, (copy(self.copier.out), copy(self.copier.back))
         self._told = now

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.engine import worker_parts
 from engine_bridge.driver.ranks.calls import answered
-from engine_bridge.driver.ranks.messages import CopiesMade, RegionCopy
+from engine_bridge.driver.ranks.messages import RegionCopy
 from engine_bridge.driver.vllm_api.features import FEATURES
 from engine_bridge.policy.limits.model_support import CannotHave
 
@@ -62,13 +62,13 @@ class Rank:
         self._copies().attach(path, num_slots, self.rank, self.vllm_config.parallel_config.world_size)
 
     @answered
-    def overture_copy(self, copies: Sequence[RegionCopy]) -> CopiesMade:
-        """Make copies, in order. Returns all that this rank has copied since it last told."""
-        return self._copies().carry_out(copies)
+    def overture_copy(self, number: int, copies: Sequence[RegionCopy]) -> StepAnswers | None:
+        """Begin copies. Returns which copies are made since the last answer; None for none."""
+        return self._copies().carry_out(number, copies)
 
     @answered
     def overture_answers(self) -> StepAnswers | None:
-        """Return which steps' copies are made since the last answer; None for none."""
+        """Return which copies are made since the last answer; None for none."""
         return self._copies().take_answers()
 
     @answered

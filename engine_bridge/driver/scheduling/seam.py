@@ -87,6 +87,13 @@ class _Planned:
             self.connector.preempted(request)  # type: ignore[attr-defined]
         return super()._preempt_request(request, *args, **kwargs)
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Forget all KV of the prefix cache, once no copy holds blocks of it. Returns whether nothing else does."""
+        if self.connector is not None:  # type: ignore[attr-defined]
+            self.connector.finish_copies()  # type: ignore[attr-defined]
+        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)
+        return is_reset
+
     def is_ready(self, request: Any) -> bool:
         """Return whether a request may start, apart from whether there is room."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:

@@ -169,12 +169,14 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     call has_requests() get_request_counts()
     override schedule(*args, **kwargs)
     SCHEDULING: override _free_request(request, *args, **kwargs) _preempt_request(request, *args, **kwargs)
+    KV_TIERS: override reset_prefix_cache(*args, **kwargs)
     PACE: override update_from_output(scheduler_output, model_runner_output)
     LORA: override _handle_blocked_waiting_request(request)
     SCHEDULING: call _preempt_request(request, timestamp, *, drop_stale_output)
     LORA: look up in schedule: _handle_blocked_waiting_request
     SCHEDULING: look up in schedule: _preempt_request waiting peek_request pop_request prepend_requests
     SCHEDULING: look up in _preempt_request: prepend_request
+    KV_TIERS: look up in schedule: has_pending_block_frees
     SCHEDULING: look up in finish_requests: remove_requests _free_request
     SCHEDULING: look up in get_request_counts: waiting running
     read kv_cache_manager max_num_scheduled_tokens running scheduler_config
@@ -226,7 +228,9 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
     PROMOTION: read hash_block_size
     call get_num_free_blocks()
     SCHEDULING: call get_cached_block(block_hash, kv_cache_group_ids)
-    PROMOTION: call get_new_blocks(num_blocks) touch(blocks) free_blocks(ordered_blocks)
+    KV_TIERS: call touch(blocks) free_blocks(ordered_blocks)
+    KV_TIERS: read blocks
+    PROMOTION: call get_new_blocks(num_blocks)
         cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
     # A promotion has only hashes to give in place of a request.
     PROMOTION: look up in cache_full_blocks: block_hashes
@@ -240,12 +244,14 @@ vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue ADAPTERS_IN_KV at engine_core.
     read fake_free_list_head fake_free_list_tail
 vllm.v1.core.kv_cache_utils:KVCacheBlock ADAPTERS_IN_KV
     read block_hash next_free_block
-    PROMOTION: read block_id ref_cnt
+    KV_TIERS: read ref_cnt
+    PROMOTION: read block_id
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
     implement build_connector_meta get_num_new_matched_tokens save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load wait_for_save
     override __init__(vllm_config, role, kv_cache_config) requires_kv_delivery requires_piecewise_for_cudagraph(extra_config) on_new_request(request)
         get_num_new_matched_tokens(request, num_computed_tokens) update_state_after_alloc(request, blocks, num_external_tokens)
         build_connector_meta(scheduler_output) update_connector_output(connector_output) request_finished(request, block_ids)
+        has_pending_block_frees()
         register_kv_caches(kv_caches) bind_connector_metadata(connector_metadata) start_load_kv(forward_context, **kwargs)
         wait_for_layer_load(layer_name) save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs) wait_for_save() get_block_ids_with_load_errors()
     read _kv_cache_manager _vllm_config

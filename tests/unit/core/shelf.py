@@ -190,7 +190,7 @@ class Tiers:
         self.resumed: Counter[str] = Counter()
         self.costs: SwapOrRecompute | None = None
         self.is_paused = False
-        self.loads_must_hold = False
+        self.loads_must_hold = self.copies_beside = False
         self.s_per_token = 1.0
         self.bytes_per_s = 1e6
         self.num_free_blocks = 0  # of a device to which pieces can be copied

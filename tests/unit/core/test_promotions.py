@@ -80,6 +80,8 @@ class Bench:
         self.promotions = Promotions(self.cache, self.shelf, ONE_GROUP, lambda: BYTES_PER_S)
         self.reports: list[AdvisoryReport] = []
         self.now = 100.0
+        self.is_late = False  # copies run beside the steps
+        self.on_way: list[Copy] = []
 
     @property
     def states(self) -> list[str]:
@@ -104,9 +106,22 @@ class Bench:
     def advance(self, beside: Beside = IDLE) -> int:
         num_copied = 0
         for move in self.promotions.advance(beside, self.now):
-            self.cache.carry_out(move)
+            if not self.is_late:
+                self.make(move)
+            elif isinstance(move, Copy):
+                self.on_way.append(move)
             num_copied += len(move.sources) if isinstance(move, Copy) else 0
         return num_copied
+
+    def make(self, move: Copy | Refresh) -> None:
+        self.cache.carry_out(move)
+        if isinstance(move, Copy):
+            self.promotions.copied(move)
+
+    def land(self) -> None:
+        """All copies that are on their way have come."""
+        while self.on_way:
+            self.make(self.on_way.pop())
 
     def arrive(self, name: str = "a", num_blocks: int = 9) -> None:
         move = self.promotions.arrived(f"{name}?", name, None, keys_of(name, num_blocks), self.now)
@@ -211,6 +226,47 @@ def test_an_urgent_session_is_copied_while_requests_run_and_nobody_else_s(bench:
     assert bench.advance(IDLE) == 4
 
 
+def test_a_session_whose_blocks_are_on_their_way_is_neither_warm_nor_copied_again(bench: Bench) -> None:
+    bench.is_late = True
+    bench.expect("a", 8)
+    assert [bench.advance(), bench.advance()] == [5, 0]
+    assert bench.states == ["staging"] and not bench.promotions.has_work(bench.now)
+    bench.land()
+    assert bench.promotions.has_work(bench.now)
+    assert [bench.advance(), bench.advance()] == [3, 0]
+    bench.land()
+    bench.advance()
+    assert bench.states == ["staging", "warm"] and bench.reports[-1].host_bytes == 8 * SHAPE.block_bytes
+    assert bench.num_there("a", 8) == 8 and not bench.shelf.stages
+
+
+def test_blocks_on_their_way_take_no_other_session_s_share_of_the_device(bench: Bench) -> None:
+    """They are held meanwhile, but they are no running request's."""
+    bench.expect("a", 60)
+    bench.settle()
+    bench.is_late = True
+    bench.expect("b", 30)
+    bench.advance()
+    bench.cache.used = {name for name in bench.cache.kept if name in set(entries_of("b", 30))}
+    bench.cache.used |= {b"on its way %d" % number for number in range(5)}
+    bench.expect("c", 4)
+    bench.is_late = False
+    for _ in range(5):
+        bench.advance()
+    assert "host" not in bench.states
+
+
+def test_an_advisory_that_ends_while_its_blocks_are_on_their_way_ends_as_any_other(bench: Bench) -> None:
+    bench.is_late = True
+    bench.expect("a", 4)
+    bench.advance()
+    bench.promotions.retract("a!", is_expired=False, now=bench.now)
+    bench.land()
+    bench.expect("a", 4)
+    assert bench.advance() == 0
+    assert bench.states == ["staging", "cancelled", "staging", "warm"] and not bench.shelf.stages
+
+
 NAMES = st.sampled_from("abc")
 
 
@@ -226,6 +282,7 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.num_arrived = 0  # since the last step
         self.beside_s = 0.0  # of copies beside requests
         self.used_s = 0.0  # of copying what requests found on the device
+        self.on_way: list[Copy] = []
         self.ends: Counter[str] = Counter()
 
     @initialize(layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]))
@@ -301,13 +358,19 @@ class PromotionsMachine(RuleBasedStateMachine):
         for name in list(self.cache.kept)[: max(len(self.cache.kept) - room, 0)]:
             del self.cache.kept[name]
 
-    @rule(beside=st.sampled_from([IDLE, BUSY, BUSY_BESIDE]), pause_s=st.floats(0, 5))
-    def advance(self, beside: Beside, pause_s: float) -> None:
+    @rule(beside=st.sampled_from([IDLE, BUSY, BUSY_BESIDE]), pause_s=st.floats(0, 5), is_late=st.booleans())
+    def advance(self, beside: Beside, pause_s: float, is_late: bool) -> None:
         self.now += pause_s
         num_copied = self.num_arrived = 0
         for move in self.promotions.advance(beside, self.now):
-            self.cache.carry_out(move)
+            if not (is_late and isinstance(move, Copy)):
+                self.cache.carry_out(move)
             if isinstance(move, Copy):
+                assert move.advisory_id not in [copy.advisory_id for copy in self.on_way]
+                if is_late:
+                    self.on_way.append(move)
+                else:
+                    self.promotions.copied(move)
                 num_copied += len(move.sources)
                 # Of sessions that are not urgent, little is copied in the engine thread's time.
                 name = next(name for name, entries in self.entries.items() if move.entries[0] in entries)
@@ -321,6 +384,14 @@ class PromotionsMachine(RuleBasedStateMachine):
         busy_s = LONGEST_TURN_S if beside is BUSY else BUSY_SLICE_S
         assert took_s <= (busy_s if beside.is_busy else IDLE_SLICE_S)
         assert self.beside_s <= SHARE * self.now + self.used_s + LONGEST_TURN_S
+
+    @rule()
+    def a_copy_has_come(self) -> None:
+        if self.on_way:
+            copy = self.on_way.pop()
+            if len(copy.entries) <= self.cache.num_blocks - len(self.cache.used):
+                self.cache.put(copy.entries[: copy.start + len(copy.sources)])  # those before it were held
+            self.promotions.copied(copy)
 
     @invariant()
     def no_advisory_ends_twice(self) -> None:

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.kv.asked import NewRequest
 from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
-from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.kv_transfers import Restores
 from engine_bridge.core.kv.prefill_meter import MIN_PREFILL_TOKENS, PrefillMeter
 from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
 from engine_bridge.core.kv.sources import Sources
@@ -216,6 +217,60 @@ def test_where_a_policy_of_its_own_decides_no_way_is_chosen_before() -> None:
     assert not bench.tiers.chosen
 
 
+class Beside(Bench):
+    """On a GPU, where another request runs. A block takes 10 ms to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers.loads_must_hold = self.tiers.copies_beside = True
+        self.tiers.bytes_per_s, self.tiers.num_free_blocks = 100.0 * SHAPE.block_bytes, 12
+        self.enter("runs")
+        self.step(runs=4)
+        self.shelf.put(keys_of("a", 5))
+        self.enter("a")
+
+
+def test_a_restore_that_would_hold_up_those_who_run_comes_to_the_device_beside_the_steps() -> None:
+    bench = Beside()
+    assert bench.match("a", device=1) is None
+    (copy,) = bench.restores.take_copies().values()
+    assert copy.start == 1 and [block.key for block in copy.sources] == keys_of("a", 5)[1:]
+    assert bench.match("a", device=1) is None, "it is on its way"
+    assert bench.restores.copied("a")
+    assert bench.match("a", device=5) == 0
+    bench.admit("a", 0)
+    assert bench.restores.take_sources("a") == Sources(device=4, host=16)
+    assert not bench.step(a=22).loads and not bench.shelf.stages
+
+
+@pytest.mark.parametrize(
+    "why", ["it takes no time", "nobody runs", "no room", "others' room", "failed", "resumed"]
+)
+def test_any_other_restore_is_loaded_by_the_step_that_starts_its_request(why: str) -> None:
+    bench = Beside()
+    if why == "it takes no time":
+        bench.tiers.bytes_per_s *= 100
+    elif why == "nobody runs":
+        bench.restores.forget("runs")
+    elif why == "no room":
+        bench.tiers.num_free_blocks = 5
+    elif why == "others' room":
+        bench.tiers.num_free_blocks = 10
+        bench.restores.enter(NewRequest("b", keys_of("a", 5)))
+        assert bench.match("b") is None
+    elif why == "failed":
+        bench.restores.go_whole("a")
+    assert bench.match("a", is_resumed=why == "resumed") == 5 * BLOCK_TOKENS
+    assert list(bench.restores.take_copies()) == (["b"] if why == "others' room" else [])
+
+
+def test_what_is_lost_on_its_way_is_loaded_by_the_step() -> None:
+    bench = Beside()
+    assert bench.match("a") is None and bench.restores.take_copies()
+    bench.restores.copied("a")
+    assert bench.match("a", device=2) == 3 * BLOCK_TOKENS
+
+
 NAMES = st.sampled_from("abcd")
 
 
@@ -249,16 +304,19 @@ class RestoresMachine(RuleBasedStateMachine):
         self.num_to_load = 0  # blocks that it loads
         self.num_made = 0
         self.computed: dict[str, int] = {}  # tokens whose KV a request has
+        self.on_way: set[str] = set()  # requests of which a piece is being copied
 
     @initialize(
         layout=st.sampled_from([ONE_GROUP, WINDOW, TWO_GROUPS, SIZES, STATES]),
-        loads_must_hold=st.booleans(),
+        loads_must_hold=st.sampled_from(["no", "yes", "as on a GPU"]),
         num_tokens=st.sampled_from([20, 22]),
     )
-    def begins(self, layout: KvLayout, loads_must_hold: bool, num_tokens: int) -> None:
+    def begins(self, layout: KvLayout, loads_must_hold: str, num_tokens: int) -> None:
         """A prompt may end with a block: its last token is computed all the same."""
         self.layout, self.restores, self.num_tokens = layout, Restores(self.tiers, layout), num_tokens
-        self.tiers.loads_must_hold = loads_must_hold or not layout.is_divisible
+        self.tiers.loads_must_hold = loads_must_hold != "no" or not layout.is_divisible
+        self.tiers.copies_beside = loads_must_hold == "as on a GPU"
+        self.tiers.bytes_per_s = 100.0 * SHAPE.block_bytes  # a block holds up a step for longer than it may
         self.places = {name: places_of(layout, name, 5) for name in "abcd"}
         for name in "abcd":
             self.shelf.put(list(self.places[name]), on_disk=name in "cd")
@@ -278,6 +336,7 @@ class RestoresMachine(RuleBasedStateMachine):
         most = min(num_on_device * BLOCK_TOKENS, self.num_tokens - 1)
         first = most // self.layout.unit_tokens * self.layout.unit_tokens
         num_tokens = self.restores.match(request_id, first, self.num_tokens, is_resumed=times > 0)
+        assert num_tokens is None or request_id not in self.on_way, "it would load what is on its way"
         if num_tokens is None or not starts:
             return
         assert num_tokens % self.layout.unit_tokens == 0 and first + num_tokens < self.num_tokens
@@ -349,6 +408,16 @@ class RestoresMachine(RuleBasedStateMachine):
             assert copy.sources and all(block.ready == SHAPE.num_layers for block in copy.sources)
             entries = copy.entries[copy.start : copy.start + len(copy.sources)]
             assert [block.key for block in copy.sources] == [block_key(entry) for entry in entries]
+            assert request_id not in self.on_way, "it was asked for twice"
+            self.on_way.add(request_id)
+
+    @precondition(lambda self: self.on_way)
+    @rule(data=st.data())
+    def a_piece_has_come(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.on_way)))
+        self.on_way.remove(request_id)
+        assert request_id in self.waiting or not self.restores.copied(request_id)
+        self.restores.copied(request_id)
 
     @rule(num_blocks=st.integers(0, 12))
     def the_device_has_room_for(self, num_blocks: int) -> None:
@@ -385,6 +454,8 @@ class RestoresMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.policy.share = None
+        for request_id in self.on_way:
+            self.restores.copied(request_id)
         for _ in range(30 * len(self.waiting)):  # nobody waits for ever
             for request_id, times in list(self.waiting.items()):
                 num_tokens = self.restores.match(request_id, 0, self.num_tokens, is_resumed=times > 0)

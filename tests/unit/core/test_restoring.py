@@ -50,6 +50,19 @@ def test_a_restore_in_pieces_needs_device_memory_beside_others() -> None:
     assert bench.held == [8, 8, 40]
 
 
+def test_where_nobody_waits_for_a_piece_it_is_copied_whole() -> None:
+    for copies_beside, num_copied in ((False, 1), (True, 8)):
+        bench = Pieces()
+        bench.tiers.bytes_per_s = 1.0
+        bench.tiers.loads_must_hold = bench.tiers.copies_beside = copies_beside
+        bench.come("a")
+        bench.look("a")
+        bench.read()
+        assert bench.look("a") is None
+        (copy,) = bench.restores.take_copies().values()
+        assert (copy.start, len(copy.sources)) == (0, num_copied)
+
+
 def test_pieces_end_before_a_block_that_cannot_be_read() -> None:
     bench = Pieces()
     bench.come("a")

@@ -110,24 +110,35 @@ def test_layers_that_share_memory_are_told_by_where_they_lie() -> None:
     assert not own_memory([first, [second]])  # a layer with states in place of blocks
 
 
+LOWEST = 0
+
+
 class Cuda:
     """In place of torch.cuda where there is none: writes down who waits for whom, and says that each copy took a quarter of a second."""
 
     def __init__(self) -> None:
-        self.sides = iter([Stream("out", self), Stream("in", self)])
+        self.sides = iter([Stream(name, self) for name in ("out", "in", "beside")])
         self.compute = Stream("compute", self)
         self.copied: list[list[list[int]]] = []
         self.done: list[str] = []
+        self.waited_for: list[str] = []  # the streams by whose events the host is told
         self.now_ms = 0.0
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return {
-            "Stream": lambda: next(self.sides),
+            "Stream": self,
             "current_stream": lambda: self.compute,
             "stream": lambda stream: nullcontext(),
             "Event": lambda enable_timing=False: Event(self),
         }[name]
+
+    def __call__(self, priority: int = 0) -> Stream:
+        assert priority == LOWEST, "kernels of a step go first"
+        return next(self.sides)
+
+    def priority_range(self) -> tuple[int, int]:
+        return LOWEST, -5
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int:
         return 0
@@ -147,9 +158,6 @@ class Stream(NamedTuple):
     def wait_stream(self, other: Stream) -> None:
         self.cuda.done.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: Event) -> None:
-        self.cuda.done.append(f"{self.name} waits")
-
     def synchronize(self) -> None:
         if self.cuda.error is not None:
             raise self.cuda.error
@@ -162,6 +170,8 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self.at_ms = self._cuda.now_ms
+        if stream is not None:
+            self._cuda.waited_for.append(stream.name)
 
     def elapsed_time(self, end: Event) -> float:
         return end.at_ms - self.at_ms
@@ -194,8 +204,10 @@ def test_on_cuda_a_step_makes_one_copy_each_way_in_order_with_its_kernels(cuda: 
         for layer in range(2):
             copier.to_host(layer, [4, 2], [5, 6])
         copier.end_step(lambda: None)
-        assert cuda.done[3:] == ["out waits for compute", "copy", "compute waits", "compute waits"]
+        assert cuda.done[3:] == ["out waits for compute", "copy"], "no kernel waits for what is saved"
+        assert sorted(cuda.waited_for) == ["in", "out"]
         cuda.done.clear()
+        cuda.waited_for.clear()
     (_, _, loaded), (_, _, saved) = cuda.copied[:2]
     assert loaded == [2 * num_bytes] * 2, "neighbours on both sides are one copy"
     assert saved == [num_bytes] * 4
@@ -205,10 +217,24 @@ def test_on_cuda_blocks_that_come_back_in_the_same_call_wait_for_their_way_out(c
     copier, _ = copier_of(1)
     copier.to_host(0, [1], [3])
     copier.to_device(0, [1], [3])
-    copier.end_step(lambda: None)
-    assert cuda.done[2:5] == ["in waits for compute", "in waits for out", "copy"]
+    copier.flush()
+    assert cuda.done[2:] == ["in waits for compute", "in waits for out", "copy", "compute waits for in"]
     (out, host, _), (back, device, _) = cuda.copied
     assert (out, host) == (device, back)
+
+
+def test_on_cuda_no_kernel_waits_for_a_copy_to_the_device_that_no_step_reads(cuda: Cuda) -> None:
+    copier, _ = copier_of(1)
+    told: list[str] = []
+    copier.to_host(0, [1], [3])
+    copier.end_step(lambda: told.append("saved"))
+    cuda.done.clear()
+    cuda.waited_for.clear()
+    copier.to_device(0, [5], [4])
+    copier.end_step(lambda: told.append("promoted"))
+    assert cuda.done == ["beside waits for compute", "copy"], "kernels launched before may read these blocks"
+    assert cuda.waited_for == ["beside"], "it does not wait for what others save and load"
+    assert told == ["saved", "promoted"]
 
 
 @given(

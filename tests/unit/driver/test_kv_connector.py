@@ -14,12 +14,13 @@ from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.kv.kv_connector import _OwnStep
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
+from engine_bridge.driver.memory.block_copy import CpuCopier
 from engine_bridge.policy.kv.kv_layout import KvLayout, LayerGroup
 from engine_bridge.policy.limits.model_support import CannotHave
 from kvtiers.blocks import Stage
 from kvtiers.keys import BlockKey
 
-from .test_promoter import SHAPE, Bench, keys_of
+from .test_promoter import NUM_DEVICE_BLOCKS, SHAPE, Bench, keys_of
 
 
 def group_of_names(*names: str, spec: Any = None) -> Any:
@@ -67,7 +68,8 @@ class Stepped(Bench):
     @property
     def num_saved(self) -> int:
         """Once the device has done what it was told. Nothing is in use any more then."""
-        self.copier.catch_up()
+        self.arrive()
+        assert self.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1
         self.store.check_invariants()
         assert not any(block.pins for block in self.store._host.blocks.values())
         return self.store.num_held(SAVED)
@@ -99,6 +101,40 @@ def test_what_is_computed_on_kv_that_did_not_come_is_not_kept(stepped: Stepped, 
     stepped.step.end()
     assert failed | stepped.step.take_failed() == {1, 2}
     assert stepped.num_saved == 0
+
+
+def test_blocks_that_a_step_saves_are_held_until_the_device_has_copied_them(stepped: Stepped) -> None:
+    stepped.begin()
+    stepped.run()
+    assert stepped.store.num_held(SAVED) == 2
+    stage = stepped.store.stage("asked again", SAVED)
+    assert stepped.store.progress(stage).num_ready_blocks == 0, "its slots are still being written"
+    assert stepped.store.lend(SAVED).num_blocks == 0 and stepped.store.stats().disk.num_unwritten == 0
+    assert stepped.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1 - 2
+    stepped.copier.catch_up()
+    assert stepped.store.progress(stage).num_ready_blocks == 2
+    assert stepped.held.has_work(), "the engine gives them back before its next step"
+    stepped.store.release(stage)
+    assert stepped.num_saved == 2
+
+
+def test_a_cpu_s_saves_hold_no_blocks(stepped: Stepped) -> None:
+    stepped.tiers.copier = CpuCopier(stepped.device, stepped.store.pool.region)
+    stepped.begin()
+    assert not stepped.held.num_open
+    stepped.run()
+    assert stepped.num_saved == 2
+
+
+def test_held_blocks_end_with_their_engine_though_the_device_copies_on(stepped: Stepped) -> None:
+    """The step is scheduled, and the engine fails before it ends."""
+    stepped.begin()
+    stepped.run(ends=False)
+    stepped.tiers.detach()
+    assert stepped.tiers.held is None
+    stepped.copier.catch_up()
+    assert not any(block.pins for block in stepped.store._host.blocks.values())
+    assert stepped.store.num_held(SAVED) == 0
 
 
 def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepped: Stepped) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.core.kv.asked import NewRequest
+from engine_bridge.core.kv.kv_transfers import Restores
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.memory.block_copy import CpuCopier
@@ -23,6 +24,8 @@ SHAPE = BlockShape(num_layers=2, layer_bytes=64)
 
 class LateCopier(CpuCopier):
     """As a GPU: a copy reads its source when the device comes to it, long after the call."""
+
+    overlaps = True
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -55,9 +58,15 @@ class Bench(Stored):
         self.tiers.copier = self.copier
         self.now = 0.0
         self.tiers.layout = one_group(BLOCK_TOKENS)
+        self.held = self.tiers.hold_in(self.pool)
         self.promoter = Promoter(self.pool, self.tiers, lambda: (0, 0), lambda: self.now)
         self.tiers.listener = self.promoter
         self.restores = self.tiers.restores = Restores(self.tiers, self.tiers.layout)
+
+    def arrive(self) -> None:
+        """Have the device make all copies, and the engine take over what has come."""
+        self.copier.catch_up()
+        self.held.advance()
 
     def close(self) -> None:
         self.restores.close()
@@ -124,8 +133,10 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
 
 def test_what_is_larger_than_host_memory_comes_to_the_device_in_pieces(waiting: Waiting) -> None:
     def copy() -> None:
-        assert waiting.promoter.has_work() is bool(waiting.copier.waiting), "the engine is not to sleep then"
-        waiting.copier.catch_up()
+        is_copying = bool(waiting.copier.waiting)
+        assert not waiting.promoter.has_work(), "the copy tells when it has been made"
+        waiting.arrive()
+        assert waiting.promoter.has_work() is is_copying, "the engine is not to sleep then"
 
     num_loaded, num = waiting.until_it_starts(copy), waiting.num_on_device
     assert num + num_loaded == len(waiting.keys) and waiting.tiers.num_carried == num
@@ -148,7 +159,7 @@ def test_a_piece_whose_place_a_step_has_taken_is_not_copied(waiting: Waiting) ->
     for _ in range(3):
         waiting.match()
         waiting.promoter.advance()
-        waiting.copier.catch_up()
+        waiting.arrive()
     assert waiting.num_on_device > 0
 
 
@@ -161,6 +172,10 @@ def test_a_request_whose_pieces_cannot_be_copied_goes_on_without(waiting: Waitin
     assert waiting.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1
 
 
+def num_free(bench: Bench) -> int:
+    return bench.pool.get_num_free_blocks()
+
+
 def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
@@ -169,7 +184,79 @@ def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
         while bench.promoter.has_work():
             bench.promoter.advance()
         bench.promoter.retract("a", is_expired=False)
-        assert bench.save("b", keys_of("b", 8)) == 4, "the rest of host memory"
-        bench.copier.catch_up()
-        bench.check_device(keys)
+        assert bench.save("b", keys_of("b", 8)) == 7, "the rest of host memory; a piece is one block of this"
+        bench.arrive()
+        bench.check_device(keys[:1])
         assert bench.save("c", keys_of("c", 8)) == 8, "nothing is held any more"
+
+
+def test_blocks_that_a_device_fills_later_are_found_and_free_only_then() -> None:
+    keys = keys_of("a", 4)
+    with closing(Bench()) as bench:
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        for num_there in range(len(keys)):
+            while not bench.copier.waiting:
+                assert bench.promoter.has_work()
+                bench.promoter.advance()
+            found = [bench.pool.get_cached_block(key, [0]) is not None for key in keys]
+            assert found == [True] * num_there + [False] * (4 - num_there)
+            assert num_free(bench) == NUM_DEVICE_BLOCKS - 1 - num_there - 1, "those before it are held, too"
+            assert bench.held.holds_last and not bench.held.has_work()
+            bench.arrive()
+            assert num_free(bench) == NUM_DEVICE_BLOCKS - 1 and not bench.held.num_open
+        bench.check_device(keys)
+
+
+def test_a_cpu_s_copies_are_found_when_the_promoter_returns() -> None:
+    keys = keys_of("a", 4)
+    with closing(Bench()) as bench:
+        bench.tiers.copier = CpuCopier(bench.device, bench.store.pool.region)
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        while bench.promoter.has_work():
+            bench.promoter.advance()
+            assert not bench.held.num_open
+        bench.check_device(keys)
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_blocks_that_cannot_be_filled_are_free_again_and_never_found(fails: str) -> None:
+    keys = keys_of("a", 4)
+    with closing(Bench()) as bench:
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        bench.copier.has_failed = fails == "later"
+        if fails == "at once":
+            bench.copier.to_device = lambda *args: 1 / 0  # type: ignore[assignment, method-assign]
+        bench.promoter.advance()
+        bench.arrive()
+        assert num_free(bench) == NUM_DEVICE_BLOCKS - 1 and not bench.held.num_open
+        assert bench.pool.get_cached_block(keys[0], [0]) is None
+        assert not bench.promoter.has_work(), "advisories are given up"
+
+
+def test_a_block_that_cannot_be_registered_costs_the_advice_and_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = keys_of("a", 4)
+    with closing(Bench()) as bench:
+        bench.save("a", keys)
+        bench.expect("a", keys)
+        bench.promoter.advance()
+        monkeypatch.setattr(bench.pool, "cache_full_blocks", lambda **asked: 1 / 0)
+        bench.arrive()
+        assert num_free(bench) == NUM_DEVICE_BLOCKS - 1 and not bench.held.num_open
+        assert not bench.promoter.has_work(), "advisories are given up"
+
+
+def test_a_piece_for_a_request_that_has_ended_meanwhile_is_ordinary_cache(waiting: Waiting) -> None:
+    while not waiting.copier.waiting:
+        waiting.match()
+        waiting.promoter.advance()
+        waiting.store.wait_for_reads(10)
+    assert waiting.match() is None, "a step would load what is on its way"
+    waiting.restores.forget("r")
+    waiting.arrive()
+    assert waiting.num_on_device and not waiting.tiers.num_carried
+    assert not waiting.promoter.has_work() and num_free(waiting) == NUM_DEVICE_BLOCKS - 1

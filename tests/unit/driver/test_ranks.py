@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,16 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.kv.layer_groups import Layers
-from engine_bridge.driver.ranks.calls import MAX_UNREAD, RankError, Ranks, RanksCopier, answered
-from engine_bridge.driver.ranks.connection import LATE_S, LateAnswers
-from engine_bridge.driver.ranks.connector import SentSteps
+from engine_bridge.driver.ranks.calls import (
+    LATE_S,
+    MAX_UNREAD,
+    RankError,
+    Ranks,
+    RanksCopier,
+    SentCopies,
+    answered,
+)
+from engine_bridge.driver.ranks.connection import LateAnswers
 from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
 from engine_bridge.policy.costs.costs import Copied
 from engine_bridge.policy.limits.cores import WAITING, cores_of_ranks
-from kvtiers.blocks import Save
 from kvtiers.io.host_pool import HostPool
 
 from .test_kv_connector import group_of_names
@@ -52,8 +57,12 @@ class Rank:
         return b"".join(layer[number].numpy().tobytes() for layer in self.layers.values())
 
     @answered
-    def overture_copy(self, copies: Sequence[RegionCopy]) -> CopiesMade:
-        return self.copies.carry_out(copies)
+    def overture_copy(self, number: int, copies: Sequence[RegionCopy]) -> StepAnswers | None:
+        return self.copies.carry_out(number, copies)
+
+    @answered
+    def overture_answers(self) -> StepAnswers | None:
+        return self.copies.take_answers()
 
     @answered
     def fail(self, in_rank: int) -> int:
@@ -167,16 +176,17 @@ class Slow:
         self.waiting = []
 
 
-def test_copies_that_end_late_are_answered_late_and_between_steps_waited_for(ranks: list[Rank]) -> None:
+def test_copies_that_end_late_are_answered_late(ranks: list[Rank]) -> None:
     copies = ranks[0].copies
     slow = copies._copier = Slow(copies.copier)  # type: ignore[assignment]
     assert ranks[0].step(saving(1, [2])) is None
     slow.is_failing = True
     assert ranks[0].step(saving(2, [3])) is None
-    copies.carry_out([RegionCopy(True, 0, [0], [0])])
-    assert not slow.waiting, "its host memory may have another use from here on"
+    slow.is_failing = False
+    assert copies.carry_out(3, [RegionCopy(True, 0, [0], [0])]) is None
+    slow.rest()
     answers = copies.take_answers()
-    assert answers is not None and (answers.ended, answers.failed) == ({1: 1, 2: 1}, {2})
+    assert answers is not None and (answers.ended, answers.failed) == ({1: 1, 2: 1, 3: 1}, {2})
     assert copies.take_answers() is None
 
 
@@ -184,18 +194,20 @@ def answer(number: int, *, is_right: bool = True) -> StepAnswers:
     return StepAnswers({number: 1}, set() if is_right else {number}, CopiesMade())
 
 
-def test_a_step_ends_when_all_ranks_have_copied_and_fails_if_one_has_not() -> None:
-    steps = SentSteps(NUM_RANKS)
-    moves = [StepMoves(saves=[SaveJob(Save([], []), [], [])]) for _ in range(3)]
-    sent = [steps.send(each) for each in moves]
-    assert [each.number for each in sent] == [1, 2, 3] and steps.num_open == 3
-    assert steps.send(StepMoves()).number == 0
-    assert steps.ended(answer(1)) == []
-    assert steps.ended(answer(2).aggregate(answer(2, is_right=False))) == [(moves[1], False)]
-    assert steps.ended(answer(1)) == [(moves[0], True)]
-    assert steps.ended(answer(3, is_right=False)) == []
-    assert steps.ended(answer(3)) == [(moves[2], False)]
-    assert steps.num_open == 0
+def test_copies_end_when_all_ranks_have_answered_and_fail_if_one_has() -> None:
+    sent, ended = SentCopies(NUM_RANKS), []
+    numbers = [sent.begin(lambda is_made, name=name: ended.append((name, is_made))) for name in "abc"]
+    assert numbers == [1, 2, 3] and sent.num_open == 3
+    sent.hear(answer(1))
+    assert not ended
+    both = answer(2).aggregate(answer(2, is_right=False))
+    assert isinstance(both, StepAnswers)
+    sent.hear(both)
+    sent.hear(answer(1))
+    sent.hear(answer(3, is_right=False))
+    assert ended == [("b", False), ("a", True)]
+    sent.hear(answer(3))
+    assert ended[-1] == ("c", False) and sent.num_open == 0
 
 
 def test_copies_of_several_ranks_are_all_bytes_in_the_slowest_ones_time() -> None:
@@ -208,7 +220,7 @@ def test_a_copy_between_steps_is_waited_for_only_while_nothing_runs(
     ranks: list[Rank], executor: Executor
 ) -> None:
     is_busy = [True]
-    copier = RanksCopier(Ranks(executor), lambda: is_busy[0])
+    copier = RanksCopier(Ranks(executor), NUM_RANKS, lambda: is_busy[0], overlaps=False)
     ended: list[str] = []
     copier.to_host(0, [1], [3])
     copier.end_step(lambda: ended.append("first"))
@@ -247,50 +259,39 @@ def test_what_a_rank_cannot_do_is_said_at_once_or_by_the_next_check(executor: Ex
 
 def test_copies_of_ranks_that_have_ended_are_given_up(executor: Executor) -> None:
     ranks, ended = Ranks(executor), []
-    copier = RanksCopier(ranks, lambda: True)
+    copier = RanksCopier(ranks, NUM_RANKS, lambda: True, overlaps=True)
     copier.to_host(0, [1], [3])
-    copier.end_step(lambda: ended.append(True))
+    copier.end_step(lambda: ended.append(True), lambda: ended.append(False))
     executor.is_failed = True
     assert ranks.has_failed
     copier.rest()
-    assert ended == [True]
+    assert ended == [False]
 
 
-class Late:
-    """A connector that waits for answers of copies that go on after a step."""
-
-    is_waiting = True
-
-    def __init__(self) -> None:
-        self.heard: list[StepAnswers] = []
-
-    def hear(self, answers: StepAnswers) -> None:
-        self.heard.append(answers)
-
-
-class Answering:
-    def __init__(self, answers: Iterator[list[StepAnswers | None]]) -> None:
-        self._answers = answers
-
-    def call(self, method: str) -> list[StepAnswers | None]:
-        assert method == "overture_answers"
-        return next(self._answers)
-
-
-def test_late_answers_are_asked_for_while_nothing_runs() -> None:
-    now, is_busy, connector = [0.0], [True], Late()
-    told: Any = Answering(iter([[None, None], [answer(1), answer(1)]]))
-    late = LateAnswers(told, connector, lambda: is_busy[0], lambda: now[0])  # type: ignore[arg-type]
-    assert late.wait_s() is None and not late.has_work()
+def test_copies_of_ranks_that_go_on_beside_their_steps_end_when_each_has_told(
+    ranks: list[Rank], executor: Executor
+) -> None:
+    now, is_busy, ended = [0.0], [False], []
+    copier = RanksCopier(Ranks(executor), NUM_RANKS, lambda: is_busy[0], overlaps=True)
+    late = LateAnswers(copier, lambda: is_busy[0], lambda: now[0])
+    slow = [Slow(rank.copies.copier) for rank in ranks]
+    for rank, each in zip(ranks, slow, strict=True):
+        rank.copies._copier = each  # type: ignore[assignment]
+    assert late.wait_s() is None
+    copier.to_device(0, [1], [3])
+    copier.end_step(lambda: ended.append(True), lambda: ended.append(False))
+    assert late.has_work() and not ended
+    slow[0].rest()
+    late.advance()
+    assert not ended and late.wait_s() == LATE_S
+    slow[1].rest()
+    is_busy[0] = True
+    assert late.wait_s() is None, "the next step's answer tells"
     is_busy[0] = False
-    late.advance()
-    assert not connector.heard and late.wait_s() == LATE_S
-    late.advance()
     now[0] = LATE_S
     late.advance()
-    assert [each.ended for each in connector.heard] == [{1: NUM_RANKS}]
-    connector.is_waiting = False
-    assert late.wait_s() is None
+    assert ended == [True] and late.wait_s() is None
+    assert copier.back.num_bytes == NUM_RANKS * ROW_BYTES
 
 
 @pytest.mark.parametrize(
