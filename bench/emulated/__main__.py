@@ -20,6 +20,7 @@ COMMANDS = {
     "order": "orders of starting against vLLM's own queue: never worse, and what is gained",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
     "adapter_cache": "which adapter leaves memory first, against LRU",
+    "agents": "agents that call tools: how long their programs take, by order and by what is announced",
     "followers": "which agent calls next, against the rule that this agent calls again",
     "host_tier": "which KV leaves host memory first, against LRU",
     "length": "how long answers are predicted to be",

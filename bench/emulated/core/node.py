@@ -36,8 +36,6 @@ from engine_bridge.policy.costs.decay import FadingRate
 from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.policy.scheduling.policies import POLICIES, MakePolicy
 
-# How long after its time an announced request is waited for before its program counts as over. As the gateway's lifetime of an announced return.
-PATIENCE_S = 10.0
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001
 TOKEN = 7
@@ -214,10 +212,12 @@ class EmulatedNode:
         self._came.append(Job(arrival, rank))
         self.wake()
 
-    def advise(self, session: str, arrival_s: float | None = None, priority: int = 0) -> None:
-        """Announce a request of this session for `arrival_s` seconds from now or later; None: at an unknown time."""
+    def advise(
+        self, session: str, arrival_s: float | None = None, priority: int = 0, lifetime_s: float = 60.0
+    ) -> None:
+        """Announce a request of this session for `arrival_s` seconds from now or later; None: at an unknown time. It is waited for `lifetime_s`."""
         if self.scheduling is not None:
-            self.scheduling.announced(session, (arrival_s or 0.0) + PATIENCE_S)
+            self.scheduling.announced(session, lifetime_s)
         if self.tiers is not None:
             self.tiers.advise(session, arrival_s, priority)
             self.wake()

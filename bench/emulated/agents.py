@@ -1,0 +1,322 @@
+"""Agents that call tools, on one node: how long their programs take, against vLLM's order with host memory behind it.
+
+    python -m bench.emulated agents [--quick] [--seeds N] [--seed N] [--jobs N]
+
+Programs arrive by a Poisson process. Each has a prompt of its own and several turns; an answer calls tools, which take a pause, and the next prompt
+is all of that and their results. Nothing but the calls themselves tells the node that they belong together. Device: an A100 with Llama-3-8B.
+Kinds: `coding` (10.9 ± 2.1 turns, source: Continuum, arXiv 2511.02230; pauses of which 86% end within a second, source: vllm-project/router #285),
+`calls` (6.3 turns of short prompts), `team` (two helpers with a common system prompt work while their caller waits). Beside `coding` a third of the
+requests may be people's single questions (`chat`).
+
+Arms, the same programs to each:
+  vllm    vLLM's queue and prefix cache; KV that leaves the device is lost
+  host    vLLM's order, with host memory behind the device
+  ttl     the same, and each program's KV is held on the device for two seconds of its pause
+  ours    the default order, host memory, and each pause announced as the gateway does it, with what it has learned of this kind
+  knows   the same, and each pause announced with its true length
+  roomy   vLLM's order with room for everything: a bound for moving KV, not for order
+Settings are (device tokens, host GB, load); a load is a share of what vLLM with room for everything answers.
+
+The last line is JSON. `job_time_vs_host`: mean job time (from a program's arrival to its last token) of `ours` over that of `host`, mean of the four
+settings of `coding`; `worst_job_time_vs_host`: the worst of all settings, kinds and loads; `way_to_roomy`: the part of the way from `host` to `roomy`
+that `ours` goes; `chat_p99_vs_vllm`: P99 TTFT of people's questions; `longest_wait_vs_host`: the longest time that any request waited for its first
+token.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.emulated.core.arrivals import Arrival
+from bench.emulated.core.calibration import A100
+from bench.emulated.core.clock import Clock
+from bench.emulated.core.models import LLAMA3_8B
+from bench.emulated.core.node import EmulatedNode, Engine, Job
+from bench.emulated.core.steps import StepCost
+from bench.emulated.core.tiers import TierSizes
+from bench.emulated.table import Bench, Table
+from bench.measures import quantile
+from gateway.recognition.tool_pauses import ToolPauses
+
+COST = StepCost(A100, replace(LLAMA3_8B, max_tokens=33_000))
+BLOCK_TOKENS, MAX_TOKENS, STEP_TOKENS = 16, 32_768, 4096
+SETTINGS = ((100_000, 64.0, 1.5), (100_000, 64.0, 2.5), (50_000, 64.0, 1.5), (100_000, 8.0, 2.0))
+"""Device tokens, GB of host memory, load. Source: those at which order and moves were first told apart."""
+LIGHT = ((100_000, 64.0, 0.5), (100_000, 64.0, 1.0))
+KINDS = ("coding", "calls", "team")
+ROOMY = 40
+TTL_S = 2.0
+NUM_PROGRAMS, QUICK_PROGRAMS = 120, 60
+# Programs a second at a load of 1: chosen near what vLLM answers of each kind with 100,000 tokens and no host memory.
+CAPACITY = {"coding": 0.074, "calls": 0.9, "team": 0.04}
+CHAT_SHARE = 1 / 3
+AIMS = {
+    "job_time_vs_host": 0.65,
+    "way_to_roomy": 0.5,
+    "worst_job_time_vs_host": 1.0,
+    "chat_p99_vs_vllm": 1.0,
+    "longest_wait_vs_host": 1.1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a program. pause_s: of the tools that its answer calls. helpers: programs that it starts and waits for."""
+
+    num_new_tokens: int
+    num_answer_tokens: int
+    pause_s: float
+    helpers: tuple[tuple[Turn, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One play. chat: people ask single questions beside the programs."""
+
+    arm: str
+    kind: str
+    device_tokens: int
+    host_gb: float
+    load: float
+    num: int
+    chat: bool = False
+    seed: int = 0
+
+
+def program(kind: str, rng: random.Random) -> tuple[Turn, ...]:
+    """Return the turns of a program of this kind."""
+    if kind == "calls":
+        return _turns(rng, max(2, round(rng.gauss(6.3, 2.0))), (600, 1500), (30, 400), (20, 150), (-1.6, 1.2))
+    turns = _turns(
+        rng, max(2, round(rng.gauss(10.9, 2.1))), (2500, 6000), (100, 1200), (40, 500), (-0.7, 1.6)
+    )
+    if kind == "team":
+        helpers = tuple(_turns(rng, 4, (1500, 2500), (100, 800), (40, 300), (-0.7, 1.6)) for _ in range(2))
+        turns = (*turns[:3], replace(turns[3 % len(turns)], helpers=helpers), *turns[4:7])
+    return turns
+
+
+def _turns(
+    rng: random.Random,
+    num: int,
+    first: tuple[int, int],
+    new: tuple[int, int],
+    answer: tuple[int, int],
+    pause: tuple[float, float],
+) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(
+            rng.randint(*(new if number else first)),
+            rng.randint(*answer),
+            min(rng.lognormvariate(*pause), 60.0) if number < num - 1 else 0.0,
+        )
+        for number in range(num)
+    )
+
+
+class Agent:
+    """One program that runs: asks, waits for its tools and helpers, and asks again."""
+
+    def __init__(self, play: Play, name: str, turns: tuple[Turn, ...], ended: Callable[[], None]) -> None:
+        self._play, self._name, self._turns, self._ended = play, name, turns, ended
+        self._at, self._num_tokens, self._num_helpers = 0, 0, 0
+        self.ask()
+
+    def ask(self) -> None:
+        """Send the next turn's request."""
+        turn = self._turns[self._at]
+        self._num_tokens += turn.num_new_tokens
+        arrival = Arrival(
+            f"{self._name}/{self._at}",
+            self._play.clock.now,
+            self._num_tokens,
+            turn.num_answer_tokens,
+            session=self._name,
+            turn="continues" if self._at else "begins",
+        )
+        self._play.send(arrival, self._answered)
+
+    def _answered(self) -> None:
+        turn = self._turns[self._at]
+        self._num_tokens += turn.num_answer_tokens
+        self._at += 1
+        if self._at == len(self._turns) or self._num_tokens + 2000 > MAX_TOKENS:
+            self._ended()
+            return
+        self._play.goes_away(self._name, turn)
+        self._num_helpers = len(turn.helpers)
+        for number, turns in enumerate(turn.helpers):
+            Agent(self._play, f"{self._name}.{self._at}.{number}", turns, self._helped)
+        if not turn.helpers:
+            self._play.after(turn.pause_s, self.ask)
+
+    def _helped(self) -> None:
+        self._num_helpers -= 1
+        if not self._num_helpers:
+            self.ask()
+
+
+class Play:
+    """All programs of a point on one node."""
+
+    def __init__(self, point: Point) -> None:
+        self.point, self.clock = point, Clock()
+        is_roomy, arm = point.arm == "roomy", point.arm
+        tokens = point.device_tokens * (ROOMY if is_roomy else 1)
+        tiers = None if arm in ("vllm", "roomy") else TierSizes(int(point.host_gb * 1e9))
+        policy = {"host": "fcfs", "ttl": "fcfs", "ours": "bounded", "knows": "bounded"}.get(arm, "vllm")
+        engine = Engine(tokens // BLOCK_TOKENS, BLOCK_TOKENS, max_tokens=MAX_TOKENS, step_tokens=STEP_TOKENS)
+        self.node = EmulatedNode(self.clock, COST, engine, policy, tiers=tiers)
+        self.node.on_end = self._on_end
+        self.job_s: list[float] = []
+        self._pauses, self._waiting = ToolPauses(), {}  # type: ToolPauses, dict[str, Callable[[], None]]
+        at_s, gaps = 0.0, random.Random(f"gaps {point.kind} {point.seed}")
+        for number in range(point.num):
+            at_s += gaps.expovariate(CAPACITY[point.kind] * point.load)
+            turns = program(point.kind, random.Random(f"{point.kind} {point.seed} {number}"))
+            self.clock.at(at_s, lambda now, number=number, turns=turns: self._begin(f"p{number}", turns))
+        if point.chat:
+            self._ask_questions(at_s, random.Random(f"chat {point.seed}"))
+
+    def _ask_questions(self, until_s: float, rng: random.Random) -> None:
+        """Let people ask as many single questions as make a third of all requests."""
+        per_s = CAPACITY[self.point.kind] * self.point.load * 11 * CHAT_SHARE / (1 - CHAT_SHARE)
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(per_s)) < until_s:
+            name = f"c{at_s:.6f}"
+            asked = Arrival(name, at_s, rng.randint(50, 800), rng.randint(20, 300), session=name)
+            self.clock.at(at_s, lambda now, asked=asked: self.send(asked, lambda: None))
+
+    def _begin(self, name: str, turns: tuple[Turn, ...]) -> None:
+        began_s = self.clock.now
+        Agent(self, name, turns, lambda: self.job_s.append(self.clock.now - began_s))
+
+    def send(self, arrival: Arrival, answered: Callable[[], None]) -> None:
+        """Send a request; `answered` is called at its end."""
+        self._waiting[arrival.request_id] = answered
+        self.node.submit(arrival)
+
+    def after(self, pause_s: float, then: Callable[[], None]) -> None:
+        """Call a function when tools have answered."""
+        self.clock.at(self.clock.now + pause_s, lambda now: then())
+
+    def goes_away(self, name: str, turn: Turn) -> None:
+        """Tell the node, as the arm would, that a program comes back."""
+        tools = (self.point.kind, "helpers" if turn.helpers else "tool")
+        if self.point.arm == "knows":
+            self.node.advise(name, turn.pause_s)
+        elif self.point.arm == "ours":
+            back = self._pauses.expected("", tools)
+            self.node.advise(name, back.earliest_s, lifetime_s=back.latest_s)
+            if not turn.helpers:
+                self.after(turn.pause_s, lambda: self._pauses.note("", tools, turn.pause_s))
+        elif self.point.arm == "ttl":
+            self._hold(name, turn)
+
+    def _hold(self, name: str, turn: Turn) -> None:
+        """Hold a program's blocks on the device until it comes back or its time is over, or nothing else could run."""
+        pool = self.node.scheduler.kv_cache_manager.block_pool
+        num_blocks = self._tokens_of(name) // BLOCK_TOKENS
+        found = [pool.get_cached_block(each, [0]) for each in self.node.requests.names(name, num_blocks)]
+        blocks = [each[0] for each in found[: found.index(None) if None in found else None]]
+        if len(blocks) > pool.get_num_free_blocks() // 2:
+            return
+        pool.touch(blocks)
+        self.after(min(TTL_S, turn.pause_s + 0.001), lambda: pool.free_blocks(reversed(blocks)))
+
+    def _tokens_of(self, name: str) -> int:
+        return next(
+            job.arrival.num_tokens for job in reversed(self.node.ended) if job.arrival.session == name
+        )
+
+    def _on_end(self, job: Job) -> None:
+        self._waiting.pop(job.arrival.request_id)()
+
+
+def serve(point: Point) -> dict[str, float]:
+    """Play a point to its end and return seconds: mean job time, the longest wait for a first token, P99 TTFT of people's questions."""
+    play = Play(point)
+    try:
+        play.clock.run()
+    finally:
+        play.node.close()
+    if len(play.job_s) != point.num:
+        raise RuntimeError(f"{point.num - len(play.job_s)} programs have not ended")
+    asked = [job.ttft_s for job in play.node.ended if not job.arrival.turn]
+    return {
+        "job_s": statistics.fmean(play.job_s),
+        "job_p99_s": quantile(play.job_s, 0.99),
+        "longest_s": max(job.ttft_s for job in play.node.ended),
+        "chat_p99_s": quantile(asked, 0.99) if asked else 0.0,
+    }
+
+
+def _get(name: str) -> Callable[[dict[str, float]], float]:
+    return lambda outcome: outcome[name]
+
+
+def _points(bench: Bench) -> list[tuple[str, Point]]:
+    num = int(bench.size)
+    heavy = [
+        (f"coding {number}", Point("host", "coding", *each, num)) for number, each in enumerate(SETTINGS, 1)
+    ]
+    light = [(f"coding at {each[2]}", Point("host", "coding", *each, num)) for each in LIGHT]
+    others = [
+        (f"{kind} at {each[2]}", Point("host", kind, *each, num))
+        for kind in KINDS[1:]
+        for each in (LIGHT[1], SETTINGS[1])
+    ]
+    return heavy + light + others
+
+
+def programs_part(bench: Bench) -> None:
+    """Compare arms in each setting."""
+    points = _points(bench)
+    arms = ("host", "ours", "roomy") if bench.is_quick else ("vllm", "host", "ttl", "ours", "knows", "roomy")
+    bench.play(replace(point, arm=arm) for _, point in points for arm in arms)
+    ratios: dict[str, float] = {}
+    ways, waits = [], []
+    for name, point in points:
+        host = statistics.fmean(bench.values(point, _get("job_s")))
+        by_arm: dict[str, Any] = {
+            arm: statistics.fmean(bench.values(replace(point, arm=arm), _get("job_s"))) / host for arm in arms
+        }
+        bench.note(
+            ("at", name), {arm: round(value, 3) for arm, value in by_arm.items()} | {"host_s": round(host, 1)}
+        )
+        ratios[name] = by_arm["ours"]
+        if name in [each for each, _ in points[: len(SETTINGS)]]:
+            ways.append((1 - by_arm["ours"]) / (1 - by_arm["roomy"]))
+        waits += bench.ratios(replace(point, arm="ours"), point, _get("longest_s"))
+    heavy = [ratios[name] for name, _ in points[: len(SETTINGS)]]
+    for name, value, is_less_better in (
+        ("job_time_vs_host", statistics.fmean(heavy), True),
+        ("worst_job_time_vs_host", max(ratios.values()), True),
+        ("way_to_roomy", statistics.fmean(ways), False),
+        ("longest_wait_vs_host", max(waits), True),
+    ):
+        bench.figure((name,), [value], AIMS[name], is_less_better, "ratio")
+
+
+def chat_part(bench: Bench) -> None:
+    """Compare people's questions beside programs."""
+    point = Point("vllm", "coding", 100_000, 64.0, 1.0, int(bench.size) // 2, chat=True)
+    ours = replace(point, arm="ours")
+    bench.play((point, ours))
+    ratio = statistics.fmean(bench.ratios(ours, point, _get("chat_p99_s")))
+    bench.figure(("chat_p99_vs_vllm",), [ratio], AIMS["chat_p99_vs_vllm"], unit="ratio")
+
+
+TABLE = Table(
+    "emulated-agents",
+    "Programs of agents with pauses of tools",
+    serve,
+    {"programs": programs_part, "chat": chat_part},
+    (NUM_PROGRAMS, QUICK_PROGRAMS),
+    "one seed, fewer programs, three arms",
+    seeds=3,
+)
