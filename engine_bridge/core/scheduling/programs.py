@@ -46,7 +46,7 @@ class Program:
 class Programs:
     """The programs of one engine. num_tokens: what its device holds; one caller, in order of time."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: float) -> None:
         self._room = HELD_SHARE * num_tokens
         self._inside: dict[str, Program] = {}
         self._program_of: dict[str, str] = {}

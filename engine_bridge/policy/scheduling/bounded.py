@@ -202,6 +202,7 @@ class Bounded(QueuePolicy):
 
     name = "bounded"
     minds_priority = True
+    bounds_programs = True
 
     def __init__(self, num_tokens: int, settings: BoundedSettings | None = None) -> None:
         """Start with an empty queue. num_tokens: tokens that requests may hold together; not used."""

@@ -90,6 +90,7 @@ class Mlq(QueuePolicy):
     victim_order = staticmethod(least_fair_first)
     charges_tokens = True
     minds_priority = True
+    bounds_programs = True
 
     def __init__(self, num_tokens: int, settings: MlqSettings | None = None) -> None:
         """Start with an empty queue. num_tokens: tokens that requests may hold together; one lane has them until a refit."""

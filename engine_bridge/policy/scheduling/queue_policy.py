@@ -175,6 +175,9 @@ class QueuePolicy(Protocol):
     minds_priority: bool = False
     """Whether it uses `Waiting.priority` or `RunningFacts.urgency`: others may be paused for urgent requests."""
 
+    bounds_programs: bool = False
+    """Whether new programs of agents wait while those under way fill the device (`core/scheduling/programs.py`)."""
+
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
