@@ -31,7 +31,7 @@ from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
-from gateway.doors.api import openai_routes, response_routes, vllm_routes
+from gateway.doors.api import embedding_routes, openai_routes, response_routes, vllm_routes
 from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
 from gateway.doors.http import web_policy
@@ -56,6 +56,7 @@ from gateway.metrics.scheduling import GrammarCollector, SchedulingCollector, To
 from gateway.nodes import engine_process
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.cluster import make_placement
+from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
@@ -142,9 +143,8 @@ async def build_services(
             "no key is an operator's: nobody can read /metrics (make one: overture keys new --operator)"
         )
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
-    store = await SessionStore.open(
-        data_dir / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
-    )
+    max_bytes = config.max_stored_mib * MIB
+    store = await SessionStore.open(data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes)
     node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
@@ -154,7 +154,7 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics)
-    traces = _traces(config)
+    traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
         node,
         store,
@@ -184,7 +184,15 @@ async def build_services(
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
         traces,
+        embeddings,
     )
+
+
+def _make_embeddings(config: Config) -> EmbeddingModel | None:
+    if config.embedding_model is None:
+        return None
+    engine = embedding_engine(config, engine_config(config).device)
+    return EmbeddingModel(engine, config.log_format, config.log_level)
 
 
 async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
@@ -253,6 +261,7 @@ def build_app(services: Services) -> web.Application:
     app[CONNECTIONS] = connections
     sessions.add_routes(app)
     openai_routes.add_routes(app)
+    embedding_routes.add_routes(app)
     response_routes.add_routes(app)
     advisories.add_routes(app)
     adapters.add_routes(app)
@@ -282,6 +291,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     if services.config.api_key_file is not None:
         watches["key file"] = lambda: follow_key_file(services)
     tasks = [asyncio.create_task(_kept_up(name, watch), name=name) for name, watch in watches.items()]
+    if services.embeddings is not None:
+        tasks.append(asyncio.create_task(services.embeddings.start_behind(services.node), name="embeddings"))
     yield
     for task in tasks:
         task.cancel()
@@ -382,6 +393,8 @@ class Server:
         if self._unix_site is not None:
             await _done("the socket file", asyncio.to_thread(self._unix_site.remove))
         await _done("what was learned of agents", services.learned.save())
+        if services.embeddings is not None:
+            await _done("the embedding model", services.embeddings.close())
         await _done("the node", services.node.close())
         await _done("the session database", services.store.close())
         await _done("the traces", asyncio.to_thread(services.traces.close))

@@ -20,6 +20,7 @@ from gateway.advisories.learned import Learned
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
+from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
@@ -82,6 +83,7 @@ class Services:
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
+    embeddings: EmbeddingModel | None = None
     calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
     connections: set[OpenSocket] = field(default_factory=set)

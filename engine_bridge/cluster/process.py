@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from engine_bridge.cluster.link import NodeLink
@@ -81,10 +81,20 @@ class ProcessNode(RemoteNode):
     Args:
         command: the child's; the number of its socket is put behind it.
         settings: the bytes that it reads from its standard input.
+        what: what the log and errors call the process.
+        environ: its environment; None for this process's own.
     """
 
-    def __init__(self, command: Sequence[str], settings: bytes, model_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: bytes,
+        model_names: tuple[str, ...],
+        what: str = "the engine's process",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(model_names)
+        self._what, self._environ = what, environ
         self._command, self._settings = command, settings
         self._process: Process | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -151,7 +161,7 @@ class ProcessNode(RemoteNode):
             await self._keep_alive()
         finally:
             if self._first_start is not None and not self._first_start.done():
-                self._first_start.set_exception(EngineUnavailable("the engine's process is closed"))
+                self._first_start.set_exception(EngineUnavailable(f"{self._what} is closed"))
 
     async def _keep_alive(self) -> None:
         """Start it, look after it, and start it again when it has died."""
@@ -161,7 +171,7 @@ class ProcessNode(RemoteNode):
             try:
                 why = await self._live()
             except Exception:
-                log.exception("the engine's process could not be looked after")
+                log.exception("%s could not be looked after", self._what)
                 why = "could not be started"
             self.detach()
             self._kill()
@@ -171,13 +181,13 @@ class ProcessNode(RemoteNode):
             self._since_s = time.monotonic()
             if self._is_end_wanted:
                 self._is_end_wanted = False
-                log.info("the engine's process is started again, as was asked")
+                log.info("%s is started again, as was asked", self._what)
                 continue
-            log.error("the engine's process %s; it is started again", why)
             if self._first_start is not None and not self._first_start.done():
                 # It never served, so the next start would fail in the same way.
-                self._first_start.set_exception(EngineUnavailable(f"the engine's process {why}"))
+                self._first_start.set_exception(EngineUnavailable(f"{self._what} {why}"))
                 return
+            log.error("%s %s; it is started again", self._what, why)
             pause_s = await pause_before_restart(self._closing, pause_s, began_s)
 
     async def _live(self) -> str:
@@ -189,6 +199,7 @@ class ProcessNode(RemoteNode):
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
+                env=self._environ,
             )
             theirs.close()
             if self._closing.is_set():
@@ -223,7 +234,7 @@ class ProcessNode(RemoteNode):
             silence.look(loop.time())
             silent_s = silence.seconds(link.reported_s, loop.time())
             if silent_s > (STARTING_SILENT_S if self.is_starting else SILENT_S):
-                log.error("the engine's process has said nothing for %.0f s: it is killed", silent_s)
+                log.error("%s has said nothing for %.0f s: it is killed", self._what, silent_s)
                 self._kill()
                 return
 

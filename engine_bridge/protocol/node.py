@@ -40,6 +40,7 @@ Api = Literal[
     "tokenize",
     "detokenize",
     "tokenizer_info",
+    "embeddings",
 ]
 # Calls that generate nothing: they belong to no conversation and leave nothing behind.
 COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokenize", "tokenizer_info"))
@@ -272,12 +273,14 @@ class JsonReply(Struct, frozen=True):
         body: a JSON body.
         token_ids: of a session's call, all ids that the engine read and wrote, packed; b"" where they are not known.
         dropped: parts left out of the call so that its prompt fits.
+        num_prompt_tokens: of a call for embeddings, the tokens of all inputs.
     """
 
     status: int
     body: bytes
     token_ids: bytes = b""
     dropped: Dropped = Dropped()
+    num_prompt_tokens: int = 0
 
 
 # How one schema of an `ApiSchemas` names another: where OpenAPI keeps them.

@@ -12,7 +12,7 @@ _ONE_MACHINE = "one engine is split over the devices of one machine by --tensor-
 _TIERS = "KV that leaves the device goes to the server's own tiers, which take the place of vLLM's connectors: see --kv-host-gib and --kv-disk-gib"
 _STEPS = "the server cuts long prompts into parts by how long a step takes: see --max-step-ms"
 _ADAPTERS = "the server keeps adapters itself: see --max-loras, --max-lora-rank and --adapter-host-gib"
-_TEXT = "the server only serves models that generate text, from conversations that it renders and tokenises"
+_TEXT = "the model generates text, from conversations that the server renders and tokenises; one for embeddings comes beside it: --embedding-model"
 _KV_SIZE = "the size of the KV cache is set by --kv-cache-gib, or by --gpu-memory-utilization on a GPU"
 _OWN = "the server sets it: its scheduling and its figures stand on it"
 # By vLLM's names (EngineArgs of 0.32).

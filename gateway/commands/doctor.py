@@ -48,6 +48,7 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         lambda config: not config.learned_advisories,
         "it is off unless --learned-advisories is given",
     ),
+    ("embeddings", lambda config: config.embedding_model is None, "no --embedding-model is given"),
     ("drafts", lambda config: not config.draft_prefill, "it is off unless --draft-prefill is given"),
 )
 

@@ -28,6 +28,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
         self._count_turns(registry)
+        self._count_embeddings(registry)
         self._count_connections(registry)
         self._count_advisories(registry)
         self._count_the_process(registry)
@@ -57,6 +58,17 @@ class Metrics:
         self._kept_tokens = Counter(
             "overture_kept_tokens",
             "Prompt tokens of chat turns that are the session's stored token ids",
+            registry=registry,
+        )
+
+    def _count_embeddings(self, registry: CollectorRegistry) -> None:
+        self.embedding_tokens = Counter(
+            "overture_embedding_prompt_tokens", "Tokens of inputs that were embedded", registry=registry
+        )
+        self.embedding_s = Histogram(
+            "overture_embedding_seconds",
+            "Time of calls for embeddings, also of those that were refused",
+            buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
 

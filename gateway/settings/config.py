@@ -16,7 +16,7 @@ from engine_bridge.calls.context_overflow import ContextOverflow
 from engine_bridge.calls.plain_content import SpecialTokensInContent
 from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.policy.nodes import routing
-from engine_bridge.settings.engine_config import KIB, ModelName, NonEmpty, Positive, setting
+from engine_bridge.settings.engine_config import KIB, ModelName, NonEmpty, Positive, PositiveNumber, setting
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
@@ -192,6 +192,29 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         ),
     ] = "keep"
 
+    embedding_model: Annotated[
+        NonEmpty | None,
+        setting(
+            "Embeddings",
+            "Folder of an embedding model, or its name on a model hub: it answers /v1/embeddings, in a process of its own. Unset: none is served.",
+        ),
+    ] = None
+    embedding_model_name: Annotated[
+        str,
+        setting("Embeddings", "Name that clients use for it; empty: the last part of its path."),
+    ] = ""
+    embedding_threads: Annotated[
+        int,
+        setting("Embeddings", "Processor cores that its process may use: the first ones.", ge=1),
+    ] = 1
+    embedding_kv_cache_gib: Annotated[
+        PositiveNumber,
+        setting(
+            "Embeddings",
+            "Memory for what it keeps of inputs while it reads them, in GiB: the longest input is what fits.",
+        ),
+    ] = 0.5
+
     titles: Annotated[
         Literal["auto", "model", "first-words"],
         setting(
@@ -311,6 +334,9 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         if not self.served_model_name:
             name = DEMO_MODEL_NAME if self.is_demo_model else self.model.rstrip("/").rsplit("/", 1)[-1]
             msgspec.structs.force_setattr(self, "served_model_name", name)
+        if self.embedding_model is not None and not self.embedding_model_name:
+            name = self.embedding_model.rstrip("/").rsplit("/", 1)[-1]
+            msgspec.structs.force_setattr(self, "embedding_model_name", name)
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
         if self.cluster_token_file is None:

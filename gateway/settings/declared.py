@@ -9,7 +9,18 @@ import msgspec
 ENV_PREFIX = "OVERTURE_"
 SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
 # In the order of the help.
-GROUPS = ("Server", "Cluster", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")
+GROUPS = (
+    "Server",
+    "Cluster",
+    "Model",
+    "Embeddings",
+    "Engine",
+    "KV tiers",
+    "Scheduling",
+    "Adapters",
+    "Access",
+    "Limits",
+)
 # A repeatable flag reads better in the singular: `--api-key A --api-key B`.
 _SINGULAR_FLAGS = {
     "allow_image_hosts": "--allow-image-host",

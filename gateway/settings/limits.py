@@ -28,6 +28,9 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     max_sequences: Annotated[int, setting("Limits", "Most answers in one call: prompts × n.", ge=1)] = 256
+    max_embedding_inputs: Annotated[
+        int, setting("Limits", "Most inputs in one call for embeddings.", ge=1)
+    ] = 2048
     max_stop_strings: Annotated[int, setting("Limits", "Most stop strings of a request.", ge=1)] = 64
     max_bad_words: Annotated[int, setting("Limits", "Most bad words of a request.", ge=1)] = 256
     max_logit_bias: Annotated[

@@ -83,6 +83,7 @@ def _check(config: Config) -> None:
     """Check what involves more than one setting or a file: missing files, and settings that exclude each other."""
     _check_cluster(config)
     _check_engine(config)
+    _check_embeddings(config)
     for name in (
         "chat_template",
         "api_key_file",
@@ -158,6 +159,23 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if problem := problem_as_text(name):
             raise ValueError(f"no model may be called {quoted(name)}: the name {problem}")
+
+
+def _check_embeddings(config: Config) -> None:
+    model, name = config.embedding_model, config.embedding_model_name
+    if model is None:
+        return
+    source = config.sources.get("embedding_model", "default")
+    if model.startswith((".", "/", "~")) and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"embedding_model: there is no model in {model}: no config.json ({source})")
+    try:
+        _check_names([name])
+    except ValueError as error:
+        raise ConfigError(f"embedding_model_name: {error}") from error
+    if name in config.model_names:
+        raise ConfigError(
+            f"embedding_model_name: the chat model is called {name}, too: name one of them otherwise"
+        )
 
 
 def _check_folders(lora_modules: Iterable[str]) -> None:
@@ -285,7 +303,7 @@ def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool
         raise ConfigError(f"{where}: expected {setting.expected}{got}") from error
     if isinstance(value, Path):
         return base / value
-    if setting.name == "model":
+    if setting.name in ("model", "embedding_model"):
         return _find_model(value, base)
     return value
 

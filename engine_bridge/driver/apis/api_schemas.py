@@ -20,6 +20,7 @@ REQUESTS: Mapping[str, Any] = {
     "count_tokens": vllm_api.AnthropicCountTokensRequest,
     "tokenize": TokenizeBody,
     "detokenize": vllm_api.DetokenizeRequest,
+    "embeddings": vllm_api.EmbeddingCompletionRequest,
     "load_adapter": vllm_api.LoadLoRAAdapterRequest,
     "unload_adapter": vllm_api.UnloadLoRAAdapterRequest,
 }
@@ -32,6 +33,7 @@ REPLIES: Mapping[str, Any] = {
     "tokenize": vllm_api.TokenizeResponse,
     "detokenize": vllm_api.DetokenizeResponse,
     "tokenizer_info": vllm_api.TokenizerInfoResponse,
+    "embeddings": vllm_api.EmbeddingResponse,
     "models": vllm_api.ModelList,
     "model": vllm_api.ModelCard,
 }

@@ -71,6 +71,11 @@ def configure_environment(config: EngineConfig) -> None:
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
+def users_environment() -> dict[str, str]:
+    """Return the environment without what was set here, for a process with an engine of its own."""
+    return {name: value for name, value in os.environ.items() if _set.get(name) != value}
+
+
 def _cores() -> list[int]:
     """Return the numbers of the processor cores that this process may use."""
     return sorted(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine_bridge.calls.prompt_embeds import embeddings_of
-from engine_bridge.policy.limits.request_limits import too_much
+from engine_bridge.policy.limits.request_limits import check_prompt_chars, too_much
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
@@ -36,6 +36,29 @@ def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) ->
         if isinstance(messages, list) and len(messages) > max_messages:
             raise too_much("Number of messages", len(messages), max_messages, "max_messages", name)
     _check_sequences(api, body, max_sequences)
+
+
+def check_inputs(body: Any, *, max_inputs: int, max_chars: int) -> None:
+    """Raise InvalidRequest for a call for embeddings with too many inputs, or one that is too long (`max_chars`) to be split into tokens.
+
+    Malformed fields are left for vLLM to explain, but for the form of the reply: it is JSON.
+    """
+    if not isinstance(body, dict):
+        return
+    form = body.get("encoding_format")
+    if isinstance(form, str) and form not in ("float", "base64"):
+        raise InvalidRequest(
+            "The embeddings come as `float` or as `base64`: set encoding_format to one of them.",
+            param="encoding_format",
+        )
+    inputs = body.get("input")
+    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+        inputs = [inputs]  # one text, or the token ids of one
+    if len(inputs) > max_inputs:
+        raise too_much("Number of inputs", len(inputs), max_inputs, "max_embedding_inputs", "input")
+    check_prompt_chars(
+        max((len(each) for each in inputs if isinstance(each, str)), default=0), max_chars, "input"
+    )
 
 
 def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:

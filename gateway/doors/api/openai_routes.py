@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -76,11 +77,23 @@ def _check_size(services: Services, api: Api, body: Any) -> None:
     check_call(api, body, max_messages=config.max_messages, max_sequences=config.max_sequences)
 
 
+def _refuse_embedding_model(services: Services, body: Any) -> None:
+    """Raise GatewayError for a call that asks the embedding model for an answer."""
+    other = services.embeddings
+    if other is not None and isinstance(body, dict) and body.get("model") == other.name:
+        raise GatewayError(
+            "bad_request",
+            f"The model `{other.name}` makes embeddings only (POST /v1/embeddings). Ask `{services.config.served_model_name}`.",
+            param="model",
+        )
+
+
 async def _handle(
     request: web.Request, services: Services, principal: Principal, api: Api
 ) -> web.StreamResponse:
     owner = principal.owner
     body = await json_body(request)
+    _refuse_embedding_model(services, body)
     priority = _take_priority(services, body)
     is_background = _take_background(api, body)
     _take_hints(services, owner, body, client=services.client_of(owner, request))
@@ -138,7 +151,7 @@ async def _answer_in_background(
         # Always as a stream: it begins once nothing can be refused any more.
         reply = await services.node.serve("responses", body | {"stream": True}, headers, asker)
         if isinstance(reply, JsonReply):
-            return _as_response(reply, {})
+            return as_response(reply)
         reply = _naming_previous(reply, recording)
         running = places.pop_all()
 
@@ -222,11 +235,11 @@ async def _read_answer(
                 return web.Response(
                     body=orjson.dumps(whole), content_type="application/json", headers=headers
                 )
-        return _as_response(reply, headers)
+        return as_response(reply, headers)
     return await _stream(request, services, _naming_previous(reply, recording), headers, recording, reader)
 
 
-def _as_response(reply: JsonReply, headers: Mapping[str, str]) -> web.Response:
+def as_response(reply: JsonReply, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
     """Return a node's reply as an HTTP response; an engine that is not available now is worth another try soon."""
     again = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else {}
     return web.Response(
@@ -334,16 +347,24 @@ async def write_events(
 
 async def models(request: web.Request) -> web.Response:
     """Answer `GET /v1/models`, in OpenAI's or Anthropic's form."""
-    services = request.app[SERVICES]
-    shown = await _models(services, services.admit(request))
+    shown = await _models(request)
     if speaks_anthropic(request):
         shown = anthropic_models.page(shown["data"], request.query)
     return web.Response(body=orjson.dumps(shown), content_type="application/json")
 
 
-async def _models(services: Services, principal: Principal) -> dict[str, Any]:
-    """Return the body of `/v1/models`. vLLM's `root` is a path on this machine, which only operators see: others get the name again."""
+async def _models(request: web.Request) -> dict[str, Any]:
+    """Return the body of `/v1/models`. vLLM's `root` is a path on this machine, which only operators see: others get the name again.
+
+    Anthropic's API has no embeddings, so its clients are not told of the model for them.
+    """
+    services = request.app[SERVICES]
+    principal = services.admit(request)
     shown: dict[str, Any] = orjson.loads((await services.node.models()).body)
+    if (other := services.embeddings) is not None and not speaks_anthropic(request):
+        # Behind all others: clients that take the first one want to chat.
+        own = {"id": other.name, "root": other.path, "max_model_len": other.max_model_len or None}
+        shown["data"].append(shown["data"][0] | own)
     if not services.keys.is_operator(principal):
         for card in shown["data"]:
             card["root"] = card["id"]
@@ -352,8 +373,7 @@ async def _models(services: Services, principal: Principal) -> dict[str, Any]:
 
 async def model(request: web.Request) -> web.Response:
     """Answer `GET /v1/models/{name}`, one card."""
-    services = request.app[SERVICES]
-    cards = (await _models(services, services.admit(request)))["data"]
+    cards = (await _models(request))["data"]
     name = request.match_info["name"]
     card = next((card for card in cards if card["id"] == name), None)
     if card is None:
@@ -388,7 +408,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         services.check_may_change_adapters(principal)
         async with services.calls.of(principal.owner):
             reply = await getattr(services.node, method)(await json_body(request))
-        return _as_response(reply, {})
+        return as_response(reply)
 
     return handle
 

@@ -77,16 +77,15 @@ _PROBES: tuple[tuple[Literal["get", "post"], str, str], ...] = (
 )
 
 
-def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
-    """Return the operation of a call that a model answers."""
-    is_streamed = name != "count_tokens"
+def _call(
+    name: str, path: str, summary: str, example: dict[str, Any], description: str = "", whole: str = ""
+) -> Operation:
+    """Return the operation of a call that a model answers. whole: what a reply is that is never streamed."""
     reply = ReplyShape(
-        description="The whole answer, or with `stream` its parts as server-sent events."
-        if is_streamed
-        else "The count.",
+        description=whole or "The whole answer, or with `stream` its parts as server-sent events.",
         shape=EngineBody("reply", name),
-        media=(EVENT_STREAM,) if is_streamed else (),
-        headers=("X-Session-Id",) if is_streamed else (),
+        media=() if whole else (EVENT_STREAM,),
+        headers=() if whole else ("X-Session-Id",),
     )
     return Operation(
         "post",
@@ -95,8 +94,8 @@ def _call(name: str, path: str, summary: str, example: dict[str, Any], descripti
         GENERATE,
         summary,
         description,
-        parameters=_CALL_HEADERS if is_streamed else _CALL_HEADERS[1:2],
-        body=Body(shape=EngineBody("request", name), example={"model": MODEL} | example),
+        parameters=_CALL_HEADERS[1:2] if whole else _CALL_HEADERS,
+        body=Body(shape=EngineBody("request", name), example=example),
         replies={200: reply},
         errors=(404, 422),
     )
@@ -107,32 +106,41 @@ OPERATIONS: tuple[Operation, ...] = (
         "chat",
         "/v1/chat/completions",
         "Answer a conversation (OpenAI chat completions)",
-        {"messages": _MESSAGES, "max_tokens": 60},
+        {"model": MODEL, "messages": _MESSAGES, "max_tokens": 60},
     ),
     _call(
         "completions",
         "/v1/completions",
         "Continue a text (OpenAI completions)",
-        {"prompt": "Lisbon is", "max_tokens": 30},
+        {"model": MODEL, "prompt": "Lisbon is", "max_tokens": 30},
     ),
     _call(
         "responses",
         "/v1/responses",
         "Answer an input (OpenAI responses)",
-        {"input": "Name three things to see in Lisbon.", "max_output_tokens": 60},
+        {"model": MODEL, "input": "Name three things to see in Lisbon.", "max_output_tokens": 60},
         "`previous_response_id` goes on from a stored response, after a restart of the server, too.",
     ),
     _call(
         "messages",
         "/v1/messages",
         "Answer a conversation (Anthropic messages)",
-        {"messages": _MESSAGES, "max_tokens": 60},
+        {"model": MODEL, "messages": _MESSAGES, "max_tokens": 60},
     ),
     _call(
         "count_tokens",
         "/v1/messages/count_tokens",
         "Count the tokens of a conversation (Anthropic)",
-        {"messages": _MESSAGES},
+        {"model": MODEL, "messages": _MESSAGES},
+        whole="The count.",
+    ),
+    _call(
+        "embeddings",
+        "/v1/embeddings",
+        "Embed texts or their token ids (OpenAI embeddings)",
+        {"input": ["Lisbon", "Porto"]},
+        "A second model answers, which the operator names with --embedding-model.",
+        "An embedding of each input, in their order.",
     ),
     Operation(
         "get",

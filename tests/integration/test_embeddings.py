@@ -1,0 +1,243 @@
+"""`/v1/embeddings`: a second model in a process of its own, behind the same port, keys and budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+
+from bench.fuzz.api import Round, Tally, Target, counted, run_round
+from bench.live.correct.checkpoints import folder_of
+from bench.live.correct.families import FAMILIES
+from gateway.access.budgets import RequestBudgets
+from gateway.app import Server
+
+from .conftest import Gateways, SharedNode, demo_config, metrics_of, served, settle, told
+from .facts import BODY, CHAT, HELLO, KEYS, MESSAGES, MODEL, Http, Log, Patch, bearer
+
+NAME, EMBEDDINGS = "tiny-embedder", "/v1/embeddings"
+TEXTS = ["Lisbon lies on a river.", "Porto, too.", "A much longer text, which the model reads. " * 20]
+# vLLM's own way from texts and ids to embeddings, in a process that serves nothing.
+OFFLINE = """
+import json, sys
+from vllm import LLM
+llm = LLM(sys.argv[1], runner="pooling", enforce_eager=True, kv_cache_memory_bytes=1 << 28)
+found = llm.embed(json.loads(sys.argv[2]), use_tqdm=False)
+print(json.dumps([[each.prompt_token_ids, each.outputs.embedding] for each in found]))
+"""
+
+
+def embedder_in(folder: Path) -> Path:
+    """A tiny model whose embeddings may be shortened."""
+    model = folder / NAME
+    model.mkdir()
+    for path in folder_of(next(family for family in FAMILIES if family.name == "qwen3")).iterdir():
+        (model / path.name).symlink_to(path)
+    config = json.loads((model / "config.json").read_text()) | {"matryoshka_dimensions": [8, 16]}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def process_of(server: Server) -> psutil.Process:
+    process = server.services.embeddings._process
+    return psutil.Process(process.pid)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embedder(node: SharedNode, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    settings = {"api_keys": KEYS[:1], "operator_keys": KEYS[1:], "embedding_kv_cache_gib": 0.125}
+    config = demo_config(folder / "data", embedding_model=str(embedder_in(folder)), **settings)
+    async with served(config, node) as server:
+        await settle(lambda: server.services.embeddings.progress.state == "ready")
+        yield server
+        process = process_of(server)
+    assert not process.is_running(), "nothing is left of it at the server's end"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def api(embedder: Server) -> AsyncIterator[Any]:
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    options = {"api_key": KEYS[0], "max_retries": 0, "http_client": http}
+    async with openai.AsyncOpenAI(base_url=embedder.url + "/v1", **options) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def caller(embedder: Server) -> AsyncIterator[Http]:
+    async with Http(embedder.url, headers=bearer(KEYS[0])) as session:
+        yield session
+
+
+async def test_the_sdk_gets_what_vllm_computes_offline(api: Any, embedder: Server) -> None:
+    """Of texts and of token ids, alone and in lists, in their order, as numbers and as base64."""
+    command = (sys.executable, "-c", OFFLINE, embedder.services.embeddings.path, json.dumps(TEXTS))
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    offline = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env=os.environ | quiet
+    )
+    said, _ = await offline.communicate()
+    ids, right = zip(*json.loads(said.splitlines()[-1]), strict=True)
+    for given, at in (
+        (TEXTS, [0, 1, 2]),
+        (TEXTS[::-1], [2, 1, 0]),
+        (TEXTS[1], [1]),
+        (ids, [0, 1, 2]),
+        (ids[0], [0]),
+    ):
+        for form in ("float", "base64", openai.NOT_GIVEN):
+            made = await api.embeddings.create(model=NAME, input=given, encoding_format=form)
+            assert made.model == NAME and [each.index for each in made.data] == [*range(len(at))]
+            found = [
+                np.frombuffer(base64.b64decode(each.embedding), np.float32)
+                if isinstance(each.embedding, str)
+                else each.embedding
+                for each in made.data
+            ]
+            np.testing.assert_allclose(found, [right[place] for place in at], rtol=1e-3, atol=1e-5)
+            num_tokens = sum(len(ids[place]) for place in at)
+            assert made.usage.prompt_tokens == made.usage.total_tokens == num_tokens
+    short = (await api.embeddings.create(model=NAME, input=TEXTS, dimensions=8)).data
+    head = np.array(right)[:, :8]
+    np.testing.assert_allclose(
+        [each.embedding for each in short],
+        head / np.linalg.norm(head, axis=1, keepdims=True),
+        rtol=1e-3,
+        atol=1e-5,
+    )
+
+
+async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_calls(
+    api: Any, caller: Http, embedder: Server
+) -> None:
+    names = [model.id async for model in api.models.list()]
+    assert names[0] == MODEL and names[-1] == NAME
+    card = await told(caller.get(f"/v1/models/{NAME}"))
+    assert card["root"] == NAME and card["max_model_len"] == embedder.services.embeddings.max_model_len > 0
+    claudes = await told(caller.get("/v1/models", headers={"anthropic-version": "2023-06-01"}))
+    assert NAME not in json.dumps(claudes)
+    for path, body in ((CHAT, BODY), (MESSAGES, BODY), ("/tokenize", {"prompt": "a"})):
+        error = (await told(caller.post(path, json=body | {"model": NAME}), 400))["error"]
+        assert MODEL in error["message"] and EMBEDDINGS in error["message"]
+    for name, status in ((MODEL, 400), ("shout", 400), ("nope", 404)):
+        with pytest.raises(openai.APIStatusError) as raised:
+            await api.embeddings.create(model=name, input="a")
+        assert raised.value.status_code == status and raised.value.param == "model"
+        assert f"`{NAME}`" in raised.value.message or NAME in raised.value.message
+    assert (await told(caller.post(EMBEDDINGS, json={"input": "a"})))["model"] == NAME, "none need be named"
+
+
+async def test_the_route_answers_as_the_document_says_whatever_is_sent(embedder: Server) -> None:
+    target, tally = Target(embedder.url, KEYS[1]), Tally()
+    step = Round("embeddings", 20, "examples,coverage,fuzzing", ("--include-path", EMBEDDINGS))
+    tally.add_report(await asyncio.to_thread(run_round, target, step, 1))
+    seen = await asyncio.to_thread(counted, target)
+    assert seen[EMBEDDINGS, 200] and seen[EMBEDDINGS, 400] and not tally.failures
+    assert not [entry for entry in seen if entry[1] >= 500]
+
+
+async def test_without_an_embedding_model_the_error_names_the_setting(http: Http) -> None:
+    error = (await told(http.post(EMBEDDINGS, json={"input": "a"}), 404))["error"]
+    assert "--embedding-model" in error["message"] and error["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({"input": ["a"] * 100_000}, 400, "max_embedding_inputs"),
+        ({"input": [[1]] * 2049}, 400, "max_embedding_inputs"),
+        ({"input": [1] * 400_000}, 400, "max_json_values"),
+        ({"input": [10**6]}, 400, "vocabulary"),
+        ({"input": [-1]}, 400, ""),
+        ({"input": [2**70]}, 400, ""),
+        ({"input": []}, 400, ""),
+        ({"input": [[]]}, 400, ""),
+        ({"input": ""}, 400, ""),
+        ({"input": "a " * 2_000_000}, 400, "max_prompt_chars"),
+        ({"input": [4] * 100_000}, 400, "context length"),
+        ({"input": None}, 400, "input"),
+        ({"input": {"text": "a"}}, 400, "input"),
+        ({"input": ["a", 1]}, 400, "input"),
+        ({}, 400, "input"),
+        ([], 400, ""),
+        ({"input": "a", "encoding_format": "bytes"}, 400, "encoding_format"),
+        ({"input": "a", "encoding_format": ["float"]}, 400, "encoding_format"),
+        ({"input": "a", "dimensions": 5}, 400, "Matryoshka"),
+        ({"input": "a", "dimensions": -1}, 400, ""),
+        ({"input": "a", "model": 7}, 400, "model"),
+        ({"input": "a", "truncate_prompt_tokens": 10**9}, 400, "truncat"),
+    ],
+    ids=range(22),
+)
+async def test_what_is_wrong_with_a_call_is_said_and_harms_no_other(
+    body: Any, status: int, word: str, caller: Http
+) -> None:
+    good, bad = await asyncio.gather(
+        told(caller.post(EMBEDDINGS, json={"input": "a"})),
+        told(caller.post(EMBEDDINGS, json=body), status),
+    )
+    assert len(good["data"]) == 1
+    assert bad["error"]["type"] == "invalid_request_error" and bad["error"]["message"]
+    assert word in bad["error"]["message"] + str(bad["error"]["param"])
+
+
+async def test_a_call_needs_a_key_and_a_place_among_its_owners_calls(
+    caller: Http, embedder: Server, monkeypatch: Patch
+) -> None:
+    services = embedder.services
+    async with Http(embedder.url) as stranger:
+        await told(stranger.post(EMBEDDINGS, json={"input": "a"}), 401)
+    async with Http(embedder.url, headers=bearer(KEYS[1])) as operator:
+        before = await metrics_of(operator, "overture_embedding")
+        usage = (await told(caller.post(EMBEDDINGS, json={"input": TEXTS})))["usage"]
+        after = await metrics_of(operator, "overture_embedding")
+    tokens, calls = "overture_embedding_prompt_tokens_total", "overture_embedding_seconds_count"
+    assert after[tokens] - before[tokens] == usage["prompt_tokens"] and after[calls] - before[calls] == 1
+    monkeypatch.setattr(services, "budgets", RequestBudgets(services.metrics, per_s=0.01, max_concurrent=1))
+    owner = services.keys.authenticate(KEYS[0]).owner
+    with services.budgets.enter(owner):
+        await told(caller.post(EMBEDDINGS, json={"input": "a"}), 429)
+    await told(caller.post(EMBEDDINGS, json={"input": "a"}), 429)
+
+
+async def test_a_killed_process_costs_a_retry_and_no_chat(caller: Http, embedder: Server) -> None:
+    model = embedder.services.embeddings
+    dead = process_of(embedder)
+    calling = asyncio.create_task(caller.post(EMBEDDINGS, json={"input": TEXTS * 300}))
+    await settle(lambda: model._link._calls)
+    dead.send_signal(signal.SIGKILL)
+    async with await calling as lost:
+        assert lost.status == 503 and int(lost.headers["Retry-After"]) > 0
+    error = (await told(caller.post(EMBEDDINGS, json={"input": "a"}), 503))["error"]
+    assert "again" in error["message"] and error["code"] == "starting"
+    assert (await told(caller.post(CHAT, json=BODY)))["choices"][0]["message"]["content"]
+    await settle(lambda: model.progress.state == "ready")
+    assert process_of(embedder).pid != dead.pid
+    await told(caller.post(EMBEDDINGS, json={"input": "a"}))
+
+
+async def test_a_model_that_cannot_be_loaded_turns_embeddings_off_and_nothing_else(
+    gateways: Gateways, tmp_path: Path, caplog: Log
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
+    server = await gateways(embedding_model=str(tmp_path), embedding_model_name="broken")
+    await settle(lambda: server.services.embeddings.progress.state == "closed")
+    line = next(each.message for each in caplog.records if "embeddings are off" in each.message)
+    assert "broken" in line and "\n" not in line
+    async with Http(server.url) as http:
+        error = (await told(http.post(EMBEDDINGS, json={"input": "a"}), 503))["error"]
+        assert "log says why" in error["message"]
+        await told(http.post(CHAT, json={"model": MODEL, "messages": HELLO, "max_tokens": 2}))
