@@ -3,6 +3,7 @@
 `uses.py` says how the lines are read. Source: vLLM 0.32.
 """
 
+from engine_bridge.driver.vllm_api.inventory_beside import BENCH_SIDE, EMBEDDING_SIDE
 from engine_bridge.driver.vllm_api.uses import owners
 
 # The names that an engine needs.
@@ -553,50 +554,4 @@ vllm.entrypoints.serve APIS
 vllm.entrypoints.serve.utils.api_utils APIS
     call get_max_tokens(max_model_len, max_tokens, input_length, default_sampling_params)
 """)
-# The names that an embedding model needs beyond those above.
-_EMBEDDING_SIDE = owners("""
-vllm.v1.engine.llm_engine:LLMEngine EMBEDDINGS
-    call add_request(request_id, prompt, params, *, priority)
-vllm.engine.arg_utils:EngineArgs EMBEDDINGS
-    call __init__(*, model, runner, scheduling_policy)
-vllm.outputs:PoolingRequestOutput EMBEDDINGS
-    read finished prompt_token_ids request_id
-vllm.renderers.chat_utils:ChatTemplateConfig EMBEDDINGS
-    call __init__()
-vllm.entrypoints.pooling.base.serving:PoolingBaseServing EMBEDDINGS
-    call __call__(request, raw_request)
-    look up in __call__: _prepare_generators
-    look up in _postprocessing: _build_response
-    look up in _prepare_generators: encode
-vllm.entrypoints.pooling.embed.serving:ServingEmbedding EMBEDDINGS
-    call __init__(engine_client, models, *, request_logger, chat_template_config)
-    override _build_response(ctx)
-vllm.entrypoints.pooling.typing:PoolingServeContext EMBEDDINGS
-    read final_res_batch
-vllm.entrypoints.pooling.embed.protocol:EmbeddingCompletionRequest EMBEDDINGS
-vllm.entrypoints.pooling.embed.protocol:EmbeddingResponse EMBEDDINGS
-""")
-# The names that benches use beyond the server: vLLM's own queues, loading and arithmetic, to be measured beside ours.
-_BENCH_SIDE = owners("""
-vllm.v1.core.sched.scheduler:Scheduler BENCHES
-    write policy
-vllm.v1.request:Request BENCHES
-    call from_engine_core_request(request, block_hasher)
-vllm.v1.engine.llm_engine:LLMEngine BENCHES
-    read model_executor
-vllm.lora.worker_manager:LRUCacheWorkerLoRAManager BENCHES
-    call list_adapters()
-vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU BENCHES
-    call __init__(max_num_batched_tokens, max_batches, device)
-vllm.v1.executor.uniproc_executor:UniProcExecutor BENCHES
-    replace execute_model
-# The emulated node: what vLLM's scheduler is built from, without an engine.
-vllm.utils.hashing BENCHES
-    read sha256_cbor
-vllm.v1.core.kv_cache_utils BENCHES
-    read init_none_hash BlockHash
-vllm.v1.kv_cache_interface:FullAttentionSpec BENCHES
-vllm.v1.kv_cache_interface:KVCacheGroupSpec BENCHES
-vllm.v1.outputs:ModelRunnerOutput BENCHES
-""")
-ALL = (*ENGINE_SIDE, *SERVING_SIDE, *_EMBEDDING_SIDE, *_BENCH_SIDE)
+ALL = (*ENGINE_SIDE, *SERVING_SIDE, *EMBEDDING_SIDE, *BENCH_SIDE)
