@@ -47,6 +47,8 @@ class HostTier:
         """The weights of tenants, where a weight is not 1."""
         self.live: Counter[GroupId] = Counter()
         """Number of requests in the engine, by group; the group may hold no block yet."""
+        self.running: Counter[GroupId] = Counter()
+        """The part of these that computes; the others wait."""
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
@@ -72,6 +74,7 @@ class HostTier:
         self.live[group] -= 1
         if self.live[group] <= 0:
             del self.live[group]
+            self.running.pop(group, None)
             self._returns.left(group, self._clock())
 
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
@@ -210,6 +213,7 @@ class HostTier:
             num_uses=self._returns.num_requests(group.id),
             is_over=group.is_over,
             is_live=group.id in self.live,
+            is_waiting=self.live.get(group.id, 0) > self.running.get(group.id, 0),
             expected_s=group.expected_s,
             usual_pause_s=self._returns.usual_pause_s,
         )

@@ -334,6 +334,11 @@ class KvStore:
                 if self._disk is not None:
                     self._disk.weights[owner_tag(tenant)] = weight
 
+    def runs(self, group: str, *, tenant: str = "", is_running: bool) -> None:
+        """Note that a request that had entered, and waited, runs from now on; or that it waits again."""
+        with self._lock:
+            self._host.running[tenant, group] += 1 if is_running else -1
+
     def leave(self, group: str, *, tenant: str = "") -> None:
         """Note that a request that had entered has ended."""
         with self._lock:
@@ -343,6 +348,7 @@ class KvStore:
         """Note that the engine has ended with all of its requests."""
         with self._lock:
             self._host.live.clear()
+            self._host.running.clear()
 
     def end(self, group: str, *, tenant: str = "") -> None:
         """Note that this session has ended for good: its KV leaves host memory first."""

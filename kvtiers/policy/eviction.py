@@ -29,6 +29,7 @@ class GroupFacts:
         expected_s: when an advisory expects its request, on the clock of `now`; None without an advisory.
         is_over: whether it was deleted.
         is_live: whether a request of it is in the engine; if that is preempted, it needs this KV for certain.
+        is_waiting: whether one of these waits to start, so that it needs this KV soon, as far as the device has lost it.
         usual_pause_s: the usual pause of sessions between two requests.
     """
 
@@ -38,6 +39,7 @@ class GroupFacts:
     num_uses: int
     is_over: bool = False
     is_live: bool = False
+    is_waiting: bool = False
     expected_s: float | None = None
     usual_pause_s: float = ASSUMED_PAUSE_S
 
@@ -107,8 +109,10 @@ class ByValue:
 
     def likelihood(self, facts: GroupFacts, now: float) -> float:
         """Return the likelihood of a request soon as a power of two: a logarithm, so that hours of idleness do not all round to 0."""
-        if facts.expected_s is not None and now <= facts.expected_s + LATE_AT_MOST_S:
-            return float(NUM_BANDS)  # announced: its last band outlives any other session's first
+        if facts.is_waiting or (facts.expected_s is not None and now <= facts.expected_s + LATE_AT_MOST_S):
+            return float(
+                NUM_BANDS
+            )  # asked for or announced: its last band outlives any other session's first
         if facts.is_live:
             return 0.0
         idle_s = max(now - facts.last_used_s, 0.0)

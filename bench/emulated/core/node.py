@@ -129,6 +129,7 @@ class EmulatedNode:
             POLICIES[policy] if isinstance(policy, str) else policy,
             num_tokens=engine.num_tokens,
             num_blocks=engine.num_tokens // engine.block_tokens,
+            num_host_tokens=self.tiers.hollow.num_host_blocks * engine.block_tokens if self.tiers else 0,
             layout=one_group(engine.block_tokens),
             is_ready=scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,

@@ -53,6 +53,7 @@ class Known:
 
     request: NewRequest
     entered: str | None = None
+    runs: bool = False
     has_looked: bool = False
     restore: Restore | None = None
     num_offered: int | None = None

@@ -369,6 +369,7 @@ class Restores:
         block_ids: a list for each group of layers.
         """
         known = self._known[request_id]
+        self._runs(known, is_running=True)
         restore = known.restore
         num_blocks = num_loaded_tokens // (restore.block_tokens(self._block_size) if restore else 1)
         if is_resumed:
@@ -390,12 +391,20 @@ class Restores:
         if known is None:
             return
         self._release(known)
+        self._runs(known, is_running=False)
         store = self._tiers.usable_store
         if known.entered is not None and store is not None:
             store.leave(known.entered, tenant=known.request.tenant)
         # An output that ends a request is built before this; an aborted request has no further output.
         if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
             self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
+
+    def _runs(self, known: Known, *, is_running: bool) -> None:
+        """Tell the store whether a request computes or waits: one that waits needs its KV in host memory most."""
+        store = self._tiers.usable_store
+        if known.entered is not None and store is not None and known.runs != is_running:
+            known.runs = is_running
+            store.runs(known.entered, tenant=known.request.tenant, is_running=is_running)
 
     def _release(self, known: Known) -> None:
         if known.restore is not None:
@@ -429,6 +438,8 @@ class Restores:
         """
         store, costs = self._tiers.usable_store, self._tiers.swap_or_recompute()
         known = self._known.get(request_id)
+        if known is not None:
+            self._runs(known, is_running=False)
         if known is None or store is None or costs is None:
             return None
         last = num_computed_tokens // self._block_size

@@ -30,6 +30,9 @@ class TierStore(Protocol):
     def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
         """Note that a request of this group is in the engine."""
 
+    def runs(self, group: str, *, tenant: str = "", is_running: bool) -> None:
+        """Note that a request of this group that waited runs from now on, or the other way round."""
+
     def leave(self, group: str, *, tenant: str = "") -> None:
         """Note that a request of this group has ended."""
 

@@ -187,6 +187,7 @@ class Dispatcher:
     Args:
         policy: has been told nothing yet; is told everything through this object.
         num_tokens: tokens that requests may hold together.
+        num_host_tokens: what host memory holds besides.
         are_copied_back: whether preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
         pauses: has others wait for urgent requests, if the policy minds priorities; None: no request is paused.
@@ -201,6 +202,7 @@ class Dispatcher:
         refits: Refits,
         *,
         num_tokens: int,
+        num_host_tokens: int = 0,
         are_copied_back: bool = False,
         pacer: Pacer | None = None,
         pauses: Pauses | None = None,
@@ -218,7 +220,7 @@ class Dispatcher:
         self.load = LoadTracker()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
-        self.programs = Programs(num_tokens if policy.bounds_programs else math.inf)
+        self.programs = Programs(num_tokens if policy.bounds_programs else math.inf, num_host_tokens)
         self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch

@@ -14,8 +14,9 @@ import msgspec
 
 from engine_bridge.policy.scheduling.queue_policy import Waiting
 
-# Tokens of all programs inside together, as a share of the device's. Chosen: some are always away with their tools (`bench.emulated agents`).
-HELD_SHARE = 1.2
+# Tokens of all programs inside together: as a share of the device's, since some are always away with their tools, and as a share of the device's
+# and host memory's together, since each holds much that the other has, too. Chosen: `bench.emulated agents`.
+DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
 # A program that has gone away and was not announced to come back is over after this time. Chosen: the word comes with the end of its answer.
 UNANNOUNCED_S = 0.5
 # After so many turns a program waits with the new ones again, so that endless ones keep nobody out. Chosen: five times as many as agents take.
@@ -44,10 +45,15 @@ class Program:
 
 
 class Programs:
-    """The programs of one engine. num_tokens: what its device holds; one caller, in order of time."""
+    """The programs of one engine; one caller, in order of time.
 
-    def __init__(self, num_tokens: float) -> None:
-        self._room = HELD_SHARE * num_tokens
+    Args:
+        num_tokens: what its device holds; infinite: every program is let in.
+        num_host_tokens: what host memory holds besides.
+    """
+
+    def __init__(self, num_tokens: float, num_host_tokens: float = 0.0) -> None:
+        self._room = min(DEVICE_SHARE * num_tokens, HELD_SHARE * (num_tokens + num_host_tokens))
         self._inside: dict[str, Program] = {}
         self._program_of: dict[str, str] = {}
         """Of each request of a program inside."""

@@ -420,6 +420,11 @@ class VllmDriver:
             log.info("step times come from %s", profile.summary)
         return profile
 
+    def _num_host_tokens(self) -> int:
+        """Return the tokens whose KV host memory holds; 0 without tiers."""
+        store = self._tiers.store if self._tiers is not None else None
+        return int(store.num_host_blocks / self.layout.blocks_per_token) if store is not None else 0
+
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
         from engine_bridge.core.scheduling.pauses import Pauses
         from engine_bridge.driver.scheduling.pace import Pace
@@ -430,6 +435,7 @@ class VllmDriver:
             POLICIES[config.scheduling_policy],
             num_tokens=self.capacity_tokens,
             num_blocks=self._block_pool.num_gpu_blocks - 1,
+            num_host_tokens=self._num_host_tokens(),
             layout=self.layout,
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._prefixes.num_cached_tokens,

@@ -120,6 +120,7 @@ class Scheduling:
         make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
         num_tokens: the most tokens that requests may hold together.
         num_blocks: the device's blocks.
+        num_host_tokens: tokens whose KV host memory holds; 0 without one.
         layout: says how many of them a request of a given length holds.
         is_ready: returns whether a waiting request may start as far as its adapter and its grammar are concerned.
         num_cached_tokens: returns how many leading tokens of a waiting request need not be computed.
@@ -142,6 +143,7 @@ class Scheduling:
         *,
         num_tokens: int,
         num_blocks: int,
+        num_host_tokens: int = 0,
         layout: KvLayout,
         is_ready: Callable[[Any], bool],
         num_cached_tokens: Callable[[Any], int] = lambda request: 0,
@@ -185,6 +187,7 @@ class Scheduling:
                 rule=RULES[lane_rule],
             ),
             num_tokens=num_tokens,
+            num_host_tokens=num_host_tokens,
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
             pauses=pauses,

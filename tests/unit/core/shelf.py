@@ -66,6 +66,9 @@ class Shelf:
     def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
         self.live[tenant, group] += 1
 
+    def runs(self, group: str, *, tenant: str = "", is_running: bool) -> None:
+        """Nothing is evicted here by what runs."""
+
     def leave(self, group: str, *, tenant: str = "") -> None:
         self.live[tenant, group] -= 1
         assert self.live[tenant, group] >= 0

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.core.scheduling.programs import HELD_SHARE, MAX_TURNS, UNANNOUNCED_S, Programs
+from engine_bridge.core.scheduling.programs import (
+    DEVICE_SHARE,
+    HELD_SHARE,
+    MAX_TURNS,
+    UNANNOUNCED_S,
+    Programs,
+)
 from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.scheduling.queue_policy import StepRoom, Waiting
 from engine_bridge.protocol.engine_request import LengthGuess
 
 ROOM = 1000
-NUM_TOKENS = int(ROOM / HELD_SHARE)
+NUM_TOKENS = ROOM / DEVICE_SHARE
 
 
 def turn(name: str, number: int = 0, num_tokens: int = 400, tenant: str = "", **fields: object) -> Waiting:
@@ -32,7 +38,7 @@ def begin(programs: Programs, name: str, now: float = 0.0, **fields: object) -> 
 
 
 def test_no_more_programs_are_let_in_than_the_device_holds() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     assert begin(programs, "a") and begin(programs, "b")
     assert not begin(programs, "c") and "c0" in programs and programs.num_outside == 1
     programs.ended("a0", 400, 1.0)
@@ -44,7 +50,7 @@ def test_no_more_programs_are_let_in_than_the_device_holds() -> None:
 
 
 def test_a_program_that_was_not_announced_to_come_back_is_over() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a"), begin(programs, "b")
     begin(programs, "c")
     programs.ended("b0", 400, 1.0)
@@ -52,7 +58,7 @@ def test_a_program_that_was_not_announced_to_come_back_is_over() -> None:
 
 
 def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a", 3.0), begin(programs, "b", 4.0)
     programs.ended("a0", 400, 5.0)
     come = programs.came(turn("a", 1, 900), 6.0)
@@ -61,15 +67,21 @@ def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> 
     assert lost.program_s == 7.0 and programs.may_start("x1", 7.0), "its beginning was before a restart"
 
 
+def test_with_little_host_memory_fewer_programs_are_let_in() -> None:
+    programs = Programs(NUM_TOKENS, 100)
+    assert (NUM_TOKENS + 100) * HELD_SHARE < 800
+    assert begin(programs, "a") and not begin(programs, "b")
+
+
 @pytest.mark.parametrize("fields", [{"priority": -1}, {"is_background": True}])
 def test_urgent_and_background_requests_wait_for_no_program(fields: dict[str, object]) -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a"), begin(programs, "b")
     assert begin(programs, "c", **fields)
 
 
 def test_where_nothing_is_at_work_the_next_program_enters_however_full_it_is() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     assert begin(programs, "huge", num_tokens=5 * ROOM)
     assert not begin(programs, "b")
     programs.ended("huge0", 5 * ROOM, 1.0)
@@ -78,7 +90,7 @@ def test_where_nothing_is_at_work_the_next_program_enters_however_full_it_is() -
 
 
 def test_a_tenant_with_fewer_tokens_inside_goes_first() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     assert begin(programs, "a", tenant="ada") and begin(programs, "b", tenant="ada")
     assert not begin(programs, "c", tenant="ada") and not begin(programs, "d", tenant="eve")
     assert programs.waits_for(turn("c", tenant="ada")) != programs.waits_for(turn("d", tenant="eve"))
@@ -87,7 +99,7 @@ def test_a_tenant_with_fewer_tokens_inside_goes_first() -> None:
 
 
 def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a"), begin(programs, "b")
     for number in range(1, MAX_TURNS):
         programs.ended(f"a{number - 1}", 400, number)
@@ -100,7 +112,7 @@ def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:
 
 
 def test_a_request_that_leaves_while_it_waits_is_forgotten() -> None:
-    programs = Programs(NUM_TOKENS)
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a"), begin(programs, "b"), begin(programs, "c")
     programs.ended("c0", 390, 1.0)
     assert programs.num_outside == 0 and "c0" not in programs and len(programs) == 2

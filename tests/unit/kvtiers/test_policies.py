@@ -37,6 +37,8 @@ def test_every_layer_of_a_request_in_the_engine_outlives_the_same_layer_of_other
         keep = first_layer(band, 8)
         assert victims.index(Victim("chat", keep)) < victims.index(Victim("live", keep))
     assert order(live, group("announced", 500, expected_s=1001.0))[-1].group == "announced"
+    waits = group("waits", 500, is_live=True, is_waiting=True)
+    assert [victim.group for victim in order(waits, live)[-NUM_BANDS:]] == ["waits"] * NUM_BANDS
 
 
 @given(

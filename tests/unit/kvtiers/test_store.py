@@ -215,6 +215,18 @@ def test_the_kv_of_requests_outlives_that_of_other_sessions(make: Callable[..., 
     assert tiers.restore("runs", KEYS[:4])[0] < 4
 
 
+def test_the_kv_of_a_request_that_waits_outlives_that_of_one_that_runs(make: Callable[..., Tiers]) -> None:
+    tiers = make(host_blocks=8, disk_bytes=0)
+    for name, first in (("runs", 0), ("waits", 4)):
+        tiers.store.enter(name)
+        tiers.store.runs(name, is_running=True)
+        tiers.save(name, KEYS[first : first + 4])
+    tiers.store.runs("waits", is_running=False)  # it was preempted
+    tiers.save("new", KEYS[8:12])
+    assert tiers.restore("waits", KEYS[4:8]) == (4, 0)
+    assert tiers.restore("runs", KEYS[:4])[0] < 4
+
+
 def test_a_weight_of_three_holds_three_times_as_much(make: Callable[..., Tiers]) -> None:
     tiers = make(host_blocks=12, disk_bytes=0)
     tiers.store.enter("big", tenant="ada", weight=3.0)
