@@ -60,6 +60,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         priority: lower first; a client's, checked.
         turn: of a request with tools: `begins` where a person's message or another program asks, `continues` where it brings tools' results; "" for a
             request without tools.
+        keeps_ids: whether the gateway stores the ids of an API call's prompt and answer.
         asked: facts about its text from which its answer's length is predicted; the question itself only where a user's own predictor reads it.
         kv_from: another node's address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
         traceparent: the W3C name of the gateway's span that the request belongs to; "" where no trace is kept.
@@ -84,6 +85,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     priority: int = 0
     turn: Literal["", "begins", "continues"] = ""
+    keeps_ids: bool = False
     asked: Asked = NOTHING_ASKED
     kv_from: str = ""
     traceparent: str = ""

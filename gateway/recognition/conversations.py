@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from gateway.access.shares import Shares
 from gateway.recognition.fingerprints import Answer, Fingerprint, State
-from gateway.recognition.session_names import SessionName
+from gateway.recognition.session_names import MADE, SessionName
 
 How = Literal["named", "continued", "retried", "rewritten", "new"]
 # Conversations that are kept for one tenant, and for all: some 20 MB. Chosen.
@@ -41,6 +41,11 @@ class Conversation:
         self.answer: Answer | None = None
         self.calls_tools = False
 
+    @property
+    def key(self) -> str:
+        """Its name apart from those of other tenants."""
+        return _key(self.scope[0], self.session_id)
+
 
 class Recognised(NamedTuple):
     """A call's conversation, and how it was recognised."""
@@ -62,12 +67,12 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._by_session)
 
-    def began(self, tenant: str, name: SessionName, found: Fingerprint) -> Recognised:
-        """Return the conversation of a call that begins now. `ended` follows."""
+    def began(self, tenant: str, name: SessionName, found: Fingerprint, proposed: str = "") -> Recognised:
+        """Return the conversation of a call that begins now. `ended` follows. proposed: the name of a new session that the client has not named."""
         scope = (tenant, name.name)
         conversation, how = self._find(scope, name, found)
         if conversation is None:
-            conversation = self._add(scope, found)
+            conversation = self._add(scope, found, proposed)
         else:
             self._move(conversation, found)
         conversation.num_running += 1
@@ -88,8 +93,9 @@ class Conversations:
                 return min(likely, key=lambda each: each.num_running), "continued"
             # A client may have changed the answer before it sent it back.
             return (known[0], "continued") if len(known) == 1 else (None, "new")
+        state = found.state
         for each in self._at.get((scope, found.prefixes[-1]), ()):
-            if each.answer is None and not each.num_running and each.state == found.state:
+            if each.answer is None and not each.num_running and each.state == state:
                 return each, "retried"
         if name.name and name.source != "prompt_cache_key":  # many clients may share such a key
             for each in self._named.get(scope, ()):
@@ -111,17 +117,17 @@ class Conversations:
 
     # -- keeping -----------------------------------------------------------------------------------------------------
 
-    def _add(self, scope: Scope, found: Fingerprint) -> Conversation:
+    def _add(self, scope: Scope, found: Fingerprint, proposed: str) -> Conversation:
         tenant, name = scope
         own = self._named.setdefault(scope, []) if name else []
-        taken = {each.session_id for each in own}
-        is_first = name and name not in taken
-        session_id = name if is_first else f"auto-{uuid.uuid4().hex}"
+        session_id = name or proposed
+        if not session_id or _key(tenant, session_id) in self._by_session:
+            session_id = f"{MADE}{uuid.uuid4().hex}"
         conversation = Conversation(scope, session_id, found)
         own.append(conversation)
-        self._by_session[_key(conversation)] = conversation
+        self._by_session[conversation.key] = conversation
         self._at.setdefault((scope, conversation.state.prefix), []).append(conversation)
-        if (loser := self._shares.put(_key(conversation), tenant)) is not None:
+        if (loser := self._shares.put(conversation.key, tenant)) is not None:
             self._drop(self._by_session[loser])
         return conversation
 
@@ -129,7 +135,7 @@ class Conversations:
         self._take_out(conversation)
         conversation.state, conversation.opening = found.state, found.opening
         self._at.setdefault((conversation.scope, conversation.state.prefix), []).append(conversation)
-        self._shares.touch(_key(conversation))
+        self._shares.touch(conversation.key)
 
     def _take_out(self, conversation: Conversation) -> None:
         key = (conversation.scope, conversation.state.prefix)
@@ -138,7 +144,7 @@ class Conversations:
             del self._at[key]
 
     def _drop(self, conversation: Conversation) -> None:
-        del self._by_session[_key(conversation)]
+        del self._by_session[conversation.key]
         self._take_out(conversation)
         own = self._named.get(conversation.scope, [])
         if conversation in own:
@@ -147,5 +153,5 @@ class Conversations:
                 del self._named[conversation.scope]
 
 
-def _key(conversation: Conversation) -> str:
-    return f"{conversation.scope[0]}\0{conversation.session_id}"
+def _key(tenant: str, session_id: str) -> str:
+    return f"{tenant}\0{session_id}"

@@ -39,12 +39,14 @@ class SessionCall:
         session_id: the session's name for the node.
         model: the adapter that it names; None for the base model.
         conversation: None for a session that is stored, whose client named it.
+        is_over: whether its end was noted.
     """
 
     owner: str
     session_id: str
     model: str | None
     conversation: Conversation | None = None
+    is_over: bool = False
 
 
 class Recognition:
@@ -65,7 +67,15 @@ class Recognition:
         self._away: OrderedDict[tuple[str, str], tuple[frozenset[str], float]] = OrderedDict()
 
     async def began(
-        self, owner: str, api: Api, headers: Mapping[str, str], body: Any, model: str | None, session_id: str
+        self,
+        owner: str,
+        api: Api,
+        headers: Mapping[str, str],
+        body: Any,
+        model: str | None,
+        session_id: str,
+        *,
+        is_named: bool,
     ) -> SessionCall | None:
         """Return a call's session; None for a call that belongs to none. `ended` follows. Never raises: a call is answered without one, too.
 
@@ -76,12 +86,13 @@ class Recognition:
             body: as the client sent it, with a stored history in front.
             model: the adapter that it names; None for the base model.
             session_id: the stored session that it belongs to; "" for none.
+            is_named: whether it was the client who named that session; a session that was made for this call alone is only a proposal.
         """
         if api in COUNTING_APIS or not isinstance(body, dict):
             return None
         try:
             call, how = SessionCall(owner, session_id, model), "stored"
-            if not session_id:
+            if not is_named:
                 length = headers.get("Content-Length", "")
                 is_short = length.isdigit() and int(length) <= INLINE_BYTES
                 found = (
@@ -90,7 +101,7 @@ class Recognition:
                 if found is None:
                     return None
                 name = session_name(headers, body)
-                call.conversation, how = self.conversations.began(tenant_of(owner), name, found)
+                call.conversation, how = self.conversations.began(tenant_of(owner), name, found, session_id)
                 call.session_id = call.conversation.session_id
             self._metrics.session_calls.labels(how).inc()
             self.counts[how] += 1
@@ -101,9 +112,10 @@ class Recognition:
         return call
 
     def ended(self, call: SessionCall | None, reader: AnswerReader) -> None:
-        """Note a call's answer, as far as it came; and announce the session's return if the answer calls tools. Never raises."""
-        if call is None:
+        """Note a call's answer, as far as it came, and announce the session's return if it calls tools. Only the first end counts. Never raises."""
+        if call is None or call.is_over:
             return
+        call.is_over = True
         try:
             tools = reader.tools if reader.is_complete else {}
             if call.conversation is not None:
@@ -123,6 +135,8 @@ class Recognition:
         self._away[call.owner, call.session_id] = tools, self._clock()
         if len(self._away) > MAX_AWAY:
             self._away.popitem(last=False)
+        if self._advisories.expects(call.owner, call.session_id):
+            return  # the client has said more
         back = self.pauses.expected(tenant_of(call.owner), tools)
         wanted = AdvisoryRequest(
             session_id=call.session_id,
@@ -131,6 +145,8 @@ class Recognition:
             ttl_s=min(back.latest_s, MAX_TTL_S),
         )
         try:
-            self._advisories.submit(call.owner, wanted, "tool_pause", probability=LIKELY_BACK)
+            # In a share of their own: what the client announces itself has its places and its rate.
+            client = f"tools {call.owner}"
+            self._advisories.submit(call.owner, wanted, "tool_pause", client=client, probability=LIKELY_BACK)
         except GatewayError as error:
             log.debug("the return of a session was not announced: %s", error.code)

@@ -25,6 +25,8 @@ HEADERS = (
     "X-Session-Affinity",
     "X-Dynamo-Session-Id",
 )
+# How the names begin of sessions that no client has named.
+MADE = "auto-"
 # Longer names are of no use to anybody: the engine keeps them for as long as the session's KV.
 MAX_NAME_CHARS = 128
 # Claude Code's older form of `metadata.user_id`: user_<hash>_account_<uuid>_session_<uuid>.
@@ -44,7 +46,8 @@ UNNAMED = SessionName("", "none")
 def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> SessionName:
     """Return the name of a call's session by the first field that holds one. Fields that are malformed or too long are passed over."""
     for name, source in _names(headers, body):
-        if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable():
+        is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+        if is_name and not name.startswith(MADE):
             return SessionName(name, source)
     return UNNAMED
 

@@ -60,7 +60,12 @@ async def messages_loop(server: Server, *, stream: bool) -> None:
         assert (await client.messages.create(messages=messages, **wish)).content
 
 
-async def responses_loop(server: Server, *, stream: bool) -> None:
+async def stored_responses_loop(server: Server, *, stream: bool) -> None:
+    """The same, with each response kept, as that API does by itself."""
+    await responses_loop(server, stream=stream, store=True)
+
+
+async def responses_loop(server: Server, *, stream: bool, store: bool = False) -> None:
     """The same in OpenAI's Responses API, whose client keeps the items."""
     tools: Any = [{"type": "function", **ABOUT, "parameters": SCHEMA}]
     items: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -70,7 +75,7 @@ async def responses_loop(server: Server, *, stream: bool) -> None:
             "temperature": 0,
             "max_output_tokens": 96,
             "tools": tools,
-            "store": False,
+            "store": store,
         }
         if stream:
             async with client.responses.stream(input=items, **wish) as events:
@@ -84,7 +89,7 @@ async def responses_loop(server: Server, *, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop])
+@pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop, stored_responses_loop])
 async def test_each_loop_is_one_session_whose_return_is_announced(
     server: Server, http: Http, loop: Any, stream: bool
 ) -> None:
@@ -95,11 +100,12 @@ async def test_each_loop_is_one_session_whose_return_is_announced(
     assert services.recognition.counts - before == Counter(new=1, continued=1)
     assert len(services.recognition.conversations) == known + 1
     (trail, *_) = services.advisories.trails.of("local")
-    assert trail.source == "tool_pause" and trail.session_id.startswith("auto-")
+    is_stored = loop is stored_responses_loop
+    assert trail.source == "tool_pause" and trail.session_id.startswith("auto-") != is_stored
     async with asyncio.timeout(20):
         while trail.states[-1].state not in ("hit", "late"):
             await asyncio.sleep(0.05)
             (trail, *_) = services.advisories.trails.of("local")
-    assert await (await http.get("/api/sessions")).json() == sessions, "nothing is stored"
+    assert (await (await http.get("/api/sessions")).json() == sessions) != is_stored, "nothing else is stored"
     state = await (await http.get("/v1/engine/state")).json()
     assert state["calls_by_session"]["continued"] == services.recognition.counts["continued"]

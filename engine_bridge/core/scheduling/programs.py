@@ -1,12 +1,17 @@
 """Programs: agents' turns that belong together because tools stand between them, and how many may be under way at once. Pure.
 
 A program begins with a request that may call tools and continues with each request that brings their results. Between its turns its KV is worth
-keeping, so no more programs are let in than the device can hold together: a new one waits rather than push out one that is half done, which would
-then compute or restore its whole context at each of its turns. A tenant with fewer tokens inside goes first.
+keeping, so no more programs are let in than the device and host memory can hold together: a new one waits rather than push out one that is half done,
+which would then compute or restore its whole context at each of its turns.
+
+Nothing starves: each tenant may fill its share of the room whatever others hold, and where a tenant's first one has waited for `LEAK_S` without any
+other of its tenant being let in, it is let in however full the room is.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -19,8 +24,14 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
 # A program that has gone away and was not announced to come back is over after this time. Chosen: the word comes with the end of its answer.
 UNANNOUNCED_S = 0.5
+# Nobody keeps a place by an announcement for longer. Chosen: nineteen of twenty tools have answered long before.
+ANNOUNCED_AT_MOST_S = 60.0
 # After so many turns a program waits with the new ones again, so that endless ones keep nobody out. Chosen: five times as many as agents take.
 MAX_TURNS = 50
+# Seconds after which a request is let in whose tenant had none let in meanwhile. Chosen: a person's patience.
+LEAK_S = 30.0
+# Seconds between two looks for programs that are over. Chosen: a thousand are looked at in a tenth of a millisecond.
+LOOK_EVERY_S = 0.1
 
 
 @dataclass(slots=True)
@@ -37,7 +48,7 @@ class Program:
 
     tenant: str
     began_s: float
-    num_tokens: int
+    num_tokens: int = 0
     num_active: int = 0
     num_turns: int = 0
     left_s: float | None = None
@@ -48,7 +59,7 @@ class Programs:
     """The programs of one engine; one caller, in order of time.
 
     Args:
-        num_tokens: what its device holds; infinite: every program is let in.
+        num_tokens: what its device holds; infinite: programs are of no account.
         num_host_tokens: what host memory holds besides.
     """
 
@@ -59,9 +70,24 @@ class Programs:
         """Of each request of a program inside."""
         self._outside: dict[str, Waiting] = {}
         """Requests that may begin a program, in order of arrival."""
+        self._came_s: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+        """Tokens of the programs inside, by tenant."""
+        self._num_waiting: Counter[str] = Counter()
+        """Requests outside, by tenant."""
+        self._weights: dict[str, float] = {}
+        """Of tenants with a program inside or a request outside."""
+        self._entered_s: dict[str, float] = {}
+        """When a tenant's last program was let in, of tenants with requests outside."""
+        self._num_active = 0
+        self._look_s = 0.0
 
     def __len__(self) -> int:
         return len(self._inside)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request waits to begin a program."""
+        return request_id in self._outside
 
     @property
     def num_outside(self) -> int:
@@ -71,91 +97,118 @@ class Programs:
     def came(self, request: Waiting, now: float) -> Waiting:
         """Return a request with what the queue needs to know of its program.
 
-        One that continues a program inside starts in the order of programs. One that begins a program waits with the others of its tenant until
-        `may_start` lets it in.
+        One that continues a program inside starts in the order of programs. One that begins a program, or continues one that is not inside, waits
+        until `may_start` lets it in.
         """
         name = request.program
-        if not name or request.priority < 0 or request.is_background:
+        if not name or request.priority < 0 or request.is_background or self._room == math.inf:
             return request
+        if now >= self._look_s:
+            self._forget_gone(now)
         program = self._inside.get(name)
-        if request.continues and (program is None or program.num_turns < MAX_TURNS):
-            if program is None:
-                program = self._inside[name] = Program(request.tenant, now, 0)
+        if program is not None and request.continues and program.num_turns < MAX_TURNS:
             self._enter(program, request)
             return msgspec.structs.replace(request, program_s=program.began_s)
         if program is not None and not program.num_active:
-            del self._inside[name]
+            self._drop(name)
         self._outside[request.request_id] = request
+        self._came_s[request.request_id] = now
+        self._num_waiting[request.tenant] += 1
+        self._weights[request.tenant] = request.weight
+        self._entered_s.setdefault(request.tenant, now)
         return request
 
     def waits_for(self, request: Waiting) -> Hashable:
-        """Return what a request waits for before it may start: with others of its tenant to begin a program, or for what it names itself."""
-        return ("program", request.tenant) if request.request_id in self._outside else request.waits_for
-
-    def __contains__(self, request_id: str) -> bool:
-        """Return whether a request waits to begin a program."""
-        return request_id in self._outside
+        """Return what a request waits for before it may start: with others of its kind to begin a program, or for what it names itself."""
+        if request.request_id in self._outside:
+            return "program", request.tenant, request.priority, request.waits_for
+        return request.waits_for
 
     def may_start(self, request_id: str, now: float) -> bool:
         """Return whether a request may start as far as programs are concerned; the first True lets its program in."""
         request = self._outside.get(request_id)
         if request is None:
             return True
-        self._forget_gone(now)
-        num_tokens = request.num_prompt_tokens + request.guess.p50
-        held = sum(each.num_tokens for each in self._inside.values())
-        is_idle = not any(each.num_active for each in self._inside.values())
-        if not is_idle and (held + num_tokens > self._room or not self._is_next(request.tenant)):
+        if now >= self._look_s:
+            self._forget_gone(now)
+        tenant, num_tokens = request.tenant, _size(request)
+        since_s = max(self._came_s[request_id], self._entered_s[tenant])
+        has_room = self._held.total() + num_tokens <= self._room
+        may = has_room or self._has_share(tenant, num_tokens) or now - since_s >= LEAK_S
+        if self._num_active and not may:
             return False
-        del self._outside[request_id]
+        self._entered_s[tenant] = now
+        self._leave(request_id)
         program = self._inside.get(request.program)
         if program is None:
-            program = self._inside[request.program] = Program(request.tenant, now, 0)
+            program = self._inside[request.program] = Program(tenant, now)
+            self._weights[tenant] = request.weight
         self._enter(program, request)
         return True
 
     def ended(self, request_id: str, num_tokens: int, now: float) -> None:
         """Note that a request has left, with this many tokens of context. One that belongs to no program is ignored."""
-        self._outside.pop(request_id, None)
+        if request_id in self._outside:
+            self._leave(request_id)
         name = self._program_of.pop(request_id, None)
         program = self._inside.get(name) if name is not None else None
         if program is None:
             return
         program.num_active -= 1
-        program.num_tokens = num_tokens
+        self._num_active -= 1
+        self._resize(program, num_tokens)
         if not program.num_active:
             program.left_s = now
 
-    def announced(self, name: str, until_s: float) -> None:
+    def announced(self, name: str, until_s: float, now: float) -> None:
         """Note that a program comes back, by this time if at all. One that is not inside is ignored."""
         program = self._inside.get(name)
         if program is not None:
-            program.until_s = until_s
+            program.until_s = min(until_s, now + ANNOUNCED_AT_MOST_S)
+
+    def _has_share(self, tenant: str, num_tokens: int) -> bool:
+        """Return whether a tenant stays within its share of the room with this many tokens more, whatever others hold."""
+        share = self._weights[tenant] / sum(self._weights.values())
+        return self._held[tenant] + num_tokens <= share * self._room
 
     def _enter(self, program: Program, request: Waiting) -> None:
         self._program_of[request.request_id] = request.program
         program.num_active += 1
+        self._num_active += 1
         program.num_turns += 1
-        program.left_s = None
-        program.until_s = 0.0
-        program.num_tokens = request.num_prompt_tokens + request.guess.p50
+        program.left_s, program.until_s = None, 0.0
+        self._resize(program, _size(request))
 
-    def _is_next(self, tenant: str) -> bool:
-        """Return whether no other tenant that waits has fewer tokens inside."""
-        tenants = {each.tenant for each in self._outside.values()}
-        if len(tenants) < 2:
-            return True
-        held = dict.fromkeys(tenants, 0)
-        for each in self._inside.values():
-            if each.tenant in held:
-                held[each.tenant] += each.num_tokens
-        return held[tenant] <= min(held.values())
+    def _resize(self, program: Program, num_tokens: int) -> None:
+        self._held[program.tenant] += num_tokens - program.num_tokens
+        program.num_tokens = num_tokens
+
+    def _leave(self, request_id: str) -> None:
+        tenant = self._outside.pop(request_id).tenant
+        del self._came_s[request_id]
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant], self._entered_s[tenant]
+        self._forget_tenant(tenant)
 
     def _forget_gone(self, now: float) -> None:
-        gone = [
-            name
-            for name, each in self._inside.items()
-            if each.left_s is not None and now > max(each.left_s + UNANNOUNCED_S, each.until_s)
-        ]
-        for name in gone:
-            del self._inside[name]
+        self._look_s = now + LOOK_EVERY_S
+        for name, each in list(self._inside.items()):
+            if each.left_s is not None and now > max(each.left_s + UNANNOUNCED_S, each.until_s):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        program = self._inside.pop(name)
+        self._resize(program, 0)
+        self._forget_tenant(program.tenant)
+
+    def _forget_tenant(self, tenant: str) -> None:
+        """Forget a tenant that has nothing inside and nothing outside."""
+        if not self._held[tenant]:
+            del self._held[tenant]
+            if tenant not in self._num_waiting:
+                self._weights.pop(tenant, None)
+
+
+def _size(request: Waiting) -> int:
+    return request.num_prompt_tokens + request.guess.p50

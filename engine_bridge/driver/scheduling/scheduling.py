@@ -242,7 +242,8 @@ class Scheduling:
 
     def announced(self, program: str, lifetime_s: float) -> None:
         """Note that a program comes back within this time, if at all: meanwhile its place is kept."""
-        self.dispatcher.programs.announced(program, self._clock() + lifetime_s)
+        now = self._clock()
+        self.dispatcher.programs.announced(program, now + lifetime_s, now)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

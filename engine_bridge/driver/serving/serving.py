@@ -236,7 +236,7 @@ class Serving:
         leave = await self._entrance.enter(request.tenant)
         if pictures.urls_of(body):
             leave = await self._also_reading(leave)
-        goes_on = self._options.keeps_token_ids and bool(request.session_id)
+        goes_on = self._options.keeps_token_ids and request.keeps_ids
         call = Call(
             msgspec.structs.replace(request, history_token_ids=b""),
             history=request.history_token_ids if goes_on else None,

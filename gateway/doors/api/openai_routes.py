@@ -104,7 +104,10 @@ async def _handle(
     trace = request.get(TRACE, Trace())
     adapter = adapter_named(services, body)
     stored = recording.session_id if recording else ""
-    call = await services.recognition.began(owner, api, request.headers, body, adapter, stored)
+    is_named = recording is not None and recording.is_named
+    call = await services.recognition.began(
+        owner, api, request.headers, body, adapter, stored, is_named=is_named
+    )
     asker = EngineRequest(
         traceparent=trace.traceparent,
         accepted_s=trace.begun_s,
@@ -115,6 +118,7 @@ async def _handle(
         weight=principal.weight,
         priority=priority,
         turn=turn_of(body),
+        keeps_ids=recording is not None,
         # The text is held only where a user's own length predictor reads it.
         asked=asked if services.config.length_predictor is not None else asked.numbers(),
     )
@@ -124,6 +128,11 @@ async def _handle(
         if is_background and recording is not None:
             return await _answer_in_background(request, services, body, recording, asker, call)
         return await _answer(request, services, api, body, recording, asker, call)
+    except BaseException:
+        services.recognition.ended(
+            call, AnswerReader(api)
+        )  # unless it has ended, or is answered in the background
+        raise
     finally:
         services.learned.ended(arrival)
 
@@ -151,6 +160,7 @@ async def _answer_in_background(
         # Always as a stream: it begins once nothing can be refused any more.
         reply = await services.node.serve("responses", body | {"stream": True}, headers, asker)
         if isinstance(reply, JsonReply):
+            services.recognition.ended(call, AnswerReader("responses"))
             return as_response(reply)
         reply = _naming_previous(reply, recording)
         running = places.pop_all()

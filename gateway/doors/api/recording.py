@@ -40,6 +40,7 @@ class Recording:
     Attributes:
         items: of a Responses call, its `input` as items; None for a call that is not kept as a response.
         previous: of a Responses call, its `previous_response_id`.
+        is_named: whether the call names its session; otherwise it begins one of its own, of which only the response is kept.
         history_token_ids: the ids of the conversation so far, packed, as far as they are known.
     """
 
@@ -50,6 +51,7 @@ class Recording:
     items: list[Any] | None = None
     previous: str | None = None
     history_token_ids: bytes = b""
+    is_named: bool = True
 
 
 async def recording_of(
@@ -107,11 +109,12 @@ async def recording_of(
             )
         session_id = checked_id(session_id, "session_id")
         history = history or await services.store.token_ids(owner, session_id)
+    is_named = session_id is not None
     session_id = session_id or uuid.uuid4().hex
     adapter = adapter_named(services, body)
     question = question_of(api, body)
     kept = items if keeps_response else None
-    return Recording(owner, session_id, question, adapter, kept, previous, history)
+    return Recording(owner, session_id, question, adapter, kept, previous, history, is_named)
 
 
 def _check_stored(services: Services, found: ResponseHistory, param: str) -> None:

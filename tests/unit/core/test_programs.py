@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine_bridge.core.scheduling.programs import (
+    ANNOUNCED_AT_MOST_S,
     DEVICE_SHARE,
     HELD_SHARE,
+    LEAK_S,
     MAX_TURNS,
     UNANNOUNCED_S,
     Programs,
@@ -43,7 +47,7 @@ def test_no_more_programs_are_let_in_than_the_device_holds() -> None:
     assert not begin(programs, "c") and "c0" in programs and programs.num_outside == 1
     programs.ended("a0", 400, 1.0)
     assert not programs.may_start("c0", 1.0), "it may come back at once"
-    programs.announced("/a", 9.0)
+    programs.announced("/a", 9.0, 1.0)
     assert not programs.may_start("c0", 1.0 + 2 * UNANNOUNCED_S), "it was said to come back"
     assert programs.may_start("c0", 9.5), "it did not"
     assert "c0" not in programs and programs.num_outside == 0
@@ -61,10 +65,13 @@ def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> 
     programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a", 3.0), begin(programs, "b", 4.0)
     programs.ended("a0", 400, 5.0)
+    programs.announced("/a", 9.0, 5.1)
     come = programs.came(turn("a", 1, 900), 6.0)
     assert come.program_s == 3.0 and programs.may_start("a1", 6.0)
     lost = programs.came(turn("x", 1), 7.0)
-    assert lost.program_s == 7.0 and programs.may_start("x1", 7.0), "its beginning was before a restart"
+    assert lost.program_s is None and not programs.may_start("x1", 7.0), (
+        "nobody says by a result that it was inside"
+    )
 
 
 def test_with_little_host_memory_fewer_programs_are_let_in() -> None:
@@ -85,17 +92,57 @@ def test_where_nothing_is_at_work_the_next_program_enters_however_full_it_is() -
     assert begin(programs, "huge", num_tokens=5 * ROOM)
     assert not begin(programs, "b")
     programs.ended("huge0", 5 * ROOM, 1.0)
-    programs.announced("/huge", 1e9)
+    programs.announced("/huge", 1e9, 1.0)
     assert programs.may_start("b0", 1.0), "the agent is away: its helper must not wait for it"
 
 
-def test_a_tenant_with_fewer_tokens_inside_goes_first() -> None:
+def test_a_tenant_has_its_share_whatever_others_hold() -> None:
     programs = Programs(NUM_TOKENS, 10 * ROOM)
     assert begin(programs, "a", tenant="ada") and begin(programs, "b", tenant="ada")
-    assert not begin(programs, "c", tenant="ada") and not begin(programs, "d", tenant="eve")
-    assert programs.waits_for(turn("c", tenant="ada")) != programs.waits_for(turn("d", tenant="eve"))
+    assert not begin(programs, "c", tenant="ada") and begin(programs, "d", tenant="eve")
+    assert not begin(programs, "e", tenant="eve"), "its share is half"
+    assert not begin(programs, "f", tenant="joe") and begin(
+        programs, "g", tenant="joe", weight=3.0, num_tokens=300
+    )
+
+
+def test_no_request_waits_for_ever() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    begin(programs, "a"), begin(programs, "b")
+    begin(programs, "c", 1.0), begin(programs, "d", 2.0)
+    assert not programs.may_start("c0", LEAK_S) and programs.may_start("c0", LEAK_S + 1.0)
+    assert not programs.may_start("d0", LEAK_S + 2.0), "one has just been let in"
+    assert programs.may_start("d0", 2 * LEAK_S + 1.0)
+
+
+def test_an_announcement_keeps_a_place_for_a_minute_at_most() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    begin(programs, "a"), begin(programs, "b")
     programs.ended("a0", 400, 1.0)
-    assert not programs.may_start("c0", 2.0) and programs.may_start("d0", 2.0)
+    programs.announced("/a", 3600.0, 1.0)
+    begin(programs, "c", ANNOUNCED_AT_MOST_S)
+    assert not programs.may_start("c0", ANNOUNCED_AT_MOST_S) and programs.may_start(
+        "c0", ANNOUNCED_AT_MOST_S + 1.1
+    )
+
+
+def test_one_that_is_not_ready_holds_up_only_those_that_wait_for_the_same() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    begin(programs, "a"), begin(programs, "b")
+    asked = [turn("c"), turn("d", waits_for=7), turn("e", priority=9), turn("f", tenant="eve")]
+    for request in asked:
+        programs.came(request, 1.0)
+    assert len({programs.waits_for(request) for request in asked}) == 4
+
+
+def test_programs_that_are_over_are_forgotten_and_other_orders_bound_none() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    for number in range(1000):
+        assert begin(programs, f"p{number}-", float(number))
+        programs.ended(f"p{number}-0", 400, number + 0.1)
+    assert len(programs) < 5
+    free = Programs(math.inf)
+    assert free.came(turn("a"), 0.0) == turn("a") and free.may_start("a0", 0.0) and not len(free)
 
 
 def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:

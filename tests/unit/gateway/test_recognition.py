@@ -7,10 +7,15 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
 from gateway.recognition.fingerprints import PIECE_BYTES, ends_with_results, fingerprint, marks
+from gateway.recognition.recognition import Recognition, SessionCall
 from gateway.recognition.session_names import UNNAMED, SessionName, session_name
 from gateway.recognition.tool_pauses import PUBLISHED, ToolPauses
+from gateway.turns.replies import AnswerReader
+
+from .parts import Parts, settled
 
 SYSTEM = {"role": "system", "content": "You mend programs."}
 
@@ -295,3 +300,43 @@ def test_who_has_been_away_for_long_is_expected_to_stay_away_longer() -> None:
     pauses = ToolPauses()
     waits = [pauses.expected("ada", ["bash"], waited_s).latest_s for waited_s in (0.0, 2.0, 20.0, 200.0, 1e6)]
     assert waits == sorted(waits) and waits[-1] >= 1e6
+
+
+def test_a_client_that_names_its_session_as_another_was_called_leaks_none() -> None:
+    """The names `auto-…` are shown in the list of advisories."""
+    known = Conversations()
+    auto, _ = Client(known).ask([user("a")], said("b"))
+    named, _ = Client(known, name=SessionName(auto.session_id, "header")).ask([user("c")], said("d"))
+    assert named.session_id != auto.session_id, "two conversations are one session"
+
+
+def test_what_lost_its_place_is_gone() -> None:
+    known = Conversations()
+    auto, _ = Client(known).ask([user("a")], said("b"))
+    Client(known, name=SessionName(auto.session_id, "header")).ask([user("c")], said("d"))
+    for number in range(MAX_OF_ONE + 10):
+        Client(known).ask([user(f"x{number}")], said("y"))
+    assert len(known) == MAX_OF_ONE
+    assert Client(known).ask([user("a"), said("b"), user("c")], said("d"))[1] == "new"
+
+
+async def test_a_tool_pause_does_not_replace_what_the_client_said_itself(parts: Parts) -> None:
+    own = parts.advisories.submit(
+        "ann", AdvisoryRequest(session_id="s", expected_arrival_s=300.0, ttl_s=600.0), "rest"
+    )
+    await parts.node.told(0)
+    tools = Recognition(parts.advisories, parts.metrics)
+    reader = AnswerReader("chat")
+    reader.is_complete, reader.tools = True, {"call-1": "run_tests"}
+    tools.ended(SessionCall("ann", "s", None), reader)
+    await settled()
+    assert not own.is_over and own.retracted is None
+
+
+async def test_tool_pauses_take_no_places_of_a_keys_own_advisories(parts: Parts) -> None:
+    tools = Recognition(parts.advisories, parts.metrics)
+    reader = AnswerReader("chat")
+    reader.is_complete, reader.tools = True, {"call-1": "run_tests"}
+    for number in range(2 * BURST):
+        tools.ended(SessionCall("ann", f"auto-{number}", None), reader)
+    parts.advisories.submit("ann", AdvisoryRequest(session_id="mine"), "rest")
