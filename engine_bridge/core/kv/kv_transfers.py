@@ -369,7 +369,7 @@ class Restores:
         block_ids: a list for each group of layers.
         """
         known = self._known[request_id]
-        self._runs(known, is_running=True)
+        _tell(known, self._tiers.usable_store, is_running=True)
         restore = known.restore
         num_blocks = num_loaded_tokens // (restore.block_tokens(self._block_size) if restore else 1)
         if is_resumed:
@@ -391,20 +391,13 @@ class Restores:
         if known is None:
             return
         self._release(known)
-        self._runs(known, is_running=False)
         store = self._tiers.usable_store
+        _tell(known, store, is_running=False)
         if known.entered is not None and store is not None:
             store.leave(known.entered, tenant=known.request.tenant)
         # An output that ends a request is built before this; an aborted request has no further output.
         if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
             self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
-
-    def _runs(self, known: Known, *, is_running: bool) -> None:
-        """Tell the store whether a request computes or waits: one that waits needs its KV in host memory most."""
-        store = self._tiers.usable_store
-        if known.entered is not None and store is not None and known.runs != is_running:
-            known.runs = is_running
-            store.runs(known.entered, tenant=known.request.tenant, is_running=is_running)
 
     def _release(self, known: Known) -> None:
         if known.restore is not None:
@@ -438,8 +431,7 @@ class Restores:
         """
         store, costs = self._tiers.usable_store, self._tiers.swap_or_recompute()
         known = self._known.get(request_id)
-        if known is not None:
-            self._runs(known, is_running=False)
+        _tell(known, store, is_running=False)
         if known is None or store is None or costs is None:
             return None
         last = num_computed_tokens // self._block_size
@@ -530,6 +522,13 @@ class Restores:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
+
+
+def _tell(known: Known | None, store: TierStore | None, *, is_running: bool) -> None:
+    """Tell the store whether a request computes or waits: one that waits needs its KV in host memory most."""
+    if known is not None and known.entered is not None and store is not None and known.runs != is_running:
+        known.runs = is_running
+        store.runs(known.entered, tenant=known.request.tenant, is_running=is_running)
 
 
 def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: TierStore, block_s: float) -> bool:

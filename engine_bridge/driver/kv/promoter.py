@@ -306,10 +306,11 @@ class Promoter:
 
         end = self._held.keep([*resident, *blocks], filled)
         try:
+            # By the time that a device has copied the advisory may be over and its host memory reused, so the store holds it until then. Before
+            # the copier is asked: what it was asked it copies, whatever fails here, and then the blocks must not be another's.
+            release = store.begin_copy(copy.sources)
             for layer in range(self._num_layers):
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
-            # By the time that a device has copied the advisory may be over and its host memory reused, so the store holds it until then.
-            release = store.begin_copy(copy.sources)
             copier.end_step(_in_turn(release, end, is_made=True), _in_turn(release, end, is_made=False))
         except BaseException:
             end(False)

@@ -109,11 +109,9 @@ async def recording_of(
             )
         session_id = checked_id(session_id, "session_id")
         history = history or await services.store.token_ids(owner, session_id)
-    is_named = session_id is not None
+    is_named, kept = session_id is not None, items if keeps_response else None
     session_id = session_id or uuid.uuid4().hex
-    adapter = adapter_named(services, body)
-    question = question_of(api, body)
-    kept = items if keeps_response else None
+    adapter, question = adapter_named(services, body), question_of(api, body)
     return Recording(owner, session_id, question, adapter, kept, previous, history, is_named)
 
 
