@@ -11,7 +11,7 @@ other of its tenant being let in, it is let in however full the room is.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -30,6 +30,8 @@ ANNOUNCED_AT_MOST_S = 60.0
 MAX_TURNS = 50
 # Seconds after which a request is let in whose tenant had none let in meanwhile. Chosen: a person's patience.
 LEAK_S = 30.0
+# Programs that may still come back, of which the one that left first is forgotten first.
+MAX_LATE = 4096
 # Seconds between two looks for programs that are over. Chosen: a thousand are looked at in a tenth of a millisecond.
 LOOK_EVERY_S = 0.1
 
@@ -79,6 +81,8 @@ class Programs:
         """Of tenants with a program inside or a request outside."""
         self._entered_s: dict[str, float] = {}
         """When a tenant's last program was let in, of tenants with requests outside."""
+        self._late: OrderedDict[str, None] = OrderedDict()
+        """Programs that came back later than announced may go on: they were let in once."""
         self._num_active = 0
         self._look_s = 0.0
 
@@ -106,6 +110,11 @@ class Programs:
         if now >= self._look_s:
             self._forget_gone(now)
         program = self._inside.get(name)
+        if program is None and name in self._late:
+            del self._late[name]
+            if request.continues:
+                program = self._inside[name] = Program(request.tenant, now)
+                self._weights[request.tenant] = request.weight
         if program is not None and request.continues and program.num_turns < MAX_TURNS:
             self._enter(program, request)
             return msgspec.structs.replace(request, program_s=program.began_s)
@@ -196,6 +205,10 @@ class Programs:
         for name, each in list(self._inside.items()):
             if each.left_s is not None and now > max(each.left_s + UNANNOUNCED_S, each.until_s):
                 self._drop(name)
+                if each.until_s:
+                    self._late[name] = None
+                    if len(self._late) > MAX_LATE:
+                        self._late.popitem(last=False)
 
     def _drop(self, name: str) -> None:
         program = self._inside.pop(name)

@@ -135,6 +135,16 @@ def test_one_that_is_not_ready_holds_up_only_those_that_wait_for_the_same() -> N
     assert len({programs.waits_for(request) for request in asked}) == 4
 
 
+def test_a_program_that_comes_back_later_than_announced_goes_on() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    begin(programs, "a"), begin(programs, "b")
+    programs.ended("a0", 400, 1.0)
+    programs.announced("/a", 2.0, 1.0)
+    assert begin(programs, "c", 3.0), "its place is free"
+    late = programs.came(turn("a", 1), 4.0)
+    assert late.program_s == 4.0 and programs.may_start("a1", 4.0)
+
+
 def test_programs_that_are_over_are_forgotten_and_other_orders_bound_none() -> None:
     programs = Programs(NUM_TOKENS, 10 * ROOM)
     for number in range(1000):
