@@ -217,7 +217,7 @@ async def test_pictures_are_told_apart_in_every_tier(tmp_path: Path, caplog: Log
     async def look(node: LocalNode, png: bytes, session: str, more: str = "") -> tuple[list[int], int]:
         """Return the right answer to a question about a picture, and how many tokens of its prompt were not computed."""
         reply = await node.serve(
-            "chat", about(png, more=more), {}, EngineRequest(tenant="t", session_id=session)
+            "chat", about(png, more=more), {}, EngineRequest(tenant="t", session_id=session, keeps_ids=True)
         )
         assert isinstance(reply, JsonReply) and reply.status == 200, reply
         body = orjson.loads(reply.body)

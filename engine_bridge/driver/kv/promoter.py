@@ -305,6 +305,7 @@ class Promoter:
                     ended(is_made)
 
         end = self._held.keep([*resident, *blocks], filled)
+        release = None
         try:
             # By the time that a device has copied the advisory may be over and its host memory reused, so the store holds it until then. Before
             # the copier is asked: what it was asked it copies, whatever fails here, and then the blocks must not be another's.
@@ -313,6 +314,8 @@ class Promoter:
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
             copier.end_step(_in_turn(release, end, is_made=True), _in_turn(release, end, is_made=False))
         except BaseException:
+            if release is not None:
+                release()
             end(False)
             raise
         finally:
