@@ -49,7 +49,7 @@ class CopiesUnderWay:
         self._copies.pop(whose, None)
 
     def clear(self) -> None:
-        """Forget them all: nobody waits for them any more."""
+        """Forget all of them, because no request waits for them any more."""
         self._copies.clear()
 
 

@@ -24,9 +24,9 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
 # A program that has gone away and was not announced to come back is over after this time. Chosen: the word comes with the end of its answer.
 UNANNOUNCED_S = 0.5
-# Nobody keeps a place by an announcement for longer. Chosen: nineteen of twenty tools have answered long before.
+# An announcement keeps a place for no longer than this. Chosen: nineteen of twenty tools have answered long before.
 ANNOUNCED_AT_MOST_S = 60.0
-# After so many turns a program waits with the new ones again, so that endless ones keep nobody out. Chosen: five times as many as agents take.
+# After so many turns a program waits with the new ones again, so that endless ones let others in. Chosen: five times as many as agents take.
 MAX_TURNS = 50
 # Seconds after which a request is let in whose tenant had none let in meanwhile. Chosen: a person's patience.
 LEAK_S = 30.0

@@ -63,7 +63,7 @@ class EmbeddingClient:
     ) -> AsyncIterator[Any]:
         """Yield the embedding of one prompt. Closing the iterator drops the prompt.
 
-        The more prompts of a tenant wait, the later its next one starts: so nobody waits behind all inputs of another's call.
+        The more prompts of a tenant wait, the later its next one starts: so no tenant waits behind all inputs of another's call.
         """
         tenant, unique_id = _TENANT.get(""), f"{request_id}-{next(self._sequence)}"
         answer = self._waiting[unique_id] = asyncio.get_running_loop().create_future()
