@@ -23,10 +23,9 @@ class Block:
 
     Attributes:
         slots: the slots of its leading layers, of which the first `ready` hold its bytes.
-        is_on_device: whether it was copied to the device since it was last staged.
     """
 
-    __slots__ = ("group", "is_bad", "is_on_device", "is_unwritten", "job", "key", "pins", "ready", "slots")
+    __slots__ = ("group", "is_bad", "is_unwritten", "job", "key", "pins", "ready", "slots")
 
     def __init__(self, key: BlockKey, group: Group) -> None:
         self.key = key
@@ -36,7 +35,6 @@ class Block:
         self.pins = 0
         self.is_unwritten = False
         self.is_bad = False
-        self.is_on_device = False
         self.job: ReadJob | None = None
 
 

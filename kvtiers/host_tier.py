@@ -49,6 +49,8 @@ class HostTier:
         """Number of requests in the engine, by group; the group may hold no block yet."""
         self.running: Counter[GroupId] = Counter()
         """The part of these that computes; the others wait."""
+        self.device_keeps: Callable[[BlockKey], bool] | None = None
+        """Says of a block whether the device has it, too, and keeps it for now; None where there is no device."""
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
@@ -62,6 +64,14 @@ class HostTier:
         if block is not None and len(block.slots) == self.shape.num_layers:
             return True
         return self._is_on_disk(key) if self._is_on_disk is not None else False
+
+    def is_over(self, group: GroupId) -> bool:
+        """Return whether a session was deleted, as far as any of it is left."""
+        return group in self.groups and self.groups[group].is_over
+
+    def find(self, tenant: str, name: str) -> Group:
+        """Return the session's group as it is, or a new one that is used now."""
+        return self.groups.get((tenant, name)) or self.touch(tenant, name, is_guess=True)
 
     def enter(self, group: GroupId, *, is_asked: bool, is_session: bool) -> None:
         """Note that a request of this group is in the engine. is_asked: whether a client waits for its answer."""
@@ -95,6 +105,10 @@ class HostTier:
         block = self.blocks[key] = group.blocks[key] = Block(key, group)
         block.pins = pins
         return block
+
+    def put_first(self, group: Group, blocks: Sequence[Block]) -> None:
+        """Put these blocks of a group before its others: what comes first in a conversation leaves last."""
+        group.blocks = {block.key: block for block in blocks} | group.blocks
 
     def move(self, block: Block, group: Group) -> None:
         """Make a block the latest of a group: a block belongs to the session that used it last."""
@@ -168,7 +182,6 @@ class HostTier:
         copied = list(blocks)
         for block in copied:
             block.pins += 1
-            block.is_on_device = True
         return copied
 
     def unpin(self, block: Block) -> None:
@@ -220,13 +233,16 @@ class HostTier:
 
     def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
         """Evict blocks of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
-        expected = {(tenant, each.group): None for each in facts if each.expected_s is not None}
-        has_taken_copied = False
+        # Without a disk nothing else has what leaves. With one it is only a read, and what the device has may be asked for after it has lost it.
+        if self._is_on_disk is None and self._take_doubled(tenant, facts, goal, floor):
+            return
+        expected = {each.group: each for each in facts if each.expected_s is not None}
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
             group = self.groups.get((tenant, victim.group))
-            if (tenant, victim.group) in expected and not has_taken_copied:
-                has_taken_copied = True
-                self.take_copied(expected, goal, floor)
+            if victim.group in expected:
+                if self._take_doubled(tenant, list(expected.values()), goal, floor):
+                    return
+                expected = {}
             # Without a disk the other layers would never come back.
             keep_layers = victim.keep_layers if self._is_on_disk is not None else 0
             # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
@@ -240,17 +256,28 @@ class HostTier:
                     self.stats.num_evicted += not block.slots
                     self.stats.num_trimmed += bool(block.slots)
 
-    def take_copied(self, groups: Iterable[GroupId], goal: int, floor: int = 0) -> None:
-        """Evict blocks of these groups that are on the device by now, until `goal` slots are free or the tenant holds no more than `floor`."""
-        if self._is_on_disk is None or self.pool.num_free >= goal:
-            return
-        found = (self.groups[each].blocks.values() for each in groups if each in self.groups)
-        for block in [block for blocks in found for block in blocks if block.is_on_device]:
-            if self.pool.num_free >= goal or self._held[block.group.tenant] <= floor:
-                return
-            if block.pins == 0 and not block.is_unwritten:
-                self.trim(block, 0)
-                self.stats.num_evicted += 1
+    def make_room_for_more(self, group: Group, num_slots: int) -> None:
+        """Have `num_slots` free, if as many blocks of the group may leave that the device has by now."""
+        if self.pool.num_free < num_slots:
+            self._take_doubled(group.tenant, [self._facts(group)], num_slots, 0)
+
+    def _take_doubled(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> bool:
+        """Evict blocks that the device keeps for now, those of running requests first. Return whether that is enough, as in `_take`."""
+        if self.device_keeps is None:
+            return False
+        for each in sorted(facts, key=lambda each: (not each.is_live, each.is_waiting, -each.last_used_s)):
+            group = self.groups.get((tenant, each.group))
+            blocks = list(group.blocks.values()) if group is not None else []
+            # The device keeps the beginning of a session longest, so most sessions that it has lost are passed over at once.
+            if not blocks or not (self.device_keeps(blocks[0].key) or self.device_keeps(blocks[-1].key)):
+                continue
+            for block in reversed(blocks):
+                if self.pool.num_free >= goal or self._held[tenant] <= floor:
+                    return True
+                if block.pins == 0 and not block.is_unwritten and self.device_keeps(block.key):
+                    self.trim(block, 0)
+                    self.stats.num_evicted += 1
+        return False
 
     def clear(self) -> None:
         """Free all blocks that are not pinned and that the disk has."""

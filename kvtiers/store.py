@@ -89,20 +89,32 @@ class KvStore:
 
     # -- saving (engine thread) --------------------------------------------------------------------------------------
 
-    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
+    def begin_save(
+        self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", again: bool = False
+    ) -> Save:
         """Reserve slots for the blocks that no tier holds yet.
 
         Where memory is short and no block may leave, only the first ones get slots: a lost save is only a later miss.
+
+        Args:
+            group: the session.
+            keys: its blocks, in the order of the conversation.
+            tenant: the session's tenant.
+            again: whether they are not new, so that this is no use of the session; they come before what is held of it.
         """
         num_layers = self.shape.num_layers
         with self._lock:
             positions = [index for index, key in enumerate(keys) if not self._host.is_held(key)]
+            if again and self._host.is_over((tenant, group)):
+                positions = []
             self._make_room(len(positions) * num_layers, tenant)
             num_fitting = min(self.pool.num_free // num_layers, len(positions))
             self._host.stats.num_dropped_saves += len(positions) - num_fitting
-            owner = self._host.touch(tenant, group)
+            owner = self._host.find(tenant, group) if again else self._host.touch(tenant, group)
             blocks = [self._host.new_block(keys[index], owner) for index in positions[:num_fitting]]
             self._host.deal(blocks, 0)
+            if again:
+                self._host.put_first(owner, blocks)
         return Save(blocks, positions[:num_fitting])
 
     def commit(self, save: Save) -> None:
@@ -112,11 +124,23 @@ class KvStore:
             for block in save.blocks:
                 block.ready = self.shape.num_layers
                 self._host.stats.num_saved += 1
-                if self._writer is not None:
+                if self._writer is not None and (self._disk is None or block.key not in self._disk):
                     self._writer.add(block, now)
                 self._host.unpin(block)
         if self._writer is not None and save.blocks:
             self._writer.wake()
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether anything has left host memory, or found no room there."""
+        return (
+            self._host.stats.num_evicted + self._host.stats.num_trimmed + self._host.stats.num_dropped_saves
+            > 0
+        )
+
+    def use_device(self, keeps: Callable[[BlockKey], bool]) -> None:
+        """Let blocks leave host memory first that the device keeps for now. keeps: says so of a key, on any thread, and raises nothing."""
+        self._host.device_keeps = keeps
 
     def abandon(self, save: Save) -> None:
         """Forget a save whose bytes did not come or are not to be trusted."""
@@ -162,11 +186,10 @@ class KvStore:
             for key in keys[:num_wanted]:
                 block = self._host.blocks.get(key) or self._host.new_block(key, owner, pins=0)
                 block.pins += 1
-                block.is_on_device = False
                 stage.blocks.append(block)
                 self._host.move(block, owner)
             num_slots = sum(num_layers - len(block.slots) for block in stage.blocks)
-            self._host.take_copied([owner.id], num_slots)
+            self._host.make_room_for_more(owner, num_slots)
             self._make_room(num_slots, tenant, may_revoke=not gives_way)
             self._host.cut_to_room(stage)
             jobs = self._readers.plan(stage, reader)
@@ -349,6 +372,7 @@ class KvStore:
         with self._lock:
             self._host.live.clear()
             self._host.running.clear()
+            self._host.device_keeps = None
 
     def end(self, group: str, *, tenant: str = "") -> None:
         """Note that this session has ended for good: its KV leaves host memory first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,6 +133,32 @@ class NoisyLink(SharedLink):
             done(now)
 
         super().transfer(round(num_bytes * self._longer), ended, is_set_up=is_set_up)
+
+
+class InTurn:
+    """Copies that a device makes one after another, as it does those of one stream."""
+
+    def __init__(self, link: SharedLink) -> None:
+        self._link = link
+        self._waiting: deque[tuple[int, Callable[[float], None]]] = deque()
+
+    def transfer(self, num_bytes: int, done: Callable[[float], None]) -> None:
+        """Begin a transfer when those before it have ended. done: called at its end with the time."""
+        self._waiting.append((num_bytes, done))
+        if len(self._waiting) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        num_bytes, done = self._waiting[0]
+
+        def ended(now: float) -> None:
+            """Begin the next one."""
+            self._waiting.popleft()
+            if self._waiting:
+                self._begin()
+            done(now)
+
+        self._link.transfer(num_bytes, ended)
 
 
 def link_of(clock: Clock, gpu: Gpu, noise: DeviceNoise | None) -> SharedLink:

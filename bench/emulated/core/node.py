@@ -325,6 +325,7 @@ class EmulatedNode:
     def _promote(self) -> None:
         """Between steps: KV of sessions that are expected comes closer."""
         if self.tiers is not None:
+            self.tiers.last_saves.advance()
             self.tiers.promoter.advance()
 
     def _enter(self, request_ids: Iterable[str]) -> set[int]:

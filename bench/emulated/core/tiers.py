@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 from bench.emulated.core.clock import Clock, Event
 from bench.emulated.core.disk import EmulatedDisk
-from bench.emulated.core.links import DeviceNoise, NoisyLink, SharedLink
+from bench.emulated.core.links import DeviceNoise, InTurn, NoisyLink, SharedLink
 from bench.emulated.core.steps import StepCost, StepPrefill
 from bench.emulated.core.virtual_io import VirtualIo
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig, settle
+from engine_bridge.driver.kv.last_saves import LastSaves, num_leaving
 from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePrefill
@@ -97,11 +98,15 @@ class EmulatedCopier:
 
     overlaps = True
 
-    def __init__(self, link: SharedLink, layer_bytes: int) -> None:
+    def __init__(self, link: SharedLink, link_out: InTurn, layer_bytes: int) -> None:
         self.out, self.back = Copied(), Copied()
         """Empty where copies take what the link says: then it is known."""
-        self._link, self._layer_bytes = link, layer_bytes
-        self._num_layers = 0
+        self._link, self._link_out, self._layer_bytes = link, link_out, layer_bytes
+        self._num_layers = self._num_out = 0
+
+    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Note a copy for the next `end_step`."""
+        self._num_out += len(blocks)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Note a copy for the next `end_step`."""
@@ -109,8 +114,12 @@ class EmulatedCopier:
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Start all copies noted since the last call. then: called when they have been made."""
-        num_bytes, self._num_layers = self._num_layers * self._layer_bytes, 0
-        self._link.transfer(num_bytes, lambda now: then())
+        num_out, num_back = self._num_out, self._num_layers
+        self._num_out = self._num_layers = 0
+        if num_out:
+            self._link_out.transfer(num_out * self._layer_bytes, lambda now: then())
+        else:
+            self._link.transfer(num_back * self._layer_bytes, lambda now: then())
 
     def ask(self) -> None:
         """Do nothing: the clock tells."""
@@ -141,8 +150,6 @@ class EmulatedTiers(KvTiers):
         self._io = io = VirtualIo(clock)
         self.hollow = self.store = HollowStore(shape, sizes, io, clock)
         self.store.on_progress = self._on_progress
-        self.copies = EmulatedCopier(link, shape.layer_bytes)
-        self.copier = self.copies
         self._namespace = Namespace(
             model=cost.model.name,
             revision="",
@@ -157,12 +164,16 @@ class EmulatedTiers(KvTiers):
         self.steps_clock, self.link_in = clock, link
         self.link_out = SharedLink(clock, link.bytes_per_s, link.setup_s)
         if noise is not None and isinstance(link, NoisyLink):
-            self.link_out = out = NoisyLink(clock, link.bytes_per_s, link.setup_s, noise.out, num_pieces)
-            self.copies.out, self.copies.back = out.copied, link.copied
+            self.link_out = NoisyLink(clock, link.bytes_per_s, link.setup_s, noise.out, num_pieces)
+        self.out = InTurn(self.link_out)
+        self.copies = EmulatedCopier(link, self.out, shape.layer_bytes)
+        self.copier = self.copies
+        if isinstance(self.link_out, NoisyLink) and isinstance(link, NoisyLink):
+            self.copies.out, self.copies.back = self.link_out.copied, link.copied
         self.advised: Counter[str] = Counter()
         """Advisories by how they ended."""
         self._num_advised = 0
-        self.layout = one_group(block_tokens)
+        self.layout, self.loads_must_hold = one_group(block_tokens), False
         self._step: _Step | None = None
         prefill: PrefillCost = StepPrefill(cost, step_tokens)
         self.use_costs(TablePrefill(cost.table, step_tokens) if cost.table is not None else prefill)
@@ -189,6 +200,7 @@ class EmulatedTiers(KvTiers):
         self.hold_in(pool)
         self.promoter = Promoter(pool, self, scheduler.get_request_counts, self.clock)
         self.listener, self.on_progress = self.promoter, wake
+        self.last_saves = LastSaves(pool, self, num_leaving(scheduler, self.layout))
 
     def advise(self, session: str, arrival_s: float | None, priority: int) -> None:
         """Announce a request of a session for `arrival_s` seconds from now or later; None: at an unknown time."""
@@ -302,7 +314,5 @@ class _Step:
             # KV that was computed on KV which did not come is wrong.
             saved, is_right = StepMoves(saves=moves.saves, ended=moves.ended), not self._failed
             num_bytes = num_blocks * self._store.shape.block_bytes
-            self._tiers.link_out.transfer(
-                num_bytes, lambda now: settle(self._store, saved, is_right=is_right)
-            )
+            self._tiers.out.transfer(num_bytes, lambda now: settle(self._store, saved, is_right=is_right))
         self._ended(self._failed)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_bridge.core.kv.asked import Known, NewRequest
-from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, CopiesUnderWay, Copy
+from engine_bridge.core.kv.cache_moves import CopiesUnderWay, Copy
 from engine_bridge.core.kv.restoring import (
     PIECES_AT_ONCE,
     STEP_WAIT_S,
@@ -24,10 +24,11 @@ from engine_bridge.core.kv.restoring import (
     Whole,
     piece_blocks,
 )
+from engine_bridge.core.kv.saves import Saves
 from engine_bridge.core.kv.sources import Sources, spoiled_blocks
-from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
+from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
-from engine_bridge.policy.kv.kv_layout import BlockAt, Entry, KvLayout, StateAt
+from engine_bridge.policy.kv.kv_layout import Entry, KvLayout, StateAt
 from engine_bridge.policy.kv.restore_method import LossDecision, SwapOrRecompute, Way
 from engine_bridge.policy.scheduling.preemption import is_still_right
 from kvtiers.blocks import Stage
@@ -79,6 +80,7 @@ class Restores:
         self._tiers = tiers
         self._layout = layout
         self._block_size = layout.unit_tokens
+        self.saves = Saves(layout)
         self._known: dict[str, Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[LoadBlocks] = []
@@ -484,25 +486,10 @@ class Restores:
                 kept = self._layout.to_keep(first, last, ends, num_computed_tokens)
                 sources = {at: block_ids[at.group][at.block] for at in kept}
                 sources |= self._layout.state_blocks(states.get(request_id, ()))
-                job = self._begin_save(request, sources, store)
+                job = self.saves.save(request, sources, store)
                 if job is not None:
                     moves.saves.append(job)
         return moves
-
-    def _begin_save(
-        self,
-        request: NewRequest,
-        sources: Mapping[BlockAt, int],
-        store: TierStore,
-    ) -> SaveJob | None:
-        """Save these blocks of a request if the tiers lack them and the device has them. sources: its number of each."""
-        blocks = [at for at, block_id in sources.items() if block_id != NULL_BLOCK_ID]
-        keys = [block_key(entry) for entry in self._layout.entries(request.keys, blocks)]
-        save = store.begin_save(request.group, keys, tenant=request.tenant)
-        if not save.blocks:
-            return None
-        saved = [blocks[position] for position in save.positions]
-        return SaveJob(save, [sources[at] for at in saved], [at.group for at in saved])
 
     def spoiled_by(
         self, invalid: set[int], block_ids_of: Callable[[str], Sequence[Sequence[int]]]

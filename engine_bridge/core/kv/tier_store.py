@@ -65,8 +65,10 @@ class TierStore(Protocol):
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Return the size of the blocks that are not in host memory."""
 
-    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
-        """Reserve slots for the blocks that no tier holds yet."""
+    def begin_save(
+        self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", again: bool = False
+    ) -> Save:
+        """Reserve slots for the blocks that no tier holds. again: they are not new, and the session is not in use."""
 
     def disk_bytes_per_s(self) -> float:
         """Return the measured speed of the disk."""

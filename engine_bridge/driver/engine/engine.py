@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.engine.node_load import LoadReader, Speeds
     from engine_bridge.driver.kv.held_blocks import HeldBlocks
     from engine_bridge.driver.kv.kv_tiers import KvTiers
+    from engine_bridge.driver.kv.last_saves import LastSaves
     from engine_bridge.driver.kv.link_measuring import LinkMeasuring
     from engine_bridge.driver.kv.promoter import Promoter
     from engine_bridge.driver.ranks.connection import LateAnswers
@@ -135,6 +136,7 @@ class VllmDriver:
         self._adapter_ids: dict[str, int] = {}  # of requests that use an adapter
         self._prefixes = Prefixes(self._block_pool, self.layout, tiers)
         self._held = tiers.hold_in(self._block_pool) if tiers is not None else Idle()
+        self._last_saves = self._make_last_saves() or Idle()
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
         compiles_late = config.enable_lora and config.device != "cpu" and isinstance(self._ranks, NoRanks)
@@ -221,6 +223,7 @@ class VllmDriver:
         if self.adapters.has_work():
             self.adapters.advance()
         outputs = self._step_engine() if self._scheduler.has_requests() else []
+        self._last_saves.advance()
         self.promoter.advance()
         self._link_measuring.advance()
         self._late_answers.advance()
@@ -372,6 +375,14 @@ class VllmDriver:
             num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
             block_size=self._block_size,
         )
+
+    def _make_last_saves(self) -> LastSaves | None:
+        """Return what saves the blocks once more that the device is about to lose; None where there are no tiers to save them to."""
+        from engine_bridge.driver.kv.last_saves import LastSaves, num_leaving
+
+        if self._tiers is None or self._tiers.store is None:
+            return None
+        return LastSaves(self._block_pool, self._tiers, num_leaving(self._scheduler, self.layout))
 
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
         """Return the promoter; None where there are no tiers to bring KV from."""

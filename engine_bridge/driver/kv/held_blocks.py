@@ -29,14 +29,31 @@ class HeldBlocks:
         self._pool, self._wake = pool, wake
         self._num_kept = 0
         self._kept: dict[int, tuple[list[Any], Callable[[bool], None]]] = {}
+        # Those whose blocks are the next to be given away again.
+        self._first: set[int] = set()
         # The numbers of copies that have ended, and whether each was made.
         self._ended: SimpleQueue[tuple[int, bool]] = SimpleQueue()
 
-    def hold(self, block_ids: Iterable[int]) -> Callable[[bool], None]:
-        """Hold blocks that running requests hold, too, which are being saved. Returns what `keep` returns."""
+    def hold(
+        self,
+        block_ids: Iterable[int],
+        then: Callable[[bool], None] = lambda is_made: None,
+        *,
+        go_first: bool = False,
+    ) -> Callable[[bool], None]:
+        """Hold blocks that are being saved. Returns what `keep` returns.
+
+        Args:
+            block_ids: their numbers.
+            then: as in `keep`.
+            go_first: whether they were the next to be given away, and are again afterwards.
+        """
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
-        return self.keep(blocks)
+        end = self.keep(blocks, then)
+        if go_first:
+            self._first.add(self._num_kept)
+        return end
 
     def keep(
         self, blocks: Iterable[Any], then: Callable[[bool], None] = lambda is_made: None
@@ -96,6 +113,13 @@ class HeldBlocks:
             finally:
                 # The beginning of a conversation is evicted last: what is left of it is still of use.
                 self._pool.free_blocks(reversed(blocks))
+                if number in self._first:
+                    self._first.discard(number)
+                    queue = self._pool.free_block_queue
+                    free = [block for block in reversed(blocks) if not block.ref_cnt]
+                    for block in free:
+                        queue.remove(block)
+                    queue.prepend_n(free)
 
     def finish(self, ask: Callable[[], None]) -> None:
         """Return when no copy holds blocks, or when that takes too long. ask: has copies tell of their end, where they do not by themselves."""

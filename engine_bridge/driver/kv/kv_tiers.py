@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.core.kv.kv_transfers import Restores
-from engine_bridge.core.kv.step_moves import StepMoves
+from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.kv.held_blocks import HeldBlocks
 from engine_bridge.driver.kv.kv_namespace import namespace_of
 from engine_bridge.policy.costs.costs import Copied, CopyTimes, Link, PrefillCost
@@ -239,6 +239,34 @@ class KvTiers:
             self._moving.append(moves)
         if moves.saves and self.held is not None and self.copier is not None and self.copier.overlaps:
             moves.ended = self.held.hold(block_id for job in moves.saves for block_id in job.block_ids)
+
+    def copy_out(self, job: SaveJob, then: Callable[[], None]) -> None:
+        """Copy the blocks that are given away next to host memory, between two steps.
+
+        Args:
+            job: the save, which is abandoned where the copy fails.
+            then: called on the engine thread when no copy reads the blocks any more.
+
+        Raises:
+            Exception: the copier's.
+        """
+        store, copier, held, moves = self.store, self.copier, self.held, StepMoves(saves=[job])
+        assert store is not None and copier is not None and held is not None
+        let_go: Callable[[], None] = lambda: settle(store, moves, is_right=False)  # noqa: E731
+        moves.ended = held.hold(job.block_ids, lambda is_made: then(), go_first=True)
+        self._moving.append(moves)
+        try:
+            for region in range(store.shape.num_layers):
+                slots = [of_block[region] for of_block in job.save.slots]
+                copier.to_host(region, job.block_ids, slots)
+            copier.end_step(lambda: settle(store, moves, is_right=True), let_go)
+        except BaseException:
+            # What a device was asked to copy may still come: its host memory must have no other use before.
+            copier.end_step(let_go, let_go)
+            raise
+        finally:
+            self.end_moves(moves)
+            held.advance()
 
     def end_moves(self, moves: StepMoves) -> None:
         """Forget a step that has ended: its host memory has been given back, or will be once the device has copied."""

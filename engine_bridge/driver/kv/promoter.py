@@ -286,13 +286,20 @@ class Promoter:
 
     def _copy(self, copy: Copy, ended: Callable[[bool], None]) -> None:
         """Fill blocks of the device, and register them when they have been filled. `ended` is told then whether they have."""
-        copier, pool, store = self._tiers.copier, self._pool, self._tiers.store
-        assert copier is not None and store is not None
+        copier, pool, store, restores = (
+            self._tiers.copier,
+            self._pool,
+            self._tiers.store,
+            self._tiers.restores,
+        )
+        assert copier is not None and store is not None and restores is not None
+        saves = restores.saves
         resident = self._cache.find(copy.entries, copy.start)
         assert len(resident) == copy.start, "blocks that were found a moment ago are gone"
         pool.touch(resident)  # or the new blocks might be these
         blocks = pool.get_new_blocks(len(copy.sources))
         block_ids = [block.block_id for block in blocks]
+        owners = [source.group.id for source in copy.sources]
 
         def filled(is_made: bool) -> None:
             """Let the blocks be found."""
@@ -301,6 +308,8 @@ class Promoter:
                 try:
                     if is_made:
                         register(pool, entries, blocks, copy.start if self._layout.is_divisible else 0)
+                        for number, entry, (tenant, group) in zip(block_ids, entries, owners, strict=True):
+                            saves.note(number, entry, tenant, group)
                 finally:
                     ended(is_made)
 

@@ -35,6 +35,9 @@ class LateCopier(CpuCopier):
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.waiting.append(lambda: super(LateCopier, self).to_device(layer, blocks, slots))
 
+    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.waiting.append(lambda: super(LateCopier, self).to_host(layer, blocks, slots))
+
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         self.waiting.append((failed or then) if self.has_failed else then)
 

@@ -121,6 +121,7 @@ def test_what_a_device_copies_stays_until_it_has_and_goes_first_then(make: Calla
             tiers.store.begin_copy(again.blocks[:2])()
         tiers.store.release(again)
     tiers.end_reads()
+    tiers.store.use_device(KEYS[4:6].__contains__)
     assert tiers.save("c", KEYS[20:22]) == 2
     lacks = [tiers.store.bytes_to_read([key]) > 0 for key in KEYS[:8]]
     assert lacks == [False] * 4 + [True] * 2 + [False] * 2
@@ -131,6 +132,7 @@ def test_what_goes_through_in_pieces_makes_room_for_itself(make: Callable[..., T
     tiers.put_on_disk("a", KEYS[:12])
     tiers.put_on_disk("b", KEYS[12:16])
     tiers.restore("b", KEYS[12:16])
+    tiers.store.use_device(KEYS[:12].__contains__)
     for start in range(0, 12, 2):
         tiers.end_reads()
         piece = tiers.store.stage("a", KEYS[start : start + 2])
