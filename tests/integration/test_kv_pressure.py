@@ -30,7 +30,7 @@ from .nodes import NUM_LAYERS, WaitsForTheDisk, engine, generate, text
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 64 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
 ADAPTERS = (None, "pirate", "robot", "shout")
 NUM_TURNS, NUM_SESSIONS, ANSWER_TOKENS = 3, 6, 10
-NUM_DEVICE_BLOCKS = 27
+NUM_DEVICE_BLOCKS, BLOCK_TOKENS = 27, 32
 MAX_ROUNDS = 10
 
 
@@ -156,11 +156,14 @@ async def what_is_promoted_is_found_once_it_has_come(node: LocalNode, answers: l
     await settle(lambda: reports[-1].state == "hit")
 
 
+@pytest.mark.parametrize(
+    "host_blocks", [pytest.param(200, id="for all"), pytest.param(44, id="with the device's")]
+)
 async def test_tokens_are_the_same_though_no_step_waits_for_copies(
-    undisturbed: list[list[list[int]]], slow_device: None
+    undisturbed: list[list[list[int]]], slow_device: None, host_blocks: int
 ) -> None:
     """Blocks that are still being saved or filled are given to no request, though there are hardly any others."""
-    config = TiersConfig(host_bytes=200 * BLOCK_BYTES)
+    config = TiersConfig(host_bytes=host_blocks * BLOCK_BYTES)
     tiers = OnSlowDevice(config, policy=WaitsForTheDisk())
     async with engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=512) as node:
         for _ in range(MAX_ROUNDS):
@@ -171,7 +174,8 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
                 break
         else:
             pytest.fail(f"{MAX_ROUNDS} rounds had no restore beside the steps")
-        await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
+        if host_blocks == 200:
+            await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
         assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
         num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
         assert num_free == NUM_DEVICE_BLOCKS - 1
@@ -180,6 +184,22 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
         )  # copies that hold no blocks of the device, but of host memory
         tiers.store.check_invariants()
         assert not [block for block in tiers.store._host.blocks.values() if block.pins]
+
+
+async def test_what_device_and_host_memory_hold_together_is_computed_once(
+    undisturbed: list[list[list[int]]],
+) -> None:
+    """Neither holds the six conversations alone, and there is no disk."""
+    tiers = KvTiers(TiersConfig(host_bytes=52 * BLOCK_BYTES), policy=WaitsForTheDisk())
+    async with engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=512) as node:
+        for number in range(3):
+            for session in range(NUM_SESSIONS):
+                answers, sources = await conversation(node, session)
+                assert answers == undisturbed[session]
+                if number:
+                    assert max(kv.recomputed for kv in sources) <= BLOCK_TOKENS, (number, session, sources)
+        assert tiers.stats().host.num_evicted > 0
+        tiers.store.check_invariants()
 
 
 def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:

@@ -24,6 +24,7 @@ from bench.emulated.core.steps import StepCost, StepPrefill
 from bench.emulated.core.virtual_io import VirtualIo
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import StepMoves
+from engine_bridge.driver.engine.absent import Idle
 from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig, settle
 from engine_bridge.driver.kv.last_saves import LastSaves, num_leaving
@@ -33,7 +34,7 @@ from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePre
 from engine_bridge.policy.kv.kv_layout import one_group
 from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from kvtiers.keys import BlockKey, BlockShape, Namespace
-from kvtiers.policy.eviction import ByValue
+from kvtiers.policy.eviction import ByValue, Lru
 from kvtiers.policy.restore import RestorePolicy
 from kvtiers.store import KvStore
 
@@ -50,11 +51,13 @@ class TierSizes:
     Attributes:
         disk_bytes_per_s: each way; None for no disk.
         policy: in place of the policy that serves.
+        is_plain: whether host memory is as vLLM's own: what was used longest ago leaves first, whatever the device has, and is written once.
     """
 
     host_bytes: int
     disk_bytes_per_s: float | None = None
     policy: RestorePolicy | None = None
+    is_plain: bool = False
 
 
 class HollowStore(KvStore):
@@ -68,7 +71,7 @@ class HollowStore(KvStore):
             num_slots,
             io,
             self.disk,  # type: ignore[arg-type]  # asks the same of it as of a log of files
-            ByValue(),
+            Lru() if sizes.is_plain else ByValue(),
             clock=lambda: clock.now,
         )
         if rate is not None:
@@ -173,7 +176,8 @@ class EmulatedTiers(KvTiers):
         self.advised: Counter[str] = Counter()
         """Advisories by how they ended."""
         self._num_advised = 0
-        self.layout, self.loads_must_hold = one_group(block_tokens), False
+        self.layout, self.loads_must_hold = one_group(block_tokens), True
+        self._is_plain = sizes.is_plain
         self._step: _Step | None = None
         prefill: PrefillCost = StepPrefill(cost, step_tokens)
         self.use_costs(TablePrefill(cost.table, step_tokens) if cost.table is not None else prefill)
@@ -200,7 +204,9 @@ class EmulatedTiers(KvTiers):
         self.hold_in(pool)
         self.promoter = Promoter(pool, self, scheduler.get_request_counts, self.clock)
         self.listener, self.on_progress = self.promoter, wake
-        self.last_saves = LastSaves(pool, self, num_leaving(scheduler, self.layout))
+        self.last_saves = (
+            LastSaves(pool, self, num_leaving(scheduler, self.layout)) if not self._is_plain else Idle()
+        )
 
     def advise(self, session: str, arrival_s: float | None, priority: int) -> None:
         """Announce a request of a session for `arrival_s` seconds from now or later; None: at an unknown time."""

@@ -33,7 +33,9 @@ class LastSaves:
 
     def __init__(self, pool: Any, tiers: KvTiers, num_blocks: int) -> None:
         assert tiers.store is not None
-        self._pool, self._tiers, self._num_blocks = pool, tiers, num_blocks
+        self._pool, self._tiers = pool, tiers
+        # A watched block is worth its place in host memory, so on a small device not all are.
+        self._num_blocks = min(num_blocks, pool.num_gpu_blocks // 2)
         self._most_given = 0.0
         self._leaving: dict[int, Entry] = {}
         """What the watched blocks hold, by their numbers."""
@@ -95,7 +97,7 @@ class LastSaves:
 
 def num_leaving(scheduler: Any, layout: KvLayout) -> int:
     """Return how many blocks two steps may give to requests: what is copied out beside a step must not be needed by the next one."""
-    config, num_groups = scheduler.scheduler_config, len(layout.groups)
-    tokens = config.max_num_batched_tokens
-    blocks = sum(-(-tokens // group.block_tokens) for group in layout.groups)
-    return 2 * (blocks + num_groups * config.max_num_seqs)
+    config = scheduler.scheduler_config
+    # A running answer takes a block once for as many steps as the block has tokens.
+    num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+    return 2 * sum(-(-num_tokens // group.block_tokens) for group in layout.groups)
