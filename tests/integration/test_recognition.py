@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import Server
 
-from .facts import MODEL, Http
+from .facts import BODY, CHAT, MODEL, Http
 
 QUESTION = "What is the weather in Paris?"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -109,3 +109,16 @@ async def test_each_loop_is_one_session_whose_return_is_announced(
     assert (await (await http.get("/api/sessions")).json() == sessions) != is_stored, "nothing else is stored"
     state = await (await http.get("/v1/engine/state")).json()
     assert state["calls_by_session"]["continued"] == services.recognition.counts["continued"]
+
+
+async def test_a_reply_says_which_session_its_call_was_found_to_be_part_of(http: Http) -> None:
+    """In a head of its own: X-Session-Id is for conversations that are stored."""
+    body, found = BODY | {"messages": [{"role": "user", "content": "Which session is this?"}]}, []
+    for stream in (False, True):
+        async with http.post(CHAT, json=body | {"stream": stream}) as reply:
+            assert reply.status == 200 and "X-Session-Id" not in reply.headers
+            found.append(reply.headers["X-Overture-Session"])
+            await reply.read()
+    async with http.post(CHAT, json=body, headers={"X-Session-Id": "named"}) as reply:
+        found.append(reply.headers["X-Overture-Session"])
+    assert found[0].startswith("auto-") and len(set(found)) == 3 and found[2] == "named"
