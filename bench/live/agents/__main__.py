@@ -15,7 +15,8 @@ Arms, each a server of its own with the demo model and the same device memory, t
 The last line is JSON. `sessions_recognised`: of calls after a conversation's first one, those that were given its session; a branch, and a history
 that was replaced, begin a conversation. `wrongly_joined`: calls that were given another conversation's session. `cached_share_vs_named`: prompt
 tokens found in a cache over those of `named`. `ttft_p50_vs_plain`: median TTFT of follow-up calls over that of `plain`. `program_s_vs_plain`: mean
-time of a whole program over that of `plain`; a program may wait at first, so that those under way keep their KV. `intervals`: at 95%, rounds drawn
+time of a whole program over that of `plain`; a program may wait at first, so that those under way keep their KV. `run_tokens`: prompt tokens by arm
+that stayed on the device from turn to turn, came back, were computed twice or were new, warm-up included. `intervals`: at 95%, rounds drawn
 anew. The Agents SDK does not stream here: its calls count for sessions and for tokens.
 """
 
@@ -24,11 +25,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,6 +58,7 @@ ARMS = {"unnamed": OURS, "named": OURS, "plain": ("--kv-host-gib=0", "--scheduli
 NUM_ROUNDS, QUICK_ROUNDS = 12, 6
 # No round of the quick bench begins after this. Chosen: ten minutes, less a round and the servers' end.
 QUICK_END_S = 480.0
+RUN_TOKENS = re.compile(r'^overture_agent_run_tokens_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 FRAMEWORK, FRAMEWORK_TIMEOUT_S = Path(__file__).with_name("framework.py"), 300.0
 REQUIREMENTS, INSTALL_TIMEOUT_S = ROOT / "requirements" / "clients" / "openai-agents.txt", 300.0
 AIMS = {
@@ -145,10 +150,17 @@ async def play_round(server: ServerProcess, number: int, python: Path | None, *,
     return played
 
 
+def run_tokens(server: ServerProcess) -> dict[str, int]:
+    """Return the prompt tokens of all agents' runs so far by what became of their KV."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    return {name: int(float(num)) for name, num in RUN_TOKENS.findall(text)}
+
+
 async def measure(
     num_rounds: int, end_s: float, progress: Progress, python: Path | None
-) -> dict[str, list[Played]]:
-    """Return the rounds of each arm. The one before them warms the servers up and does not count."""
+) -> tuple[dict[str, list[Played]], dict[str, dict[str, int]]]:
+    """Return the rounds of each arm, and what became of its prompts' KV. The round before them warms the servers up and does not count."""
     found: dict[str, list[Played]] = {arm: [] for arm in ARMS}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
@@ -171,7 +183,7 @@ async def measure(
                 if number >= 0:
                     found[arm].append(played)
             progress.say(f"round {number + 1}: {said(found)}" if number >= 0 else "warmed up")
-    return found
+        return found, {arm: run_tokens(server) for arm, server in servers.items()}
 
 
 def said(found: dict[str, list[Played]]) -> str:
@@ -182,7 +194,7 @@ def said(found: dict[str, list[Played]]) -> str:
     )
 
 
-def show(found: dict[str, list[Played]], python: Path | None) -> None:
+def show(found: dict[str, list[Played]], tokens: dict[str, dict[str, int]], python: Path | None) -> None:
     """Print the report."""
     unnamed, named, plain = (found[arm] for arm in ARMS)
     judged = [judge(each.calls) for each in unnamed]
@@ -223,6 +235,7 @@ def show(found: dict[str, list[Played]], python: Path | None) -> None:
         ),
         "num_rounds": len(unnamed),
         "num_calls": sum(len(each.calls) for each in unnamed),
+        "run_tokens": tokens,
         "framework": "openai-agents" if python is not None else "",
         "intervals": intervals,
         "verdicts": verdicts,
@@ -239,7 +252,8 @@ def main() -> None:
     python = framework_python(progress)
     num_rounds = args.rounds or (QUICK_ROUNDS if args.quick else NUM_ROUNDS)
     end_s = QUICK_END_S if args.quick else float("inf")
-    show(asyncio.run(measure(num_rounds, end_s, progress, python)), python)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would outdo --kv-cache-gib
+    show(*asyncio.run(measure(num_rounds, end_s, progress, python)), python)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import asyncio
 import json
 import sys
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import agents
 import openai
+from pydantic import Field
 
 
 async def play(program: dict[str, Any], wish: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ async def play(program: dict[str, Any], wish: dict[str, Any]) -> list[dict[str, 
         )
 
     @agents.function_tool
-    async def read_file(name: str) -> str:
+    async def read_file(name: Annotated[str, Field(max_length=12)]) -> str:
         """Reads a file of the program."""
         step = next(steps)
         await asyncio.sleep(step["pause_s"])
