@@ -91,9 +91,9 @@ class Services:
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
 
     def __post_init__(self) -> None:
-        self.engine_feed = EngineFeed(self.maintenance, self.advisories, self.keys)
-        self.list_feed = ListFeed(self.store)
         self.recognition = Recognition(self.advisories, self.metrics)
+        self.engine_feed = EngineFeed(self.maintenance, self.advisories, self.recognition.runs, self.keys)
+        self.list_feed = ListFeed(self.store)
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )

@@ -109,6 +109,14 @@ def token_ids_of(event: bytes) -> bytes | None:
     return base64.b64decode(event[len(_TOKEN_IDS_EVENT) :]) if event.startswith(_TOKEN_IDS_EVENT) else None
 
 
+_FIGURES_EVENT = b": figures "
+
+
+def is_for_gateway(event: bytes) -> bool:
+    """Return whether an event of a stream is one of the node's comments to the gateway, which no client gets."""
+    return event.startswith((_TOKEN_IDS_EVENT, _FIGURES_EVENT))
+
+
 class Usage(Struct, frozen=True):
     """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
 
@@ -125,6 +133,25 @@ class KvSources(Struct, frozen=True):
     disk: int
     recomputed: int
     peer: int = 0
+
+
+class CallFigures(Struct, frozen=True):
+    """What an API call's request cost: where its prompt's KV came from, and the tokens of its answer. Of several prompts or answers: of the first."""
+
+    kv: KvSources
+    num_answer_tokens: int = 0
+
+
+def figures_event(figures: CallFigures) -> bytes:
+    """Return a server-sent comment with `JsonReply.figures`."""
+    return _FIGURES_EVENT + msgspec.json.encode(figures) + b"\n\n"
+
+
+def figures_of(event: bytes) -> CallFigures | None:
+    """Return the figures of a comment that `figures_event` made; None for any other event."""
+    if not event.startswith(_FIGURES_EVENT):
+        return None
+    return msgspec.json.decode(event[len(_FIGURES_EVENT) :], type=CallFigures)
 
 
 class Timings(Struct, frozen=True):
@@ -274,6 +301,7 @@ class JsonReply(Struct, frozen=True):
         token_ids: of a session's call, all ids that the engine read and wrote, packed; b"" where they are not known.
         dropped: parts left out of the call so that its prompt fits.
         num_prompt_tokens: of a call for embeddings, the tokens of all inputs.
+        figures: of a call that was answered, as far as they are known.
     """
 
     status: int
@@ -281,6 +309,7 @@ class JsonReply(Struct, frozen=True):
     token_ids: bytes = b""
     dropped: Dropped = Dropped()
     num_prompt_tokens: int = 0
+    figures: CallFigures | None = None
 
 
 # How one schema of an `ApiSchemas` names another: where OpenAPI keeps them.
@@ -302,7 +331,7 @@ class ApiSchemas(Struct, frozen=True):
 class SseReply(Struct, frozen=True):
     """A streamed answer: complete server-sent events as bytes. The caller must exhaust or `aclose()` the iterator.
 
-    The last event of a session's call may be one of `token_ids_event`, a comment that is meant for the gateway and not for clients.
+    The last events may be those of `figures_event` and, of a session's call, of `token_ids_event`: comments to the gateway (`is_for_gateway`).
     """
 
     events: AsyncIterator[bytes]

@@ -13,6 +13,19 @@ from engine_bridge.protocol.node import Delta, FinishReason, KvSources, Prompt, 
 Split = Callable[[Any], tuple[str, str]]
 
 
+def sources_of(output: Any) -> KvSources:
+    """Return where the KV of a request's prompt came from, as the connector noted it on the first output.
+
+    Without KV tiers all cached tokens were on the device.
+    """
+    noted = getattr(output, "kv_sources", None)
+    num_cached, num_prompt = output.num_cached_tokens or 0, len(output.prompt_token_ids or ())
+    device, host, disk, peer = (
+        (noted.device, noted.host, noted.disk, noted.peer) if noted is not None else (num_cached, 0, 0, 0)
+    )
+    return KvSources(device, host, disk, num_prompt - device - host - disk - peer, peer)
+
+
 class TokenStream:
     """Collects one request's outputs until its reader takes them; belongs to the event loop.
 
@@ -40,7 +53,7 @@ class TokenStream:
         self._num_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._kv_sources: Any = None
+        self._kv = KvSources(0, 0, 0, 0)
         self._queue_ms: float | None = None
 
     # -- the engine's side -------------------------------------------------------------------------------------------
@@ -81,7 +94,7 @@ class TokenStream:
         self._first_s = time.monotonic()
         self._prompt_tokens = len(output.prompt_token_ids or ())
         self._cached_tokens = output.num_cached_tokens or 0
-        self._kv_sources = getattr(output, "kv_sources", None)
+        self._kv = sources_of(output)
         stats = output.metrics
         if stats is not None and stats.scheduled_ts and stats.queued_ts:
             self._queue_ms = (stats.scheduled_ts - stats.queued_ts) * 1000
@@ -130,22 +143,8 @@ class TokenStream:
             ttft_ms=None if first_s is None else _rounded(first_s * 1000),
             tpot_ms=None if tpot_s is None else _rounded(tpot_s * 1000),
             e2e_ms=round(e2e_s * 1000, 2),
-            kv=self._sources(),
+            kv=self._kv,
         )
-
-    def _sources(self) -> KvSources:
-        """Return the sources of the prompt's KV as the connector noted them on the first output.
-
-        Without KV tiers all cached tokens were on the device.
-        """
-        noted = self._kv_sources
-        device, host, disk, peer = (
-            (noted.device, noted.host, noted.disk, noted.peer)
-            if noted is not None
-            else (self._cached_tokens, 0, 0, 0)
-        )
-        recomputed = self._prompt_tokens - device - host - disk - peer
-        return KvSources(device, host, disk, recomputed, peer)
 
 
 def _rounded(value_ms: float | None) -> float | None:

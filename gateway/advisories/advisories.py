@@ -114,6 +114,7 @@ class AdvisoryRecord:
         self.probability = probability
         self.report: AdvisoryReport | None = None
         self.is_over = False
+        self.is_told = False  # whether the node was, or is being, told
         self.retracted: bool | None = None  # whether as expired; None: not at all
         self.followers: set[OnChange] = set()
         self.expiry: asyncio.TimerHandle | None = None
@@ -298,6 +299,12 @@ class Advisories:
             self._retract(live, is_expired=False)
         self._drafts.stop(owner, session_id)
 
+    def came_back(self, owner: str, session_id: str) -> None:
+        """Cancel the advisory of a session whose request is here before the node was told: it would wait for another one."""
+        live = self._live.get((owner, session_id))
+        if live is not None and not live.is_told and live.retracted is None:
+            self._retract(live, is_expired=False)
+
     def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
         """Return the outcome of the advisory before a session's last request, once; None if there was no advisory."""
         report = self._scored.pop((owner, session_id), None)
@@ -326,6 +333,7 @@ class Advisories:
             outlook = await self._outlook(record)
             if record.is_over:
                 return
+            record.is_told = True
             await self._node.advise(
                 self._advisory(record, outlook), lambda report: self._changed(record, report)
             )

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from engine_bridge.engine_metrics import own_metrics
 from engine_bridge.protocol.node import AdvisoryReport, Delta, Dropped
+from gateway.recognition.runs import PromptTokens
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
@@ -114,6 +115,12 @@ class Metrics:
             ["how"],
             registry=registry,
         )
+        self._run_tokens = Counter(
+            "overture_agent_run_tokens",
+            "Prompt tokens of sessions that call tools, by what became of their KV since the turn before",
+            ["outcome"],
+            registry=registry,
+        )
         self.advisories_merged = Counter(
             "overture_advisories_merged", "Advisories that only renewed one under way", registry=registry
         )
@@ -196,6 +203,11 @@ class Metrics:
             self._advisory_lead.observe(report.lead_s)
         if report.late_s is not None:
             self._advisory_late.observe(report.late_s)
+
+    def note_run_tokens(self, tokens: PromptTokens) -> None:
+        """Count a prompt of a session that calls tools."""
+        for outcome in tokens.__struct_fields__:
+            self._run_tokens.labels(outcome).inc(getattr(tokens, outcome))
 
     async def watch_loop(self) -> None:
         """Measure for ever how late the event loop runs its timers. A late loop is late for every socket."""

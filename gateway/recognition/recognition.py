@@ -16,7 +16,8 @@ from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.recognition.conversations import Conversation, Conversations
-from gateway.recognition.fingerprints import ends_with_results, fingerprint, marks
+from gateway.recognition.fingerprints import ends_with_results, fingerprint, marks, turn_of
+from gateway.recognition.runs import AgentRuns
 from gateway.recognition.session_names import session_name
 from gateway.recognition.tool_pauses import ToolPauses
 from gateway.turns.replies import AnswerReader
@@ -61,6 +62,7 @@ class Recognition:
     ) -> None:
         self.conversations = Conversations()
         self.pauses = ToolPauses()
+        self.runs = AgentRuns()
         self.counts: Counter[str] = Counter()
         """Calls by how their session was found."""
         self._advisories, self._metrics, self._clock = advisories, metrics, clock
@@ -105,7 +107,15 @@ class Recognition:
                 call.session_id = call.conversation.session_id
             self._metrics.session_calls.labels(how).inc()
             self.counts[how] += 1
-            self._came_back(call, body)
+            self.runs.asked(
+                owner,
+                call.session_id,
+                self._clock(),
+                model=model,
+                offers_tools=bool(turn_of(body)),
+                pause_s=self._came_back(call, body),
+                is_rewritten=how == "rewritten",
+            )
         except Exception:
             log.exception("the session of a call could not be found")
             return None
@@ -121,15 +131,26 @@ class Recognition:
             if call.conversation is not None:
                 answer = marks(set(reader.tools), reader.answer) if reader.is_complete else None
                 self.conversations.ended(call.conversation, answer, calls_tools=bool(tools))
+            tokens = self.runs.answered(
+                call.owner, call.session_id, self._clock(), reader.figures, calls_tools=bool(tools)
+            )
+            self._metrics.note_run_tokens(tokens)
             if tools:
                 self._goes_away(call, frozenset(tools.values()))
         except Exception:
             log.exception("the end of a call could not be noted")
 
-    def _came_back(self, call: SessionCall, body: dict[str, Any]) -> None:
+    def _came_back(self, call: SessionCall, body: dict[str, Any]) -> float | None:
+        """Return how long its tools took, of a call that brings their results, after noting it; None of any other."""
         tools, went_s = self._away.pop((call.owner, call.session_id), (None, 0.0))
-        if tools is not None and ends_with_results(body):
-            self.pauses.note(tenant_of(call.owner), tools, self._clock() - went_s)
+        if tools is None:
+            return None
+        self._advisories.came_back(call.owner, call.session_id)
+        if not ends_with_results(body):
+            return None
+        pause_s = self._clock() - went_s
+        self.pauses.note(tenant_of(call.owner), tools, pause_s)
+        return pause_s
 
     def _goes_away(self, call: SessionCall, tools: frozenset[str]) -> None:
         self._away[call.owner, call.session_id] = tools, self._clock()

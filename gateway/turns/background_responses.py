@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_bridge.protocol.api_errors import cut
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import SseReply, token_ids_of
+from engine_bridge.protocol.node import SseReply, is_for_gateway
 from gateway.errors import GatewayError
 from gateway.turns.replies import AnswerReader
 
@@ -42,7 +42,7 @@ class BackgroundResponse:
     def add(self, event: bytes) -> None:
         """Take one event."""
         self.reader.feed(event)
-        if self.is_streamed and token_ids_of(event) is None:
+        if self.is_streamed and not is_for_gateway(event):
             self.events.append(event)
         self._notify()
 

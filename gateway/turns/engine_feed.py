@@ -17,6 +17,7 @@ from gateway.advisories.advisories import Advisories
 from gateway.errors import GatewayError
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import listed
+from gateway.recognition.runs import AgentRuns
 from gateway.turns.protocol import encode
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ class Watcher(Protocol):
 class EngineFeed:
     """The sockets that watch the engine room, and the task that shows them pictures while there are any."""
 
-    def __init__(self, maintenance: NodeMaintenance, advisories: Advisories, keys: KeyRing) -> None:
-        self._maintenance, self._advisories, self._keys = maintenance, advisories, keys
+    def __init__(
+        self, maintenance: NodeMaintenance, advisories: Advisories, runs: AgentRuns, keys: KeyRing
+    ) -> None:
+        self._maintenance, self._advisories, self._runs, self._keys = maintenance, advisories, runs, keys
         self._watchers: dict[Watcher, None] = {}
         self._showing: asyncio.Task[None] | None = None
 
@@ -107,13 +110,14 @@ class EngineFeed:
             return None
 
     def _picture(self, owner: str, is_operator: bool) -> dict[str, Any]:
-        """Return the `engine` frame. It has the owner's own advisories; only operators see how many there are of all owners."""
-        nodes = listed(self._maintenance.states(), to_operator=is_operator)
+        """Return the `engine` frame. It has the owner's own advisories and agents' runs; only operators see how many there are of all owners."""
+        nodes, now = listed(self._maintenance.states(), to_operator=is_operator), time.monotonic()
         return {
             "type": "engine",
-            "at_s": round(time.monotonic(), 3),
+            "at_s": round(now, 3),
             "nodes": nodes.nodes,
             "totals": nodes.totals,
             "advisories": self._advisories.trails.of(owner),
+            "runs": self._runs.of(owner, now),
             "advisory_counts": self._advisories.counts() if is_operator else None,
         }

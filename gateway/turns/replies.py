@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from engine_bridge.protocol.node import Api, token_ids_of
+from engine_bridge.protocol.node import Api, CallFigures, figures_of, token_ids_of
 from gateway.errors import GatewayError
 from gateway.sessions import StoredResponse, Turn
 
@@ -172,6 +172,7 @@ class AnswerReader:
         is_complete: whether the server said that the answer was over.
         tools: the tools that it calls: the name of each by the call's id.
         token_ids: all ids that the engine read and wrote, packed; b"" where they are not known.
+        figures: what it cost; None where that is not known.
     """
 
     def __init__(self, api: Api) -> None:
@@ -183,6 +184,7 @@ class AnswerReader:
         self.is_complete = False
         self.tools: dict[str, str] = {}
         self.token_ids = b""
+        self.figures: CallFigures | None = None
         self._response: dict[str, Any] | None = None
 
     @property
@@ -204,8 +206,9 @@ class AnswerReader:
         return self._response | {"output": output, "status": "incomplete"}
 
     def feed(self, event: bytes) -> None:
-        """Take one server-sent event. Lines that hold no JSON (comments, `[DONE]`) are ignored, except the node's comment with token ids."""
+        """Take one server-sent event. Lines that hold no JSON (comments, `[DONE]`) are ignored, except the node's comments."""
         self.token_ids = token_ids_of(event) or self.token_ids
+        self.figures = figures_of(event) or self.figures
         for line in event.split(b"\n"):
             if line.startswith(b"data: {"):
                 try:
@@ -213,9 +216,9 @@ class AnswerReader:
                 except orjson.JSONDecodeError:
                     continue
 
-    def feed_json(self, body: bytes, token_ids: bytes = b"") -> None:
+    def feed_json(self, body: bytes, token_ids: bytes = b"", figures: CallFigures | None = None) -> None:
         """Take a whole reply."""
-        self.token_ids = token_ids
+        self.token_ids, self.figures = token_ids, figures
         value = orjson.loads(body)
         self.is_complete = True
         if self._api in ("chat", "completions"):

@@ -12,12 +12,20 @@ import pytest
 
 from gateway.app import Server
 
-from .facts import MODEL, Http
+from .facts import BODY, CHAT, MODEL, Http
 
 QUESTION = "What is the weather in Paris?"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ABOUT = {"name": "get_weather", "description": "The weather of a city."}
 RESULT = "sunny, 21 degrees"
+
+
+async def tool(server: Server) -> str:
+    """Answer once the node was told that the session comes back: on a busy machine it may be back sooner."""
+    async with asyncio.timeout(20):
+        while not server.services.advisories.trails.of("local")[0].states:
+            await asyncio.sleep(0.01)
+    return RESULT
 
 
 async def chat_loop(server: Server, *, stream: bool) -> None:
@@ -34,7 +42,7 @@ async def chat_loop(server: Server, *, stream: bool) -> None:
         assert message.tool_calls
         messages += [
             message.model_dump(exclude_none=True, exclude={"parsed"}),
-            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT},
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": await tool(server)},
         ]
         last = await client.chat.completions.create(messages=messages, **wish)
     assert last.choices[0].message.content
@@ -55,7 +63,10 @@ async def messages_loop(server: Server, *, stream: bool) -> None:
         assert call.type == "tool_use"
         messages += [
             {"role": "assistant", "content": [part.model_dump(exclude_none=True) for part in said.content]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": call.id, "content": await tool(server)}],
+            },
         ]
         assert (await client.messages.create(messages=messages, **wish)).content
 
@@ -84,7 +95,7 @@ async def responses_loop(server: Server, *, stream: bool, store: bool = False) -
             said = await client.responses.create(input=items, **wish)
         (call,) = [item for item in said.output if item.type == "function_call"]
         items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
-        items.append({"type": "function_call_output", "call_id": call.call_id, "output": RESULT})
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": await tool(server)})
         assert (await client.responses.create(input=items, **wish)).output_text
 
 
@@ -109,3 +120,31 @@ async def test_each_loop_is_one_session_whose_return_is_announced(
     assert (await (await http.get("/api/sessions")).json() == sessions) != is_stored, "nothing else is stored"
     state = await (await http.get("/v1/engine/state")).json()
     assert state["calls_by_session"]["continued"] == services.recognition.counts["continued"]
+
+
+async def test_a_reply_says_which_session_its_call_was_found_to_be_part_of(http: Http) -> None:
+    """In a head of its own: X-Session-Id is for conversations that are stored."""
+    body, found = BODY | {"messages": [{"role": "user", "content": "Which session is this?"}]}, []
+    for stream in (False, True):
+        async with http.post(CHAT, json=body | {"stream": stream}) as reply:
+            assert reply.status == 200 and "X-Session-Id" not in reply.headers
+            found.append(reply.headers["X-Overture-Session"])
+            await reply.read()
+    async with http.post(CHAT, json=body, headers={"X-Session-Id": "named"}) as reply:
+        found.append(reply.headers["X-Overture-Session"])
+    assert found[0].startswith("auto-") and len(set(found)) == 3 and found[2] == "named"
+
+
+@pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_loop_is_shown_as_a_run_with_what_became_of_its_prompts_kv(
+    server: Server, http: Http, loop: Any, stream: bool
+) -> None:
+    """Also where the client asks for no usage: the node tells the gateway."""
+    await loop(server, stream=stream)
+    run = (await (await http.get("/v1/engine/state")).json())["runs"][0]
+    assert run["session_id"].startswith("auto-") and run["state"] == "rests"
+    assert (run["num_turns"], run["num_pauses"]) == (2, 1) and 0 < run["pause_s"] < run["age_s"] + 0.1
+    assert run["tokens"]["stayed"] > 0 and run["tokens"]["new"] + run["tokens"]["recomputed"] > 0
+    told = await (await http.get("/metrics")).text()
+    assert 'overture_agent_run_tokens_total{outcome="stayed"}' in told

@@ -64,7 +64,7 @@ class Answer:
         self._history = call.take_history()
         self._continues = self._history is not None
         self._generated: list[int] = []
-        self._has_begun = self._is_over = False
+        self._has_begun = self._is_over = self._is_first = False
         call.answers[self] = None
 
     async def begin(self) -> None:
@@ -122,11 +122,15 @@ class Answer:
     def _note(self, output: RequestOutput) -> None:
         """Keep what the call has to know of an output. Raises VLLMValidationError for an answer with too many log probabilities."""
         if self._call.first is None:
-            self._call.first = output
+            self._call.first, self._is_first = output, True
         sampling = self._request.sampling_params
+        # Outputs that are not deltas hold all tokens so far.
+        is_whole = sampling is None or sampling.output_kind is not RequestOutputKind.DELTA
+        if self._is_first:
+            before = 0 if is_whole else self._call.num_answer_tokens
+            self._call.num_answer_tokens = before + len(output.outputs[0].token_ids)
         if self._continues:
-            # Outputs that are not deltas hold all tokens so far.
-            if sampling is None or sampling.output_kind is not RequestOutputKind.DELTA:
+            if is_whole:
                 self._generated.clear()
             self._generated += output.outputs[0].token_ids
             if output.finished and len(output.outputs) == 1:

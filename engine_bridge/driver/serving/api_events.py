@@ -19,7 +19,7 @@ from engine_bridge.driver.apis.bodies import (
     without_insides,
 )
 from engine_bridge.driver.serving.call import Call
-from engine_bridge.protocol.node import Dropped, token_ids_event
+from engine_bridge.protocol.node import Dropped, figures_event, token_ids_event
 
 # Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
 KEEP_ALIVE_S = 15.0
@@ -27,7 +27,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class ApiEvents:
-    """One call's events as bytes: a comment on the dropped parts of its prompt, vLLM's events, and the call's token ids (see `SseReply`).
+    """One call's events as bytes: a comment on the dropped parts of its prompt, vLLM's events, and comments to the gateway (see `SseReply`).
 
     vLLM's serving classes ask the engine late, some only when their stream is read, and turn errors into events of a stream that looks fine. So
     `begin` waits until a request of the call was queued: until then, any failure can still become an HTTP status. An error that ends the stream
@@ -111,6 +111,8 @@ class ApiEvents:
             event = reading.result()
         except StopAsyncIteration:
             await self.aclose()
+            if (figures := self._call.figures) is not None:
+                self._ready.append(figures_event(figures))
             if self._call.seen:
                 self._ready.append(token_ids_event(self._call.seen))
             return

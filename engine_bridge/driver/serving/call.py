@@ -9,7 +9,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest
-from engine_bridge.protocol.node import SeenPicture, pack_token_ids
+from engine_bridge.protocol.node import CallFigures, SeenPicture, pack_token_ids
+from engine_bridge.protocol.token_stream import sources_of
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
@@ -38,6 +39,7 @@ class Call:
         is_known: set once a request of the call was queued, or once there is a `failure`.
         failure: why no request of the call can be queued.
         first: the first output of the call's requests, once it was read.
+        num_answer_tokens: tokens of the first answer so far.
         num_logprobs: number of log probabilities that whole answers have brought so far.
         seen: the ids that the engine has read and written, packed; b"" until the answer is over, and where there were several answers.
     """
@@ -53,7 +55,7 @@ class Call:
         self.is_known = asyncio.Event()
         self.failure: Exception | None = None
         self.first: RequestOutput | None = None
-        self.num_logprobs = 0
+        self.num_answer_tokens = self.num_logprobs = 0
         self.seen = b""
         self._history = history
         self._when_known = when_known
@@ -70,6 +72,11 @@ class Call:
             for each in prompt.mm_features or ()
         ]
         self.seen = pack_token_ids([*(prompt.prompt_token_ids or ()), *generated], pictures)
+
+    @property
+    def figures(self) -> CallFigures | None:
+        """What its request has cost so far; None before its first output."""
+        return CallFigures(sources_of(self.first), self.num_answer_tokens) if self.first is not None else None
 
     @property
     def is_queued(self) -> bool:

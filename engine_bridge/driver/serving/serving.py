@@ -288,7 +288,7 @@ class Serving:
                 result.error.message = anthropic_words(result.error.message, limit)
             return error_reply(result, is_anthropic=endpoint.is_anthropic)
         reply = result.model_dump_json(**(endpoint.dump or {})).encode()
-        return JsonReply(200, reply, call.seen, dropped)
+        return JsonReply(200, reply, call.seen, dropped, figures=call.figures)
 
     async def _fitting(self, api: Api, body: Any, raw_request: Any, call: Call) -> tuple[Any, Dropped]:
         """Return the call's result, and the parts that were left out so that its prompt fits.

@@ -18,7 +18,7 @@ from engine_bridge.predict.hints import read_body
 from engine_bridge.protocol.api_errors import unknown_model
 from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply, SseReply, token_ids_of
+from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply, SseReply, is_for_gateway
 from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
@@ -28,6 +28,7 @@ from gateway.doors.api.recording import Recording, adapter_named, record, record
 from gateway.doors.http.admission import RareLine
 from gateway.doors.http.bodies import json_body
 from gateway.doors.http.web_policy import (
+    FOUND_SESSION_HEADER,
     LEFT_OUT_HEADER,
     REQUEST_ID_HEADER,
     RETRY_AFTER_S,
@@ -231,12 +232,15 @@ async def _read_answer(
     """Answer a call while a reader reads along."""
     reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, asker)
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
+    # A name in other letters is left out: clients read headers as Latin-1.
+    if asker.session_id and asker.session_id.isascii():
+        headers[FOUND_SESSION_HEADER] = asker.session_id
     if isinstance(reply, JsonReply):
         if reply.dropped:
             headers[LEFT_OUT_HEADER] = str(reply.dropped)
             services.metrics.note_left_out(reply.dropped)
         if api not in COUNTING_APIS and reply.status == 200:
-            reader.feed_json(reply.body, reply.token_ids)
+            reader.feed_json(reply.body, reply.token_ids, reply.figures)
         if recording is not None and reader.is_complete:
             await record(services, recording, reader)
             if recording.previous is not None and reader.reply is not None:
@@ -334,7 +338,7 @@ async def write_events(
         async for event in events:
             if reader is not None:
                 reader.feed(event)
-            if token_ids_of(event) is not None:  # for us, not for clients
+            if is_for_gateway(event):
                 continue
             if dropped := dropped_of(event):
                 services.metrics.note_left_out(dropped)

@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from engine_bridge.protocol.figures import AdapterStats, LaneStats, LengthErrors, RequestState, WaitReason
 from engine_bridge.protocol.node import AdapterInfo, AdvisoryState
+from gateway.recognition.runs import AgentRun
 from gateway.sessions import SessionSummary
 
 
@@ -188,6 +189,7 @@ class EngineStanding(Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     calls_by_session: dict[str, int]
     length_errors: LengthErrors | None
+    runs: list[AgentRun]
     waiting: OwnRequests
     running: OwnRequests
 

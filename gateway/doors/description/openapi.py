@@ -46,6 +46,7 @@ HEADERS = {
     "Retry-After": "Seconds after which to try again.",
     "WWW-Authenticate": "How to send a key.",
     "X-Overture-Left-Out": "What was left out because the prompt did not fit, such as `tools=36`; in a stream, its first comment says so.",
+    "X-Overture-Session": "The session that the call was found to be part of, whether or not its client named one.",
     "X-Session-Id": "The session that keeps the call as a turn, where there is one.",
     "X-Request-Id": "The request's name: what the client sent under it, or one made here.",
 }

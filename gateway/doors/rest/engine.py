@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from aiohttp import web
 
 from gateway.access.auth import tenant_of
@@ -14,13 +16,13 @@ DEFAULT_LIMIT, MAX_LIMIT = 200, 2000
 
 
 async def engine_state(request: web.Request) -> web.Response:
-    """Handle `GET /v1/engine/state`: figures of the whole engine, but only the caller's own requests.
+    """Handle `GET /v1/engine/state`: figures of the whole engine, but only the caller's own requests and runs of agents.
 
     Raises EngineUnavailable without an engine.
     """
     services = request.app[SERVICES]
-    tenant = tenant_of(services.admit(request).owner)
-    state = await services.node.engine_state(tenant, _limit(request))
+    owner = services.admit(request).owner
+    state = await services.node.engine_state(tenant_of(owner), _limit(request))
     engine, scheduling = state.engine, state.scheduling
     return json_reply(
         {
@@ -41,6 +43,7 @@ async def engine_state(request: web.Request) -> web.Response:
             "seconds": scheduling.seconds,
             "length_errors": scheduling.length_errors,
             "calls_by_session": services.recognition.counts,
+            "runs": services.recognition.runs.of(owner, time.monotonic()),
             "waiting": {"total": state.num_waiting, "requests": state.waiting},
             "running": {"total": state.num_running, "requests": state.running},
         }

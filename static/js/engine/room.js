@@ -83,11 +83,12 @@ export class Room {
     put('tiers', () => views.tiers(frame));
     put('lanes', () => views.lanes(frame));
     put('adapters', () => views.adapters(frame));
+    put('runs', () => views.runs(frame, this.#titles));
     put('advisories', () => views.advisories(frame, this.#titles));
-    if (frame.advisories.some(({ session_id: id }) => !this.#titles.has(id))) this.#askTitles();
+    if ([...frame.advisories, ...frame.runs].some(({ session_id: id }) => !this.#titles.has(id))) this.#askTitles();
   }
 
-  /** Names of conversations, for the list of advisories. Sessions of agents that are not stored have none. */
+  /** Names of conversations, for the lists of agents and advisories. Sessions of agents that are not stored have none. */
   async #askTitles() {
     if (performance.now() - this.#titlesAsked < ASK_TITLES_EVERY_MS) return;
     this.#titlesAsked = performance.now();

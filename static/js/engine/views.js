@@ -3,11 +3,11 @@
 import { h, paintDot } from '../dom.js';
 import { count, duration } from '../format.js';
 import { bar, sparkline } from './draw.js';
-import { advisoryState, age, nodeState, perSecond, place, reasons, size, source } from './words.js';
+import { advisoryState, age, nodeState, perSecond, place, reasons, runState, size, source } from './words.js';
 
 const HISTORY = 120;
 const MAX_DOTS = 12; // chosen: more are a number, not a picture
-const MAX_SHOWN = 12; // of advisories. Chosen: what happened in the last seconds
+const MAX_SHOWN = 12; // of agents and of advisories. Chosen: what happened in the last seconds
 
 // ---------------------------------------------------------------------------------------------------------- small parts
 
@@ -160,6 +160,19 @@ function dotOf(adapter) {
   paintDot(dot, adapter);
   return dot;
 }
+
+/** One's own agents: conversations that call tools, and what became of their prompts' KV from turn to turn. */
+export function runs({ runs: list }, titles) {
+  if (!list.length) return [empty('None of yours yet. A conversation is shown here once an answer of it has called a tool.')];
+  const columns = [['Conversation', 'name-cell'], ['Now', 'roomy'], ['Turns', 'number roomy'], ['Tool pauses', 'number roomy'], ['Stayed', 'number'],
+    ['Came back', 'number'], ['Twice', 'number'], ['New', 'number roomy'], ['Ago', 'number roomy']];
+  const rows = list.slice(0, MAX_SHOWN).map((run) => [nameOf(run, titles), mark(...runState(run.state)), count(run.num_turns), toolsOf(run),
+    ...['stayed', 'restored', 'recomputed', 'new'].map((outcome) => count(run.tokens[outcome])), age(run.quiet_s)]);
+  return [table('Your last agents, the newest first', columns, rows),
+    h('p', { class: 'note' }, 'Tokens of all their prompts: KV that stayed on the device since the turn before, came back from elsewhere, or was computed twice, and what was new.')];
+}
+
+const toolsOf = ({ num_pauses: num, pause_s: total }) => (num ? [count(num), ' ', h('span', { class: 'aside' }, duration(total * 1000))] : '–');
 
 /** One's own last advisories, each with the states that it went through. */
 export function advisories({ advisories: list, advisory_counts: sums, at_s: now }, titles) {

@@ -44,6 +44,7 @@ const NODE_STATES = {
   closed: 'plain',
 };
 
+const RUN_STATES = { asks: ['good', 'is answered'], tools: ['under-way', 'tools at work'], rests: ['plain', 'rests'] };
 const PLACES = { slot: 'slot', host: 'host memory', cached: 'device cache' };
 const SOURCES = { typing: 'typing', rest: 'an agent', hint: 'a hint', learned: 'learned', tool_pause: 'tools at work', computed: 'computed ahead' };
 
@@ -82,6 +83,9 @@ export const advisoryState = (state) => ADVISORY_STATES[state] ?? ['plain', stat
 
 /** How good a node's state is. */
 export const nodeState = (state) => NODE_STATES[state] ?? 'plain';
+
+/** [how good, what it does] of an agent's run. */
+export const runState = (state) => RUN_STATES[state] ?? ['plain', state];
 
 export const place = (name) => PLACES[name] ?? name;
 

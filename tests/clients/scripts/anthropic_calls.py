@@ -5,7 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 import anthropic
-from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call, call_all, has_city, raises
+from harness import (
+    BASE_URL,
+    KEY,
+    LONG,
+    MODEL,
+    QUESTION,
+    SESSION_HEADER,
+    WEATHER_SCHEMA,
+    call,
+    call_all,
+    has_city,
+    raises,
+)
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key=KEY, max_retries=0)
 TOOL = {"name": "get_weather", "description": "Today's weather in a city.", "input_schema": WEATHER_SCHEMA}
@@ -75,6 +87,52 @@ def tools_with_a_result():
     content = [block.model_dump(exclude_none=True) for block in reply.content]
     turns = [*ASK, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
     assert message(messages=turns, tools=[TOOL]).content
+
+
+def _prompt_tokens(usage):
+    """All tokens of a prompt: `input_tokens` are those that a cache neither gave nor took."""
+    return (
+        usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    )
+
+
+def cache_control_in_system_tools_and_blocks():
+    marked = {"cache_control": {"type": "ephemeral"}}
+    prompt = {
+        "system": [{"type": "text", "text": LONG} | marked],
+        "tools": [TOOL | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION} | marked]}],
+    }
+    first, second = (message(**prompt, tool_choice={"type": "any"}, max_tokens=64).usage for _ in range(2))
+    assert second.cache_read_input_tokens > 0 and _prompt_tokens(first) == _prompt_tokens(second)
+    bare = prompt | {"system": LONG, "tools": [TOOL], "messages": ASK}
+    assert _prompt_tokens(
+        message(**bare, tool_choice={"type": "any"}, max_tokens=64).usage
+    ) == _prompt_tokens(first)
+
+
+def cache_control_at_the_top():
+    assert message(cache_control={"type": "ephemeral", "ttl": "1h"}).content[0].text
+
+
+def cache_control_that_moves_with_a_loop():
+    """The last message is marked in each call, as coding agents do: it stays one session, whose prompts are found in a cache."""
+    turns, sessions = [{"role": "user", "content": [{"type": "text", "text": f"{LONG}\n{QUESTION}"}]}], []
+    for number in range(3):
+        last = turns[-1]["content"][-1]
+        last["cache_control"] = {"type": "ephemeral"}
+        raw = client.messages.with_raw_response.create(
+            model=MODEL, messages=turns, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=64
+        )
+        del last["cache_control"]
+        reply = raw.parse()
+        sessions.append(raw.headers[SESSION_HEADER])
+        assert not number or reply.usage.cache_read_input_tokens > 0
+        used = [block for block in reply.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": "Sunny."} for block in used]
+        content = [block.model_dump(exclude_none=True) for block in reply.content]
+        turns += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    assert len(set(sessions)) == 1
 
 
 def count_tokens():

@@ -26,6 +26,11 @@ from typing import Any
 BASE_URL, MODEL, *ARGUMENTS = sys.argv[1:] or ["http://127.0.0.1:8000", "overture-demo"]
 V1_URL = f"{BASE_URL}/v1"
 KEY = "none"
+SESSION_HEADER = "x-overture-session"
+# Long enough to fill whole KV blocks, which are what a cache holds.
+LONG = (
+    "The keeper of the lighthouse writes down each ship that passes, its name, its cargo and the wind. " * 8
+)
 QUESTION = "What is the weather like in Paris?"
 WEATHER_SCHEMA = {
     "type": "object",

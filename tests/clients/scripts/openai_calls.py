@@ -8,8 +8,10 @@ from functools import partial
 import openai
 from harness import (
     KEY,
+    LONG,
     MODEL,
     QUESTION,
+    SESSION_HEADER,
     V1_URL,
     WEATHER_SCHEMA,
     WEATHER_TOOL,
@@ -149,6 +151,31 @@ def tools_parsed_arguments():
     assert isinstance(reply.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
 
 
+def prompt_cache_key():
+    """A conversation under a key is one session, and another one under the same key is another."""
+    turns, sessions = [{"role": "user", "content": LONG}], []
+    for number in range(3):
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=turns, max_tokens=16, temperature=0, prompt_cache_key="a-team"
+        )
+        reply = raw.parse()
+        sessions.append(raw.headers[SESSION_HEADER])
+        turns += [
+            reply.choices[0].message.model_dump(exclude_none=True),
+            {"role": "user", "content": f"And {number}?"},
+        ]
+    assert reply.usage.prompt_tokens_details.cached_tokens > 0
+    other = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, max_tokens=4, prompt_cache_key="a-team"
+    )
+    assert len(set(sessions)) == 1 and other.headers[SESSION_HEADER] not in sessions
+
+
+def prompt_cache_retention():
+    assert chat(prompt_cache_key="a-team", prompt_cache_retention="24h").choices[0].message.content
+    assert respond(prompt_cache_key="a-team", prompt_cache_retention="24h").output_text
+
+
 def completion(**more):
     return client.completions.create(**{"model": MODEL, "prompt": "Hello", "max_tokens": 16} | more)
 
@@ -184,6 +211,24 @@ def responses_streamed():
 def responses_previous_response_id():
     first = respond(instructions="You are terse.")
     assert respond(input="Who am I?", previous_response_id=first.id).output_text
+
+
+def responses_previous_response_id_loop():
+    """A loop with tools that sends only what is new: each call goes on from the one before, in one session."""
+    new, previous, sessions = [{"role": "user", "content": f"{LONG}\n{QUESTION}"}], None, []
+    for number in range(4):
+        wish = {"tools": [RESPONSES_TOOL], "tool_choice": "required" if number < 3 else "none"}
+        raw = client.responses.with_raw_response.create(
+            model=MODEL, input=new, previous_response_id=previous, max_output_tokens=64, temperature=0, **wish
+        )
+        reply = raw.parse()
+        previous = reply.id
+        sessions.append(raw.headers[SESSION_HEADER])
+        made = [item for item in reply.output if item.type == "function_call"]
+        assert all(has_city(item.arguments) for item in made) and bool(made) == (number < 3)
+        new = [{"type": "function_call_output", "call_id": item.call_id, "output": "Sunny."} for item in made]
+    assert reply.output_text and reply.usage.input_tokens_details.cached_tokens > 0
+    assert len(set(sessions)) == 1
 
 
 def responses_retrieve_input_items_delete():

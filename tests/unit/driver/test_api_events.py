@@ -13,7 +13,15 @@ from engine_bridge.driver.serving.call import Call
 from engine_bridge.driver.serving.entrance import Entrance
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.vllm_api import RequestOutputKind, RetryableRequestError
-from engine_bridge.protocol.node import Dropped, token_ids_of, unpack_token_ids
+from engine_bridge.protocol.node import (
+    CallFigures,
+    Dropped,
+    KvSources,
+    figures_of,
+    is_for_gateway,
+    token_ids_of,
+    unpack_token_ids,
+)
 from engine_bridge.protocol.token_stream import TokenStream
 from tests.unit.engine_bridge.test_token_stream import output
 
@@ -66,7 +74,8 @@ class Outputs:
 
     def get_nowait(self) -> Any:
         output = SimpleNamespace(token_ids=[self._left.pop(0)], logprobs=None)
-        return SimpleNamespace(finished=not self._left, prompt_logprobs=None, outputs=[output])
+        prompt = {"prompt_token_ids": [7, 7, 7], "num_cached_tokens": 2, "prompt_logprobs": None}
+        return SimpleNamespace(finished=not self._left, outputs=[output], **prompt)
 
 
 def answer(call: Call, client: Client, *token_ids: int) -> Answer:
@@ -143,7 +152,9 @@ async def test_a_reply_that_was_never_read_ends_its_answers() -> None:
     assert client.log == [("queued a", True), ("forgotten a", True)] and not call.answers
 
 
-async def test_the_first_event_says_what_was_left_out_and_the_last_one_has_the_token_ids() -> None:
+async def test_the_first_event_says_what_was_left_out_and_the_last_ones_tell_the_gateway_what_was_read() -> (
+    None
+):
     call, client = Call(history=b""), Client()
     made = answer(call, client, 1, 2)
 
@@ -154,8 +165,10 @@ async def test_the_first_event_says_what_was_left_out_and_the_last_one_has_the_t
     events = events_of(call, source())
     events.dropped = Dropped(tools=2)
     await events.begin()
-    first, *middle, last = [event async for event in events]
+    first, *middle, figures, last = [event async for event in events]
     assert b"tools=2" in first and middle == [b"a", b"a"]
+    assert [is_for_gateway(event) for event in (first, b"a", figures, last)] == [False, False, True, True]
+    assert figures_of(figures) == CallFigures(KvSources(device=2, host=0, disk=0, recomputed=1), 2)
     packed = token_ids_of(last)
     assert packed is not None and unpack_token_ids(packed) == (7, 1, 2)
 

@@ -144,7 +144,7 @@ async def picture(socket: Socket) -> Frame:
     return frame
 
 
-async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: Gateways) -> None:
+async def test_a_tenant_sees_its_own_advisories_and_agents_and_no_sums_of_others(gateways: Gateways) -> None:
     gateway = busy(await gateways(**KEYS))
     async with (
         gateway.socket(key=TENANT, hello={}) as mine,
@@ -152,6 +152,10 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
         gateway.socket(key=OPERATOR, hello={}) as operator,
     ):
         await mine.send(type="typing", session_id="lisbon")
+        services = gateway.server.services
+        runs, owner = services.recognition.runs, services.keys.authenticate(TENANT).owner
+        runs.asked(owner, "porto", 0.0, offers_tools=True)
+        runs.answered(owner, "porto", 0.0, None, calls_tools=True)
         told = await gateway.node.told()
         for state in ("staging", "staging", "warm", "hit"):  # each is told once
             told.report(state, num_tokens=32, device_tokens=32 * (state != "staging"))
@@ -163,6 +167,8 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
     assert (trail["session_id"], trail["source"]) == ("lisbon", "typing")
     assert [each["state"] for each in trail["states"]] == ["staging", "warm", "hit"]
     assert to_other["advisories"] == to_operator["advisories"] == []
+    assert [(each["session_id"], each["state"]) for each in to_me["runs"]] == [("porto", "tools")]
+    assert to_other["runs"] == to_operator["runs"] == []
     assert to_operator["advisory_counts"] == {"live": 0, "hit": 1}
     assert to_me["advisory_counts"] is to_other["advisory_counts"] is None
     assert to_me["nodes"][0]["kv"] is None and to_operator["nodes"][0]["kv"] is not None

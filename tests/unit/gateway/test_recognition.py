@@ -340,3 +340,28 @@ async def test_tool_pauses_take_no_places_of_a_keys_own_advisories(parts: Parts)
     for number in range(2 * BURST):
         tools.ended(SessionCall("ann", f"auto-{number}", None), reader)
     parts.advisories.submit("ann", AdvisoryRequest(session_id="mine"), "rest")
+
+
+async def test_a_session_that_is_back_before_the_node_was_told_is_not_announced_any_more(
+    parts: Parts,
+) -> None:
+    """Or the announcement would wait for a request after that one, and count as one that did not come true."""
+    tools, body = (
+        Recognition(parts.advisories, parts.metrics),
+        {"messages": [user("go"), called("c1"), result("c1")]},
+    )
+    reader = AnswerReader("chat")
+    reader.is_complete, reader.tools = True, {"c1": "bash"}
+    for is_told in (False, True):
+        asked = await tools.began(
+            "ann", "chat", {}, {"messages": body["messages"][:1]}, None, "s", is_named=True
+        )
+        tools.ended(asked, reader)
+        if is_told:
+            await parts.node.told(1)
+        back = await tools.began("ann", "chat", {}, body, None, "s", is_named=True)
+        await parts.node.told(is_told)
+        await settled()
+        (trail, *_) = parts.advisories.trails.of("ann")
+        assert [passed.state for passed in trail.states] == ([] if is_told else ["cancelled"])
+        tools.ended(back, AnswerReader("chat"))

@@ -10,7 +10,14 @@ from typing import Any
 import orjson
 import pytest
 
-from engine_bridge.protocol.node import SseReply, pack_token_ids, token_ids_event
+from engine_bridge.protocol.node import (
+    CallFigures,
+    KvSources,
+    SseReply,
+    figures_event,
+    pack_token_ids,
+    token_ids_event,
+)
 from gateway.doors.api.recording import recording_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
@@ -113,7 +120,8 @@ def test_a_stream_that_was_cut_off_is_an_incomplete_response_with_its_beginning(
     created = {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}}
     reader = reading("responses", created, {"type": "response.output_text.delta", "delta": "Onc"})
     reader.feed(token_ids_event(b"1234"))
-    assert reader.reply is not None and reader.token_ids == b"1234"
+    reader.feed(figures_event(figures := CallFigures(KvSources(1, 2, 3, 4), 5)))
+    assert reader.reply is not None and reader.token_ids == b"1234" and reader.figures == figures
     assert (reader.reply["id"], reader.reply["status"]) == ("resp_1", "incomplete")
     assert reader.reply["output"][0]["content"][0]["text"] == "Onc"
 
