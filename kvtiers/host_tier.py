@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvtiers.blocks import Block, Group, GroupId, Stage
 from kvtiers.io.host_pool import HostPool
@@ -15,6 +16,17 @@ from kvtiers.stats import HostStats
 
 # The share of the slots that leaves at a time, so that ranking all sessions is paid for once per batch. Chosen.
 EVICTION_BATCH = 1 / 64
+# The share of host memory in which a tenant's kept sessions are preferred; of more of them the ones kept last. Chosen.
+KEPT_SHARE = 0.5
+# Sessions that are remembered as kept. Chosen: as many as `engine_bridge.policy.kv.hints` lets all keys have.
+MAX_KEPT = 32768
+
+
+class Kept(NamedTuple):
+    """A session that is worth more than its tenant's others until a time. is_shared: its blocks stay its own though other sessions use them."""
+
+    until_s: float
+    is_shared: bool
 
 
 class HostTier:
@@ -49,6 +61,7 @@ class HostTier:
         """Number of requests in the engine, by group; the group may hold no block yet."""
         self.running: Counter[GroupId] = Counter()
         """The part of these that computes; the others wait."""
+        self._kept: OrderedDict[GroupId, Kept] = OrderedDict()  # what was kept last comes last
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
@@ -77,6 +90,37 @@ class HostTier:
             self.running.pop(group, None)
             self._returns.left(group, self._clock())
 
+    def keep(self, group: GroupId, keep_s: float, *, is_shared: bool) -> None:
+        """Prefer a session to others of its tenant for this many seconds, whether or not it has blocks yet; 0: no longer."""
+        self._kept.pop(group, None)
+        if keep_s <= 0:
+            return
+        self._kept[group] = Kept(self._clock() + keep_s, is_shared)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        if group in self.groups:
+            self.groups[group].is_over = False
+
+    def end(self, group: GroupId) -> None:
+        """Have a session's blocks leave before all others."""
+        self._kept.pop(group, None)
+        if group in self.groups:
+            self.groups[group].is_over = True
+
+    def _kept_now(self, now: float) -> set[GroupId]:
+        """Return the sessions that are kept, as far as they fit into their tenant's share; forget the ones whose time is over."""
+        found: set[GroupId] = set()
+        most, num = self.pool.num_slots * KEPT_SHARE, Counter[str]()
+        for group_id, kept in reversed(list(self._kept.items())):
+            if kept.until_s <= now:
+                del self._kept[group_id]
+            elif (group := self.groups.get(group_id)) is not None and num[
+                group.tenant
+            ] + group.num_slots <= most:
+                num[group.tenant] += group.num_slots
+                found.add(group_id)
+        return found
+
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
         """Return the session's group, marked as used now; a new one is known from its first block on. is_guess: its request is only expected."""
         group = self.groups.get((tenant, name)) or Group(tenant, name)
@@ -97,7 +141,10 @@ class HostTier:
         return block
 
     def move(self, block: Block, group: Group) -> None:
-        """Make a block the latest of a group: a block belongs to the session that used it last."""
+        """Make a block the latest of a group: a block belongs to the session that used it last, or to one that is kept for others to share."""
+        kept = self._kept.get(block.group.id)
+        if kept is not None and kept.is_shared and kept.until_s > self._clock():
+            return
         del block.group.blocks[block.key]
         self._count(block.group, -len(block.slots))
         if not block.group.blocks:
@@ -192,8 +239,10 @@ class HostTier:
         goal = min(max(num_slots, int(self.pool.num_slots * EVICTION_BATCH)), self.pool.num_slots)
         now = self._clock()
         groups: dict[str, list[GroupFacts]] = {}
+        preferred = self._kept_now(now)
         for group in self.groups.values():
-            groups.setdefault(group.tenant, []).append(self._facts(group))
+            expected_s = now if group.id in preferred else group.expected_s
+            groups.setdefault(group.tenant, []).append(self._facts(group, expected_s))
         if len(groups) > 1 or tenant not in groups:
             for name, facts in groups.items():
                 self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
@@ -205,7 +254,7 @@ class HostTier:
         # Slots that others cannot give, because they are in use, come from the tenant itself, not from tenants below their share.
         self._take(tenant, groups.get(tenant, ()), goal, 0)
 
-    def _facts(self, group: Group) -> GroupFacts:
+    def _facts(self, group: Group, expected_s: float | None) -> GroupFacts:
         return GroupFacts(
             group=group.name,
             num_bytes=group.num_slots * self.shape.layer_bytes,
@@ -214,7 +263,7 @@ class HostTier:
             is_over=group.is_over,
             is_live=group.id in self.live,
             is_waiting=self.live.get(group.id, 0) > self.running.get(group.id, 0),
-            expected_s=group.expected_s,
+            expected_s=expected_s,
             usual_pause_s=self._returns.usual_pause_s,
         )
 

@@ -193,6 +193,17 @@ class Memory:
         """Return the block hashes kept for this session and salt; empty if there are none."""
         return self._hashes.get(whose, ())
 
+    def num_shared(self, whose: Whose) -> int:
+        """Return with how many of its blocks another session under the same salt begins, too. Each hash stands for all content before it."""
+        own, num = self.of(whose), 0
+        for other, hashes in self._hashes.items():
+            if other == whose or other[1] != whose[1]:
+                continue
+            most = min(len(own), len(hashes))
+            while num < most and own[num] == hashes[num]:
+                num += 1
+        return num
+
     def forget_session(self, session: str) -> None:
         """Forget the session's prefixes, under every adapter: no further prompt begins with them.
 

@@ -193,6 +193,15 @@ class Promoter:
         """Return whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
         return (session_id, salt) in self._core.memory
 
+    def set_idle(self, session_id: str, salt: str | None) -> None:
+        """Have the device take a session's blocks before any other; those that other sessions begin with, or requests use, keep their places."""
+        with self._contained():
+            found = (cached_block(self._pool, entry) for entry in self._core.idle_entries((session_id, salt)))
+            idle = [block for block in found if block is not None and block.ref_cnt == 0]
+            for block in idle:
+                self._pool.free_block_queue.remove(block)
+            self._pool.free_block_queue.prepend_n(idle)
+
     def forget(self, session_id: str) -> None:
         """Forget a session's prefix: its next prompt, if one comes, begins with something else."""
         self._core.memory.forget_session(session_id)
