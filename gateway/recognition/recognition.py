@@ -40,6 +40,7 @@ class SessionCall:
         model: the adapter that it names; None for the base model.
         conversation: None for a session that is stored, whose client named it.
         is_over: whether its end was noted.
+        at_end: what is to be done then; None for nothing.
     """
 
     owner: str
@@ -47,6 +48,7 @@ class SessionCall:
     model: str | None
     conversation: Conversation | None = None
     is_over: bool = False
+    at_end: Callable[[], None] | None = None
 
 
 class Recognition:
@@ -121,10 +123,18 @@ class Recognition:
             if call.conversation is not None:
                 answer = marks(set(reader.tools), reader.answer) if reader.is_complete else None
                 self.conversations.ended(call.conversation, answer, calls_tools=bool(tools))
+            if call.at_end is not None:
+                call.at_end()  # first: what the client says of its session counts for more than what its tools let expect
             if tools:
                 self._goes_away(call, frozenset(tools.values()))
         except Exception:
             log.exception("the end of a call could not be noted")
+
+    def find(self, owner: str, api: Api, body: Any) -> list[str]:
+        """Return the key's session whose last call had this conversation, as a list of one; empty where it cannot be told."""
+        found = fingerprint(api, body)
+        known = self.conversations.standing(tenant_of(owner), found) if found is not None else None
+        return [known.session_id] if known is not None else []
 
     def _came_back(self, call: SessionCall, body: dict[str, Any]) -> None:
         tools, went_s = self._away.pop((call.owner, call.session_id), (None, 0.0))

@@ -96,9 +96,9 @@ class HintShares:
         self._until_s.setdefault(key, own)[name] = now + ttl_s
         return Grant(outcome, ttl_s)
 
-    def pinned_s(self, key: str, session: str, now: float) -> float:
-        """Return for how many more seconds a key has this session pinned; 0 if it has not."""
-        return max(self._until_s.get(key, {}).get((session, True), now) - now, 0.0)
+    def left_s(self, key: str, session: str, now: float, *, is_pin: bool) -> float:
+        """Return for how many more seconds a key has this session pinned, or kept; 0 if it has not."""
+        return max(self._until_s.get(key, {}).get((session, is_pin), now) - now, 0.0)
 
     def end(self, key: str, session: str) -> None:
         """Give up the places of a session."""

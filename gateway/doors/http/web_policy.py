@@ -32,10 +32,18 @@ RETRY_AFTER_S = 3
 BEGUN = web.RequestKey("begun", web.StreamResponse)  # of a request: the response whose head is on its way
 REQUEST_ID_HEADER = "X-Request-Id"
 LEFT_OUT_HEADER = "X-Overture-Left-Out"
+HINTS_HEADER = "X-Overture-KV-Hints"
 # Where Anthropic's SDKs look for the request's id.
 ANTHROPIC_ID_HEADER = "Request-Id"
 ANTHROPIC_VERSION_HEADER = "Anthropic-Version"
-_EXPOSED = ("X-Session-Id", REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, LEFT_OUT_HEADER, "Retry-After")
+_EXPOSED = (
+    "X-Session-Id",
+    REQUEST_ID_HEADER,
+    ANTHROPIC_ID_HEADER,
+    LEFT_OUT_HEADER,
+    HINTS_HEADER,
+    "Retry-After",
+)
 _REQUEST_ID = web.RequestKey("request_id", str)
 
 

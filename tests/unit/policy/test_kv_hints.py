@@ -49,13 +49,16 @@ def test_a_key_without_a_place_left_gets_nothing_and_takes_nothing_from_another(
 def test_a_wish_ends_with_its_time_with_a_time_of_zero_and_with_its_session() -> None:
     shares = HintShares()
     shares.grant("ada", "s", hint("pin", 100.0), 0.0)
-    assert shares.pinned_s("ada", "s", 40.0) == 60.0 and shares.pinned_s("ada", "s", 101.0) == 0.0
-    assert shares.pinned_s("eve", "s", 40.0) == 0.0
+    assert (
+        shares.left_s("ada", "s", 40.0, is_pin=True) == 60.0
+        and shares.left_s("ada", "s", 101.0, is_pin=True) == 0.0
+    )
+    assert shares.left_s("eve", "s", 40.0, is_pin=True) == 0.0
     shares.grant("ada", "s", hint("pin", 0.0), 40.0)
-    assert shares.pinned_s("ada", "s", 40.0) == 0.0
+    assert shares.left_s("ada", "s", 40.0, is_pin=True) == 0.0
     shares.grant("ada", "s", hint("pin", 100.0), 50.0)
     shares.grant("ada", "s", hint("evict"), 50.0)
-    assert shares.pinned_s("ada", "s", 50.0) == 0.0
+    assert shares.left_s("ada", "s", 50.0, is_pin=True) == 0.0
     shares.check_invariants()
 
 
