@@ -139,7 +139,7 @@ class KvHints:
 
     def _heard(self, asker: Asker, call: SessionCall | None, found: CallHints) -> list[str]:
         told: list[str] = []
-        for source, action, outcome in found.ignored:
+        for source, action, outcome in found.noted:
             self._count(source, action, outcome)
             told.append(f"{action}={outcome}")
         for payload in found.advised:
@@ -201,7 +201,7 @@ class KvHints:
 
     def submit_all(self, asker: Asker, found: CallHints) -> list[HintRecord]:
         """Act on the hints of an envelope that came by itself. Those about no session are counted as malformed."""
-        for source, action, outcome in found.ignored:
+        for source, action, outcome in found.noted:
             self._count(source, action, outcome)
         for payload in found.advised:
             self._advise(asker, payload)

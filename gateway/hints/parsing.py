@@ -54,7 +54,7 @@ class CallHints:
         priority: what Dynamo's two priorities come to, lower first; None without them. It is not yet checked whether the key may have it.
         expected_tokens: how long the client expects the answer to be; None where it does not say.
         is_marked: whether the client marks parts of its prompt to be kept.
-        ignored: source, action and outcome (`malformed` or `unsupported`) of what is passed over.
+        noted: source, action and outcome of what is no matter of a session, and of what is passed over as `malformed` or `unsupported`.
     """
 
     hints: list[KvHint] = field(default_factory=list)
@@ -62,16 +62,18 @@ class CallHints:
     priority: int | None = None
     expected_tokens: int | None = None
     is_marked: bool = False
-    ignored: list[tuple[HintSource, str, str]] = field(default_factory=list)
+    noted: list[tuple[HintSource, str, str]] = field(default_factory=list)
 
-    def ignore(self, source: HintSource, action: str = "unknown", outcome: str = "malformed") -> None:
-        """Note something that is passed over. The client's own words never become a metric's label."""
-        self.ignored.append((source, action, outcome))
+    def note(self, source: HintSource, action: str = "unknown", outcome: str = "malformed") -> None:
+        """Note what became of something. The client's own words never become a metric's label."""
+        self.noted.append((source, action, outcome))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the call says nothing of KV."""
-        return not (self.hints or self.advised or self.ignored)
+    def limit_priority(self, *, may_hurry: bool) -> None:
+        """Give the call the priority that it asks for, or the usual one where it may not go before others."""
+        if self.priority is not None:
+            is_clipped = self.priority < 0 and not may_hurry
+            self.priority = 0 if is_clipped else self.priority
+            self.note("nvext", "priority", "clipped" if is_clipped else "granted")
 
 
 def hints_of(api: Api, body: Any) -> CallHints:
@@ -128,7 +130,7 @@ def _read_openai(body: Mapping[str, Any], found: CallHints) -> None:
         ttl = options.get("ttl") if isinstance(options, dict) else options
         ttl_s = OPTIONS_TTL_S if ttl is None else seconds_of(ttl)
         if not isinstance(options, dict) or ttl_s is None:
-            found.ignore("openai", "retain")
+            found.note("openai", "retain")
         elif options.get("mode") != "explicit" or has_marks:
             # Without marks an explicit mode asks for nothing to be kept.
             found.hints[:] = [hint for hint in found.hints if hint.source != "openai"]
@@ -136,7 +138,7 @@ def _read_openai(body: Mapping[str, Any], found: CallHints) -> None:
     elif retention is not None:
         known_s = RETENTION_S.get(retention) if isinstance(retention, str) else None
         if known_s is None:
-            found.ignore("openai", "retain")
+            found.note("openai", "retain")
         else:
             found.hints.append(KvHint("retain", "openai", ttl_s=known_s))
 
@@ -152,8 +154,8 @@ def _read_marks(api: Api, body: Mapping[str, Any], found: CallHints) -> None:
         if ttl is None:
             ttl_s = CONTROL_TTL_S if source == "anthropic" else OPTIONS_TTL_S
         if not isinstance(mark, dict) or ttl_s is None:
-            if len(found.ignored) < MAX_HINTS:
-                found.ignore(source, "retain")
+            if len(found.noted) < MAX_HINTS:
+                found.note(source, "retain")
             continue
         longest[source] = max(longest.get(source, 0.0), ttl_s)
         last[source] = end
@@ -193,27 +195,27 @@ def read_envelope(envelope: Any, found: CallHints) -> None:
     if isinstance(envelope, dict) and "actions" not in envelope:
         actions = [{"action_type": name, "payload": payload} for name, payload in envelope.items()]
     if not isinstance(actions, list):
-        found.ignore("kv_hints")
+        found.note("kv_hints")
         return
     for action in actions[:MAX_HINTS]:
         _read_action(action, found)
     for _ in actions[MAX_HINTS : 2 * MAX_HINTS]:
-        found.ignore("kv_hints")
+        found.note("kv_hints")
 
 
 def _read_action(action: Any, found: CallHints) -> None:
     payload = action.get("payload") if isinstance(action, dict) else None
     if not isinstance(payload, dict):
-        found.ignore("kv_hints")
+        found.note("kv_hints")
         return
     if action.get("action_type") == "session.advise":
         found.advised.append(payload)
         return
     known = action_of(action.get("action_type"))
     if known is None:
-        found.ignore("kv_hints", outcome="unsupported")
+        found.note("kv_hints", outcome="unsupported")
     elif (hint := hint_of(known, "kv_hints", payload)) is None:
-        found.ignore("kv_hints", known)
+        found.note("kv_hints", known)
     else:
         found.hints.append(hint)
 
@@ -266,7 +268,7 @@ def _is_name(value: Any) -> bool:
 def _read_agent_hint(hint: Any, found: CallHints) -> None:
     """Read vLLM's RFC #52113. A parent waits for the agents that it began, so it is kept for as long as they are."""
     if not isinstance(hint, dict):
-        found.ignore("agent_hint")
+        found.note("agent_hint")
         return
     session, parent = hint.get("session_id") or "", hint.get("parent_session_id") or ""
     control, management = hint.get("cache_control"), hint.get("context_management")
@@ -275,7 +277,7 @@ def _read_agent_hint(hint: Any, found: CallHints) -> None:
     if ttl is not None:
         ttl_s = seconds_of(ttl)
         if ttl_s is None or not _is_name(parent):
-            found.ignore("agent_hint", "retain")
+            found.note("agent_hint", "retain")
         else:
             found.hints.append(KvHint("retain", "agent_hint", ttl_s=ttl_s))
             if parent:
@@ -284,7 +286,7 @@ def _read_agent_hint(hint: Any, found: CallHints) -> None:
         return
     edits = management.get("edits", []) if isinstance(management, dict) else None
     if not isinstance(edits, list) or not _is_name(session):
-        found.ignore("agent_hint")
+        found.note("agent_hint")
         return
     # A request that only manages says something of a session that went before it.
     target = session if management.get("manage_request") is True else ""
@@ -293,7 +295,7 @@ def _read_agent_hint(hint: Any, found: CallHints) -> None:
         if action in ("demote", "prefetch", "evict"):
             found.hints.append(KvHint(action, "agent_hint", target))
         else:
-            found.ignore("agent_hint", outcome="unsupported")
+            found.note("agent_hint", outcome="unsupported")
 
 
 def _read_nvext(extension: Any, found: CallHints) -> None:
@@ -304,12 +306,12 @@ def _read_nvext(extension: Any, found: CallHints) -> None:
     if hints is None:
         return
     if not isinstance(hints, dict):
-        found.ignore("nvext")
+        found.note("nvext")
         return
     numbers = {name: _whole(hints.get(name)) for name in ("priority", "strict_priority", "osl")}
     for name, number in numbers.items():
         if hints.get(name) is not None and number is None:
-            found.ignore("nvext", name)
+            found.note("nvext", name)
     if numbers["priority"] is not None or numbers["strict_priority"] is not None:
         # Dynamo's higher ones go first, ours are the lower ones.
         most = STRICT_STEP // 2 - 1
@@ -318,10 +320,11 @@ def _read_nvext(extension: Any, found: CallHints) -> None:
         found.priority = -max(min(total, MAX_PRIORITY), -MAX_PRIORITY)
     if numbers["osl"] is not None:
         found.expected_tokens = max(numbers["osl"], 1)
+        found.note("nvext", "osl", "granted")
     if (ahead := hints.get("speculative_prefill")) is True:
         found.hints.append(KvHint("prefetch", "nvext"))
     elif ahead not in (None, False):
-        found.ignore("nvext", "prefetch")
+        found.note("nvext", "prefetch")
 
 
 def _whole(value: Any) -> int | None:

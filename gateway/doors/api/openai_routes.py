@@ -292,9 +292,7 @@ def _take_priority(services: Services, body: Any) -> int | None:
 def _hints(services: Services, api: Api, body: Any) -> CallHints:
     """Return what a call says of KV, with a priority that its key may have. Hints are advice: bad ones fail no request."""
     found = CallHints() if api in COUNTING_APIS else hints_of(api, body)
-    if found.priority is not None and found.priority < 0 and not services.config.client_priority:
-        found.priority = 0
-        found.ignore("nvext", "priority", "clipped")
+    found.limit_priority(may_hurry=services.config.client_priority)
     return found
 
 

@@ -27,7 +27,7 @@ async def create(request: web.Request) -> web.Response:
         records = services.kv_hints.submit_all(asker, found)
         items = [record.describe(time.monotonic()) for record in records]
         reply = {"message_id": str(body.get("message_id", "")), "hints": items}
-        return json_reply(reply | {"num_ignored": len(found.ignored)}, status=202)
+        return json_reply(reply | {"num_ignored": len(found.noted)}, status=202)
     try:
         wanted = msgspec.convert(body, KvHintRequest)
     except msgspec.ValidationError as error:

@@ -48,7 +48,7 @@ def test_openais_retention(body: dict[str, Any], ttl_s: float) -> None:
 
 def test_an_explicit_mode_keeps_what_is_marked_and_nothing_else() -> None:
     options = {"mode": "explicit", "ttl": "30m"}
-    assert read(prompt_cache_options=options).is_empty
+    assert read(prompt_cache_options=options) == CallHints()
     part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
     found = read(prompt_cache_options=options, messages=[{"role": "user", "content": [part]}])
     assert [hint.ttl_s for hint in found.hints] == [1800.0] and found.is_marked
@@ -63,7 +63,7 @@ def test_the_longest_of_anthropics_marks_counts_with_the_end_of_the_last() -> No
         messages=[{"role": "user", "content": [text, text | {"cache_control": MARK | {"ttl": "5m"}}]}],
     )
     assert found.hints == [KvHint("retain", "anthropic", ttl_s=3600.0, prefix=PrefixEnd("messages", 0, 1))]
-    assert found.is_marked and not found.ignored
+    assert found.is_marked and not found.noted
     whole = read("messages", cache_control=MARK)
     assert whole.hints == [KvHint("retain", "anthropic", ttl_s=300.0, prefix=PrefixEnd("call"))]
 
@@ -90,7 +90,7 @@ def test_the_actions_of_an_envelope() -> None:
         KvHint("share", "kv_hints", ttl_s=7.5),
         KvHint("evict", "kv_hints", "s"),
     ]
-    assert found.advised == [{"session_id": "next"}] and not found.ignored
+    assert found.advised == [{"session_id": "next"}] and not found.noted
     assert read(kv_hints={"deref": {"action_id": "c"}}).hints == [KvHint("evict", "kv_hints")]
 
 
@@ -112,7 +112,7 @@ def test_an_agents_session_its_parent_and_its_edits() -> None:
     managing = {"manage_request": True, "edits": [{"type": "prefetch"}, {"type": "clear"}]}
     found = read(agent_hint={"session_id": "worker", "context_management": managing})
     assert found.hints == [KvHint("prefetch", "agent_hint", "worker")]
-    assert found.ignored == [("agent_hint", "unknown", "unsupported")]
+    assert found.noted == [("agent_hint", "unknown", "unsupported")]
 
 
 def test_dynamos_hints() -> None:
@@ -120,6 +120,10 @@ def test_dynamos_hints() -> None:
     assert (found.priority, found.expected_tokens) == (-5, 1024)
     assert found.hints == [KvHint("prefetch", "nvext")]
     assert read(nvext={"agent_hints": {"priority": -3}}).priority == 3
+    found.limit_priority(may_hurry=True)
+    assert found.priority == -5 and found.noted[-1] == ("nvext", "priority", "granted")
+    found.limit_priority(may_hurry=False)
+    assert found.priority == 0 and found.noted[-1] == ("nvext", "priority", "clipped")
     high, higher = (
         read(nvext={"agent_hints": {"priority": priority, "strict_priority": strict}}).priority
         for priority, strict in ((10**6, 1), (-50, 2))
@@ -157,10 +161,9 @@ def test_dynamos_hints() -> None:
 )
 def test_what_is_wrong_is_counted_and_passed_over(body: dict[str, Any]) -> None:
     found = hints_of("messages", body)
-    assert found.ignored and not found.hints
+    assert found.noted and not found.hints
     assert all(
-        action in ACTIONS | {"unknown", "priority", "strict_priority", "osl"}
-        for _, action, _ in found.ignored
+        action in ACTIONS | {"unknown", "priority", "strict_priority", "osl"} for _, action, _ in found.noted
     )
     strip(body)
     assert not set(body) & set(FIELDS)
@@ -170,9 +173,9 @@ def test_thousands_of_marks_and_actions_make_few_hints() -> None:
     block = {"type": "text", "text": "x", "cache_control": MARK}
     bad = block | {"cache_control": 7}
     found = read("messages", messages=[{"role": "user", "content": [block, bad] * 5000}])
-    assert len(found.hints) == 1 and len(found.ignored) <= MAX_HINTS
+    assert len(found.hints) == 1 and len(found.noted) <= MAX_HINTS
     found = read(kv_hints=envelope(*[("kv.pin", {})] * 5000))
-    assert len(found.hints) == MAX_HINTS and len(found.ignored) <= MAX_HINTS
+    assert len(found.hints) == MAX_HINTS and len(found.noted) <= MAX_HINTS
 
 
 @pytest.mark.parametrize(
