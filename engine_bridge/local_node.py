@@ -352,7 +352,7 @@ class LocalNode:
         """Let the KV of a session go first; see `Node`."""
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
-            self._thread.submit(lambda driver: driver.promoter.forget(session_id))
+            self._thread.submit(lambda driver: driver.promoter.forget(session_id, tenant))
 
     @property
     def peer_address(self) -> str:

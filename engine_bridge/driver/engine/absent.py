@@ -105,7 +105,7 @@ class NoPromoter(Idle):
     def give_up(self) -> None:
         """Do nothing: there are no advisories."""
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: str, tenant: str) -> None:
         """Do nothing: no session's prefix is known."""
 
     def set_idle(self, session_id: str, salt: str | None) -> None:

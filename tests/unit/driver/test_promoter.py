@@ -74,7 +74,7 @@ class Bench(Stored):
         super().close()
 
     def expect(self, session: str, keys: Sequence[bytes]) -> None:
-        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=keys)
+        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=keys, sampling_params=None)
         self.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
         self.promoter.advise(Advisory(advisory_id=session, session_id=session), (), None, lambda report: None)
 
