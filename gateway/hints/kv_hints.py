@@ -21,7 +21,16 @@ from msgspec import Meta, Struct
 from engine_bridge.policy.kv.hints import Grant, HintShares, KvAction, KvHint
 from engine_bridge.protocol.node import Api, Node, SessionHint
 from gateway.access.auth import tenant_of
-from gateway.advisories.advisories import Advisories, AdvisoryRecord, AdvisoryRequest, SessionName
+from gateway.access.rates import Rates
+from gateway.advisories.advisories import (
+    BURST,
+    MAX_PER_S,
+    MAX_TTL_S,
+    Advisories,
+    AdvisoryRecord,
+    AdvisoryRequest,
+    SessionName,
+)
 from gateway.errors import GatewayError
 from gateway.hints.parsing import CallHints
 from gateway.metrics.metrics import Metrics
@@ -123,6 +132,8 @@ class KvHints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shares = HintShares()
+        # As for advisories: the engine's thread looks for the blocks of what is demoted.
+        self._rates = Rates(MAX_PER_S, BURST)
         self._advisories, self._recognition, self._node = advisories, recognition, node
         self._metrics, self._clock = metrics, clock
         self._records: OrderedDict[str, HintRecord] = OrderedDict()
@@ -151,11 +162,11 @@ class KvHints:
                 told.append(_told(hint, record.outcome, record.ttl_s))
         granted: list[tuple[KvHint, Grant]] = []
         for hint in own:
-            grant = self._grant(asker, call.session_id, hint) if call is not None else Grant("full", 0.0)
-            outcome = grant.outcome if call is not None else "unknown"
+            grant = self._grant(asker, call.session_id, hint) if call is not None else None
+            outcome = "unknown" if call is None else grant.outcome if grant is not None else "refused"
             self._count(hint.source, hint.action, outcome)
-            told.append(_told(hint, outcome, grant.ttl_s))
-            if call is not None and grant.outcome != "full":
+            told.append(_told(hint, outcome, grant.ttl_s if grant is not None else 0.0))
+            if grant is not None and grant.outcome != "full":
                 granted.append((hint, grant))
         if call is not None and (granted or self._pinned_s(asker, call.session_id)):
             call.at_end = partial(self._ended, asker, call, granted)
@@ -184,7 +195,7 @@ class KvHints:
 
     # -- by themselves -----------------------------------------------------------------------------------------------
 
-    def submit(self, asker: Asker, wanted: KvHintRequest) -> HintRecord:
+    async def submit(self, asker: Asker, wanted: KvHintRequest) -> HintRecord:
         """Act on a hint that came by itself. Raises GatewayError `bad_request` for one that is about nothing."""
         hint = KvHint(wanted.action, "rest", wanted.session_id or "", wanted.ttl_s, wanted.expected_arrival_s)
         if wanted.session_id is not None:
@@ -197,7 +208,7 @@ class KvHints:
                 "Say what the hint is about: 'session_id', or the 'messages', 'input' or 'prompt' of its last call.",
                 param="session_id",
             )
-        return self._begin(asker, hint, self._recognition.find(asker.owner, api, body))
+        return self._begin(asker, hint, await self._recognition.find(asker.owner, api, body))
 
     def submit_all(self, asker: Asker, found: CallHints) -> list[HintRecord]:
         """Act on the hints of an envelope that came by itself. Those about no session are counted as malformed."""
@@ -232,7 +243,8 @@ class KvHints:
             return
         over = KvHint(action, record.hint.source, ttl_s=0.0)
         for session in record.sessions:
-            self._act(record.asker, session, over, self._grant(record.asker, session, over).ttl_s, [])
+            self.shares.grant(record.asker.client, session, over, self._clock())
+            self._act(record.asker, session, over, 0.0, [])
 
     # -- acting ------------------------------------------------------------------------------------------------------
 
@@ -240,8 +252,14 @@ class KvHints:
         """Return the key's sessions under a client's name; a name of none of them may be that of a stored session."""
         return self._recognition.conversations.named(tenant_of(asker.owner), name)[-MAX_OF_NAME:] or [name]
 
-    def _grant(self, asker: Asker, session: str, hint: KvHint) -> Grant:
-        return self.shares.grant(asker.client, session, hint, self._clock())
+    def _grant(self, asker: Asker, session: str, hint: KvHint) -> Grant | None:
+        """Return what the asker gets of a hint for a session; None where it has sent too many."""
+        now = self._clock()
+        return (
+            None
+            if self._rates.take(asker.client, now)
+            else self.shares.grant(asker.client, session, hint, now)
+        )
 
     def _pinned_s(self, asker: Asker, session: str) -> float:
         return self.shares.left_s(asker.client, session, self._clock(), is_pin=True)
@@ -251,6 +269,9 @@ class KvHints:
         outcome, ttl_s, begun = "granted" if sessions else "unknown", 0.0, list[AdvisoryRecord]()
         for session in sessions:
             grant = self._grant(asker, session, hint)
+            if grant is None:
+                outcome = "refused"
+                break
             one: str = grant.outcome
             if grant.outcome != "full" and not self._act(asker, session, hint, grant.ttl_s, begun):
                 one = "refused"
@@ -286,8 +307,9 @@ class KvHints:
             )
         if action not in ("prefetch", "pin") or not ttl_s:
             return True
+        arrival_s = min(hint.arrival_s, MAX_TTL_S) if hint.arrival_s is not None else None
         wanted = AdvisoryRequest(
-            session_id=session, model=asker.model, expected_arrival_s=hint.arrival_s, ttl_s=ttl_s
+            session_id=session, model=asker.model, expected_arrival_s=arrival_s, ttl_s=ttl_s
         )
         try:
             begun.append(

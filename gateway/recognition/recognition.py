@@ -130,9 +130,9 @@ class Recognition:
         except Exception:
             log.exception("the end of a call could not be noted")
 
-    def find(self, owner: str, api: Api, body: Any) -> list[str]:
+    async def find(self, owner: str, api: Api, body: Any) -> list[str]:
         """Return the key's session whose last call had this conversation, as a list of one; empty where it cannot be told."""
-        found = fingerprint(api, body)
+        found = await asyncio.to_thread(fingerprint, api, body)
         known = self.conversations.standing(tenant_of(owner), found) if found is not None else None
         return [known.session_id] if known is not None else []
 

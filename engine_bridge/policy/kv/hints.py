@@ -25,7 +25,8 @@ MAX_TTL_S: dict[KvAction, float] = {
     "pin": 600.0,
     "evict": 0.0,
 }
-# Seconds that an action lasts if its hint does not say. Source: Anthropic's and RFC #52113's five minutes; a prefetch as an advisory.
+# Seconds that an action lasts if its hint does not say, from when the next request may come. Source: Anthropic's and RFC #52113's five minutes; a
+# prefetch as an advisory.
 DEFAULT_TTL_S: dict[KvAction, float] = dict.fromkeys(MAX_TTL_S, 300.0) | {"prefetch": 60.0, "evict": 0.0}
 # Sessions that a key may have pinned at once, and kept in host memory at once; and all keys together (some 10 MB). Chosen.
 MAX_PINS, MAX_KEPT, MAX_OF_ALL = 16, 512, 32768
@@ -78,7 +79,7 @@ class HintShares:
     def grant(self, key: str, session: str, hint: KvHint, now: float) -> Grant:
         """Return what a key gets of a hint about this session, and take its place."""
         action = hint.action
-        asked_s = DEFAULT_TTL_S[action] if hint.ttl_s is None else hint.ttl_s
+        asked_s = DEFAULT_TTL_S[action] + (hint.arrival_s or 0.0) if hint.ttl_s is None else hint.ttl_s
         ttl_s = min(asked_s, MAX_TTL_S[action])
         outcome: Outcome = "granted" if ttl_s == asked_s or not MAX_TTL_S[action] else "clipped"
         if action in ("prefetch", "evict"):

@@ -81,7 +81,7 @@ def _call(
         description=whole or "The whole answer, or with `stream` its parts as server-sent events.",
         shape=EngineBody("reply", name),
         media=() if whole else (EVENT_STREAM,),
-        headers=() if whole else ("X-Session-Id",),
+        headers=() if whole else ("X-Session-Id", "X-Overture-KV-Hints"),
     )
     return Operation(
         "post",

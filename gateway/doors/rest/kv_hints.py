@@ -34,7 +34,7 @@ async def create(request: web.Request) -> web.Response:
         raise GatewayError("bad_request", f"The hint was not understood: {error}") from error
     adapter = known_adapter(services.node, wanted.model)
     assert adapter is None or isinstance(adapter, str)
-    record = services.kv_hints.submit(Asker(owner, asker.client, adapter), wanted)
+    record = await services.kv_hints.submit(Asker(owner, asker.client, adapter), wanted)
     return json_reply(record.describe(time.monotonic()), status=202)
 
 

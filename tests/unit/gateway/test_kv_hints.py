@@ -105,16 +105,16 @@ async def test_a_hint_by_its_messages_finds_the_keys_own_session_alone(said: Sai
     call = await said.began()
     said.answered(call)
     wanted = KvHintRequest(action="retain", messages=MESSAGES, model="m")
-    assert said.hints.submit(EVE, wanted).outcome == "unknown"
+    assert (await said.hints.submit(EVE, wanted)).outcome == "unknown"
     assert not said.node.session_hints
-    record = said.hints.submit(ANN, wanted)
+    record = await said.hints.submit(ANN, wanted)
     assert (record.sessions, record.outcome) == ([call.session_id], "granted")
     with pytest.raises(GatewayError):
         said.hints.find("eve", record.id)
     said.hints.take_back("ann", record.id)
     assert [hint.keep_s for hint in said.node.session_hints] == [300.0, 0.0]
     with pytest.raises(GatewayError):
-        said.hints.submit(ANN, KvHintRequest(action="retain"))
+        await said.hints.submit(ANN, KvHintRequest(action="retain"))
 
 
 async def test_a_clients_name_stands_for_the_conversations_of_its_key_under_it(said: Said) -> None:
@@ -123,7 +123,7 @@ async def test_a_clients_name_stands_for_the_conversations_of_its_key_under_it(s
         await said.began(agent_hint={"session_id": "w"}),
     )
     other = await said.began("eve", agent_hint={"session_id": "w"})
-    record = said.hints.submit(ANN, KvHintRequest(action="demote", session_id="w"))
+    record = await said.hints.submit(ANN, KvHintRequest(action="demote", session_id="w"))
     assert record.sessions == [one.session_id, two.session_id] and one.session_id != two.session_id
     assert {hint.tenant for hint in said.node.session_hints} == {"ann"}
     for call in (one, two, other):
@@ -133,12 +133,14 @@ async def test_a_clients_name_stands_for_the_conversations_of_its_key_under_it(s
 async def test_what_is_beyond_a_share_is_told_and_not_done(said: Said) -> None:
     for number in range(MAX_PINS):
         assert (
-            said.hints.submit(ANN, KvHintRequest(action="pin", session_id=f"s{number}")).outcome == "granted"
-        )
+            await said.hints.submit(ANN, KvHintRequest(action="pin", session_id=f"s{number}"))
+        ).outcome == "granted"
     before = len(said.node.session_hints)
-    record = said.hints.submit(ANN, KvHintRequest(action="pin", session_id="more"))
+    record = await said.hints.submit(ANN, KvHintRequest(action="pin", session_id="more"))
     assert (record.outcome, record.ttl_s, record.advisories) == ("full", 0.0, [])
     assert len(said.node.session_hints) == before
     for number in range(BURST):
-        said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id=f"p{number}"))
-    assert said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id="p")).outcome == "refused"
+        await said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id=f"p{number}"))
+    assert (
+        await said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id="p"))
+    ).outcome == "refused"

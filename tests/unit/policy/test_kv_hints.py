@@ -28,6 +28,8 @@ def test_a_longer_time_than_an_action_may_last_is_clipped() -> None:
     assert shares.grant("ada", "s", hint("retain", 60.0), 0.0) == Grant("granted", 60.0)
     assert shares.grant("ada", "s", hint("retain"), 0.0) == Grant("granted", DEFAULT_TTL_S["retain"])
     assert shares.grant("ada", "s", hint("evict", 60.0), 0.0) == Grant("granted", 0.0)
+    later = KvHint("prefetch", "rest", arrival_s=300.0)
+    assert shares.grant("ada", "s", later, 0.0).ttl_s == 300.0 + DEFAULT_TTL_S["prefetch"]
 
 
 def test_a_key_without_a_place_left_gets_nothing_and_takes_nothing_from_another() -> None:
