@@ -186,6 +186,21 @@ def responses_previous_response_id():
     assert respond(input="Who am I?", previous_response_id=first.id).output_text
 
 
+def responses_loop_of_previous_response_ids():
+    last = respond(input="My name is Ada and my city is Trondar. " * 8, prompt_cache_retention="24h")
+    for _ in range(2):
+        last = respond(input="Who am I?", previous_response_id=last.id)
+        assert last.usage.input_tokens_details.cached_tokens > 0
+
+
+def chat_loop_with_a_prompt_cache_key():
+    turns = [{"role": "user", "content": "My name is Ada and my city is Trondar. " * 8}]
+    for number in range(3):
+        reply = chat(messages=turns, prompt_cache_key="ada", prompt_cache_retention="in_memory")
+        assert not number or reply.usage.prompt_tokens_details.cached_tokens > 0
+        turns += [reply.choices[0].message, {"role": "user", "content": "Who am I?"}]
+
+
 def responses_retrieve_input_items_delete():
     made = respond()
     assert client.responses.retrieve(made.id).output_text == made.output_text
