@@ -48,7 +48,7 @@ class KvHint:
         session: its name; "" for the session of the request that the hint came with.
         ttl_s: for how long; None where the client does not say; 0 ends an earlier wish.
         arrival_s: a lower bound on when its next request comes, from now; None where that is not known.
-        prefix: the end of the part that is meant; None for all of it. A session's KV is kept as a whole, so this is told and not acted on.
+        prefix: the end of the part that is meant; None for all of it. A session's KV is kept as a whole, so nothing is done for a part.
     """
 
     action: KvAction
