@@ -43,6 +43,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SessionHint,
     SleepMode,
     SseReply,
 )
@@ -161,6 +162,7 @@ class LocalNode:
         self._stage = "ready"
 
     async def _build_serving(self) -> None:
+        from engine_bridge.driver.grammars.admission import checker_of
         from engine_bridge.driver.serving.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving.serving import Serving
         from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
@@ -174,7 +176,7 @@ class LocalNode:
             host_bytes = int(config.engine.adapter_host_gib * GIB)
             self._catalog = Catalog(registry, contract, host_bytes, self._copies)
         self._stage = "starting the check of grammars"
-        self._grammars = grammars = await asyncio.to_thread(_grammar_checker, engine, config.limits)
+        self._grammars = grammars = await asyncio.to_thread(checker_of, engine, config.limits)
         self._client = BridgeEngineClient(
             self._thread, engine, grammars, self._streams, self._catalog, self._lengths, config.limits
         )
@@ -337,11 +339,20 @@ class LocalNode:
     def _kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None
 
+    def hint_session(self, hint: SessionHint) -> None:
+        """Note what the KV of a session is worth; see `Node`."""
+        store = self._tiers.store if self._tiers is not None else None
+        if store is None or self._serving is None or self._client is None:
+            return
+        from engine_bridge.driver.serving.advising import hint_session
+
+        hint_session(self._thread, self._client, self._serving, store, hint)
+
     def end_session(self, tenant: str, session_id: str) -> None:
         """Let the KV of a session go first; see `Node`."""
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
-            self._thread.submit(lambda driver: driver.promoter.forget(session_id))
+            self._thread.submit(lambda driver: driver.promoter.forget(session_id, tenant))
 
     @property
     def peer_address(self) -> str:
@@ -568,16 +579,6 @@ def _prepare_renderer(
     if config.special_tokens_in_content == "split":
         client.continuing.known = split_contents(client.renderer, off)
     return queue
-
-
-def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
-    """Return the check of grammars, whose processes start meanwhile."""
-    from engine_bridge.driver.grammars.admission import tokenizer_of
-
-    tokenizer = tokenizer_of(engine.renderer.get_tokenizer(), engine.model_config.get_vocab_size())
-    checker = GrammarChecker(tokenizer, timeout_s=limits.grammar_check_s, memory_mib=limits.grammar_check_mib)
-    checker.warm_up()
-    return checker
 
 
 def make_tiers(node: LocalNodeConfig) -> KvTiers | None:

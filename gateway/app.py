@@ -46,7 +46,7 @@ from gateway.doors.http.connections import (
 )
 from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.http.unix_socket import UnixSite
-from gateway.doors.rest import adapters, advisories, engine, nodes, sessions, transfers
+from gateway.doors.rest import adapters, advisories, engine, kv_hints, nodes, sessions, transfers
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -264,6 +264,7 @@ def build_app(services: Services) -> web.Application:
     embedding_routes.add_routes(app)
     response_routes.add_routes(app)
     advisories.add_routes(app)
+    kv_hints.add_routes(app)
     adapters.add_routes(app)
     engine.add_routes(app)
     nodes.add_routes(app)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvtiers.blocks import Block, Group, GroupId, Stage
 from kvtiers.io.host_pool import HostPool
@@ -15,6 +16,21 @@ from kvtiers.stats import HostStats
 
 # The share of the slots that leaves at a time, so that ranking all sessions is paid for once per batch. Chosen.
 EVICTION_BATCH = 1 / 64
+# The share of host memory in which a tenant's kept sessions are preferred; of more of them the ones kept last. Chosen.
+KEPT_SHARE = 0.5
+# Sessions that are remembered as kept. Chosen: as many as `engine_bridge.policy.kv.hints` lets all keys have.
+MAX_KEPT = 32768
+
+
+# Sessions that are remembered to have ended. Chosen: more than the device has KV of.
+MAX_OVER = 4096
+
+
+class Kept(NamedTuple):
+    """A session that is worth more than its tenant's others until a time. is_shared: its blocks stay its own though other sessions use them."""
+
+    until_s: float
+    is_shared: bool
 
 
 class HostTier:
@@ -51,6 +67,9 @@ class HostTier:
         """The part of these that computes; the others wait."""
         self.device_keeps: Callable[[BlockKey], bool] | None = None
         """Says of a block whether the device has it, too, and keeps it for now; None where there is no device."""
+        self._kept: OrderedDict[GroupId, Kept] = OrderedDict()  # what was kept last comes last
+        self._over: OrderedDict[GroupId, None] = OrderedDict()
+        """Sessions that have ended for good, the last one last."""
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
@@ -65,9 +84,18 @@ class HostTier:
             return True
         return self._is_on_disk(key) if self._is_on_disk is not None else False
 
+    def end(self, group: GroupId) -> None:
+        """Note that a session has ended for good: what is left of it leaves first, and nothing of it is saved again."""
+        self._kept.pop(group, None)
+        if group in self.groups:
+            self.groups[group].is_over = True
+        self._over[group] = None
+        if len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
+
     def is_over(self, group: GroupId) -> bool:
-        """Return whether a session was deleted, as far as any of it is left."""
-        return group in self.groups and self.groups[group].is_over
+        """Return whether a session has ended for good, and was not used since."""
+        return group in self._over
 
     def find(self, tenant: str, name: str) -> Group:
         """Return the session's group as it is, or a new one that is used now."""
@@ -87,11 +115,38 @@ class HostTier:
             self.running.pop(group, None)
             self._returns.left(group, self._clock())
 
+    def keep(self, group: GroupId, keep_s: float, *, is_shared: bool) -> None:
+        """Prefer a session to others of its tenant for this many seconds, whether or not it has blocks yet; 0: no longer."""
+        self._kept.pop(group, None)
+        if keep_s <= 0:
+            return
+        self._kept[group] = Kept(self._clock() + keep_s, is_shared)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        self._over.pop(group, None)
+        if group in self.groups:
+            self.groups[group].is_over = False
+
+    def _kept_now(self, now: float) -> set[GroupId]:
+        """Return the sessions that are kept, as far as they fit into their tenant's share; forget the ones whose time is over."""
+        found: set[GroupId] = set()
+        most, num = self.pool.num_slots * KEPT_SHARE, Counter[str]()
+        for group_id, kept in reversed(list(self._kept.items())):
+            if kept.until_s <= now:
+                del self._kept[group_id]
+            elif (group := self.groups.get(group_id)) is not None and num[
+                group.tenant
+            ] + group.num_slots <= most:
+                num[group.tenant] += group.num_slots
+                found.add(group_id)
+        return found
+
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
         """Return the session's group, marked as used now; a new one is known from its first block on. is_guess: its request is only expected."""
         group = self.groups.get((tenant, name)) or Group(tenant, name)
         group.last_used_s = self._clock()
         group.is_over = False
+        self._over.pop(group.id, None)
         if not is_guess:
             group.expected_s = None
         return group
@@ -111,7 +166,10 @@ class HostTier:
         group.blocks = {block.key: block for block in blocks} | group.blocks
 
     def move(self, block: Block, group: Group) -> None:
-        """Make a block the latest of a group: a block belongs to the session that used it last."""
+        """Make a block the latest of a group: a block belongs to the session that used it last, or to one that is kept for others to share."""
+        kept = self._kept.get(block.group.id)
+        if kept is not None and kept.is_shared and kept.until_s > self._clock():
+            return
         del block.group.blocks[block.key]
         self._count(block.group, -len(block.slots))
         if not block.group.blocks:
@@ -205,8 +263,10 @@ class HostTier:
         goal = min(max(num_slots, int(self.pool.num_slots * EVICTION_BATCH)), self.pool.num_slots)
         now = self._clock()
         groups: dict[str, list[GroupFacts]] = {}
+        preferred = self._kept_now(now)
         for group in self.groups.values():
-            groups.setdefault(group.tenant, []).append(self._facts(group))
+            expected_s = now if group.id in preferred else group.expected_s
+            groups.setdefault(group.tenant, []).append(self._facts(group, expected_s))
         if len(groups) > 1 or tenant not in groups:
             for name, facts in groups.items():
                 self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
@@ -218,7 +278,7 @@ class HostTier:
         # Slots that others cannot give, because they are in use, come from the tenant itself, not from tenants below their share.
         self._take(tenant, groups.get(tenant, ()), goal, 0)
 
-    def _facts(self, group: Group) -> GroupFacts:
+    def _facts(self, group: Group, expected_s: float | None) -> GroupFacts:
         return GroupFacts(
             group=group.name,
             num_bytes=group.num_slots * self.shape.layer_bytes,
@@ -227,7 +287,7 @@ class HostTier:
             is_over=group.is_over,
             is_live=group.id in self.live,
             is_waiting=self.live.get(group.id, 0) > self.running.get(group.id, 0),
-            expected_s=group.expected_s,
+            expected_s=expected_s,
             usual_pause_s=self._returns.usual_pause_s,
         )
 
@@ -259,7 +319,7 @@ class HostTier:
     def make_room_for_more(self, group: Group, num_slots: int) -> None:
         """Have `num_slots` free, if as many blocks of the group may leave that the device has by now."""
         if self.pool.num_free < num_slots:
-            self._take_doubled(group.tenant, [self._facts(group)], num_slots, 0)
+            self._take_doubled(group.tenant, [self._facts(group, group.expected_s)], num_slots, 0)
 
     def _take_doubled(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> bool:
         """Evict blocks that the device keeps for now, those of running requests first. Return whether that is enough, as in `_take`."""

@@ -332,6 +332,11 @@ class KvStore:
             if (tenant, group) in self._host.groups:
                 self._host.groups[tenant, group].expected_s = at_s
 
+    def keep(self, group: str, keep_s: float, *, tenant: str = "", is_shared: bool = False) -> None:
+        """Prefer a session in host memory to others of its tenant for this long; 0: no longer. is_shared: other sessions begin as it does."""
+        with self._lock:
+            self._host.keep((tenant, group), keep_s, is_shared=is_shared)
+
     def enter(
         self,
         group: str,
@@ -377,8 +382,7 @@ class KvStore:
     def end(self, group: str, *, tenant: str = "") -> None:
         """Note that this session has ended for good: its KV leaves host memory first."""
         with self._lock:
-            if (tenant, group) in self._host.groups:
-                self._host.groups[tenant, group].is_over = True
+            self._host.end((tenant, group))
 
     # -- as a whole (any thread) -------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class People:
         tiers, names = self.node.tiers, self.node.requests.names(session, num_blocks)
         assert tiers is not None and tiers.hollow.disk is not None
         tiers.hollow.disk.keep([BlockKey(bytes(name)) for name in names])
-        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=names)
+        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=names, sampling_params=None)
         tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
 
     def stream(self) -> None:

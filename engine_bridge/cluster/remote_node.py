@@ -25,6 +25,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SessionHint,
     SleepMode,
     SseReply,
 )
@@ -214,6 +215,11 @@ class RemoteNode:
     async def prefill(self, request: EngineRequest) -> int:
         """Have a draft prefilled; returns its tokens."""
         return int(await self._call("prefill", request))
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Pass on what a session's KV is worth, unless the node is away."""
+        if self._link is not None:
+            self._link.notice("hint_session", hint)
 
     def end_session(self, tenant: str, session_id: str) -> None:
         """Let the node forget a session, unless it is away."""

@@ -151,7 +151,7 @@ class GatewayConnection(WireConnection):
             if method == "retract":
                 self._node.retract(arguments[0], is_expired=arguments[1])
             else:
-                self._node.end_session(*arguments)
+                getattr(self._node, method)(*arguments)
         except Exception:
             # A gateway expects no answer to a notice, and the answers under way on this connection do not depend on it.
             log.exception("a notice of a gateway's failed (%s)", method)

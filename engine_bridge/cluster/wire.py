@@ -42,10 +42,11 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SessionHint,
     SleepMode,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 # Chosen: above the largest body that the gateway takes and the largest whole reply that one request's bounds allow.
 MAX_FRAME_BYTES = 256 << 20
 # The largest frame before the other end has proved itself. Chosen.
@@ -211,6 +212,7 @@ METHODS |= STORE_METHODS
 NOTICES: dict[str, Method] = {
     "retract": Method(tuple[str, bool]),
     "end_session": Method(tuple[str, str]),
+    "hint_session": Method(tuple[SessionHint]),
     "close": Method(tuple[()]),
 }
 

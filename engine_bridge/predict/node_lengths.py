@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorContext, load_predictor
 from engine_bridge.predict.hints import HINTS
-from engine_bridge.predict.length import OnlineLengths
+from engine_bridge.predict.length import OnlineLengths, told
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 from kvtiers.closing import going_on
 
@@ -83,8 +83,8 @@ class NodeLengths:
         return self._own.ask(features) if self._own is not None else None
 
     def predict(self, features: EngineRequest) -> LengthGuess:
-        """Predict by our own predictor."""
-        return self._ours.predict(features)
+        """Predict by our own predictor, and by what the client expects."""
+        return told(self._ours.predict(features), features.expected_tokens, features.max_tokens)
 
     def observe(self, features: EngineRequest, num_tokens: int) -> None:
         """Let both predictors learn from an answer that has ended."""

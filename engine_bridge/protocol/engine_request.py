@@ -61,6 +61,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         turn: of a request with tools: `begins` where a person's message or another program asks, `continues` where it brings tools' results; "" for a
             request without tools.
         keeps_ids: whether the gateway stores the ids of an API call's prompt and answer.
+        expected_tokens: how long the client expects the answer to be, which is not trusted; None where it does not say.
+        is_marked: whether the client has marked parts of the prompt to be kept, so that its usage says what was.
         asked: facts about its text from which its answer's length is predicted; the question itself only where a user's own predictor reads it.
         kv_from: another node's address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
         traceparent: the W3C name of the gateway's span that the request belongs to; "" where no trace is kept.
@@ -86,6 +88,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     turn: Literal["", "begins", "continues"] = ""
     keeps_ids: bool = False
+    expected_tokens: int | None = None
+    is_marked: bool = False
     asked: Asked = NOTHING_ASKED
     kv_from: str = ""
     traceparent: str = ""

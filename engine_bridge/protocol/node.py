@@ -223,7 +223,8 @@ class Advisory(Struct, frozen=True, kw_only=True):
     `expected_arrival_s` is a lower bound from now, or None where it is not known (a person typing). `priority`: lower first, as of requests; None is
     0, as any other. `is_ordered`: it comes before the requests of this tenant's ordered advisories that are sent later. `probability`: that the
     request comes, as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the
-    session's last request left. `lifetime_s`: for how long it is waited for. `tenant`, `kv_from`: as in `EngineRequest`.
+    session's last request left. `lifetime_s`: for how long it is waited for. `is_pin`: the tenant's pins together have a share of the device, however
+    much room there is. `tenant`, `kv_from`: as in `EngineRequest`.
     """
 
     advisory_id: str
@@ -235,8 +236,28 @@ class Advisory(Struct, frozen=True, kw_only=True):
     probability: float = 1.0
     token_ids: bytes = b""
     lifetime_s: float = 60.0
+    is_pin: bool = False
     tenant: str = ""
     kv_from: str = ""
+
+
+class SessionHint(Struct, frozen=True, kw_only=True):
+    """Word on what the KV of a session is worth from now on.
+
+    Attributes:
+        tenant: as in `EngineRequest`.
+        adapter: whose KV the device may take first; None for the base model.
+        keep_s: for so long host memory prefers it to the tenant's other sessions; 0: no longer.
+        is_shared: other sessions begin as it does, and its blocks stay its own while they use them.
+        is_idle: the device takes its blocks before any other, except those that other sessions of the tenant begin with.
+    """
+
+    session_id: str
+    tenant: str = ""
+    adapter: str | None = None
+    keep_s: float = 0.0
+    is_shared: bool = False
+    is_idle: bool = False
 
 
 # `staging`: on its way up; `host`: in host memory, where it waits; `warm`: all that any tier holds is on the device. The others are ends: its
@@ -398,6 +419,9 @@ class Advice(Protocol):
         Returns:
             The number of tokens whose KV is there now.
         """
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Note what the KV of a session is worth. It takes the place of an earlier hint; a node without tiers does nothing."""
 
     def end_session(self, tenant: str, session_id: str) -> None:
         """Note that no request will begin any more as this tenant's session did: the KV of it may go first. tenant: as in `EngineRequest`."""

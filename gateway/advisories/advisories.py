@@ -84,6 +84,7 @@ class AdvisoryRecord:
 
     Attributes:
         client: whose share it counts for; the owner where the server asks for keys.
+        is_pin: as in `Advisory`.
         probability: that it comes true; None for the share of its owner's past advisories that did.
         report: the node's latest report; None before the first.
         followers: called with each change.
@@ -99,10 +100,12 @@ class AdvisoryRecord:
         probability: float | None = None,
         *,
         client: str | None = None,
+        is_pin: bool = False,
     ) -> None:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
         self.client = client or owner
+        self.is_pin = is_pin
         self.wanted = msgspec.structs.replace(
             wanted, draft=None
         )  # records are kept for long, and a draft must not be kept
@@ -135,13 +138,14 @@ class AdvisoryRecord:
             began_s=self.issued_s,
         )
 
-    def is_like(self, wanted: AdvisoryRequest, adapter: str | None) -> bool:
+    def is_like(self, wanted: AdvisoryRequest, adapter: str | None, *, is_pin: bool = False) -> bool:
         """Return whether a new advisory says no more than this one."""
         mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
         is_same_time = mine is other or (
             mine is not None and other is not None and abs(mine - other) < SAME_ARRIVAL_S
         )
-        return is_same_time and self.adapter == adapter and self.wanted.priority == wanted.priority
+        is_same_kind = self.adapter == adapter and self.is_pin == is_pin
+        return is_same_time and is_same_kind and self.wanted.priority == wanted.priority
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the record as JSON values. Source: docs/protocol.md."""
@@ -221,6 +225,7 @@ class Advisories:
         *,
         client: str | None = None,
         probability: float | None = None,
+        is_pin: bool = False,
     ) -> AdvisoryRecord:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
@@ -231,6 +236,7 @@ class Advisories:
             follower: called with each change.
             client: whose share it counts for (see `Services.client_of`), if not the owner's.
             probability: that it comes true, where that is known better than from the owner's past.
+            is_pin: as in `Advisory`.
 
         Raises:
             GatewayError: `bad_request` (this client may not set that priority), `rate_limited`, `unknown_model`.
@@ -239,7 +245,7 @@ class Advisories:
         adapter = self._adapter_of(wanted.model)
         now = self._clock()
         live = self._live.get((owner, wanted.session_id))
-        if live is not None and live.retracted is None and live.is_like(wanted, adapter):
+        if live is not None and live.retracted is None and live.is_like(wanted, adapter, is_pin=is_pin):
             live.num_merged += 1
             self._metrics.advisories_merged.inc()
             latest_s = live.issued_s + MAX_LIFETIMES * live.wanted.lifetime_s
@@ -250,7 +256,7 @@ class Advisories:
             if live is not None:
                 self._retract(live, is_expired=False)
             record = self._begin(
-                AdvisoryRecord(owner, wanted, adapter, source, now, probability, client=client)
+                AdvisoryRecord(owner, wanted, adapter, source, now, probability, client=client, is_pin=is_pin)
             )
         if follower is not None:
             record.followers.add(follower)
@@ -368,6 +374,7 @@ class Advisories:
             else likely,
             token_ids=outlook.token_ids if outlook is not None else b"",
             lifetime_s=wanted.lifetime_s,
+            is_pin=record.is_pin,
             tenant=tenant_of(record.owner),
         )
 
@@ -439,6 +446,7 @@ class Advisories:
                     now,
                     record.probability,
                     client=record.client,
+                    is_pin=record.is_pin,
                 )
                 again.followers.update(followers)
                 self._begin(again)

@@ -121,6 +121,12 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        self.kv_hints = Counter(
+            "overture_kv_hints",
+            "Hints of KV by the field that they came in, what they ask for, and what became of it",
+            ["source", "action", "outcome"],
+            registry=registry,
+        )
         self.advisories_merged = Counter(
             "overture_advisories_merged", "Advisories that only renewed one under way", registry=registry
         )

@@ -32,6 +32,7 @@ from engine_bridge.protocol.node import (
     ApiSchemas,
     Delta,
     JsonReply,
+    SessionHint,
     SleepMode,
     SseReply,
     Usage,
@@ -194,6 +195,11 @@ class Router:
         # It may have been on any of them.
         for node in self._members.all():
             node.end_session(tenant, session_id)
+
+    def hint_session(self, hint: SessionHint) -> None:
+        """Tell all nodes what a session's KV is worth: it may be on any of them, and may move."""
+        for node in self._members.all():
+            node.hint_session(hint)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from gateway.access.shares import Shares
 from gateway.recognition.fingerprints import Answer, Fingerprint, State
-from gateway.recognition.session_names import MADE, SessionName
+from gateway.recognition.session_names import MADE, UNNAMED, SessionName
 
 How = Literal["named", "continued", "retried", "rewritten", "new"]
 # Conversations that are kept for one tenant, and for all: some 20 MB. Chosen.
@@ -82,6 +82,16 @@ class Conversations:
         """Note that a call was answered, or failed (None)."""
         conversation.num_running -= 1
         conversation.answer, conversation.calls_tools = answer, calls_tools
+
+    def named(self, tenant: str, name: str) -> list[str]:
+        """Return the tenant's sessions under a client's name, in the order in which they began."""
+        return [each.session_id for each in self._named.get((tenant, name), ())]
+
+    def standing(self, tenant: str, found: Fingerprint) -> Conversation | None:
+        """Return the tenant's unnamed conversation whose last call was this one, or which this one continues; None where none or several may be."""
+        scope = (tenant, "")
+        here = [each for each in self._at.get((scope, found.prefixes[-1]), ()) if each.state == found.state]
+        return here[0] if len(here) == 1 else self._find(scope, UNNAMED, found)[0]
 
     # -- finding -----------------------------------------------------------------------------------------------------
 

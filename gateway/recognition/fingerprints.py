@@ -18,7 +18,16 @@ from engine_bridge.protocol.node import Api
 
 # Fields that clients move or fill in from one call to the next though the message is the same.
 _PASSING = frozenset(
-    ("cache_control", "status", "annotations", "logprobs", "refusal", "audio", "function_call")
+    (
+        "cache_control",
+        "prompt_cache_breakpoint",
+        "status",
+        "annotations",
+        "logprobs",
+        "refusal",
+        "audio",
+        "function_call",
+    )
 )
 # Parts of an answer that clients may leave out when they send it back.
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))

@@ -41,6 +41,7 @@ class SessionCall:
         model: the adapter that it names; None for the base model.
         conversation: None for a session that is stored, whose client named it.
         is_over: whether its end was noted.
+        at_end: what is to be done then; None for nothing.
     """
 
     owner: str
@@ -48,6 +49,7 @@ class SessionCall:
     model: str | None
     conversation: Conversation | None = None
     is_over: bool = False
+    at_end: Callable[[], None] | None = None
 
 
 class Recognition:
@@ -135,10 +137,18 @@ class Recognition:
                 call.owner, call.session_id, self._clock(), reader.figures, calls_tools=bool(tools)
             )
             self._metrics.note_run_tokens(tokens)
+            if call.at_end is not None:
+                call.at_end()  # first: what the client says of its session counts for more than what its tools let expect
             if tools:
                 self._goes_away(call, frozenset(tools.values()))
         except Exception:
             log.exception("the end of a call could not be noted")
+
+    async def find(self, owner: str, api: Api, body: Any) -> list[str]:
+        """Return the key's session whose last call had this conversation, as a list of one; empty where it cannot be told."""
+        found = await asyncio.to_thread(fingerprint, api, body)
+        known = self.conversations.standing(tenant_of(owner), found) if found is not None else None
+        return [known.session_id] if known is not None else []
 
     def _came_back(self, call: SessionCall, body: dict[str, Any]) -> float | None:
         """Return how long its tools took, of a call that brings their results, after noting it; None of any other."""

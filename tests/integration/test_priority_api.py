@@ -144,15 +144,18 @@ async def test_with_one_slot_the_lower_number_starts_first_by_whatever_door(plac
         turn(server, priority=4),
         turn(server),
         post(server, MESSAGES, user() | {"priority": 30}),
+        # Dynamo's higher ones go first.
+        post(server, CHAT, user() | {"nvext": {"agent_hints": {"priority": -6, "osl": 9}}}),
     )
     assert [reply["type"] for reply in replies[3:5]] == ["done"] * 2
     # The turn that asks for none has the usual priority.
-    assert started == [0, 0, 2, 4, 5, 30, 1000]
+    assert started == [0, 0, 2, 4, 5, 6, 30, 1000]
     # By the same way the scheduler learns what was asked, and no text of it.
     marks = TEXT_HINTS.index("question_marks")
     hints = [fact.hints for fact in facts]
-    assert len(hints) == 6 and {len(hint) for hint in hints} == {len(HINTS)}
-    assert [hint[marks] > 0 for hint in hints] == [False] + [True] * 5
+    assert len(hints) == 7 and {len(hint) for hint in hints} == {len(HINTS)}
+    assert [hint[marks] > 0 for hint in hints] == [False] + [True] * 6
+    assert [fact.expected_tokens for fact in facts] == [None] * 6 + [9]
     assert not any(fact.question or fact.messages or fact.prompt_token_ids for fact in facts)
 
 

@@ -193,7 +193,10 @@ def place_kv(node: EmulatedNode, session_id: str, num_blocks: int) -> None:
     tiers, pool = node.tiers, node.scheduler.kv_cache_manager.block_pool
     if tiers is not None:
         tiers.hollow.place(session_id, [BlockKey(bytes(name)) for name in names])
-        tiers.promoter.remember(SimpleNamespace(session_id=session_id, cache_salt=None, block_hashes=names))
+        left = SimpleNamespace(
+            session_id=session_id, cache_salt=None, block_hashes=names, sampling_params=None
+        )
+        tiers.promoter.remember(left)
     elif node.engine.has_prefix_cache and 0 < num_blocks <= pool.get_num_free_blocks():
         blocks = pool.get_new_blocks(num_blocks)
         pool.cache_full_blocks(

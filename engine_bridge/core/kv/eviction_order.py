@@ -91,6 +91,11 @@ class EvictionOrder:
         return len(self._waiting_blocks)
 
     @property
+    def waiting_blocks(self) -> Collection[Entry]:
+        """The blocks on the device of requests that wait, of which the counting above speaks."""
+        return self._waiting_blocks.keys()
+
+    @property
     def is_owed(self) -> bool:
         """Whether blocks are to be moved as soon as the pace allows."""
         return self._is_disturbed or bool(self._pending)

@@ -184,6 +184,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
+        self._tenants: dict[Whose, str] = {}
         self._num_hashes = 0
 
     def __contains__(self, whose: Whose) -> bool:
@@ -193,21 +194,30 @@ class Memory:
         """Return the block hashes kept for this session and salt; empty if there are none."""
         return self._hashes.get(whose, ())
 
-    def forget_session(self, session: str) -> None:
-        """Forget the session's prefixes, under every adapter: no further prompt begins with them.
+    def num_shared(self, whose: Whose) -> int:
+        """Return with how many of its blocks another session under the same salt begins, too. Each hash stands for all content before it."""
+        own, num = self.of(whose), 0
+        for other, hashes in self._hashes.items():
+            if other == whose or other[1] != whose[1]:
+                continue
+            most = min(len(own), len(hashes))
+            while num < most and own[num] == hashes[num]:
+                num += 1
+        return num
 
-        A tenant's session of the same id is forgotten as well: its next advisory then names its own token ids.
-        """
-        for whose in [whose for whose in self._hashes if whose[0] == session]:
+    def forget_session(self, session: str, tenant: str = "") -> None:
+        """Forget the prefixes of a tenant's session, under every adapter: no further prompt begins with them."""
+        for whose in [each for each, own in self._tenants.items() if each[0] == session and own == tenant]:
             self._forget(whose)
 
-    def keep(self, whose: Whose, hashes: Hashes) -> None:
+    def keep(self, whose: Whose, hashes: Hashes, tenant: str = "") -> None:
         """Remember these hashes in place of the ones that were kept for this session and salt before."""
         self._forget(whose)
-        self._hashes[whose] = list(hashes)
+        self._hashes[whose], self._tenants[whose] = list(hashes), tenant
         self._num_hashes += len(hashes)
         while self._num_hashes > MAX_REMEMBERED_HASHES:
             self._forget(next(iter(self._hashes)))
 
     def _forget(self, whose: Whose) -> None:
         self._num_hashes -= len(self._hashes.pop(whose, ()))
+        self._tenants.pop(whose, None)

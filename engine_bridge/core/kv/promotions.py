@@ -145,7 +145,7 @@ class Promotions:
         guess = self._expected.pop((session, salt), None)
         kept = None
         if guess is not None or self._guesses:
-            _, entries = self._prefix(hashes, self._device.holds)
+            _, entries = prefix_of(self._layout, hashes, self._device.holds)
             kept = self._order.came(request_id, entries)
         if guess is None:
             return kept
@@ -203,6 +203,13 @@ class Promotions:
         self.give_up()
         self._let_go()
         self._accounts.settle(is_last=True)
+
+    def idle_entries(self, whose: Whose) -> list[Entry]:
+        """Return the blocks that only this session's next prompt begins with, as far as is known, the last one first."""
+        hashes, held = self.memory.of(whose), self._device.holds
+        _, kept = prefix_of(self._layout, hashes[: self.memory.num_shared(whose)], held)
+        wanted = {*kept, *self._order.waiting_blocks}
+        return [each for each in reversed(prefix_of(self._layout, hashes, held)[1]) if each not in wanted]
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -299,6 +306,7 @@ class Promotions:
             priority=guess.priority,
             is_ordered=advisory.is_ordered,
             is_divisible=self._layout.is_divisible,
+            is_pin=advisory.is_pin,
             arrival_s=guess.arrival_s,
             issued_s=guess.issued_s,
             saved_s=copy_s + read_s * guess.is_far,
@@ -449,17 +457,9 @@ class Promotions:
                 for here, there, key in zip(on_device, in_tiers, keys, strict=True)
             ]
 
-        num_tokens, entries = self._prefix(guess.hashes, are_held)
+        num_tokens, entries = prefix_of(self._layout, guess.hashes, are_held)
         guess.plan(entries, num_tokens)
         guess.num_content_tokens = len(guess.hashes) * self._layout.hash_tokens
-
-    def _prefix(self, hashes: Hashes, held: Held) -> tuple[int, list[Entry]]:
-        """Return the tokens and the blocks of the longest prefix that is held; of all of it where each leading block is of use by itself."""
-        num_tokens = len(hashes) * self._layout.hash_tokens
-        if self._layout.is_divisible:
-            return num_tokens, self._layout.leading_entries(hashes)
-        prefix = self._layout.longest(hashes, 0, num_tokens, held)
-        return prefix.num_tokens, self._layout.entries(hashes, prefix.blocks)
 
     def _peer_of(self, guess: ExpectedSession) -> str:
         """Return the address of a peer that is worth asking for the guess's KV; "" for none, or once it has lacked too many blocks."""
@@ -502,6 +502,15 @@ class Promotions:
         released, self._released = self._released, []
         for stage in released:
             self._store.release(stage)
+
+
+def prefix_of(layout: KvLayout, hashes: Hashes, held: Held) -> tuple[int, list[Entry]]:
+    """Return the tokens and the blocks of the longest prefix that is held; of all of it where each leading block is of use by itself."""
+    num_tokens = len(hashes) * layout.hash_tokens
+    if layout.is_divisible:
+        return num_tokens, layout.leading_entries(hashes)
+    prefix = layout.longest(hashes, 0, num_tokens, held)
+    return prefix.num_tokens, layout.entries(hashes, prefix.blocks)
 
 
 def _num_useful(layout: KvLayout, guess: ExpectedSession, hashes: Hashes) -> int:

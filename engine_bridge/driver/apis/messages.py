@@ -1,7 +1,7 @@
 """Anthropic's Messages API as vLLM serves it, with five corrections.
 
-They concern tool calls that were cut short, requests that offer no tools, answers that the client has begun, the tokens that a stream's first event
-counts, and streams that end early.
+They concern tool calls that were cut short, requests that offer no tools, answers that the client has begun, the tokens that are counted as cached,
+and streams that end early.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Messages(AnthropicServingMessages):
     async def message_stream_converter(self, generator: Any) -> AsyncGenerator[str, None]:
         """Yield Anthropic's events of a chat completion's stream: of its events as vLLM 0.32 has them, or of its chunks as vLLM 0.33 has them.
 
-        The first event counts the prompt's tokens as the last one does: tokens from a cache are counted separately. An error that ends the stream
-        early is its last event: vLLM 0.32 takes it for a chunk, and fails on it.
+        The first event counts the prompt's tokens as the last one does, and both as the whole reply does: see `_cached_tokens`. An error that ends
+        the stream early is its last event: vLLM 0.32 takes it for a chunk, and fails on it.
         """
         chunks = _Chunks(generator, current_call())
         events = super().message_stream_converter(chunks)
@@ -71,6 +71,11 @@ class Messages(AnthropicServingMessages):
             except ValueError:
                 is_cut = True
                 call.function.arguments = json.dumps(readable(call.function.arguments))
+        if (first := current_call().first) is not None and generator.usage is not None:
+            details = _cached_tokens(current_call(), first)
+            generator.usage = type(generator.usage)(
+                **generator.usage.model_dump() | {"prompt_tokens_details": details}
+            )
         reply = super().messages_full_converter(generator)
         if is_cut and isinstance(choice.stop_reason, str):
             reply.stop_reason, reply.stop_sequence = "stop_sequence", choice.stop_reason
@@ -119,8 +124,9 @@ class _Chunks:
             self.error = event
             raise StopAsyncIteration
         is_first, self._is_first = self._is_first, False
-        if is_first and self._call.first is not None:
-            return _with_cached_tokens(event, self._call.first)
+        is_last = '"choices":[]' in event if isinstance(event, str) else not getattr(event, "choices", True)
+        if (is_first or is_last) and self._call.first is not None:
+            return _with_details(event, _cached_tokens(self._call, self._call.first))
         return event
 
     async def aclose(self) -> None:
@@ -134,12 +140,18 @@ def _error_event(event: str) -> str:
     return f"{ANTHROPIC_ERROR_EVENT}data: {error_reply(response, is_anthropic=True).body.decode()}\n\n"
 
 
-def _with_cached_tokens(event: Any, result: Any) -> Any:
-    """Return an event or a chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
-    details = {
-        "cached_tokens": result.num_cached_tokens,
-        "created_cache_tokens": result.num_cache_creation_tokens,
-    }
+def _cached_tokens(call: Call, first: Any) -> dict[str, int]:
+    """Return how many of the prompt's tokens were in a cache, and how many went into one, as far as the client has marked any to be kept.
+
+    Without a mark none are told as written, though they are: then Anthropic's clients find them in `input_tokens`. vLLM counts them by the blocks
+    that the prompt has in the device's cache at its first token. first: the first output of the call.
+    """
+    created = first.num_cache_creation_tokens if call.request.is_marked else 0
+    return {"cached_tokens": first.num_cached_tokens or 0, "created_cache_tokens": created or 0}
+
+
+def _with_details(event: Any, details: dict[str, int]) -> Any:
+    """Return an event or a chunk whose usage has these details of the prompt's tokens. vLLM has some at the end only."""
     if not isinstance(event, str):
         if (counted := getattr(event, "usage", None)) is not None:
             event.usage = type(counted)(**counted.model_dump() | {"prompt_tokens_details": details})

@@ -105,8 +105,11 @@ class NoPromoter(Idle):
     def give_up(self) -> None:
         """Do nothing: there are no advisories."""
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: str, tenant: str) -> None:
         """Do nothing: no session's prefix is known."""
+
+    def set_idle(self, session_id: str, salt: str | None) -> None:
+        """Do nothing: without tiers a session's blocks on the device have no second place."""
 
     def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
         """Report the advisory as unknown at once."""

@@ -23,6 +23,15 @@ from engine_bridge.driver.vllm_api import (
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.grammars.messages import readable
 from engine_bridge.grammars.worker import GrammarTokenizer
+from engine_bridge.policy.limits.request_limits import RequestLimits
+
+
+def checker_of(engine: Any, limits: RequestLimits) -> GrammarChecker:
+    """Return the check of an engine's grammars, whose processes start meanwhile."""
+    tokenizer = tokenizer_of(engine.renderer.get_tokenizer(), engine.model_config.get_vocab_size())
+    checker = GrammarChecker(tokenizer, timeout_s=limits.grammar_check_s, memory_mib=limits.grammar_check_mib)
+    checker.warm_up()
+    return checker
 
 
 async def check_grammar(

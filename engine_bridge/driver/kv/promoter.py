@@ -18,6 +18,7 @@ from engine_bridge.core.kv.cache_moves import Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Entries, Resident
 from engine_bridge.core.kv.expected import Hashes, OnChange
 from engine_bridge.core.kv.promotions import Beside, Promotions
+from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.kv.kv_tiers import KvTiers
 from engine_bridge.driver.kv.layer_groups import cached_block, register
 from engine_bridge.policy.kv.kv_layout import Entry
@@ -187,15 +188,25 @@ class Promoter:
         if request.session_id is None or not request.block_hashes:
             return
         with self._contained():
-            self._core.memory.keep((str(request.session_id), request.cache_salt), request.block_hashes)
+            whose = (str(request.session_id), request.cache_salt)
+            self._core.memory.keep(whose, request.block_hashes, facts_of(request).tenant)
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
         """Return whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
         return (session_id, salt) in self._core.memory
 
-    def forget(self, session_id: str) -> None:
-        """Forget a session's prefix: its next prompt, if one comes, begins with something else."""
-        self._core.memory.forget_session(session_id)
+    def set_idle(self, session_id: str, salt: str | None) -> None:
+        """Have the device take a session's blocks before any other; those that other sessions begin with, or requests use, keep their places."""
+        with self._contained():
+            found = (cached_block(self._pool, entry) for entry in self._core.idle_entries((session_id, salt)))
+            idle = [block for block in found if block is not None and block.ref_cnt == 0]
+            for block in idle:
+                self._pool.free_block_queue.remove(block)
+            self._pool.free_block_queue.prepend_n(idle)
+
+    def forget(self, session_id: str, tenant: str) -> None:
+        """Forget the prefix of a tenant's session: its next prompt, if one comes, begins with something else."""
+        self._core.memory.forget_session(session_id, tenant)
 
     def give_up(self) -> None:
         """End all advisories as cancelled; later ones are acted on."""

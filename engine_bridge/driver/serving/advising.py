@@ -1,17 +1,36 @@
-"""The way of an advisory to the engine thread."""
+"""The way of advice to the engine thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from engine_bridge.bridge import EngineThread
 from engine_bridge.core.kv.expected import Hashes
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+from engine_bridge.driver.serving.serving import Serving
 from engine_bridge.driver.vllm_api import LoRARequest
 from engine_bridge.protocol.engine_request import session_key
-from engine_bridge.protocol.node import Advisory, AdvisoryReport
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, SessionHint
+from kvtiers.store import KvStore
+
+
+def hint_session(
+    thread: EngineThread[VllmDriver],
+    client: BridgeEngineClient,
+    serving: Serving,
+    store: KvStore,
+    hint: SessionHint,
+) -> None:
+    """Keep a session's KV in host memory, and let the device take it first, as the hint says. Of an adapter that has gone the device has none."""
+    store.keep(hint.session_id, hint.keep_s, tenant=hint.tenant, is_shared=hint.is_shared)
+    with contextlib.suppress(InvalidRequest):
+        salt = client.versions.salt_of(hint.tenant, serving.lora_request(hint.adapter or ""))
+        if hint.is_idle:
+            thread.submit(lambda driver: driver.promoter.set_idle(hint.session_id, salt))
 
 
 async def advise(

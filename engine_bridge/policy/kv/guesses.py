@@ -21,6 +21,8 @@ MIN_LEAD_S = 2.0
 LEAD_COPIES = 4.0
 # The share of the device's blocks that guesses never take, so that recently used KV keeps some room. Chosen.
 MARGIN_SHARE = 0.05
+# The share of the device's blocks that the pins of one tenant may take together. Chosen: four tenants that pin all they may leave room for requests.
+PIN_SHARE = 0.2
 
 
 class GuessFacts(Struct, frozen=True, kw_only=True):
@@ -31,6 +33,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
         probability: that the request comes while it is expected.
         priority: lower is earlier, as for requests.
         is_divisible: whether a part of its prefix is of use.
+        is_pin: whether it counts for its tenant's share of pins.
         is_ordered: whether the request comes before the tenant's ordered guesses that were issued later.
         arrival_s: a lower bound on the caller's clock; None when it is unknown.
         saved_s: seconds that the request would wait if nothing were moved.
@@ -47,6 +50,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     saved_s: float
     copy_s: float
     is_divisible: bool = True
+    is_pin: bool = False
     is_ordered: bool = False
 
 
@@ -68,12 +72,15 @@ def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, n
         now: the time in seconds, on the caller's clock.
     """
     budget = max(num_free_blocks - int(num_blocks * MARGIN_SHARE), 0)
+    pins = dict.fromkeys((guess.tenant for guess in guesses), int(num_blocks * PIN_SHARE))
     targets = []
     for guess in _in_turn(guesses):
         wanted = guess.num_blocks if _is_due(guess, now) else 0
+        room = min(budget, pins[guess.tenant]) if guess.is_pin else budget
         # A prefix that fits in part is mostly of use in part.
-        granted = min(wanted, budget) if guess.is_divisible or wanted <= budget else 0
+        granted = min(wanted, room) if guess.is_divisible or wanted <= room else 0
         budget -= granted
+        pins[guess.tenant] -= granted * guess.is_pin
         targets.append(Target(guess.name, granted))
     return targets
 

@@ -29,6 +29,7 @@ from gateway.doors.http.admission import RareLine
 from gateway.doors.http.bodies import json_body
 from gateway.doors.http.web_policy import (
     FOUND_SESSION_HEADER,
+    HINTS_HEADER,
     LEFT_OUT_HEADER,
     REQUEST_ID_HEADER,
     RETRY_AFTER_S,
@@ -39,6 +40,8 @@ from gateway.doors.http.web_policy import (
     speaks_anthropic,
 )
 from gateway.errors import GatewayError
+from gateway.hints.kv_hints import Asker
+from gateway.hints.parsing import CallHints, hints_of, strip
 from gateway.recognition.fingerprints import turn_of
 from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
@@ -53,6 +56,8 @@ SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache",
 SESSION_HEADER = "X-Session-Id"
 # The agent's name and the run of its workflow, from which learned advisories are learned.
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
+# What became of the hints of KV that a call brought.
+HINTS_TOLD = web.RequestKey("hints_told", str)
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 _slow_line = RareLine()
 
@@ -96,8 +101,8 @@ async def _handle(
     body = await json_body(request)
     _refuse_embedding_model(services, body)
     priority = _take_priority(services, body)
+    hints = _hints(services, api, body)
     is_background = _take_background(api, body)
-    _take_hints(services, owner, body, client=services.client_of(owner, request))
     await fetch_pictures(services.config, body)
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
@@ -109,6 +114,10 @@ async def _handle(
     call = await services.recognition.began(
         owner, api, request.headers, body, adapter, stored, is_named=is_named
     )
+    strip(body)
+    whose = Asker(owner, services.client_of(owner, request), adapter)
+    if text := services.kv_hints.heard(whose, call, hints):
+        request[HINTS_TOLD] = text
     asker = EngineRequest(
         traceparent=trace.traceparent,
         accepted_s=trace.begun_s,
@@ -117,22 +126,25 @@ async def _handle(
         adapter=adapter or "",
         history_token_ids=recording.history_token_ids if recording else b"",
         weight=principal.weight,
-        priority=priority,
+        priority=hints.priority or 0 if priority is None else priority,
         turn=turn_of(body),
         keeps_ids=recording is not None,
+        expected_tokens=hints.expected_tokens,
+        is_marked=hints.is_marked,
         # The text is held only where a user's own length predictor reads it.
         asked=asked if services.config.length_predictor is not None else asked.numbers(),
     )
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
+    reader = AnswerReader(api)
     try:
         if is_background and recording is not None:
             return await _answer_in_background(request, services, body, recording, asker, call)
-        return await _answer(request, services, api, body, recording, asker, call)
+        response = await _answer(request, services, api, body, recording, asker, reader)
+        services.recognition.ended(call, reader)
+        return response
     except BaseException:
-        services.recognition.ended(
-            call, AnswerReader(api)
-        )  # unless it has ended, or is answered in the background
+        services.recognition.ended(call, reader)  # unless it has ended
         raise
     finally:
         services.learned.ended(arrival)
@@ -181,7 +193,7 @@ async def _answer_in_background(
     )
     if job.reader.response_id is None:
         raise job.error or GatewayError("internal", "The response could not be begun.")
-    session = {SESSION_HEADER: recording.session_id}
+    session = _headers(request, recording, asker)
     if not is_streamed:
         reply_now = job.reply() | ({} if job.is_over else {"status": "queued"})
         return web.Response(body=orjson.dumps(reply_now), content_type="application/json", headers=session)
@@ -211,30 +223,11 @@ async def _answer(
     body: Any,
     recording: Recording | None,
     asker: EngineRequest,
-    call: SessionCall | None,
-) -> web.StreamResponse:
-    reader = AnswerReader(api)
-    try:
-        return await _read_answer(request, services, api, body, recording, asker, reader)
-    finally:
-        services.recognition.ended(call, reader)
-
-
-async def _read_answer(
-    request: web.Request,
-    services: Services,
-    api: Api,
-    body: Any,
-    recording: Recording | None,
-    asker: EngineRequest,
     reader: AnswerReader,
 ) -> web.StreamResponse:
     """Answer a call while a reader reads along."""
     reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, asker)
-    headers = {SESSION_HEADER: recording.session_id} if recording else {}
-    # A name in other letters is left out: clients read headers as Latin-1.
-    if asker.session_id and asker.session_id.isascii():
-        headers[FOUND_SESSION_HEADER] = asker.session_id
+    headers = _headers(request, recording, asker)
     if isinstance(reply, JsonReply):
         if reply.dropped:
             headers[LEFT_OUT_HEADER] = str(reply.dropped)
@@ -251,6 +244,17 @@ async def _read_answer(
                 )
         return as_response(reply, headers)
     return await _stream(request, services, _naming_previous(reply, recording), headers, recording, reader)
+
+
+def _headers(request: web.Request, recording: Recording | None, asker: EngineRequest) -> dict[str, str]:
+    """Return the headers of an answer: the session that it is kept in or belongs to, and what became of the hints that its call brought."""
+    told = {HINTS_HEADER: request[HINTS_TOLD]} if HINTS_TOLD in request else {}
+    if recording is not None:
+        told[SESSION_HEADER] = recording.session_id
+    # A name in other letters is left out: clients read headers as Latin-1.
+    if asker.session_id and asker.session_id.isascii():
+        told[FOUND_SESSION_HEADER] = asker.session_id
+    return told
 
 
 def as_response(reply: JsonReply, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
@@ -285,20 +289,17 @@ class _Named:
         await self._events.aclose()  # type: ignore[attr-defined]
 
 
-def _take_priority(services: Services, body: Any) -> int:
-    """Take vLLM's own extra field `priority` out of a body. Raises GatewayError `bad_request`."""
+def _take_priority(services: Services, body: Any) -> int | None:
+    """Take vLLM's own extra field `priority` out of a body; None without it. Raises GatewayError `bad_request`."""
     value = body.pop("priority", None) if isinstance(body, dict) else None
-    return checked_priority(value, may_hurry=services.config.client_priority)
+    return checked_priority(value, may_hurry=services.config.client_priority) if value is not None else None
 
 
-def _take_hints(services: Services, owner: str, body: Any, *, client: str) -> None:
-    """Act on `kv_hints`, by which a request says which sessions come after it. They are advice: bad ones fail no request."""
-    hints = body.pop("kv_hints", None) if isinstance(body, dict) else None
-    if hints is not None:
-        try:
-            services.advisories.hint(owner, hints, client=client)
-        except GatewayError as error:
-            log.info("the hints of a request were dropped: %s", error.code)
+def _hints(services: Services, api: Api, body: Any) -> CallHints:
+    """Return what a call says of KV, with a priority that its key may have. Hints are advice: bad ones fail no request."""
+    found = CallHints() if api in COUNTING_APIS else hints_of(api, body)
+    found.limit_priority(may_hurry=services.config.client_priority)
+    return found
 
 
 async def _stream(

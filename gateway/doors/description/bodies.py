@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from engine_bridge.policy.kv.hints import KvAction, Outcome
 from engine_bridge.protocol.figures import AdapterStats, LaneStats, LengthErrors, RequestState, WaitReason
 from engine_bridge.protocol.node import AdapterInfo, AdvisoryState
 from gateway.recognition.runs import AgentRun
@@ -143,6 +144,28 @@ class AdvisoryBatch(Struct, frozen=True):
 
     message_id: str
     advisories: list[AdvisoryStanding]
+
+
+class KvHintStanding(Struct, frozen=True, kw_only=True):
+    """A hint of KV and what was granted of it. `scope`: a session's KV is kept and moved as a whole."""
+
+    id: str
+    object: Literal["kv_hint"]
+    action: KvAction
+    session_id: str | None
+    outcome: Outcome | Literal["unknown", "refused"]
+    granted_ttl_s: float
+    expires_in_s: float
+    scope: Literal["session"]
+    advisories: list[str]
+
+
+class KvHintBatch(Struct, frozen=True):
+    """The hints of an envelope. num_ignored: actions that are malformed or unknown."""
+
+    message_id: str
+    hints: list[KvHintStanding]
+    num_ignored: int
 
 
 class AdapterList(Struct, frozen=True):

@@ -45,10 +45,19 @@ RETRIED = (429, 503)
 HEADERS = {
     "Retry-After": "Seconds after which to try again.",
     "WWW-Authenticate": "How to send a key.",
+    "X-Overture-KV-Hints": "What became of the call's hints of KV, such as `retain=granted;ttl=300`.",
     "X-Overture-Left-Out": "What was left out because the prompt did not fit, such as `tools=36`; in a stream, its first comment says so.",
     "X-Overture-Session": "The session that the call was found to be part of, whether or not its client named one.",
     "X-Session-Id": "The session that keeps the call as a turn, where there is one.",
     "X-Request-Id": "The request's name: what the client sent under it, or one made here.",
+}
+# Fields of other servers that are read as hints of KV, of a request's own session: docs/agents.md.
+HINT_FIELDS = {
+    "prompt_cache_retention": "OpenAI's: `in_memory` or `24h`.",
+    "prompt_cache_options": "OpenAI's: an object with `mode` and `ttl`.",
+    "cache_control": "Anthropic's, for the whole call: an object with `ttl`, 5m or 1h.",
+    "agent_hint": "That of vLLM's RFC #52113: session, parent, time to live, edits.",
+    "nvext": "Dynamo's `agent_hints` and `agent_context`.",
 }
 # Either will do.
 KEYS = {
@@ -148,10 +157,12 @@ class _Shapes:
             },
             "kv_hints": {
                 "anyOf": [self._own[Envelope], {"type": "null"}],
-                "description": "Advisories for the sessions that come after this request. Bad ones are passed over.",
+                "description": "Advisories for the sessions that come after this request, and hints of KV. Bad ones are passed over.",
             },
         }
         if operation.name != "count_tokens":
+            # Of any form, as other servers have them: what is malformed is passed over.
+            fields |= {name: {"description": text} for name, text in HINT_FIELDS.items()}
             fields["session_id"] = {
                 "anyOf": [SESSION_ID_SCHEMA, {"type": "null"}],
                 "description": "The session that the call belongs to, as `X-Session-Id`: it is kept as a turn there.",

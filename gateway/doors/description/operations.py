@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from engine_bridge.protocol.node import AdapterInfo
-from gateway.advisories.advisories import AdvisoryRequest, Envelope
+from gateway.doors.description.advice_operations import ADVICE_OPERATIONS
 from gateway.doors.description.bodies import (
     AdapterChanged,
     AdapterList,
-    AdvisoryBatch,
-    AdvisoryStanding,
     Alive,
     ChatModels,
     EngineStanding,
@@ -29,7 +27,6 @@ from gateway.doors.description.bodies import (
     Woken,
 )
 from gateway.doors.description.operation import (
-    ADVISORIES,
     GENERATE,
     MODELS,
     OPERATE,
@@ -52,7 +49,6 @@ MODEL = "MODEL"
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
 _TEXT = {"type": "string"}
 _RESPONSE = Parameter("id", "path", _TEXT, "The response's id.")
-_ADVISORY = Parameter("id", "path", _TEXT, "The advisory's id.")
 _NODE = Parameter("id", "path", _TEXT, "The node's id, as the list of nodes gives it.")
 _ADAPTER = Parameter("name", "path", _TEXT, "The adapter's name.")
 _CALL_HEADERS = (
@@ -85,7 +81,7 @@ def _call(
         description=whole or "The whole answer, or with `stream` its parts as server-sent events.",
         shape=EngineBody("reply", name),
         media=() if whole else (EVENT_STREAM,),
-        headers=() if whole else ("X-Session-Id", "X-Overture-Session"),
+        headers=() if whole else ("X-Session-Id", "X-Overture-Session", "X-Overture-KV-Hints"),
     )
     return Operation(
         "post",
@@ -207,39 +203,7 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(400, 404, 503),
     ),
     *SESSION_OPERATIONS,
-    Operation(
-        "post",
-        "/v1/advisories",
-        "advise",
-        ADVISORIES,
-        "Tell that a session's request will come",
-        "One advisory, or several in an envelope of the shape of vLLM's KV hints.",
-        body=Body(
-            shape=(AdvisoryRequest, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}
-        ),
-        replies={202: ReplyShape(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
-        errors=(404,),
-    ),
-    Operation(
-        "get",
-        "/v1/advisories/{id}",
-        "read_advisory",
-        ADVISORIES,
-        "See what became of an advisory",
-        parameters=(_ADVISORY,),
-        replies={200: ReplyShape(description="The advisory.", shape=AdvisoryStanding)},
-        errors=(404,),
-    ),
-    Operation(
-        "delete",
-        "/v1/advisories/{id}",
-        "cancel_advisory",
-        ADVISORIES,
-        "Take an advisory back",
-        parameters=(_ADVISORY,),
-        replies={204: ReplyShape(description="It is taken back, or was over.")},
-        errors=(404,),
-    ),
+    *ADVICE_OPERATIONS,
     Operation(
         "get",
         "/v1/models",

@@ -34,6 +34,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 LEFT_OUT_HEADER = "X-Overture-Left-Out"
 # The session that an API call was found to belong to, whether or not its client named it.
 FOUND_SESSION_HEADER = "X-Overture-Session"
+HINTS_HEADER = "X-Overture-KV-Hints"
 # Where Anthropic's SDKs look for the request's id.
 ANTHROPIC_ID_HEADER = "Request-Id"
 ANTHROPIC_VERSION_HEADER = "Anthropic-Version"
@@ -43,6 +44,7 @@ _EXPOSED = (
     REQUEST_ID_HEADER,
     ANTHROPIC_ID_HEADER,
     LEFT_OUT_HEADER,
+    HINTS_HEADER,
     "Retry-After",
 )
 _REQUEST_ID = web.RequestKey("request_id", str)

@@ -142,6 +142,17 @@ def count_tokens():
     assert more > counted
 
 
+def cache_control():
+    """Marks on a block and on a tool: what the first call has written, the second one finds."""
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    text = {"type": "text", "text": "My name is Ada and my city is Trondar. " * 8, "cache_control": mark}
+    wish = {"messages": [{"role": "user", "content": [text]}], "tools": [TOOL | {"cache_control": mark}]}
+    first, second = message(**wish).usage, message(**wish).usage
+    written = first.cache_read_input_tokens + first.cache_creation_input_tokens
+    assert second.cache_read_input_tokens == written > 0 and second.cache_creation_input_tokens == 0
+    assert second.input_tokens == first.input_tokens
+
+
 def unknown_model():
     raises(anthropic.NotFoundError, lambda: message(model="nothing"))
 

@@ -11,7 +11,7 @@ from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SseReply
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SessionHint, SseReply
 from tests.unit.cluster.catalog_node import PATIENCE_S, connected, until
 from tests.unit.gateway.fake_node import FakeNode
 from tests.unit.gateway.nodes import PlacedNode
@@ -170,6 +170,8 @@ async def test_a_notice_that_fails_and_a_reply_that_no_frame_holds_end_nothing()
         await node.prefilled()
         remote.end_session("t", "s")
         await heard.wait()
+        remote.hint_session(hint := SessionHint(session_id="s", tenant="t", keep_s=60.0, is_idle=True))
+        await until(lambda: node.session_hints == [hint])
         with pytest.raises(InvalidRequest):
             await remote.models()
         node.gate.set()

@@ -169,13 +169,14 @@ def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_
         bench.cache.put(entries_of("a", 40))
 
 
-def test_a_session_that_is_forgotten_is_unknown_under_every_salt(bench: Bench) -> None:
+def test_a_session_that_is_forgotten_is_unknown_under_every_salt_of_its_tenant(bench: Bench) -> None:
     bench.promotions.memory.keep(("a", None), keys_of("a", 2))
-    bench.promotions.memory.keep(("a", "tenant"), keys_of("a", 2))
+    bench.promotions.memory.keep(("a", "adapter"), keys_of("a", 2))
+    bench.promotions.memory.keep(("a", "salt"), keys_of("a", 2), "tenant")
     bench.promotions.memory.keep(("b", None), keys_of("b", 2))
     bench.promotions.memory.forget_session("a")
-    assert ("a", None) not in bench.promotions.memory and ("a", "tenant") not in bench.promotions.memory
-    assert ("b", None) in bench.promotions.memory
+    assert ("a", None) not in bench.promotions.memory and ("a", "adapter") not in bench.promotions.memory
+    assert ("b", None) in bench.promotions.memory and ("a", "salt") in bench.promotions.memory
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Bench(Stored):
         super().close()
 
     def expect(self, session: str, keys: Sequence[bytes]) -> None:
-        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=keys)
+        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=keys, sampling_params=None)
         self.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
         self.promoter.advise(Advisory(advisory_id=session, session_id=session), (), None, lambda report: None)
 
@@ -263,3 +263,23 @@ def test_a_piece_for_a_request_that_has_ended_meanwhile_is_ordinary_cache(waitin
     waiting.arrive()
     assert waiting.num_on_device and not waiting.tiers.num_carried
     assert not waiting.promoter.has_work() and num_free(waiting) == NUM_DEVICE_BLOCKS - 1
+
+
+def test_idle_blocks_are_taken_first_but_not_those_that_others_begin_with_or_use() -> None:
+    shared, own, others = keys_of("shared", 2), keys_of("own", 3), keys_of("others", 2)
+    with closing(Bench(num_host_blocks=64)) as bench:
+        bench.tiers.copier = CpuCopier(bench.device, bench.store.pool.region)
+        for session, keys in (("a", [*shared, *own]), ("b", [*shared, *others])):
+            bench.save(session, keys)
+            bench.expect(session, keys)
+            while bench.promoter.has_work():
+                bench.promoter.advance()
+            bench.promoter.retract(session, is_expired=False)
+        (used,) = bench.pool.get_cached_block(own[0], [0])
+        bench.pool.touch([used])
+        bench.promoter.set_idle("unknown", None)
+        bench.promoter.set_idle("a", None)
+        taken = bench.pool.get_new_blocks(2)
+        assert [bench.pool.get_cached_block(key, [0]) is None for key in own] == [False, True, True]
+        assert all(bench.pool.get_cached_block(key, [0]) for key in (*shared, *others))
+        bench.pool.free_blocks([*taken, used])

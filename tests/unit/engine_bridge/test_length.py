@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.predict import length
 from engine_bridge.predict.hints import read_conversation
-from engine_bridge.predict.length import MIN_FIT, MIN_KEY, Keyed, OnlineLengths
+from engine_bridge.predict.length import MAX_TOKENS, MIN_FIT, MIN_KEY, MOST_TOLD, Keyed, OnlineLengths, told
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 from ..facts import features
@@ -203,3 +203,17 @@ def test_a_damaged_file_is_put_aside_and_nothing_of_it_is_taken(
     path.write_bytes(data[:at] if is_cut else data)
     assert loaded(path).predict(features()).source == "prior"
     assert not path.exists()
+
+
+@given(
+    st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 1 << 31), st.none() | st.integers(1, 5000)
+)
+def test_what_a_client_expects_moves_the_median_a_little_and_no_quantile_beyond_its_bound(
+    p50: int, more: int, expected: int, max_tokens: int | None
+) -> None:
+    most = max_tokens or MAX_TOKENS
+    guess = LengthGuess(min(p50, most), min(p50 + more, most), "all")
+    heard = told(guess, expected, max_tokens)
+    assert guess.p50 // MOST_TOLD <= heard.p50 <= min(guess.p50 * MOST_TOLD, most)
+    assert heard.p90 == max(guess.p90, heard.p50)
+    assert told(guess, guess.p50, max_tokens) == guess == told(guess, None, max_tokens)

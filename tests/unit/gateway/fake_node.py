@@ -17,6 +17,7 @@ from engine_bridge.protocol.node import (
     Delta,
     KvSources,
     Prompt,
+    SessionHint,
     Timings,
     Usage,
     pack_token_ids,
@@ -116,7 +117,7 @@ class FakeNode:
         refusal: raised by `generate` before anything else. advise_error, prefill_error: by those.
         gate: while it is not set, `advise` and `prefill` hang (a rebuild, a busy engine).
         scheduling, tiers: what it says of its engine and of its KV tiers.
-        answers, advisories, retracted, prefills, ended_sessions: what came, in order.
+        answers, advisories, retracted, prefills, ended_sessions, session_hints: what came, in order.
     """
 
     def __init__(self, script: Sequence[str] | None = None) -> None:
@@ -136,6 +137,7 @@ class FakeNode:
         self.prefills: list[EngineRequest] = []
         self.cancelled_prefills = 0
         self.ended_sessions: list[tuple[str, str]] = []
+        self.session_hints: list[SessionHint] = []
         self.max_model_len = 4096
         self.num_steps = self.num_rebuilds = 0
         self.scheduling: SchedulingStats | None = None
@@ -221,6 +223,9 @@ class FakeNode:
         if self.prefill_error is not None:
             raise self.prefill_error
         return 16
+
+    def hint_session(self, hint: SessionHint) -> None:
+        self.session_hints.append(hint)
 
     def end_session(self, tenant: str, session_id: str) -> None:
         self.ended_sessions.append((tenant, session_id))

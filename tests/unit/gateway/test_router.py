@@ -20,7 +20,7 @@ from engine_bridge.protocol.figures import (
     SchedulingStats,
     TokenizerStats,
 )
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, SseReply
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, Delta, SessionHint, SseReply
 from gateway.nodes import members
 from gateway.nodes import router_figures as figures
 from gateway.nodes.router import Router
@@ -78,6 +78,12 @@ async def test_a_request_follows_its_advisory_and_says_where_the_kv_is() -> None
         # What it left behind makes room for others.
         await until(lambda: placement.inner["b"].ended_sessions == [("t", "s")])
         assert placement.inner["a"].ended_sessions == []
+
+
+async def test_a_hint_about_a_session_reaches_each_node_that_it_may_be_on() -> None:
+    async with routed("a", "b") as (router, placement):
+        router.hint_session(hint := SessionHint(session_id="s", tenant="t", keep_s=60.0))
+        await until(lambda: all(node.session_hints == [hint] for node in placement.inner.values()))
 
 
 async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> None:

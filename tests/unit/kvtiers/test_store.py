@@ -217,6 +217,44 @@ def test_the_kv_of_requests_outlives_that_of_other_sessions(make: Callable[..., 
     assert tiers.restore("runs", KEYS[:4])[0] < 4
 
 
+def test_a_kept_session_outlives_others_of_its_tenant_until_it_ends(
+    make: Callable[..., Tiers],
+) -> None:
+    tiers = make(host_blocks=8, disk_bytes=0)
+    tiers.store.keep("kept", 60.0)  # before it holds anything
+    tiers.save("kept", KEYS[:3])
+    for number in range(4):
+        tiers.save("kept more", KEYS[8 * number + 8 : 8 * number + 12])
+    assert tiers.restore("kept", KEYS[:3]) == (3, 0)
+    tiers.store.end("kept")
+    tiers.save("new", KEYS[48:52])
+    assert tiers.restore("kept", KEYS[:3])[0] < 3
+
+
+def test_kept_sessions_have_half_of_host_memory_and_take_none_of_another_tenants_share(
+    make: Callable[..., Tiers],
+) -> None:
+    tiers = make(host_blocks=8, disk_bytes=0)
+    for number in range(2):
+        tiers.store.keep(f"kept-{number}", 60.0, tenant="greedy")
+        tiers.save(f"kept-{number}", KEYS[4 * number : 4 * number + 4], tenant="greedy")
+    tiers.save("s", KEYS[16:20], tenant="modest")
+    assert tiers.restore("s", KEYS[16:20], tenant="modest") == (4, 0)
+    assert tiers.restore("kept-1", KEYS[4:8], tenant="greedy") == (4, 0), "the one kept last"
+    assert tiers.restore("kept-0", KEYS[:4], tenant="greedy")[0] == 0
+
+
+def test_what_others_share_stays_with_the_session_that_is_kept_for_it(make: Callable[..., Tiers]) -> None:
+    tiers = make(host_blocks=8, disk_bytes=0)
+    tiers.save("shared", KEYS[:3])
+    tiers.store.keep("shared", 60.0, is_shared=True)
+    assert tiers.restore("other", KEYS[:3]) == (3, 0)
+    tiers.store.end("other")
+    for number in range(4):
+        tiers.save("more", KEYS[8 * number + 8 : 8 * number + 12])
+    assert tiers.restore("another", KEYS[:3]) == (3, 0)
+
+
 def test_the_kv_of_a_request_that_waits_outlives_that_of_one_that_runs(make: Callable[..., Tiers]) -> None:
     tiers = make(host_blocks=8, disk_bytes=0)
     for name, first in (("runs", 0), ("waits", 4)):
@@ -338,6 +376,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(group=groups, tenant=tenants)
     def end_session(self, group: str, tenant: str) -> None:
         self.tiers.store.end(group, tenant=tenant)
+
+    @rule(group=groups, tenant=tenants, keep_s=st.sampled_from([0.0, 1e-6, 60.0]), is_shared=st.booleans())
+    def keep_session(self, group: str, tenant: str, keep_s: float, is_shared: bool) -> None:
+        self.tiers.store.keep(group, keep_s, tenant=tenant, is_shared=is_shared)
 
     @precondition(lambda self: not self.held)
     @rule()

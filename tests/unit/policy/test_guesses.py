@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine_bridge.policy.kv.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts, due_s, plan
+from engine_bridge.policy.kv.guesses import MARGIN_SHARE, MIN_LEAD_S, PIN_SHARE, GuessFacts, due_s, plan
 
 
 def guess(name: str, **fields: Any) -> GuessFacts:
@@ -76,3 +76,14 @@ def test_ordered_guesses_share_their_places_in_the_order_in_which_they_were_issu
     ]
     assert names(facts) == ["first", "alone", "second", "third", "can wait"]
     assert names([structs.replace(fact, is_ordered=False) for fact in facts])[0] == "third"
+
+
+def test_pins_of_a_tenant_share_a_part_of_the_device_and_leave_the_rest_to_other_guesses() -> None:
+    facts = [guess(name, tenant="t", num_blocks=15, is_pin=True) for name in ("p", "q")]
+    facts += [
+        guess("other", tenant="u", num_blocks=15, is_pin=True),
+        guess("plain", tenant="t", num_blocks=50),
+    ]
+    granted = {target.name: target.num_device_blocks for target in plan(facts, 100, 100, 0.0)}
+    assert granted["p"] + granted["q"] == 100 * PIN_SHARE
+    assert granted["other"] == 15 and granted["plain"] == 50
