@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 
 # The share of conversations that come back after their tools. Source: the same trace as `tool_pauses.PUBLISHED`.
 LIKELY_BACK = 0.95
+# A conversation that stays away longer than was announced is announced again, each time for as long as its tools take that have taken so long already,
+# and each time it is half as likely to come back. Chosen: three more times, behind which one in a hundred would.
+MAX_ANNOUNCED = 4
+# Seconds after which the end of an announcement was noted for sure. Chosen.
+GRACE_S = 0.1
 # Longer bodies are read on another thread: a history of a megabyte takes milliseconds. Chosen.
 INLINE_BYTES = 1 << 16
 # Conversations that are away with their tools and may still come back; the one away for longest is forgotten first.
@@ -52,6 +57,28 @@ class SessionCall:
     at_end: Callable[[], None] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Away:
+    """A conversation whose answer has called tools.
+
+    Attributes:
+        went_s: when it was answered, on the clock of `Recognition`.
+        num_announced: how often its return was announced.
+        timer: when what was announced is over; None where it is not announced again.
+    """
+
+    tools: frozenset[str]
+    model: str | None
+    went_s: float
+    num_announced: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def is_over(self) -> None:
+        """Note that it is back, or forgotten."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
 class Recognition:
     """Finds the session of each call, and announces that a session comes back when its answer has called tools.
 
@@ -68,7 +95,7 @@ class Recognition:
         self.counts: Counter[str] = Counter()
         """Calls by how their session was found."""
         self._advisories, self._metrics, self._clock = advisories, metrics, clock
-        self._away: OrderedDict[tuple[str, str], tuple[frozenset[str], float]] = OrderedDict()
+        self._away: OrderedDict[tuple[str, str], Away] = OrderedDict()
 
     async def began(
         self,
@@ -152,32 +179,55 @@ class Recognition:
 
     def _came_back(self, call: SessionCall, body: dict[str, Any]) -> float | None:
         """Return how long its tools took, of a call that brings their results, after noting it; None of any other."""
-        tools, went_s = self._away.pop((call.owner, call.session_id), (None, 0.0))
-        if tools is None:
+        away = self._away.pop((call.owner, call.session_id), None)
+        if away is None:
             return None
+        away.is_over()
         self._advisories.came_back(call.owner, call.session_id)
         if not ends_with_results(body):
             return None
-        pause_s = self._clock() - went_s
-        self.pauses.note(tenant_of(call.owner), tools, pause_s)
+        pause_s = self._clock() - away.went_s
+        self.pauses.note(tenant_of(call.owner), away.tools, pause_s)
         return pause_s
 
     def _goes_away(self, call: SessionCall, tools: frozenset[str]) -> None:
-        self._away[call.owner, call.session_id] = tools, self._clock()
+        key = call.owner, call.session_id
+        if (before := self._away.pop(key, None)) is not None:
+            before.is_over()
+        self._away[key] = away = Away(tools, call.model, self._clock())
         if len(self._away) > MAX_AWAY:
-            self._away.popitem(last=False)
-        if self._advisories.expects(call.owner, call.session_id):
+            self._away.popitem(last=False)[1].is_over()
+        self._announce(key, away)
+
+    def _announce(self, key: tuple[str, str], away: Away) -> None:
+        """Announce a conversation's return, by what its tools took before, and again when that time is over."""
+        owner, session_id = key
+        if self._advisories.expects(owner, session_id):
             return  # the client has said more
-        back = self.pauses.expected(tenant_of(call.owner), tools)
+        waited_s = self._clock() - away.went_s
+        back = self.pauses.expected(tenant_of(owner), away.tools, waited_s)
+        ttl_s = min(max(back.latest_s - waited_s, 0.0), MAX_TTL_S)
         wanted = AdvisoryRequest(
-            session_id=call.session_id,
-            model=call.model,
-            expected_arrival_s=min(back.earliest_s, MAX_TTL_S),
-            ttl_s=min(back.latest_s, MAX_TTL_S),
+            session_id=session_id,
+            model=away.model,
+            expected_arrival_s=min(max(back.earliest_s - waited_s, 0.0), ttl_s),
+            ttl_s=ttl_s,
         )
+        likely = LIKELY_BACK if not away.num_announced else 0.5**away.num_announced
+        away.num_announced += 1
+        if away.num_announced < MAX_ANNOUNCED:
+            loop = asyncio.get_running_loop()
+            away.timer = loop.call_later(wanted.lifetime_s + GRACE_S, self._stays_away, key, away)
         try:
             # In a share of their own: what the client announces itself has its places and its rate.
-            client = f"tools {call.owner}"
-            self._advisories.submit(call.owner, wanted, "tool_pause", client=client, probability=LIKELY_BACK)
+            client = f"tools {owner}"
+            self._advisories.submit(owner, wanted, "tool_pause", client=client, probability=likely)
         except GatewayError as error:
             log.debug("the return of a session was not announced: %s", error.code)
+
+    def _stays_away(self, key: tuple[str, str], away: Away) -> None:
+        if self._away.get(key) is away:
+            try:
+                self._announce(key, away)
+            except Exception:
+                log.exception("the return of a session was not announced again")

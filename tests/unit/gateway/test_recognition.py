@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -365,3 +366,29 @@ async def test_a_session_that_is_back_before_the_node_was_told_is_not_announced_
         (trail, *_) = parts.advisories.trails.of("ann")
         assert [passed.state for passed in trail.states] == ([] if is_told else ["cancelled"])
         tools.ended(back, AnswerReader("chat"))
+
+
+async def test_a_session_that_stays_away_longer_is_announced_again_a_few_times(parts: Parts) -> None:
+    tools = Recognition(parts.advisories, parts.metrics)
+    for _ in range(500):
+        tools.pauses.note("ann", {"bash"}, 0.01)
+    reader = AnswerReader("chat")
+    reader.is_complete, reader.tools = True, {"c1": "bash"}
+    for name, comes_back in (("s", False), ("t", True)):
+        asked = await tools.began("ann", "chat", {}, {"messages": [user("go")]}, None, name, is_named=True)
+        tools.ended(asked, reader)
+        if comes_back:
+            body = {"messages": [user("go"), called("c1"), result("c1")]}
+            await tools.began("ann", "chat", {}, body, None, name, is_named=True)
+
+    def announced(session_id: str) -> int:
+        return sum(trail.session_id == session_id for trail in parts.advisories.trails.of("ann"))
+
+    async with asyncio.timeout(10):
+        while announced("s") < 2:
+            await asyncio.sleep(0.01)
+    assert announced("t") == 1
+    parts.advisories.submit("ann", AdvisoryRequest(session_id="s", ttl_s=600.0), "rest")
+    before = announced("s")
+    await asyncio.sleep(0.5)
+    assert announced("s") == before, "the client has said more"
