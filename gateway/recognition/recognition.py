@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 # The share of conversations that come back after their tools. Source: the same trace as `tool_pauses.PUBLISHED`.
 LIKELY_BACK = 0.95
-# A conversation that stays away longer than was announced is announced again, each time for as long as its tools take that have taken so long already,
-# and each time it is half as likely to come back. Chosen: three more times, behind which one in a hundred would.
+# A conversation that stays away longer than was announced is announced again: for as long as its tools take when they have taken so long already, and
+# each time it is half as likely to come back. Chosen: three more times, behind which one in a hundred would.
 MAX_ANNOUNCED = 4
 # Seconds after which the end of an announcement was noted for sure. Chosen.
 GRACE_S = 0.1
