@@ -1,12 +1,14 @@
 """Agents that call tools, on one node: how long their programs take, against vLLM's order with host memory behind it.
 
-    python -m bench.emulated agents [--quick] [--seeds N] [--seed N] [--jobs N]
+    python -m bench.emulated agents [--quick] [--csv FILE] [--seeds N] [--seed N] [--jobs N]
 
 Programs arrive by a Poisson process. Each has a prompt of its own and several turns; an answer calls tools, which take a pause, and the next prompt
 is all of that and their results. Nothing but the calls themselves tells the node that they belong together. Device: an A100 with Llama-3-8B.
 Kinds: `coding` (10.9 ± 2.1 turns, source: Continuum, arXiv 2511.02230; pauses of which 86% end within a second, source: vllm-project/router #285),
 `calls` (6.3 turns of short prompts), `team` (two helpers with a common system prompt work while their caller waits). Beside `coding` a third of the
 requests may be people's single questions (`chat`).
+
+Recorded runs (`--csv FILE` adds yours) are played on a small device, some at once.
 
 Arms, the same programs to each:
   vllm    vLLM's queue and prefix cache; KV that leaves the device is lost
@@ -32,8 +34,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from bench.data import FOLDER, are_recorded
+from bench.emulated.agent_runs import RECORDED_TOKENS_PER_S, read_runs
 from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.calibration import A100
 from bench.emulated.core.clock import Clock
@@ -56,10 +62,14 @@ LIGHT = ((100_000, 64.0, 0.5), (100_000, 64.0, 1.0))
 KINDS = ("coding", "calls", "team")
 ROOMY = 40
 TTL_S = 2.0
+RUNS = (FOLDER / "agent_runs/magagent.csv", FOLDER / "agent_runs/taubench.csv")
 NUM_PROGRAMS, QUICK_PROGRAMS = 120, 60
 # Programs a second at a load of 1: chosen near what vLLM answers of each kind with 100,000 tokens and no host memory.
 CAPACITY = {"coding": 0.074, "calls": 0.9, "team": 0.04}
 CHAT_SHARE = 1 / 3
+# Recorded runs: how many at once, and the node that they share, as their contexts are short. Chosen: KV for some of them on the device, not for all.
+AT_ONCE, RECORDED_ON = 16, (20_000, 4.0)
+RECORDED_LOADS = (1.0, 3.0)
 AIMS = {
     "job_time_vs_host": 0.65,
     "way_to_roomy": 0.5,
@@ -72,12 +82,16 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a program. pause_s: of the tools that its answer calls. helpers: programs that it starts and waits for."""
+    """One request of a program. pause_s: of the tools that its answer calls. helpers: programs that it starts and waits for.
+
+    context: of a recorded program, the conversation that it continues, with a prompt of `num_new_tokens` in all; "": the program's only one.
+    """
 
     num_new_tokens: int
     num_answer_tokens: int
     pause_s: float
     helpers: tuple[tuple[Turn, ...], ...] = ()
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +108,33 @@ class Point:
     seed: int = 0
 
 
+@cache
+def recorded(path: str) -> list[tuple[Turn, ...]]:
+    """Return the programs of a file of recorded runs."""
+    return [
+        tuple(
+            Turn(call.num_prompt_tokens, call.num_answer_tokens, call.pause_s, context=call.context)
+            for call in calls
+        )
+        for calls in read_runs(Path(path))
+    ]
+
+
+def capacity(kind: str) -> float:
+    """Return the programs a second at a load of 1; of recorded ones as many as have `AT_ONCE` under way if they take what they took."""
+    if kind in CAPACITY:
+        return CAPACITY[kind]
+    took_s = [
+        sum(turn.pause_s + turn.num_answer_tokens / RECORDED_TOKENS_PER_S for turn in turns)
+        for turns in recorded(kind)
+    ]
+    return AT_ONCE / statistics.fmean(took_s)
+
+
 def program(kind: str, rng: random.Random) -> tuple[Turn, ...]:
     """Return the turns of a program of this kind."""
+    if kind not in KINDS:
+        return rng.choice(recorded(kind))
     if kind == "calls":
         return _turns(rng, max(2, round(rng.gauss(6.3, 2.0))), (600, 1500), (30, 400), (20, 150), (-1.6, 1.2))
     turns = _turns(
@@ -170,30 +209,37 @@ class Agent:
     def __init__(self, play: Play, name: str, turns: tuple[Turn, ...], ended: Callable[[], None]) -> None:
         self._play, self._name, self._turns, self._ended = play, name, turns, ended
         self._at, self._num_tokens, self._num_helpers = 0, 0, 0
+        self._asked: set[str] = set()
         self.ask()
 
     def ask(self) -> None:
         """Send the next turn's request."""
         turn = self._turns[self._at]
-        self._num_tokens += turn.num_new_tokens
+        self._num_tokens = turn.num_new_tokens + (0 if turn.context else self._num_tokens)
+        session = self._session(turn)
         arrival = Arrival(
             f"{self._name}/{self._at}",
             self._play.clock.now,
             self._num_tokens,
             turn.num_answer_tokens,
-            session=self._name,
-            turn="continues" if self._at else "begins",
+            session=session,
+            turn="continues" if session in self._asked else "begins",
         )
+        self._asked.add(session)
         self._play.send(arrival, self._answered)
+
+    def _session(self, turn: Turn) -> str:
+        return f"{self._name}/{turn.context}" if turn.context else self._name
 
     def _answered(self) -> None:
         turn = self._turns[self._at]
         self._num_tokens += turn.num_answer_tokens
         self._at += 1
-        if self._at == len(self._turns) or self._num_tokens + 2000 > MAX_TOKENS:
+        if self._at == len(self._turns) or (not turn.context and self._num_tokens + 2000 > MAX_TOKENS):
             self._ended()
             return
-        self._play.goes_away(self._name, turn)
+        if self._turns[self._at].context == turn.context:
+            self._play.goes_away(self._session(turn), turn)
         self._num_helpers = len(turn.helpers)
         for number, turns in enumerate(turn.helpers):
             Agent(self._play, f"{self._name}.{self._at}.{number}", turns, self._helped)
@@ -227,7 +273,7 @@ class Play:
         self._pauses, self._waiting = ToolPauses(), {}  # type: ToolPauses, dict[str, Callable[[], None]]
         at_s, gaps = 0.0, random.Random(f"gaps {point.kind} {point.seed}")
         for number in range(point.num):
-            at_s += gaps.expovariate(CAPACITY[point.kind] * point.load)
+            at_s += gaps.expovariate(capacity(point.kind) * point.load)
             turns = program(point.kind, random.Random(f"{point.kind} {point.seed} {number}"))
             self.clock.at(at_s, lambda now, number=number, turns=turns: self._begin(f"p{number}", turns))
         if point.chat:
@@ -379,12 +425,31 @@ def chat_part(bench: Bench) -> None:
     bench.figure(("chat_p99_vs_vllm",), [ratio], AIMS["chat_p99_vs_vllm"], unit="ratio")
 
 
+def recorded_part(bench: Bench) -> None:
+    """Compare arms on recorded runs: those of the folder of recorded traffic, where it is there, and the user's."""
+    paths = [path for path in RUNS if are_recorded(path)] + list(bench.files)
+    arms = ("host", "continuum", "ours")
+    points = [
+        (path, Point("host", str(path), *RECORDED_ON, load, int(bench.size)))
+        for path in paths
+        for load in RECORDED_LOADS
+    ]
+    bench.play(replace(point, arm=arm) for _, point in points for arm in arms)
+    for path, point in points:
+        host = statistics.fmean(bench.values(point, _get("job_s")))
+        for arm in arms[1:]:
+            ratio = statistics.fmean(bench.values(replace(point, arm=arm), _get("job_s"))) / host
+            aim = AIMS["worst_job_time_vs_host"] if arm == "ours" else None
+            bench.figure(("recorded", f"{path.stem} at {point.load}", arm), [ratio], aim, unit="ratio")
+
+
 TABLE = Table(
     "emulated-agents",
     "Programs of agents with pauses of tools",
     serve,
-    {"programs": programs_part, "chat": chat_part},
+    {"programs": programs_part, "chat": chat_part, "recorded": recorded_part},
     (NUM_PROGRAMS, QUICK_PROGRAMS),
     "fewer programs, four arms",
     seeds=1,
+    files=("--csv", "recorded runs of yours beside ours; columns: bench/emulated/agent_runs.py"),
 )
