@@ -8,7 +8,7 @@ SimpleCPUOffload has such a second look as its only one (`lazy`); here what is l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from engine_bridge.core.kv.asked import NewRequest
@@ -71,8 +71,8 @@ class Saves:
         block_id = self._block_of.get(key)
         return self._on_device[block_id] if block_id is not None else None
 
-    def save_again(self, leaving: Iterable[tuple[int, Entry]], store: TierStore) -> list[SaveJob]:
-        """Save blocks that the device is about to lose, as far as host memory lacks them.
+    def save_again(self, leaving: Iterable[tuple[int, Entry]], store: TierStore) -> Iterator[SaveJob]:
+        """Save blocks that the device is about to lose, as far as no tier has them. Each save is begun when its turn comes.
 
         leaving: their numbers and what they hold, the first to go first; of each conversation the device loses the end first.
         """
@@ -82,13 +82,11 @@ class Saves:
             known = self._on_device.get(block_id)
             if known is not None and known.entry == entry:
                 groups[known.tenant, known.group][known.key] = known
-        jobs = []
         for (tenant, group), by_key in groups.items():
             found = list(reversed(by_key.values()))
             save = store.begin_save(group, [each.key for each in found], tenant=tenant, again=True)
             if (job := _job(SaveJob(save, [], []), found)) is not None:
-                jobs.append(job)
-        return jobs
+                yield job
 
 
 def _job(job: SaveJob, found: list[OnDevice]) -> SaveJob | None:

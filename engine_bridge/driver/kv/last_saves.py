@@ -69,7 +69,9 @@ class LastSaves:
                 self._copying.update((each, self._leaving[each]) for each in job.block_ids)
                 self._tiers.copy_out(job, functools.partial(self._copied, job))
         except Exception:
+            # What was begun is given up, and no further save has begun. The next look finds these blocks again if they are still there.
             log.exception("KV that leaves the device could not be saved")
+            self._leaving = {}
 
     def _look(self) -> list[tuple[int, Entry]]:
         """Return the blocks that are watched from now on and were not before: their numbers, and what they hold."""

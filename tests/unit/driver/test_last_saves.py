@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,32 @@ def test_a_session_that_was_deleted_is_not_saved_again(sessions: Sessions) -> No
         sessions.arrive()
     assert sessions.store.stats().host.num_saved > before
     assert not sessions.store.num_held([BlockKey(keys_of("s0", 1)[0])])
+
+
+def test_a_copy_that_fails_costs_one_save_and_holds_nothing(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(NUM_SESSIONS):
+        sessions.run(f"s{number}")
+        sessions.arrive()
+    copy_out, failed = sessions.tiers.copy_out, []
+
+    def fail_once(*arguments: Any) -> None:
+        if not failed:
+            failed.append(True)
+            monkeypatch.setattr(sessions.copier, "to_host", broken)
+        try:
+            copy_out(*arguments)
+        finally:
+            monkeypatch.undo()
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(sessions.tiers, "copy_out", fail_once)
+    for number in range(NUM_SESSIONS):
+        sessions.run(f"new{number}")
+        sessions.arrive()
+    assert failed
+    assert not [block for block in sessions.store._host.blocks.values() if block.pins]
+    assert sessions.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1 and not sessions.last_saves._copying
