@@ -199,10 +199,10 @@ class Promoter:
         """Have the device take a session's blocks before any other; those that other sessions begin with, or requests use, keep their places."""
         with self._contained():
             found = (cached_block(self._pool, entry) for entry in self._core.idle_entries((session_id, salt)))
-            idle = [block for block in found if block is not None and block.ref_cnt == 0]
-            for block in idle:
+            idle = {each.block_id: each for each in found if each is not None and each.ref_cnt == 0}
+            for block in idle.values():
                 self._pool.free_block_queue.remove(block)
-            self._pool.free_block_queue.prepend_n(idle)
+            self._pool.free_block_queue.prepend_n(list(idle.values()))
 
     def forget(self, session_id: str, tenant: str) -> None:
         """Forget the prefix of a tenant's session: its next prompt, if one comes, begins with something else."""
