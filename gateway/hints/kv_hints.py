@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from engine_bridge.policy.kv.hints import Grant, HintShares, KvAction, KvHint
 from engine_bridge.protocol.node import Api, Node, SessionHint
 from gateway.access.auth import tenant_of
 from gateway.access.rates import Rates
+from gateway.access.shares import Shares
 from gateway.advisories.advisories import (
     BURST,
     MAX_PER_S,
@@ -38,8 +38,8 @@ from gateway.recognition.recognition import Recognition, SessionCall
 
 log = logging.getLogger(__name__)
 
-# Hints sent by themselves that can be asked for and taken back; the oldest is forgotten first. Chosen.
-MAX_RECORDS = 4096
+# Hints sent by themselves that can be asked for and taken back, of one key and of all; the oldest is forgotten first. Chosen.
+MAX_RECORDS_OF_ONE, MAX_RECORDS = 512, 4096
 # Conversations under one client's name that a hint about the name is for, the latest ones. Chosen.
 MAX_OF_NAME = 16
 # What a reply's header tells of at most. Chosen.
@@ -136,7 +136,8 @@ class KvHints:
         self._rates = Rates(MAX_PER_S, BURST)
         self._advisories, self._recognition, self._node = advisories, recognition, node
         self._metrics, self._clock = metrics, clock
-        self._records: OrderedDict[str, HintRecord] = OrderedDict()
+        self._records: dict[str, HintRecord] = {}
+        self._places: Shares[str] = Shares(MAX_RECORDS_OF_ONE, MAX_RECORDS)
 
     # -- of a request ------------------------------------------------------------------------------------------------
 
@@ -211,14 +212,16 @@ class KvHints:
         return self._begin(asker, hint, await self._recognition.find(asker.owner, api, body))
 
     def submit_all(self, asker: Asker, found: CallHints) -> list[HintRecord]:
-        """Act on the hints of an envelope that came by itself. Those about no session are counted as malformed."""
+        """Act on the hints of an envelope that came by itself; `found.noted` then has all that were passed over, those about no session among them."""
         for source, action, outcome in found.noted:
             self._count(source, action, outcome)
         for payload in found.advised:
-            self._advise(asker, payload)
+            if (outcome := self._advise(asker, payload)) != "granted":
+                found.noted.append(("kv_hints", "prefetch", outcome))
         for hint in found.hints:
             if not hint.session:
                 self._count(hint.source, hint.action, "malformed")
+                found.noted.append((hint.source, hint.action, "malformed"))
         return [
             self._begin(asker, hint, self._sessions(asker, hint.session))
             for hint in found.hints
@@ -236,6 +239,7 @@ class KvHints:
         """End what a hint has begun. Raises GatewayError `not_found`."""
         record = self.find(owner, hint_id)
         del self._records[hint_id]
+        self._places.drop(hint_id)
         action = record.hint.action
         for each in record.advisories:
             self._advisories.cancel(owner, each.id)
@@ -279,8 +283,8 @@ class KvHints:
             outcome = one if one != "granted" else outcome
         record = HintRecord(asker, hint, sessions, outcome, ttl_s, self._clock() + ttl_s, begun)
         self._records[record.id] = record
-        if len(self._records) > MAX_RECORDS:
-            self._records.popitem(last=False)
+        if (loser := self._places.put(record.id, asker.owner)) is not None:
+            del self._records[loser]
         self._count(hint.source, hint.action, outcome)
         return record
 

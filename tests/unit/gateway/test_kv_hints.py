@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.policy.kv.hints import MAX_PINS, KvHint
+from gateway.access.shares import Shares
 from gateway.advisories.advisories import BURST
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import Asker, KvHintRequest, KvHints
@@ -144,3 +145,22 @@ async def test_what_is_beyond_a_share_is_told_and_not_done(said: Said) -> None:
     assert (
         await said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id="p"))
     ).outcome == "refused"
+
+
+async def test_an_envelope_says_all_that_was_passed_over(said: Said) -> None:
+    found = CallHints(hints=[KvHint("pin", "kv_hints")], advised=[{"session_id": 7}, {"session_id": "s"}])
+    assert not said.hints.submit_all(ANN, found)
+    assert [outcome for _, _, outcome in found.noted] == ["malformed", "malformed"]
+
+
+async def test_many_hints_of_one_key_cost_no_other_keys_record(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(said.hints, "_places", Shares(2, 4))
+    eves = await said.hints.submit(EVE, KvHintRequest(action="retain", session_id="e"))
+    anns = [
+        await said.hints.submit(ANN, KvHintRequest(action="retain", session_id=f"a{n}")) for n in range(6)
+    ]
+    assert said.hints.find("eve", eves.id) is eves and said.hints.find("ann", anns[-1].id) is anns[-1]
+    with pytest.raises(GatewayError):
+        said.hints.find("ann", anns[0].id)
