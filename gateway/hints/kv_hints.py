@@ -212,7 +212,7 @@ class KvHints:
         return self._begin(asker, hint, await self._recognition.find(asker.owner, api, body))
 
     def submit_all(self, asker: Asker, found: CallHints) -> list[HintRecord]:
-        """Act on the hints of an envelope that came by itself; `found.noted` then has all that were passed over, those about no session among them."""
+        """Act on the hints of an envelope that came by itself; `found.noted` then has all that were passed over, also those about no session."""
         for source, action, outcome in found.noted:
             self._count(source, action, outcome)
         for payload in found.advised:
