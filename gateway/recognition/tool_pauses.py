@@ -42,6 +42,7 @@ class _Pauses:
         self.weight = 1.0
 
     def note(self, pause_s: float) -> None:
+        """Count a pause; the ones before it count a little less from now on."""
         self.weight *= 2 ** (1 / HALF_LIFE)
         self.counts[bisect_left(ENDS_S, pause_s)] += self.weight
         if self.weight > 1e9:
