@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gateway.errors import GatewayError
-from gateway.sessions import search, transactions
+from gateway.sessions import pictures, search, transactions
 from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import compact, fold_log, growth_bytes, num_free_pages
 
@@ -109,7 +109,7 @@ class FileRoom:
         """Number of free pages that the last compaction could not give back; -1: compact in any case."""
 
     async def purge(self, now: float) -> int:
-        """Remove for ever the sessions that can no longer be restored, and return how many.
+        """Remove for ever the sessions that can no longer be restored and the pictures that no turn has, and return how many.
 
         Each part is one transaction, so that messages get in between. On a full disk the purge uses the reserve, gives freed pages back to the
         disk, and fills the reserve up once there is room.
@@ -121,6 +121,8 @@ class FileRoom:
         while is_more:
             num, is_more = await self._purge_some(now)
             num_purged += num
+        while await self.making(pictures.purge_one, now):
+            num_purged += 1
         if self._was_full or not await asyncio.to_thread(lambda: self._reserve.is_whole):
             await self._give_back(shrinks_index=num_purged > 0)
         return num_purged

@@ -30,7 +30,7 @@ from engine_bridge.protocol.errors import (
     InvalidRequest,
     TooBusy,
 )
-from engine_bridge.protocol.node import Delta, Node, pack_token_ids
+from engine_bridge.protocol.node import Delta, Node, followed_by
 from engine_bridge.tracing import NO_TRACES, Traces, traceparent_of
 from gateway.access.auth import tenant_of
 from gateway.access.budgets import RequestBudgets
@@ -542,7 +542,7 @@ def unavailable(state: str, stage: str) -> GatewayError:
 
 def _token_ids(live: LiveTurn, final: Delta) -> bytes:
     """Return all ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
-    return final.prompt.token_ids + pack_token_ids(live.generated) if final.prompt else b""
+    return followed_by(final.prompt.token_ids, live.generated) if final.prompt else b""
 
 
 def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:
