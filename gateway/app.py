@@ -46,7 +46,7 @@ from gateway.doors.http.connections import (
 )
 from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.http.unix_socket import UnixSite
-from gateway.doors.rest import adapters, advisories, engine, kv_hints, nodes, sessions, transfers
+from gateway.doors.rest import adapters, advisories, engine, kv_hints, nodes, pictures, sessions, transfers
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -270,6 +270,7 @@ def build_app(services: Services) -> web.Application:
     nodes.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
+    pictures.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

@@ -18,7 +18,7 @@ from engine_bridge.protocol.engine_request import Picture
 from gateway.errors import GatewayError
 from gateway.sessions import quota, search
 from gateway.sessions.connection import Database, SqliteConnection
-from gateway.sessions.records import StoredPicture
+from gateway.sessions.records import StoredPicture, Turn
 from gateway.sessions.schema import TURN_BYTES
 
 # Chosen: a message is written and sent within an hour of the first picture that was put to it.
@@ -27,8 +27,9 @@ KEEP_UNUSED_S: Final = 3600.0
 MEDIA_TYPES: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 _FIELDS: Final = ("id", "media_type", "width", "height", "num_bytes")
+_AS_OBJECT: Final = ", ".join(f"'{name}', {name}" for name in _FIELDS)
 # A turn's pictures in their order, as a JSON list; NULL for none. The inner SELECT is there for its order, which json_group_array keeps.
-OF_TURN: Final = f"""(SELECT CASE WHEN count(*) THEN json_group_array(json_array({", ".join(_FIELDS)})) END FROM (SELECT p.* FROM turn_pictures x
+OF_TURN: Final = f"""(SELECT CASE WHEN count(*) THEN json_group_array(json_object({_AS_OBJECT})) END FROM (SELECT p.* FROM turn_pictures x
     JOIN pictures p ON p.row = x.picture WHERE x.seq = turns.seq ORDER BY x.place))"""
 
 
@@ -76,8 +77,13 @@ class StoredPictures:
 
     async def read(self, owner: str, ids: Iterable[str]) -> dict[str, Picture]:
         """Return the owner's pictures of these ids, whole. Unknown ids are left out."""
-        found: dict[str, Picture] = await self._reader.transact(_read, owner, set(ids))
+        wanted = set(ids)
+        found: dict[str, Picture] = await self._reader.transact(_read, owner, wanted) if wanted else {}
         return found
+
+    async def of(self, owner: str, turns: Iterable[Turn]) -> dict[str, Picture]:
+        """Return the pictures of these turns, whole, by id."""
+        return await self.read(owner, (each.id for turn in turns for each in turn.pictures))
 
 
 def put(conn: Database, owner: str, picture: StoredPicture, data: bytes, now: float) -> None:
@@ -107,6 +113,13 @@ def attach(conn: sqlite3.Connection, owner: str, seq: int, ids: Sequence[str]) -
         conn.execute(
             "INSERT INTO turn_pictures (seq, place, picture) VALUES (?, ?, ?)", (seq, place, found[0][0])
         )
+
+
+def of_turn(conn: sqlite3.Connection, seq: int) -> list[Picture]:
+    """Return a turn's pictures, whole, in their order."""
+    sql = """SELECT p.media_type, d.data FROM turn_pictures x JOIN pictures p ON p.row = x.picture JOIN picture_data d ON d.picture = p.row
+        WHERE x.seq = ? ORDER BY x.place"""
+    return [Picture(*columns) for columns in conn.execute(sql, (seq,))]
 
 
 def _read(conn: sqlite3.Connection, owner: str, ids: Iterable[str]) -> dict[str, Picture]:

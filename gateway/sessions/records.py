@@ -225,6 +225,18 @@ def question_of(turn: Turn, pictures: Mapping[str, Picture]) -> ChatMessage:
     return ChatMessage("user", turn.content, shown)
 
 
+def with_latest_pictures(turns: Sequence[Turn], max_images: int) -> list[Turn]:
+    """Return turns, oldest first, with the latest `max_images` of their pictures: a prompt can have no more of them."""
+    kept: list[Turn] = []
+    for turn in reversed(turns):
+        shown = turn.pictures[max(len(turn.pictures) - max_images, 0) :]
+        max_images -= len(shown)
+        kept.append(
+            turn if len(shown) == len(turn.pictures) else msgspec.structs.replace(turn, pictures=shown)
+        )
+    return kept[::-1]
+
+
 def messages_of(
     history: Iterable[Turn], settings: SessionSettings, pictures: Mapping[str, Picture] = NO_PICTURES
 ) -> list[ChatMessage]:

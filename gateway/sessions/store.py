@@ -32,6 +32,7 @@ from gateway.sessions.records import (
     SessionId,
     SessionSummary,
     SettingsPatch,
+    StoredPicture,
     StoredResponse,
     Turn,
     TurnStatus,
@@ -257,9 +258,20 @@ class SessionStore:
         """Return all of a session, its other versions included. Raises GatewayError `not_found`."""
         return await self._searcher.transact(transfers.export, owner, session_id)
 
-    async def bring_in(self, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
-        """Store an archive as a new session. See `transfers.bring_in` for the parts taken over and the errors."""
-        return await self._write(owner, transfers.bring_in, owner, archive, adapters, now)
+    async def bring_in(
+        self,
+        owner: str,
+        archive: Archive,
+        adapters: frozenset[str],
+        now: float,
+        described: Sequence[Sequence[StoredPicture]] | None = None,
+    ) -> Session:
+        """Store an archive as a new session. See `transfers.bring_in` for the parts taken over and the errors.
+
+        described: of each turn's pictures, what `pictures.describe` says; None for an archive without pictures.
+        """
+        shown = [()] * len(archive.turns) if described is None else described
+        return await self._write(owner, transfers.bring_in, owner, archive, shown, adapters, now)
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s `restore` brings it back. The caller must stop its running turn. Raises GatewayError `not_found`."""
@@ -319,8 +331,8 @@ class SessionStore:
             now: seconds since the epoch.
 
         Raises:
-            GatewayError: `not_found` (session, `after`, `pictures`), `conflict` (known id, other content or another `after`), `busy` (another turn runs),
-                `bad_request`, `quota_exceeded`.
+            GatewayError: `not_found` (session, `after`, `pictures`), `conflict` (known id, other content or another `after`), `busy` (another turn
+                runs), `bad_request`, `quota_exceeded`.
         """
         message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now, tuple(pictures))
         return await self._write(owner, transactions.begin, owner, session_id, message)

@@ -39,7 +39,16 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import KINDS, GatewayError, as_gateway_error
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
-from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
+from gateway.sessions import (
+    BeginResult,
+    SessionStore,
+    Turn,
+    TurnStatus,
+    clean_text,
+    messages_of,
+    question_of,
+    with_latest_pictures,
+)
 from gateway.turns.protocol import Message
 
 log = logging.getLogger(__name__)
@@ -85,7 +94,6 @@ class LiveTurn:
 
     __slots__ = (
         "base_seq",
-        "content",
         "done",
         "error",
         "followers",
@@ -93,6 +101,7 @@ class LiveTurn:
         "id",
         "owner",
         "pieces",
+        "question",
         "request_id",
         "session_id",
         "title",
@@ -104,7 +113,7 @@ class LiveTurn:
         self.owner = owner
         self.session_id = session_id
         self.id: str = turn.id
-        self.content = turn.content
+        self.question = turn
         self.title = title
         self.versions = turn.versions
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
@@ -286,7 +295,7 @@ class Turns:
             raise GatewayError("conflict", "This id is under way in another session.", param="id")
         # A failed turn is asked again; any other is followed where it stands, so that sockets that resume it find its pieces.
         if earlier is not None and earlier.error is None and message.session_id in (None, earlier.session_id):
-            if earlier.content != clean_text(message.content):
+            if not earlier.question.is_of(clean_text(message.content), message.pictures):
                 raise GatewayError("conflict", "This id is already used for another message.", param="id")
             return earlier
         self._check_ready()
@@ -298,12 +307,26 @@ class Turns:
                 f"reads can hold; at most {self._prompt_chars():,} are taken (max_prompt_chars). Shorten it.",
                 param="content",
             )
+        self._check_pictures(len(message.pictures))
         adapter = self.known_adapter(message.adapter)
         # Before anything is stored, so that a refused turn leaves nothing behind.
         with contextlib.ExitStack() as place:
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
             return await self._start(owner, message, adapter, earlier, request, place)
+
+    def _check_pictures(self, num_pictures: int) -> None:
+        most = self._node.max_images
+        if num_pictures and not most:
+            raise GatewayError(
+                "bad_request", "This server's model reads no pictures. Send text only.", param="pictures"
+            )
+        if num_pictures > most:
+            raise GatewayError(
+                "bad_request",
+                f"Pictures in this message: {num_pictures}; this server reads at most {most} at a time (max_images).",
+                param="pictures",
+            )
 
     async def _start(
         self,
@@ -367,6 +390,7 @@ class Turns:
                 message.content,
                 adapter=adapter,
                 after=message.after,
+                pictures=message.pictures,
                 now=self._now(),
             )
         except GatewayError:
@@ -395,7 +419,10 @@ class Turns:
         with self._metrics.turn_running(), tracing as span:
             try:
                 request = structs.replace(request, traceparent=traceparent_of(span))
-                request = _request(live, begun, sampling, request, keeps_question=self._keeps_questions)
+                turns = with_latest_pictures([*begun.history, begun.turn], self._node.max_images)
+                pictures = await self._store.pictures.of(live.owner, turns)
+                said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
+                request = _request(live, begun, said, sampling, request, keeps_question=self._keeps_questions)
                 messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
@@ -406,6 +433,8 @@ class Turns:
                             live.wake_followers()
             except BridgeError as failure:
                 error = from_bridge(failure)
+            except GatewayError as failure:
+                error = failure
             except Exception:
                 log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
@@ -494,9 +523,14 @@ class Turns:
 
 
 def _request(
-    live: LiveTurn, begun: BeginResult, sampling: Sampling, request: EngineRequest, *, keeps_question: bool
+    live: LiveTurn,
+    begun: BeginResult,
+    messages: tuple[ChatMessage, ...],
+    sampling: Sampling,
+    request: EngineRequest,
+    *,
+    keeps_question: bool,
 ) -> EngineRequest:
-    messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
     asked = read_conversation([(message.role, message.content) for message in messages])
     return structs.replace(
         request,
