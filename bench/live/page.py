@@ -14,6 +14,7 @@ A server with the demo model and headless Chromium (playwright's headless shell)
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import time
 import urllib.request
@@ -23,7 +24,6 @@ from playwright.sync_api import Browser, Page, WebSocketRoute, sync_playwright
 
 from bench.live.shared.report import Progress, figures, options, report
 from bench.live.shared.serving import demo_server
-from tests.browser.conftest import CHROMIUM, CHROMIUM_ARGS
 
 AIMS = {
     "first_load_kb": "aim ≤ 150",
@@ -33,6 +33,7 @@ AIMS = {
     "paste_500kb_key_ms": "aim ≤ 100",
     "stream_core_share_30k_words": "aim ≤ 0.6",
 }
+CHROMIUM_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 FAST_3G = {"offline": False, "latency": 150, "downloadThroughput": 200_000, "uploadThroughput": 93_750}
 NUM_TURNS, NUM_KEYS, PASTE_BYTES, NUM_WORDS = 200, 40, 500_000, 30_000
 PASTE = """text => {
@@ -178,7 +179,9 @@ def bench(seconds: float) -> None:
     greedy = 'override_generation_config={"temperature": 0}'
     flags = ("--engine-arg", greedy, "--context-overflow", "drop-oldest")
     with demo_server(*flags) as server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        browser = playwright.chromium.launch(
+            executable_path=next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None), args=["--no-sandbox"]
+        )
         progress.say("the first visit")
         found = first_load(browser, server.url)
         progress.say("long conversations")
