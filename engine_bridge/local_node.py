@@ -544,26 +544,26 @@ async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) 
     if config.engine.scheduling_policy == "vllm":
         return None
     report("reading what is known of answer lengths")
-    return await asyncio.to_thread(
-        NodeLengths.open, config.state_dir, config.engine.model, config.length_predictor
-    )
+    known = (config.state_dir, config.engine.model, config.length_predictor)
+    return await asyncio.to_thread(NodeLengths.open, *known)
 
 
 def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:
     """Return the settings of the serving classes. Raises ParserRefused for a parser that was set and cannot be used."""
+    from engine_bridge.driver.apis.chat_template import chat_templates
     from engine_bridge.driver.apis.tool_calls import check_reasoning_parser, install_tool_parser
     from engine_bridge.driver.serving.serving import ServingOptions
 
     tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
     family = model.hf_config.model_type
-    template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
+    given, template = chat_templates(engine, config.chat_template)
     reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
     return ServingOptions(
         model_names=config.engine.model_names,
         model_path=config.engine.model,
         tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
         reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
-        chat_template=config.chat_template,
+        chat_template=given,
         default_chat_template_kwargs=config.default_chat_template_kwargs,
         keeps_token_ids=keeps_token_ids,
         context_overflow=config.context_overflow,

@@ -31,6 +31,7 @@ from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
+from gateway.commands.remedies import of_start_error
 from gateway.doors.api import embedding_routes, openai_routes, response_routes, vllm_routes
 from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
@@ -63,6 +64,7 @@ from gateway.nodes.router import Router
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
 from gateway.settings.config import MIB, Config, ConfigError
+from gateway.settings.logs import texts_are_ours
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
 from gateway.turns.turns import Turns
@@ -537,8 +539,10 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
     stopping.cancel()
     if (error := starting.exception()) is not None:
         if not isinstance(error, BridgeError):  # our own errors say what is wrong, so they need no traceback
-            log.error("the engine could not be started", exc_info=error)
+            with texts_are_ours():  # no client has been read yet
+                log.error("the engine could not be started", exc_info=error)
         say(f"error: the engine could not be started: {error}")
+        say(f"  what to do: {of_start_error(str(error))}")
         return False
     adapters = ", ".join(info.name for info in services.node.adapters())
     say(

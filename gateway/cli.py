@@ -168,9 +168,25 @@ def serve(config_file: str | None, named_model: str | None, **flags: Any) -> Non
     from gateway.settings import logs
 
     logs.setup(config.log_format, config.log_level)
+    _check_machine(config)
     from gateway.app import run
 
     run(config)
+
+
+def _check_machine(config: Config) -> None:
+    """Say what to know before the server starts. Ends the process where it cannot serve."""
+    from gateway.commands.doctor import at_start
+    from gateway.commands.doctor_command import findings
+
+    problems, advice = at_start(config)
+    for line in findings(problems or advice):
+        click.echo(line, err=True)
+    if problems:
+        click.echo(
+            "This machine cannot serve so. `overture doctor` with the same flags tells more.", err=True
+        )
+        raise SystemExit(2)
 
 
 @cli.command(

@@ -130,6 +130,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
         *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
         *remedies.about_device(device, machine, build, config.tensor_parallel_size, is_checkout=IS_CHECKOUT),
         *remedies.about_model(model),
+        *remedies.about_memory(device, machine, model, kv_cache_bytes(config.kv_cache_gib, device) or 0),
         *remedies.about_refusal(answer.get("why", ""), answer.get("remedy", "")),
         *remedies.about_adapters(
             left_out.get("adapters", ""), is_asked=bool(config.adapters == "on" or config.lora_modules)
@@ -161,6 +162,34 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
             *_about_disk(config, folders),
         ],
     )
+
+
+def at_start(config: Config) -> tuple[list[DoctorFinding], list[DoctorFinding]]:
+    """Return what keeps a server from starting, and what to know first, as far as it is found within a second: without vLLM.
+
+    Of a cluster only its folders are checked here: other machines have its devices.
+    """
+    problems = [
+        finding
+        for each in _folders(config)
+        for finding in remedies.about_folder(each.what, each.path, each.problem, each.flag)
+    ]
+    if config.is_cluster:
+        return problems, []
+    device = config.device if config.device != "auto" else _detected_device()
+    machine, build, model = look(), _vllm_build(), model_facts(config)
+    kv_bytes = kv_cache_bytes(config.kv_cache_gib, device) or 0
+    is_offline = any(
+        os.environ.get(name, "") not in ("", "0") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+    problems += [
+        *remedies.about_device(device, machine, build, config.tensor_parallel_size, is_checkout=IS_CHECKOUT),
+        *remedies.about_model(model),
+        *remedies.about_hub(model, is_offline=is_offline),
+        *remedies.about_memory(device, machine, model, kv_bytes),
+    ]
+    known = (device, machine, build, model, kv_bytes, config.kv_host_gib)
+    return problems, list(remedies.advice(*known, is_checkout=IS_CHECKOUT))
 
 
 def _detected_device() -> str:
@@ -315,7 +344,14 @@ def model_facts(config: Config) -> ModelFacts:
         is_folder=is_folder,
         has_config=os.path.isfile(folder / "config.json"),
         weight_bytes=sum(each.stat().st_size for each in weights),
+        is_cached=(_hub_cache() / f"models--{config.model.replace('/', '--')}").is_dir(),
     )
+
+
+def _hub_cache() -> Path:
+    """Return where Hugging Face's library keeps models. Source: its documentation of environment variables."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
 def folder_health(what: str, folder: Path, flag: str) -> FolderHealth:

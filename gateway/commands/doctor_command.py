@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,15 @@ def lines(found: Diagnosis, *, is_long: bool) -> Iterator[str]:
     yield ""
     if found.advice:
         yield "worth knowing"
-        yield from _findings(found.advice)
+        yield from findings(found.advice)
         yield ""
     yield "This machine can serve." if found.can_serve else "This machine cannot serve:"
-    yield from _findings(found.problems)
+    yield from findings(found.problems)
 
 
-def _findings(findings: list[DoctorFinding]) -> Iterator[str]:
-    for each in findings:
+def findings(found: Sequence[DoctorFinding]) -> Iterator[str]:
+    """Return the lines that tell of findings."""
+    for each in found:
         yield f"  {each.problem}"
         yield f"    what to do: {each.remedy}"
 

@@ -33,7 +33,8 @@ class DoctorFinding(Struct, frozen=True, kw_only=True):
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The model to serve, as far as the disk tells.
 
-    is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here.
+    is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here. is_cached: a
+    model on a hub lies in the hub's cache on this machine.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_folder: bool
     has_config: bool
     weight_bytes: int
+    is_cached: bool = False
 
 
 def install_command(device: str, *, is_checkout: bool) -> str:
@@ -127,6 +129,53 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
         )
 
 
+def about_hub(model: ModelFacts, *, is_offline: bool) -> Iterator[DoctorFinding]:
+    """Return why a model cannot come from the hub. is_offline: the environment forbids to ask the hub."""
+    if not model.is_path and not model.is_cached and is_offline:
+        yield DoctorFinding(
+            problem=f"{model.name} is no folder here, it is not in the model hub's cache, and HF_HUB_OFFLINE forbids to fetch it",
+            remedy="give the model's folder: --model FOLDER; or take away HF_HUB_OFFLINE to fetch it",
+        )
+
+
+def about_memory(device: str, machine: Machine, model: ModelFacts, kv_bytes: int) -> Iterator[DoctorFinding]:
+    """Return why this machine's memory cannot hold what the settings ask for at once. kv_bytes: as for `advice`."""
+    needed_bytes = PROCESS_BYTES + model.weight_bytes + kv_bytes
+    if device == "cpu" and 0 < machine.memory_bytes < needed_bytes:
+        room_gib = max((machine.memory_bytes - PROCESS_BYTES - model.weight_bytes) / GIB, 0)
+        remedy = f"--kv-cache-gib {room_gib * 0.8:.1f} at most" if room_gib >= 1 else "serve a smaller model"
+        yield DoctorFinding(
+            problem=f"weights and KV take {needed_bytes / GIB:.1f} GiB, and this machine has {machine.memory_bytes / GIB:.1f} GiB of memory",
+            remedy=remedy,
+        )
+
+
+# Words of vLLM's errors at the start, each with what to do in terms of our flags. The first that is found counts.
+_START_ERRORS = (
+    ("less than requested memory for kv", "lower --kv-cache-gib"),
+    ("desired CPU memory utilization", "say how much memory KV may take: --kv-cache-gib 4; or free memory"),
+    ("greater than the derived max_model_len", "lower --max-model-len to what the model was made for"),
+    (
+        "larger than the available KV cache memory",
+        "lower --max-model-len, or give KV more memory (--kv-cache-gib)",
+    ),
+    ("No available memory for the cache blocks", "raise --gpu-memory-utilization, or serve a smaller model"),
+    (
+        "CUDA out of memory",
+        "lower --gpu-memory-utilization, --max-num-seqs or --max-model-len, or split the model (--tensor-parallel-size)",
+    ),
+    ("couldn't connect to", "the model hub cannot be reached: give the model's folder (--model FOLDER)"),
+    ("gated repo", "ask for access to the model on its hub, and set HF_TOKEN"),
+    ("trust_remote_code", "the model brings code of its own; if you trust it: --trust-remote-code"),
+)
+
+
+def of_start_error(text: str) -> str:
+    """Return what to do about an error with which the engine did not start; where nothing better is known, to ask `overture doctor`."""
+    known = (remedy for words, remedy in _START_ERRORS if words in text)
+    return next(known, "overture doctor looks for the cause, with the same flags")
+
+
 def about_refusal(why: str, remedy: str) -> Iterator[DoctorFinding]:
     """Return the finding about a model that vLLM refuses; none if `why` is empty. remedy: "" where none is known."""
     if why:
@@ -173,7 +222,7 @@ def advice(
             problem=f"there is a GPU ({machine.gpus[0]}), and the server would use the CPU",
             remedy=f"{build_first}--device cuda",
         )
-    if not model.is_path:
+    if not model.is_path and not model.is_cached:
         yield DoctorFinding(
             problem=f"{model.name} is fetched from the model hub at the first start, unless it is in the hub's cache",
             remedy="where the hub cannot be reached, give a folder: --model FOLDER; a private model needs HF_TOKEN",

@@ -6,6 +6,7 @@ all their values), the texts of exceptions (a parser quotes what it cannot read)
 requests. As a last resort, anything that looks like a key is masked in the finished line. Records are cut to a length that a person reads.
 """
 
+import contextlib
 import copy
 import logging
 import os
@@ -14,6 +15,7 @@ import sqlite3
 import sys
 import traceback
 from collections.abc import Iterator, MutableMapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -30,6 +32,7 @@ _KEY = re.compile(r"\b(ov-|sk-|[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
 
 # What may not stand in a line as it is: control characters (C0, DEL, C1), Unicode's line ends, and its marks that turn the direction of writing.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_ARE_OURS = ContextVar("exceptions' texts are not a request's", default=False)
 _OURS = ("gateway", "engine_bridge", "kvtiers", "bench")
 # Exceptions whose texts come from the system or from us, for the operator.
 _SAFE = (OSError, ImportError, MemoryError, StartupError, SeamMoved)
@@ -161,6 +164,16 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+@contextlib.contextmanager
+def texts_are_ours() -> Iterator[None]:
+    """Let records of this context have the texts of all exceptions: they are of the engine's start, and quote no request."""
+    token = _ARE_OURS.set(True)
+    try:
+        yield
+    finally:
+        _ARE_OURS.reset(token)
+
+
 def _told(error: BaseException) -> str:
     """Return what may be logged of an exception: its kind, and its text if that comes from the system, the engine or the operator."""
     kind = type(error)
@@ -169,7 +182,11 @@ def _told(error: BaseException) -> str:
         return f"{name}: {getattr(error, 'sqlite_errorname', 'no error of SQLite itself')}"
     if isinstance(error, GatewayError) and not isinstance(error, StartupError):
         return f"{name}: {error.code}"
-    is_safe = isinstance(error, _SAFE) or (isinstance(error, RuntimeError) and not _reads_requests(error))
+    is_safe = (
+        _ARE_OURS.get()
+        or isinstance(error, _SAFE)
+        or (isinstance(error, RuntimeError) and not _reads_requests(error))
+    )
     return (
         f"{name}: {_escaped(_cut(str(error), MAX_ERROR_CHARS))}"
         if is_safe

@@ -108,7 +108,13 @@ def _check(config: Config) -> None:
         and not config.is_demo_model
         and not Path(config.model).is_dir()
     ):
-        raise ConfigError(f"model: there is no folder {config.model} ({config.sources['model']})")
+        is_gguf = config.model.lower().endswith(".gguf")
+        why = (
+            "GGUF files are not read: give a folder with config.json and safetensors"
+            if is_gguf
+            else "there is no such folder"
+        )
+        raise ConfigError(f"model: {config.model}: {why} ({config.sources['model']})")
     try:
         parse_weights(config.tenant_weights)
     except ValueError as error:

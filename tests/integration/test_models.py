@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import logging
+import shutil
 import struct
 import zlib
 from collections.abc import Sequence
@@ -309,6 +310,24 @@ async def test_a_conversation_with_pictures_is_computed_ahead_and_goes_on(tmp_pa
         assert said.token_ids == short.token_ids, "what is left is the last question"
         with pytest.raises(InvalidRequest, match="longer than the 768 tokens"):
             await generate(node, [ChatMessage("user", question * 40)], tenant="t")
+
+
+async def test_a_model_without_a_chat_template_chats_in_plain_words_and_says_so(
+    tmp_path: Path, caplog: Log
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(nodes.small().model, model)
+    for file in model.glob("chat_template*"):
+        file.unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    with caplog.at_level(logging.WARNING, "engine_bridge"):
+        async with engine(model, None) as node:
+            said = await generate(node, [ChatMessage("user", "Hello!")])
+            assert said.prompt is not None
+            prompt = node._client.renderer.get_tokenizer().decode(unpack_token_ids(said.prompt.token_ids))
+            assert prompt.strip().endswith("User: Hello!\n\nAssistant:") and said.token_ids
+    assert "no chat template" in caplog.text and "--chat-template" in caplog.text
 
 
 def about(png: bytes, more: str = "") -> dict[str, Any]:

@@ -151,6 +151,8 @@ vllm.v1.sample.sampler BAD_WORDS
     replace apply_bad_words
 vllm.renderers.hf EMBEDS_TOKEN
     replace _ensure_prompt_embeds_placeholder_token
+    APIS: read HfRenderer
+    APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
 vllm._custom_ops ROTARY
     replace rotary_embedding
 vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from engine_bridge.settings.machine import Machine
 from gateway.cli import cli, main
 from gateway.commands import remedies
-from gateway.commands.doctor import _folders, switched_off
+from gateway.commands.doctor import _folders, at_start, switched_off
 from gateway.commands.remedies import GIB, ModelFacts
 from gateway.settings.config import Config
 from kvtiers.io.disk_log import DiskLog
@@ -49,6 +49,37 @@ def advice(device: str = "cpu", machine: Machine = MACHINE, model: ModelFacts = 
     build = remedies.CPU_BUILD
     found = remedies.advice(device, machine, build, model, GIB, gib.get("kv_host_gib", 2.0), is_checkout=True)
     return "\n".join(f"{each.problem}: {each.remedy}" for each in found)
+
+
+HUB_MODEL = ModelFacts(name="org/model", is_path=False, is_folder=False, has_config=False, weight_bytes=0)
+
+
+def test_what_cannot_work_is_said_before_the_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And in terms of our flags; the demo model on this machine gets no such words."""
+    (hub,) = remedies.about_hub(HUB_MODEL, is_offline=True)
+    assert "HF_HUB_OFFLINE" in hub.problem and "--model FOLDER" in hub.remedy
+    assert not list(remedies.about_hub(HUB_MODEL, is_offline=False))
+    (memory,) = remedies.about_memory("cpu", MACHINE, MODEL, 500 * GIB)
+    assert "502.6 GiB" in memory.problem and memory.remedy == "--kv-cache-gib 10.7 at most"
+    assert not list(remedies.about_memory("cuda", MACHINE, MODEL, 500 * GIB))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    problems, _ = at_start(Config(model="org/model", device="cpu", data_dir=tmp_path))
+    assert [each.problem for each in problems] == [hub.problem]
+    (tmp_path / "hub" / "models--org--model").mkdir(parents=True)
+    assert at_start(Config(model="org/model", device="cpu", data_dir=tmp_path))[0] == []
+    assert at_start(Config(device="cpu", data_dir=tmp_path))[0] == []
+
+
+def test_an_error_of_the_start_is_followed_by_what_to_do() -> None:
+    said = remedies.of_start_error
+    assert "--kv-cache-gib" in said(
+        "… on kv cache allocation is less than requested memory for kv (500.0 GiB)."
+    )
+    assert "--model FOLDER" in said("We couldn't connect to 'https://huggingface.co' to load the files")
+    assert "overture doctor" in said("something that nobody has seen yet")
 
 
 def test_a_machine_in_order_gets_no_findings() -> None:
