@@ -318,7 +318,8 @@ def new(name: str, operator: bool) -> None:
     The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
     `overture serve --api-key-file FILE`.
     """
-    from gateway.access.auth import generate_key, key_file_line
+    from gateway.access.auth import generate_key
+    from gateway.access.key_file import key_file_line
 
     key = generate_key()
     try:

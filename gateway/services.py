@@ -47,6 +47,10 @@ class OpenSocket(Protocol):
         """The owner of the socket's sessions; None before a hello with a good key."""
 
     @property
+    def key(self) -> str | None:
+        """Which of its owner's keys opened it, as `Principal.key`; None before a hello with a good key."""
+
+    @property
     def blocked_since(self) -> float | None:
         """Time on the monotonic clock since when the peer has taken none of the waiting frames; None if nothing waits."""
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from gateway.access.auth import LOCAL, key_file_line, owner_of
+from gateway.access.auth import LOCAL
+from gateway.access.key_file import key_file_line, owner_of
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from tests.unit.gateway.fake_node import Answer

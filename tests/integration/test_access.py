@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from engine_bridge.driver.serving import tokenizer_queue
-from gateway.access.auth import key_file_line
+from gateway.access.key_file import key_file_line
 from gateway.app import Server
 from gateway.doors.http import key_changes
 from gateway.settings.config import DEMO_ADAPTERS_DIR

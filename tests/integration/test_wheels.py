@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from gateway.access.auth import generate_key, key_file_line
+from gateway.access.auth import generate_key
+from gateway.access.key_file import key_file_line
 from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.conftest import ROOT

@@ -71,7 +71,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         principal = services.admit(request)
         # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
-            async with services.calls.of(principal.owner):
+            async with services.calls.of(principal.key):
                 return await _handle(request, services, principal, api)
 
     return handle
@@ -139,7 +139,7 @@ async def _handle(
     reader = AnswerReader(api)
     try:
         if is_background and recording is not None:
-            return await _answer_in_background(request, services, body, recording, asker, call)
+            return await _answer_in_background(request, principal, body, recording, asker, call)
         response = await _answer(request, services, api, body, recording, asker, reader)
         services.recognition.ended(call, reader)
         return response
@@ -159,13 +159,14 @@ def _arrival(request: web.Request, owner: str, recording: Recording | None) -> A
 
 async def _answer_in_background(
     request: web.Request,
-    services: Services,
+    principal: Principal,
     body: dict[str, Any],
     recording: Recording,
     asker: EngineRequest,
     call: SessionCall | None,
 ) -> web.StreamResponse:
     """Begin a response whose client need not stay, and answer as soon as it has begun; a bad request is refused as any other."""
+    services = request.app[SERVICES]
     owner, is_streamed = recording.owner, body.get("stream") is True
     with ExitStack() as places:
         places.enter_context(services.budgets.enter(owner))
@@ -180,7 +181,7 @@ async def _answer_in_background(
 
     async def scope(reading: Awaitable[None]) -> None:
         """Read the response as one of the owner's calls."""
-        async with services.calls.of(owner):
+        async with services.calls.of(principal.key):
             await reading
 
     async def store(job: BackgroundResponse) -> None:
@@ -404,7 +405,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     """Answer as `vllm serve --enable-tokenizer-info-endpoint` does: with the tokenizer's settings, special tokens and chat template."""
     services = request.app[SERVICES]
     principal = services.admit(request)
-    async with services.calls.of(principal.owner):
+    async with services.calls.of(principal.key):
         asker = EngineRequest(tenant=tenant_of(principal.owner), weight=principal.weight)
         reply = await services.node.serve(
             "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, asker
@@ -421,7 +422,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         services = request.app[SERVICES]
         principal = services.admit(request)
         services.check_may_change_adapters(principal)
-        async with services.calls.of(principal.owner):
+        async with services.calls.of(principal.key):
             reply = await getattr(services.node, method)(await json_body(request))
         return as_response(reply)
 

@@ -459,6 +459,11 @@ class ChatConnection:
         return self._principal.owner if self._principal is not None else None
 
     @property
+    def key(self) -> str | None:
+        """Which of its owner's keys opened the socket; None before a hello with a good key."""
+        return self._principal.key if self._principal is not None else None
+
+    @property
     def principal(self) -> Principal | None:
         """The holder of the socket's key, as of its last hello or message."""
         return self._principal

@@ -8,6 +8,7 @@ import logging
 import os
 from pathlib import Path
 
+from gateway.access.auth import Withdrawn
 from gateway.errors import StartupError
 from gateway.services import Services
 
@@ -55,14 +56,16 @@ async def _read_again(services: Services) -> None:
     lost = keys.take_over(entries)
     if repr(keys) != before or lost:
         log.info("the key file was read again: %r, %d withdrawn that were in use", keys, len(lost))
-    await asyncio.gather(*(_cut_off(services, owner) for owner in lost))
+    await asyncio.gather(*(_cut_off(services, key) for key in lost))
 
 
-async def _cut_off(services: Services, owner: str) -> None:
-    services.calls.cut_off(owner)
-    services.drafts.stop_owner(owner)
-    await services.turns.stop_owner(owner)
-    sockets = [socket for socket in services.connections if socket.owner == owner]
+async def _cut_off(services: Services, withdrawn: Withdrawn) -> None:
+    """End what is under way with a key. Answers in conversations end with the last key of their person, because the others may be reading."""
+    services.calls.cut_off(withdrawn.key)
+    if withdrawn.is_last:
+        services.drafts.stop_owner(withdrawn.owner)
+        await services.turns.stop_owner(withdrawn.owner)
+    sockets = [socket for socket in services.connections if socket.key == withdrawn.key]
     await asyncio.gather(*(socket.revoke() for socket in sockets))
 
 
