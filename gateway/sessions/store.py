@@ -285,6 +285,10 @@ class SessionStore:
         """Remove for ever the sessions that can no longer be restored, and return how many. A sweeper calls it now and then."""
         return await self._room.purge(now)
 
+    async def erase_owner(self, owner: str, now: float) -> int:
+        """Remove all that an owner has, at once and for ever, and return the number of sessions. The caller must have stopped the owner's turns."""
+        return await self._room.erase_owner(owner, now)
+
     async def begin_turn(
         self,
         owner: str,
