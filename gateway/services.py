@@ -23,6 +23,7 @@ from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
@@ -85,6 +86,7 @@ class Services:
     learned: Learned
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
+    usage: Usage
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
@@ -103,6 +105,7 @@ class Services:
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )
+        self.turns.usage = self.usage
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:

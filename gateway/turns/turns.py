@@ -39,6 +39,8 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import KINDS, GatewayError, as_gateway_error
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
+from gateway.people.ledger import Spent
+from gateway.people.usage import CHARS_PER_TOKEN, Usage
 from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
 from gateway.turns.protocol import Message
 
@@ -190,6 +192,8 @@ class Turns:
         self._keeps_questions = keeps_questions
         self._home_of = home_of
         self._traces = traces
+        self.usage: Usage | None = None
+        """Counts what turns use, and refuses turns to people who have used all tokens of the day; None: nothing is counted."""
         self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
         """Called for each conversation that was answered for the first time, with its owner, id, title and messages."""
         self._live: dict[tuple[str, str], LiveTurn] = {}
@@ -301,6 +305,8 @@ class Turns:
         adapter = self.known_adapter(message.adapter)
         # Before anything is stored, so that a refused turn leaves nothing behind.
         with contextlib.ExitStack() as place:
+            if self.usage is not None:
+                self.usage.check(owner)
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
             return await self._start(owner, message, adapter, earlier, request, place)
@@ -418,6 +424,8 @@ class Turns:
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
+        if self.usage is not None:
+            self.usage.add(live.owner, _spent(live, final))
         status: TurnStatus = (
             "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
         )
@@ -538,6 +546,14 @@ def unavailable(state: str, stage: str) -> GatewayError:
     return GatewayError(
         "engine_failed", "The engine could not be started. The server's log says why.", retryable=False
     )
+
+
+def _spent(live: LiveTurn, final: Delta | None) -> Spent:
+    """Return what a turn has used; of one that failed before the engine counted, the message and what was made of the answer."""
+    if final is not None and final.usage is not None:
+        return Spent(1, final.usage.prompt_tokens, final.usage.completion_tokens)
+    prompt = len(live.content) // CHARS_PER_TOKEN if live.generated else 0
+    return Spent(1, prompt, len(live.generated))
 
 
 def _token_ids(live: LiveTurn, final: Delta) -> bytes:

@@ -42,6 +42,7 @@ from gateway.doors.http.web_policy import (
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import Asker
 from gateway.hints.parsing import CallHints, hints_of, strip
+from gateway.people.usage import num_chars_of, spent_on
 from gateway.recognition.fingerprints import turn_of
 from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
@@ -69,6 +70,8 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         """Answer one call."""
         services = request.app[SERVICES]
         principal = services.admit(request)
+        if api not in COUNTING_APIS:
+            services.usage.check(principal.owner)
         # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
             async with services.calls.of(principal.key):
@@ -137,17 +140,35 @@ async def _handle(
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
     reader = AnswerReader(api)
+    has_left = False
     try:
         if is_background and recording is not None:
             return await _answer_in_background(request, principal, body, recording, asker, call)
         response = await _answer(request, services, api, body, recording, asker, reader)
         services.recognition.ended(call, reader)
         return response
-    except BaseException:
+    except BaseException as error:
+        has_left = isinstance(error, asyncio.CancelledError | ConnectionError)
         services.recognition.ended(call, reader)  # unless it has ended
         raise
     finally:
         services.learned.ended(arrival)
+        if api not in COUNTING_APIS:
+            _count_tokens(services, owner, reader, body, has_left=has_left)
+
+
+def _count_tokens(
+    services: Services, owner: str, reader: AnswerReader, body: Any, *, has_left: bool = False
+) -> None:
+    """Count what a call has used for its owner. has_left: its client did, so there may be no count of the engine's."""
+    spent = spent_on(
+        reader.usage,
+        reader.figures,
+        num_choices=reader.num_choices,
+        num_events=reader.num_events,
+        num_prompt_chars=num_chars_of(body) if has_left or reader.num_events else 0,
+    )
+    services.usage.add(owner, spent)
 
 
 def _arrival(request: web.Request, owner: str, recording: Recording | None) -> AgentCall:
@@ -186,6 +207,7 @@ async def _answer_in_background(
 
     async def store(job: BackgroundResponse) -> None:
         """Keep the response as a turn."""
+        _count_tokens(services, owner, job.reader, body)
         await record(services, recording, job.reader, job.reply())
         services.recognition.ended(call, job.reader)
 

@@ -37,6 +37,7 @@ from gateway.doors.description.operation import (
     Parameter,
     ReplyShape,
 )
+from gateway.doors.description.people_operations import PEOPLE_OPERATIONS
 from gateway.doors.description.session_operations import SESSION_OPERATIONS
 from gateway.doors.rest.engine import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.doors.rest.nodes import NodeChange
@@ -204,6 +205,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     *SESSION_OPERATIONS,
     *ADVICE_OPERATIONS,
+    *PEOPLE_OPERATIONS,
     Operation(
         "get",
         "/v1/models",

@@ -126,7 +126,7 @@ def error_reply(
         return request[BEGUN]
     status = status or error.http_status
     headers = {}
-    if error.retryable:
+    if error.retryable or error.retry_after_s is not None:
         headers["Retry-After"] = str(retry_after(error.retry_after_s or RETRY_AFTER_S))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -20,6 +20,9 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.known_nodes import OneNode
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import Nodes
+from gateway.people.ledger import NAME as LEDGER
+from gateway.people.ledger import Ledger
+from gateway.people.usage import Usage
 from gateway.services import Services
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
@@ -51,12 +54,21 @@ class Gateway(Parts):
         keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
+        self.usage = Usage(
+            Ledger.open(config.data_dir / LEDGER),
+            keys,
+            self.metrics,
+            max_tokens_per_day=config.max_tokens_per_day,
+            by_user=config.metrics_by_user,
+        )
         bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), Gatekeeper(keys, self.metrics))
         self.nodes: Nodes = OneNode(node)
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
         self.metrics.registry.register(node_metrics)
-        self.server = Server(Services(config, node, store, *parts, *bounds, maintenance, node_metrics))
+        self.server = Server(
+            Services(config, node, store, *parts, *bounds, self.usage, maintenance, node_metrics)
+        )
 
     async def call(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> Reply:
         """Call the HTTP API, on a connection of its own."""
