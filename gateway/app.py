@@ -60,6 +60,8 @@ from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
+from gateway.people.audit import NAME as audit_file
+from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as ledger_file
 from gateway.people.ledger import Ledger
 from gateway.people.usage import Usage
@@ -146,7 +148,7 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics)
-    used = await _make_usage(config, keys, metrics, data_dir)
+    used, audit = await _make_usage(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
     traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
         node,
@@ -173,8 +175,9 @@ async def build_services(
         advisories,
         learned,
         budgets,
-        Gatekeeper(keys, metrics),
+        Gatekeeper(keys, metrics, on_refused=audit.refused),
         used,
+        audit,
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
         traces,
@@ -315,6 +318,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         "session database": services.store.watch,
         "learned agents": services.learned.keep_saving,
         "usage": services.usage.keep_saving,
+        "audit log": services.audit.keep_writing,
     }
     if services.config.api_key_file is not None:
         watches["key file"] = lambda: follow_key_file(services)
@@ -422,6 +426,7 @@ class Server:
             await _done("the socket file", asyncio.to_thread(self._unix_site.remove))
         await _done("what was learned of agents", services.learned.save())
         await _done("what people used", services.usage.close())
+        await _done("the audit log", services.audit.write())
         if services.embeddings is not None:
             await _done("the embedding model", services.embeddings.close())
         await _done("the node", services.node.close())

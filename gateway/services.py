@@ -23,6 +23,7 @@ from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.people.audit import AuditLog, Entry
 from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
@@ -35,6 +36,8 @@ from gateway.turns.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.
 UPGRADES_AT_ONCE = 16
+# Of a path in the audit log. Chosen: names of nodes and adapters fit.
+MAX_AUDITED_CHARS = 300
 
 
 class OpenSocket(Protocol):
@@ -87,6 +90,7 @@ class Services:
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
     usage: Usage
+    audit: AuditLog
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
@@ -138,6 +142,19 @@ class Services:
                 "forbidden",
                 f"{what} for an operator's key only (`overture keys new --operator`, or --operator-key).",
             )
+
+    def note_operator(self, request: web.Request, principal: Principal) -> None:
+        """Write into the audit log that an operator changes what concerns everybody, by the request's method and path."""
+        about = f"{request.method} {request.path}"[:MAX_AUDITED_CHARS]
+        self.audit.note(
+            Entry(
+                what="operator_action",
+                who=principal.name,
+                owner=principal.owner,
+                place=request.remote or "",
+                about=about,
+            )
+        )
 
     def check_may_change_adapters(self, principal: Principal) -> None:
         """Raise GatewayError if clients may not load, unload and pin adapters, or if that takes an operator's key."""

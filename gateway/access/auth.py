@@ -236,6 +236,22 @@ class KeyRing:
         lost = ((key, entry, _owner(key, entry)) for key, entry in before.items() if key not in self._known)
         return frozenset(Withdrawn(key, owner, entry.name, owner not in left) for key, entry, owner in lost)
 
+    def changes(self, entries: list[KeyLine]) -> list[str]:
+        """Return in words what the entries that `read` returned change: a name, the key's first characters, and how. No key shows."""
+        before = {(line.name, line.mark or line.owner): line for line in self._entries}
+        after = {(line.name, line.mark or line.owner): line for line in entries}
+        found = [f"{_shown(line)} added" for place, line in after.items() if place not in before]
+        found += [f"{_shown(line)} removed" for place, line in before.items() if place not in after]
+        for place in before.keys() & after.keys():
+            was, line = before[place], after[place]
+            if was.is_disabled != line.is_disabled:
+                found.append(f"{_shown(line)} {'disabled' if line.is_disabled else 'enabled'}")
+            if was.is_operator != line.is_operator:
+                found.append(f"{_shown(line)} {'operator' if line.is_operator else 'member'}")
+            if was.owner != line.owner:
+                found.append(f"{_shown(line)} given to {line.owner or 'the owner of its key'}")
+        return sorted(found)
+
     def _principal(self, key: str, entry: KeyLine) -> Principal:
         weight = self._weights.get(entry.name, 1.0)
         return Principal(_owner(key, entry), entry.name, weight, entry.is_operator, key)
@@ -269,6 +285,10 @@ class KeyRing:
 def _owner(key: str, entry: KeyLine) -> str:
     """Return the owner of a key, which is `Principal.key`, on this line."""
     return entry.owner or key
+
+
+def _shown(line: KeyLine) -> str:
+    return f"{line.name} {line.shown_id}"
 
 
 def _is_accepted(entry: KeyLine) -> bool:

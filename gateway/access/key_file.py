@@ -66,6 +66,11 @@ class KeyLine:
         return hashlib.sha256(self.salt + self.digest).hexdigest()[:16] if self.digest else ""
 
     @property
+    def shown_id(self) -> str:
+        """By what people tell the key: its first characters, for a line without these its mark, and without a key `no-key`."""
+        return self.id.decode() if self.id is not None else self.mark or NO_KEY
+
+    @property
     def text(self) -> str:
         """The line as it stands in the file."""
         key = f"{_SCHEME}${self.salt.hex()}${self.digest.hex()}" if self.digest else NO_KEY

@@ -38,13 +38,11 @@ def keys() -> None:
 @place_options
 def list_keys(as_json: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
     """Show the keys of the key file by their first characters, and whose they are."""
-    from gateway.people.roll import shown_id
-
     roll = Place(key_file, data_dir, config_file).roll()
     rows = [(person, line) for person in roll.people() for line in person.keys]
     if as_json:
         for person, line in rows:
-            shown = {"key": shown_id(line), "name": line.name, "role": role_of(line.is_operator)}
+            shown = {"key": line.shown_id, "name": line.name, "role": role_of(line.is_operator)}
             state = {"state": state_of(line.is_disabled), "owner": person.owner or None}
             click.echo(json.dumps(shown | state))
         return
@@ -53,7 +51,7 @@ def list_keys(as_json: bool, key_file: str | None, data_dir: str | None, config_
         head,
         [
             (
-                shown_id(line),
+                line.shown_id,
                 line.name,
                 role_of(line.is_operator),
                 state_of(line.is_disabled),
@@ -180,7 +178,7 @@ def revoke(
 
     NAME is a person's name or owner id. `overture keys new --name NAME --key-file FILE` makes another key later.
     """
-    from gateway.people.roll import key_named, shown_id
+    from gateway.people.roll import key_named
 
     if (key_id is not None) and everything:
         raise click.UsageError("one key, or --all?")
@@ -192,11 +190,11 @@ def revoke(
         elif everything or len(person.keys) == 1:
             lines = person.keys
         else:
-            known = ", ".join(shown_id(line) for line in person.keys) or "none"
+            known = ", ".join(line.shown_id for line in person.keys) or "none"
             raise StartupError(
                 f"{person.name} has {len(person.keys)} keys. Say which with --key, or --all: {known}."
             )
         roll.revoke(person, lines)
     for line in lines:
-        place.note("key_revoked", person, shown_id(line))
-        click.echo(f"Withdrawn: {shown_id(line)} of {person.name}.")
+        place.note("key_revoked", person, line.shown_id)
+        click.echo(f"Withdrawn: {line.shown_id} of {person.name}.")

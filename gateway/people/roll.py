@@ -153,22 +153,17 @@ class Roll:
 
 
 def key_named(person: Person, key_id: str) -> KeyLine:
-    """Return the line of a person's key by its id, as `shown_id` gives it. Raises StartupError if there is none, or more than one."""
-    found = [line for line in person.keys if shown_id(line) == key_id]
+    """Return the line of a person's key by its id, as `KeyLine.shown_id` gives it. Raises StartupError if there is none, or more than one."""
+    found = [line for line in person.keys if line.shown_id == key_id]
     if len(found) != 1:
-        known = ", ".join(shown_id(line) for line in person.keys) or "none"
+        known = ", ".join(line.shown_id for line in person.keys) or "none"
         raise StartupError(f"{person.name} has no key {key_id!r}. The keys of {person.name}: {known}.")
     return found[0]
 
 
-def shown_id(line: KeyLine) -> str:
-    """Return by what people tell a key: its first characters, or for a line without these the first digits of its hash."""
-    return line.id.decode() if line.id is not None else line.mark
-
-
 def _only_key(person: Person) -> KeyLine:
     if len(person.lines) != 1:
-        known = ", ".join(shown_id(line) for line in person.keys)
+        known = ", ".join(line.shown_id for line in person.keys)
         raise StartupError(
             f"{person.name} has {len(person.keys)} keys. Say which one with --key: {known or 'none'}."
         )

@@ -444,6 +444,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         services = request.app[SERVICES]
         principal = services.admit(request)
         services.check_may_change_adapters(principal)
+        services.note_operator(request, principal)
         async with services.calls.of(principal.key):
             reply = await getattr(services.node, method)(await json_body(request))
         return as_response(reply)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 from gateway.access.auth import Withdrawn
 from gateway.errors import StartupError
+from gateway.people.audit import Entry
 from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
 # How often the file is checked. Chosen: a stat costs microseconds, and a leaked key works no longer than this.
 LOOK_EVERY_S = 1.0
+# Of one reading: changes that the audit log names. Chosen: a line of some kB.
+MAX_NAMED = 50
 Signature = tuple[int, int, int, int] | None
 
 
@@ -52,10 +55,13 @@ async def _read_again(services: Services) -> None:
     except StartupError as error:
         log.error("%s The keys stay as they were.", error.message)
         return
-    before = repr(keys)
+    changes = keys.changes(entries)
     lost = keys.take_over(entries)
-    if repr(keys) != before or lost:
+    if changes:
         log.info("the key file was read again: %r, %d withdrawn that were in use", keys, len(lost))
+        more = f"; {len(changes) - MAX_NAMED} more" if len(changes) > MAX_NAMED else ""
+        about = "; ".join(changes[:MAX_NAMED]) + more
+        services.audit.note(Entry(what="keys_read", place="key file", about=about))
     await asyncio.gather(*(_cut_off(services, key) for key in lost))
 
 

@@ -20,6 +20,8 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.known_nodes import OneNode
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import Nodes
+from gateway.people.audit import NAME as AUDIT
+from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.ledger import Ledger
 from gateway.people.usage import Usage
@@ -61,14 +63,14 @@ class Gateway(Parts):
             max_tokens_per_day=config.max_tokens_per_day,
             by_user=config.metrics_by_user,
         )
-        bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), Gatekeeper(keys, self.metrics))
+        audit = AuditLog(config.data_dir / AUDIT)
+        gatekeeper = Gatekeeper(keys, self.metrics, on_refused=audit.refused)
+        bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), gatekeeper, self.usage, audit)
         self.nodes: Nodes = OneNode(node)
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
         self.metrics.registry.register(node_metrics)
-        self.server = Server(
-            Services(config, node, store, *parts, *bounds, self.usage, maintenance, node_metrics)
-        )
+        self.server = Server(Services(config, node, store, *parts, *bounds, maintenance, node_metrics))
 
     async def call(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> Reply:
         """Call the HTTP API, on a connection of its own."""
