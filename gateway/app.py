@@ -46,7 +46,17 @@ from gateway.doors.http.connections import (
 )
 from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.http.unix_socket import UnixSite
-from gateway.doors.rest import adapters, advisories, engine, kv_hints, nodes, sessions, transfers, usage
+from gateway.doors.rest import (
+    adapters,
+    advisories,
+    engine,
+    kv_hints,
+    nodes,
+    people,
+    sessions,
+    transfers,
+    usage,
+)
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -62,8 +72,6 @@ from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
-from gateway.people.ledger import NAME as ledger_file
-from gateway.people.ledger import Ledger
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -148,7 +156,7 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics)
-    used, audit = await _make_usage(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
+    used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
     traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
         node,
@@ -207,20 +215,6 @@ def _make_embeddings(config: Config) -> EmbeddingModel | None:
         return None
     engine = embedding_engine(config, engine_config(config).device)
     return EmbeddingModel(engine, config.log_format, config.log_level)
-
-
-async def _make_usage(config: Config, keys: KeyRing, metrics: Metrics, data_dir: Path) -> Usage:
-    """Raises StartupError for a file that cannot be opened, GatewayError for one that cannot be read."""
-    ledger = await asyncio.to_thread(Ledger.open, data_dir / ledger_file)
-    used = Usage(
-        ledger,
-        keys,
-        metrics,
-        max_tokens_per_day=config.max_tokens_per_day,
-        by_user=config.metrics_by_user,
-    )
-    await used.load()
-    return used
 
 
 async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
@@ -296,6 +290,7 @@ def build_app(services: Services) -> web.Application:
     adapters.add_routes(app)
     engine.add_routes(app)
     nodes.add_routes(app)
+    people.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
     usage.add_routes(app)

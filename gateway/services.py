@@ -100,6 +100,7 @@ class Services:
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
+    reading_keys: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.recognition = Recognition(self.advisories, self.metrics)

@@ -210,6 +210,10 @@ class KeyRing:
         named = {entry.owner: entry.name for entry in self._entries if entry.owner}
         return named | {_owner(key, entry): entry.name for key, entry in self._known.items()}
 
+    def keys_of(self, owner: str) -> frozenset[str]:
+        """Return `Principal.key` of each key of a person that was used."""
+        return frozenset(key for key, entry in self._known.items() if _owner(key, entry) == owner)
+
     def owners_by_line(self) -> dict[str, tuple[str, str]]:
         """Return the owner and name of each line whose key was used, by `KeyLine.mark`, as far as the line itself does not name its owner."""
         return {line.mark: (key, line.name) for key, line in self._known.items() if not line.owner}

@@ -150,6 +150,11 @@ def parse_line(text: str) -> KeyLine | None:
     )
 
 
+def is_owner(text: str) -> bool:
+    """Return whether a text has the form of an owner id."""
+    return re.fullmatch(_OWNER, text) is not None
+
+
 def is_blank(text: str) -> bool:
     """Return whether a line holds no key: it is empty, or a comment."""
     return not text.strip() or text.strip().startswith("#")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 
 from gateway.access.auth import withdrawn
@@ -34,6 +34,10 @@ class OpenCalls:
         # Also where the call took its cancellation for the client's leaving, and answered.
         if scope.expired():
             raise withdrawn()
+
+    def is_open(self, keys: Container[str]) -> bool:
+        """Return whether a call of one of these keys is under way."""
+        return any(key in keys for key in self._open)
 
     def cut_off(self, key: str) -> None:
         """End all calls of this key."""

@@ -123,11 +123,11 @@ def export(name: str, to: Path, key_file: str | None, data_dir: str | None, conf
 
     Each conversation is a JSON file, as the page exports it. A server may be running.
     """
-    from gateway.people.estate import write_export
+    from gateway.people.estate import export_to
 
     place = Place(key_file, data_dir, config_file)
     person = place.roll().find(name)
-    num = write_export(place.data_dir, _owner(person), person.name, to)
+    num = export_to(to, place.data_dir, _owner(person), person.name)
     place.note("person_exported", person)
     click.echo(f"{num} conversations of {person.name} are in {to}.")
 
@@ -139,14 +139,15 @@ def export(name: str, to: Path, key_file: str | None, data_dir: str | None, conf
 def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
     """Remove a person from the key file, and erase conversations, usage and stored KV for ever.
 
-    The server must be stopped, because it holds the files. To shut a person out at once, `disable` first.
+    The server must be stopped, because it holds the files. To shut a person out at once, `disable` first. NAME may be the
+    owner id of somebody who is no longer in the key file.
     """
     from gateway.people.estate import erase_person
 
     place = Place(key_file, data_dir, config_file)
     roll = place.roll()
-    person = roll.find(name)
-    if len(roll.people()) == 1:
+    person = roll.find_or_gone(name)
+    if roll.people() == [person]:
         raise StartupError(
             f"{person.name} is the last person in the key file, and the server does not take an empty one. Add somebody first."
         )
@@ -156,7 +157,7 @@ def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, con
     assert kv_dir is not None  # filled in by Config
     erased = erase_person(place.data_dir, kv_dir, _owner(person))
     with place.changing() as roll:
-        roll.remove(roll.find(_owner(person)))
+        roll.remove(roll.find_or_gone(_owner(person)))
     place.note("person_erased", person)
     click.echo(
         f"Erased {person.name}: {erased.num_sessions} conversations, {erased.num_kv_blocks} blocks of KV on disk."

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -40,45 +40,43 @@ class Erased(NamedTuple):
     num_kv_blocks: int
 
 
-def write_export(data_dir: Path, owner: str, name: str, to: Path) -> int:
-    """Write a person's conversations and usage into a new zip file, for its owner only, and return the number of conversations.
-
-    A server may be running. Each conversation is a file that `POST /api/sessions/import` takes. Raises StartupError.
-    """
+def export_to(to: Path, data_dir: Path, owner: str, name: str) -> int:
+    """Make a zip file, for its owner only, and write an export into it; see `write_export`. What fails leaves no file."""
     try:
-        fd = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(to, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(f"{to} cannot be made: {error.strerror}.") from error
     try:
-        with open(fd, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            num = 0
-            for num, conversation in enumerate(_conversations(data_dir / SESSIONS_NAME, owner), 1):
-                write_conversation(archive, num, conversation)
-            archive.writestr("person.json", about_person(owner, name, usage_in(data_dir, owner)))
-        return num
-    except BaseException as error:
+        with open(fd, "r+b") as file:
+            return write_export(file, data_dir / SESSIONS_NAME, data_dir, owner, name)
+    except BaseException:
         to.unlink(missing_ok=True)
-        if isinstance(error, OSError | sqlite3.Error | GatewayError) and not isinstance(error, StartupError):
-            raise StartupError(f"The conversations of {name} cannot be exported: {error}") from error
         raise
 
 
-def write_conversation(archive: zipfile.ZipFile, number: int, conversation: Archive) -> None:
-    """Add a conversation to an export. number: counts from 1, and keeps names apart."""
-    name = file_name(conversation.title, "json")
-    archive.writestr(
-        f"conversations/{number:05}-{name}", msgspec.json.format(msgspec.json.encode(conversation), indent=1)
-    )
+def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, name: str) -> int:
+    """Write a person's conversations and usage into a zip file, and return the number of conversations.
+
+    A server may be running over the session file `sessions`. Each conversation is a file that `POST /api/sessions/import` takes. This blocks.
+    Raises StartupError.
+    """
+    try:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            num = 0
+            for num, conversation in enumerate(_conversations(sessions, owner), 1):
+                text = msgspec.json.format(msgspec.json.encode(conversation), indent=1)
+                archive.writestr(f"conversations/{num:05}-{file_name(conversation.title, 'json')}", text)
+            days = [{"day": day, **spent._asdict()} for _, day, spent in _usage_in(data_dir, owner)]
+            about = {"name": name, "owner": owner, "exported_at": time.time(), "usage": days}
+            archive.writestr("person.json", json.dumps(about, indent=1))
+        return num
+    except StartupError:
+        raise
+    except (OSError, sqlite3.Error, GatewayError) as error:
+        raise StartupError(f"The conversations of {name} cannot be exported: {error}") from error
 
 
-def about_person(owner: str, name: str, usage: list[Day]) -> str:
-    """Return the JSON text of an export that says whose it is, and what was used on which day."""
-    days = [{"day": day, **spent._asdict()} for _, day, spent in usage]
-    return json.dumps({"name": name, "owner": owner, "exported_at": time.time(), "usage": days}, indent=1)
-
-
-def usage_in(data_dir: Path, owner: str) -> list[Day]:
-    """Return a person's usage from a data folder; nothing where there is no record of it. Raises StartupError, sqlite3.Error."""
+def _usage_in(data_dir: Path, owner: str) -> list[Day]:
     if not (data_dir / LEDGER_NAME).exists():
         return []
     ledger = Ledger.open(data_dir / LEDGER_NAME)
@@ -109,7 +107,13 @@ def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
     """
     num_sessions = 0
     if (data_dir / SESSIONS_NAME).exists():
-        num_sessions = asyncio.run(_erase_sessions(data_dir / SESSIONS_NAME, owner))
+        try:
+            num_sessions = asyncio.run(_erase_sessions(data_dir / SESSIONS_NAME, owner))
+        except StartupError as error:
+            raise StartupError(
+                f"{error.message} A running server erases a person when an operator's key asks it to: "
+                f"curl -X DELETE -H 'Authorization: Bearer KEY' http://SERVER/v1/admin/people/{owner}"
+            ) from error
     if (data_dir / LEDGER_NAME).exists():
         ledger = Ledger.open(data_dir / LEDGER_NAME)
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.access.auth import generate_key
-from gateway.access.key_file import KeyLine, is_blank, line_for, parsed, read_text
+from gateway.access.key_file import KeyLine, is_blank, is_owner, line_for, parsed, read_text
 from gateway.errors import StartupError
 
 _FIRST_LINE = "# People and their keys; see `overture users --help`. Only hashes of keys are kept."
@@ -48,6 +48,14 @@ class Person:
         return all(line.is_disabled for line in self.lines)
 
 
+class RollError(StartupError):
+    """A change of people that cannot be made. The message names people and keys' beginnings, and no file, so clients may see it."""
+
+
+class NoSuchPerson(RollError):
+    """Nobody in the key file has this name or owner id."""
+
+
 class Roll:
     """The rows of a key file, of which each is a line or a text that holds no key.
 
@@ -76,19 +84,36 @@ class Roll:
         return line.owner or self._known.get(line.mark, "")
 
     def find(self, named: str) -> Person:
-        """Return the person of this name or owner id. Raises StartupError if there is none, or more than one."""
+        """Return the person of this name or owner id. Raises NoSuchPerson; RollError if there is more than one."""
         people = [person for person in self.people() if named in (person.owner, person.name)]
         if not people:
-            raise StartupError(f"There is no person named {named!r} in the key file.")
+            raise NoSuchPerson(f"There is no person named {named!r} in the key file.")
         if len(people) > 1:
             ids = ", ".join(person.owner or "one whose owner is not known yet" for person in people)
-            raise StartupError(f"{len(people)} people are named {named!r}. Give the owner id instead: {ids}.")
+            raise RollError(f"{len(people)} people are named {named!r}. Give the owner id instead: {ids}.")
         return people[0]
 
+    def find_or_gone(self, named: str) -> Person:
+        """Return a person as `find` does, or one without lines for an owner id that the file does not name. Raises as `find`."""
+        try:
+            return self.find(named)
+        except NoSuchPerson:
+            if not is_owner(named):
+                raise
+            return Person(named, named, ())
+
+    def check_has_operator(self) -> None:
+        """Raise RollError if no key that is accepted is an operator's."""
+        lines = [row for row in self.rows if isinstance(row, KeyLine)]
+        if not any(line.is_operator and line.digest and not line.is_disabled for line in lines):
+            raise RollError(
+                "This would leave no operator who can sign in. Give another person an operator's key first."
+            )
+
     def add_person(self, name: str, *, is_operator: bool) -> str:
-        """Add a person with a first key, and return the key. Raises StartupError for a name that is taken or malformed."""
+        """Add a person with a first key, and return the key. Raises RollError for a name that is taken or malformed."""
         if any(person.name == name for person in self.people()):
-            raise StartupError(
+            raise RollError(
                 f"There is a person named {name!r} already. For another key of theirs: overture keys new --name {name} --key-file FILE"
             )
         key = generate_key()
@@ -96,7 +121,7 @@ class Roll:
         return key
 
     def add_key(self, person: Person) -> str:
-        """Add another key of a person whose owner is known, and return it. Raises StartupError."""
+        """Add another key of a person whose owner is known, and return it. Raises RollError."""
         key = generate_key()
         line = self._new_line(person, key)
         place = max(self.rows.index(line) for line in person.lines)
@@ -105,7 +130,7 @@ class Roll:
         return key
 
     def replace_key(self, person: Person, old: KeyLine | None) -> str:
-        """Put a new key in the place of an old one (None: of the person's only one), and return it. Raises StartupError."""
+        """Put a new key in the place of an old one (None: of the person's only one), and return it. Raises RollError."""
         old = old or _only_key(person)
         key = generate_key()
         self._swap(old, replace(self._new_line(person, key), is_operator=old.is_operator))
@@ -153,18 +178,18 @@ class Roll:
 
 
 def key_named(person: Person, key_id: str) -> KeyLine:
-    """Return the line of a person's key by its id, as `KeyLine.shown_id` gives it. Raises StartupError if there is none, or more than one."""
+    """Return the line of a person's key by its id, as `KeyLine.shown_id` gives it. Raises RollError if there is none, or more than one."""
     found = [line for line in person.keys if line.shown_id == key_id]
     if len(found) != 1:
         known = ", ".join(line.shown_id for line in person.keys) or "none"
-        raise StartupError(f"{person.name} has no key {key_id!r}. The keys of {person.name}: {known}.")
+        raise RollError(f"{person.name} has no key {key_id!r}. The keys of {person.name}: {known}.")
     return found[0]
 
 
 def _only_key(person: Person) -> KeyLine:
     if len(person.lines) != 1:
         known = ", ".join(line.shown_id for line in person.keys)
-        raise StartupError(
+        raise RollError(
             f"{person.name} has {len(person.keys)} keys. Say which one with --key: {known or 'none'}."
         )
     return person.lines[0]
@@ -172,7 +197,7 @@ def _only_key(person: Person) -> KeyLine:
 
 def _owner_of(person: Person) -> str:
     if not person.owner:
-        raise StartupError(
+        raise RollError(
             f"The owner id of {person.name} is not known: the line in the key file was made by an earlier version, and the key was not "
             "used since this version came. Let the key be used once, or give it: overture keys replace --old-key."
         )
@@ -183,7 +208,7 @@ def _line_for(name: str, key: str, *, is_operator: bool, owner: str) -> KeyLine:
     try:
         return line_for(name, key, is_operator=is_operator, owner=owner)
     except ValueError as error:
-        raise StartupError(f"{name!r} cannot be a name: {error}.") from error
+        raise RollError(f"{name!r} cannot be a name: {error}.") from error
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -225,17 +250,17 @@ def changing(path: Path, known: Mapping[str, str], *, makes: bool = False) -> It
         before = "" if is_new else roll.text
         yield roll
         if roll.text != before:
-            _check_not_empty(path, roll)
+            _check_not_empty(roll)
             _write(path, roll.text)
             os.fsync(folder)
     finally:
         os.close(folder)
 
 
-def _check_not_empty(path: Path, roll: Roll) -> None:
+def _check_not_empty(roll: Roll) -> None:
     if not roll.people():
-        raise StartupError(
-            f"Nobody would be left in the key file {path}, and the server does not take an empty one. Add somebody first."
+        raise RollError(
+            "Nobody would be left in the key file, and the server does not take an empty one. Add somebody first."
         )
 
 

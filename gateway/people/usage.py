@@ -7,13 +7,15 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from engine_bridge.protocol.node import CallFigures
 from gateway.access.auth import KeyRing
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
-from gateway.people.ledger import Day, Ledger, Spent
+from gateway.people.ledger import NAME, Day, Ledger, Spent
+from gateway.settings.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,22 @@ class Usage:
         self._unsaved: dict[tuple[str, str], Spent] = {}
         self._learned: dict[str, tuple[str, str]] = {}
         self._saving = asyncio.Lock()
+
+    @staticmethod
+    async def open(config: Config, keys: KeyRing, metrics: Metrics, data_dir: Path) -> Usage:
+        """Make the usage of the settings, with what the data folder has of today.
+
+        Raises StartupError for a file that cannot be opened, GatewayError for one that cannot be read.
+        """
+        usage = Usage(
+            await asyncio.to_thread(Ledger.open, data_dir / NAME),
+            keys,
+            metrics,
+            max_tokens_per_day=config.max_tokens_per_day,
+            by_user=config.metrics_by_user,
+        )
+        await usage.load()
+        return usage
 
     async def load(self) -> None:
         """Take over what the file has of today. Raises GatewayError `storage_failed`."""
@@ -108,6 +126,10 @@ class Usage:
             user = self._keys.people().get(owner, owner)
             self._metrics.tokens.labels(user, "prompt").inc(spent.prompt_tokens)
             self._metrics.tokens.labels(user, "answer").inc(spent.answer_tokens)
+
+    def key_owners(self) -> dict[str, str]:
+        """Return the owners of keys whose lines do not name theirs, by `KeyLine.mark`, as far as they are known."""
+        return {mark: owner for mark, (owner, _) in (self._learned | self._keys.owners_by_line()).items()}
 
     async def keep_saving(self) -> None:
         """Run until cancelled: write to the file what was counted."""

@@ -61,6 +61,7 @@ class SessionStore:
     ) -> None:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
+        self.file = file
         self._writer = writer
         self._reader, self._searcher = readers
         self._health = health

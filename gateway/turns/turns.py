@@ -250,6 +250,11 @@ class Turns:
             if live.owner == owner:
                 await self.stop(owner, live.id)
 
+    def is_busy(self, owner: str) -> bool:
+        """Return whether a turn of this owner is being stored or runs."""
+        is_asking = any(asker == owner for asker, _ in self._asking)
+        return is_asking or any(live.owner == owner and not live.is_over for live in self._live.values())
+
     def follow(self, live: LiveTurn, follower: Follower) -> None:
         """Wake a socket whenever the turn has more to send."""
         live.followers.add(follower)

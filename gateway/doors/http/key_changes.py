@@ -38,7 +38,7 @@ async def follow_key_file(services: Services) -> None:
             if (found != read and found == last) or services.look_at_keys.is_set():
                 services.look_at_keys.clear()
                 read = found  # noted before it is read: what changes meanwhile is read the next time
-                await _read_again(services)
+                await read_again(services)
             last = found
         except Exception:
             log.exception("looking after the key file failed; it is tried again")
@@ -47,14 +47,23 @@ async def follow_key_file(services: Services) -> None:
                 await services.look_at_keys.wait()
 
 
-async def _read_again(services: Services) -> None:
-    """Accept the keys that the file holds now. If it is broken the keys stay as they are, and the log says where."""
+async def read_again(services: Services) -> None:
+    """Accept the keys that the file holds now, and end what is open with keys that are withdrawn.
+
+    If the file is broken the keys stay as they are, and the log says where.
+    """
+    async with services.reading_keys:  # or keys that were read earlier could be taken over later
+        lost = await _take_over(services)
+    await asyncio.gather(*(_cut_off(services, key) for key in lost))
+
+
+async def _take_over(services: Services) -> frozenset[Withdrawn]:
     keys = services.keys
     try:
         entries = await asyncio.to_thread(keys.read)
     except StartupError as error:
         log.error("%s The keys stay as they were.", error.message)
-        return
+        return frozenset()
     changes = keys.changes(entries)
     lost = keys.take_over(entries)
     if changes:
@@ -62,7 +71,7 @@ async def _read_again(services: Services) -> None:
         more = f"; {len(changes) - MAX_NAMED} more" if len(changes) > MAX_NAMED else ""
         about = "; ".join(changes[:MAX_NAMED]) + more
         services.audit.note(Entry(what="keys_read", place="key file", about=about))
-    await asyncio.gather(*(_cut_off(services, key) for key in lost))
+    return lost
 
 
 async def _cut_off(services: Services, withdrawn: Withdrawn) -> None:
