@@ -87,6 +87,11 @@ export class Api {
     return response.json();
   }
 
+  /** Calls any other route; resolves to its JSON, or to null where it has none. */
+  call(method, path, body) {
+    return this.#call(method, path, body);
+  }
+
   async #call(method, path, body) {
     const response = await this.#fetch(method, path, body);
     if (response.status === 204) return null;

@@ -494,6 +494,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/admin",
+        "admin_page",
+        PAGE,
+        "The operators' page: people, keys and what they use",
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
         "/docs",
         "docs",
         PAGE,

@@ -34,6 +34,11 @@ async def engine_page(request: web.Request) -> web.FileResponse:
     return web.FileResponse(STATIC_DIR / "engine.html", headers=PAGE_HEADERS)
 
 
+async def admin_page(request: web.Request) -> web.FileResponse:
+    """Handle `GET /admin`: the operators' page. The page itself says nothing; what it shows takes an operator's key."""
+    return web.FileResponse(STATIC_DIR / "admin.html", headers=PAGE_HEADERS)
+
+
 async def static_file(request: web.Request) -> web.FileResponse:
     """Handle a file under static/."""
     # In a thread: a file system may be slow, and every socket would wait with it.

@@ -13,6 +13,7 @@ from gateway.access.auth import Principal
 from gateway.access.key_file import ID_CHARS, KeyLine
 from gateway.doors.http.bodies import _struct_body, json_reply
 from gateway.doors.rest.people_changes import change, erase, key_file_of, people_of, person_of
+from gateway.doors.rest.transfers import saved_as
 from gateway.errors import GatewayError, StartupError
 from gateway.people.audit import Entry, What
 from gateway.people.estate import write_export
@@ -213,14 +214,8 @@ async def export_person(request: web.Request) -> web.StreamResponse:
     file = await asyncio.to_thread(_exported, services, person)
     try:
         _note(request, principal, "person_exported", person)
-        name = file_name(person.name, "zip")
-        headers = {
-            "Content-Type": "application/zip",
-            "Content-Disposition": f'attachment; filename="{name if name.isascii() else "person.zip"}"',
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-store",
-        }
-        response = web.StreamResponse(headers=headers)
+        headers = saved_as(file_name(person.name, "zip"), "person.zip")
+        response = web.StreamResponse(headers=headers | {"Content-Type": "application/zip"})
         await response.prepare(request)
         while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
             await response.write(piece)
