@@ -23,6 +23,7 @@ DEPENDENCIES = (
     "msgspec>=0.20",
     "numpy>=2",
     "orjson>=3.10",
+    "pillow>=12",
     "prometheus_client>=0.18",
     "python-json-logger>=3",
     "safetensors>=0.6.2",

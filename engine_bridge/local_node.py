@@ -365,6 +365,11 @@ class LocalNode:
         return self._client.model_config.max_model_len if self._client is not None else 0
 
     @property
+    def max_images(self) -> int:
+        """The most pictures that the model reads in one prompt; 0 for a model that reads none, and until the engine is up."""
+        return self._client.max_images if self._client is not None else 0
+
+    @property
     def num_steps(self) -> int:
         """The engine's steps since the start of the process."""
         return self._thread.num_steps
@@ -505,9 +510,8 @@ class LocalNode:
         serving, client = self._ready()
         try:
             with self._reading(request):
-                token_ids = await serving.draft_ids(request)
-            lora_request = serving.lora_request(request.adapter)
-            return await prefill(client, request, token_ids, lora_request, self._tiers)
+                prompt = await serving.draft_prompt(request)
+            return await prefill(client, request, prompt, serving.lora_request(request.adapter), self._tiers)
         except Exception as error:
             raise _told(error) from error
 

@@ -53,6 +53,7 @@ from gateway.doors.rest import (
     kv_hints,
     nodes,
     people,
+    pictures,
     sessions,
     transfers,
     usage,
@@ -294,6 +295,7 @@ def build_app(services: Services) -> web.Application:
     openapi.add_routes(app)
     transfers.add_routes(app)
     usage.add_routes(app)
+    pictures.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

@@ -191,6 +191,7 @@ class Services:
             "max_model_len": self.node.max_model_len,
             "max_message_bytes": self.config.max_frame_bytes,
             "drafts": self.drafts.accepts_drafts,
+            "max_images": self.node.max_images,
         }
 
 

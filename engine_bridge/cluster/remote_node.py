@@ -91,6 +91,11 @@ class RemoteNode:
         """The longest prompt and answer together, in tokens; 0 before the first report."""
         return self._report.max_model_len if self._report is not None else 0
 
+    @property
+    def max_images(self) -> int:
+        """The most pictures in one prompt; 0 before the first report."""
+        return self._report.max_images if self._report is not None else 0
+
     def figures(self) -> NodeFigures:
         """Return the last report's figures; rebuilds count engines in one process, and processes."""
         figures = self._report.figures if self._report is not None else NodeFigures()

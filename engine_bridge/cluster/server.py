@@ -58,6 +58,7 @@ class NodeServer:
             figures=node.figures(),
             adapters=adapters,
             peer_address=self.peer_address,
+            max_images=node.max_images,
         )
 
 

@@ -46,7 +46,7 @@ from engine_bridge.protocol.node import (
     SleepMode,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 # Chosen: above the largest body that the gateway takes and the largest whole reply that one request's bounds allow.
 MAX_FRAME_BYTES = 256 << 20
 # The largest frame before the other end has proved itself. Chosen.
@@ -76,6 +76,7 @@ class NodeReport(Struct, frozen=True, array_like=True):
     figures: NodeFigures
     adapters: list[AdapterInfo] | None = None
     peer_address: str = ""
+    max_images: int = 0
 
 
 class Problem(Struct, frozen=True, array_like=True):

@@ -12,11 +12,19 @@ from engine_bridge.protocol.asked import NOTHING_ASKED, Asked
 RequestId = NewType("RequestId", str)
 
 
-class ChatMessage(Struct, frozen=True):
-    """One message of a conversation, before the chat template."""
+class Picture(Struct, frozen=True):
+    """A picture of a message. media_type: as `image/png`. data: the file's bytes."""
+
+    media_type: str
+    data: bytes
+
+
+class ChatMessage(Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation, before the chat template. pictures: they stand before its text."""
 
     role: str
     content: str
+    pictures: tuple[Picture, ...] = ()
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

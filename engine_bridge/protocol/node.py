@@ -74,6 +74,13 @@ def pack_token_ids(token_ids: Sequence[int], pictures: Sequence[SeenPicture] = (
     return packed + described + struct.pack("<2I", len(described) // TOKEN_ID_BYTES, _HAS_PICTURES)
 
 
+def followed_by(packed: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the ids and pictures in bytes that `pack_token_ids` made, followed by these ids."""
+    if pictures := seen_pictures(packed):
+        return pack_token_ids([*unpack_token_ids(packed), *token_ids], pictures)
+    return packed + pack_token_ids(token_ids)
+
+
 def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
     """Return the token ids in bytes that `pack_token_ids` made."""
     num_ids = num_token_ids(packed)
@@ -457,6 +464,10 @@ class Figures(Protocol):
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest prompt and answer together; 0 until the engine is up."""
+
+    @property
+    def max_images(self) -> int:
+        """The most pictures that the model reads in one prompt; 0 for a model that reads none, and until the engine is up."""
 
     def figures(self) -> NodeFigures:
         """Return all figures as one snapshot; cheap to take. From any thread."""

@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import Advice
+from engine_bridge.protocol.node import Node
 from gateway.access.auth import tenant_of
 from gateway.access.shares import Shares
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
-from gateway.sessions import NextPrompt, SessionStore, messages_of
+from gateway.sessions import NextPrompt, SessionStore, messages_of, with_latest_pictures
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Drafts:
 
     def __init__(
         self,
-        node: Advice,
+        node: Node,
         store: SessionStore,
         metrics: Metrics,
         *,
@@ -183,7 +183,11 @@ class Drafts:
 
     async def _prefill(self, key: Key, work: _Work, outlook: NextPrompt | None) -> None:
         owner, session_id = key
-        history = messages_of(outlook.history, outlook.settings) if outlook is not None else []
+        history: list[ChatMessage] = []
+        if outlook is not None:
+            turns = with_latest_pictures(outlook.history, self._node.max_images)
+            pictures = await self._store.pictures.of(owner, turns)
+            history = messages_of(turns, outlook.settings, pictures)
         if work.text is None and not history:
             work.then = lambda: None
             return

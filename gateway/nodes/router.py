@@ -326,6 +326,11 @@ class Router:
         """Tokens of the longest prompt and answer together, on the node that takes the longest."""
         return max((node.max_model_len for node in self._members.all()), default=0)
 
+    @property
+    def max_images(self) -> int:
+        """The most pictures in one prompt, on the node that reads the most."""
+        return max((node.max_images for node in self._members.all()), default=0)
+
     def figures(self) -> NodeFigures:
         """Return the figures of all nodes together."""
         parts = [node.figures() for node in self._members.all()]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine_bridge.protocol.node import CallFigures
+from engine_bridge.protocol.node import CallFigures, Delta
 from gateway.access.auth import KeyRing
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
@@ -181,6 +181,13 @@ class Usage:
             log.error("the record of what people used failed: %s", error)
             message = "What people used cannot be read now. The server's log says why."
             raise GatewayError("storage_failed", message) from error
+
+
+def spent_by_turn(final: Delta | None, question: str, num_generated: int) -> Spent:
+    """Return what a chat turn has used; of one that failed before the engine counted, the question and what was made of the answer. Pure."""
+    if final is not None and final.usage is not None:
+        return Spent(1, final.usage.prompt_tokens, final.usage.completion_tokens)
+    return Spent(1, len(question) // CHARS_PER_TOKEN if num_generated else 0, num_generated)
 
 
 def spent_on(

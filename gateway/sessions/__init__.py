@@ -26,11 +26,14 @@ from gateway.sessions.records import (
     SessionSettings,
     SessionSummary,
     SettingsPatch,
+    StoredPicture,
     StoredResponse,
     Turn,
     TurnId,
     TurnStatus,
     messages_of,
+    question_of,
+    with_latest_pictures,
 )
 from gateway.sessions.schema import SCHEMA_VERSION
 from gateway.sessions.store import SessionStore
@@ -50,6 +53,7 @@ __all__ = [
     "SessionStore",
     "SessionSummary",
     "SettingsPatch",
+    "StoredPicture",
     "StoredResponse",
     "Turn",
     "TurnId",
@@ -57,5 +61,7 @@ __all__ = [
     "checked_id",
     "clean_text",
     "messages_of",
+    "question_of",
     "title_from",
+    "with_latest_pictures",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from collections.abc import Sequence
@@ -27,6 +28,13 @@ _T = TypeVar("_T")
 Word = Annotated[str, Meta(max_length=200)]
 
 
+class ArchivedPicture(Struct, frozen=True):
+    """A picture of a message. data: the file's bytes, in base64."""
+
+    media_type: Word
+    data: bytes
+
+
 class ArchivedTurn(Struct, frozen=True, kw_only=True):
     """A message with its answer.
 
@@ -46,6 +54,7 @@ class ArchivedTurn(Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     timings: Timings | None = None
     created_at: float = 0.0
+    pictures: list[ArchivedPicture] = []
 
 
 class Archive(Struct, frozen=True, kw_only=True):
@@ -178,7 +187,12 @@ def as_markdown(archive: Archive, model: str) -> str:
     if isinstance(archive.settings.system_prompt, str):
         parts += ["## System prompt", archive.settings.system_prompt]
     for turn in shown(archive.turns):
-        parts += ["## You", turn.content, f"## {_one_line(turn.adapter or model)}"]
+        parts += [
+            "## You",
+            *map(_as_image, turn.pictures),
+            turn.content,
+            f"## {_one_line(turn.adapter or model)}",
+        ]
         if turn.reasoning:
             parts.append(
                 f"<details>\n<summary>Reasoning</summary>\n\n{_without_tags(turn.reasoning)}\n\n</details>"
@@ -187,6 +201,12 @@ def as_markdown(archive: Archive, model: str) -> str:
         if turn.status == "stopped" and turn.answer:
             parts.append("*(stopped)*")
     return "\n\n".join(parts) + "\n"
+
+
+def _as_image(picture: ArchivedPicture) -> str:
+    return (
+        f"![A picture](data:{_one_line(picture.media_type)};base64,{base64.b64encode(picture.data).decode()})"
+    )
 
 
 def _one_line(text: str) -> str:

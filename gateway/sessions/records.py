@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine_bridge.protocol.engine_request import ChatMessage, Sampling
-from gateway.sessions.excerpt import Excerpt
+from engine_bridge.protocol.engine_request import ChatMessage, Picture, Sampling
 
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
@@ -28,11 +27,21 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)]
 
 
+class StoredPicture(msgspec.Struct, frozen=True):
+    """A picture that an owner has stored. id: its SHA-256 in hex. width, height: in pixels."""
+
+    id: str
+    media_type: str
+    width: int
+    height: int
+    num_bytes: int
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One message and its answer, as docs/protocol.md describes them.
 
     answer: "" while the turn runs and if it failed without text. reasoning: what the model thought before the answer; no later turn reads it.
-    versions: the ids of all turns that follow the same turn as this one, including its own, oldest first.
+    versions: the ids of all turns that follow the same turn as this one, including its own, oldest first. pictures: of the message.
     """
 
     id: TurnId
@@ -46,6 +55,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     reasoning: str = ""
     versions: list[TurnId] = []
+    pictures: list[StoredPicture] = []
+
+    def is_of(self, content: str, pictures: Sequence[str]) -> bool:
+        """Return whether this is the turn of a message with this text and the pictures of these ids."""
+        return self.content == content and [each.id for each in self.pictures] == list(pictures)
 
     @property
     def is_history(self) -> bool:
@@ -90,6 +104,14 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: float
     turns: list[Turn]
     settings: SessionSettings = SessionSettings()
+
+
+class Excerpt(msgspec.Struct, frozen=True):
+    """A passage of a turn on one line. `before` and `after` begin or end with "…" where the text continues."""
+
+    before: str
+    match: str
+    after: str
 
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,13 +194,14 @@ class NextPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewMessage(NamedTuple):
-    """A message to store. adapter, after: as for `SessionStore.begin_turn`. now: seconds since the epoch."""
+    """A message to store. adapter, after, pictures: as for `SessionStore.begin_turn`. now: seconds since the epoch."""
 
     id: str
     content: str
     adapter: str | None | UnsetType
     after: str | None | UnsetType
     now: float
+    pictures: tuple[str, ...] = ()
 
 
 class End(NamedTuple):
@@ -192,11 +215,38 @@ class End(NamedTuple):
     reasoning: str = ""
 
 
-def messages_of(history: Iterable[Turn], settings: SessionSettings) -> list[ChatMessage]:
-    """Return the messages that a prompt of the session begins with: its system prompt, if it has one, and its turns."""
+# Of a prompt without pictures.
+NO_PICTURES: Final[Mapping[str, Picture]] = {}
+
+
+def question_of(turn: Turn, pictures: Mapping[str, Picture]) -> ChatMessage:
+    """Return a turn's message as a prompt has it. pictures: as in `messages_of`."""
+    shown = tuple(pictures[each.id] for each in turn.pictures if each.id in pictures)
+    return ChatMessage("user", turn.content, shown)
+
+
+def with_latest_pictures(turns: Sequence[Turn], max_images: int) -> list[Turn]:
+    """Return turns, oldest first, with the latest `max_images` of their pictures: a prompt can have no more of them."""
+    kept: list[Turn] = []
+    for turn in reversed(turns):
+        shown = turn.pictures[max(len(turn.pictures) - max_images, 0) :]
+        max_images -= len(shown)
+        kept.append(
+            turn if len(shown) == len(turn.pictures) else msgspec.structs.replace(turn, pictures=shown)
+        )
+    return kept[::-1]
+
+
+def messages_of(
+    history: Iterable[Turn], settings: SessionSettings, pictures: Mapping[str, Picture] = NO_PICTURES
+) -> list[ChatMessage]:
+    """Return the messages that a prompt of the session begins with: its system prompt, if it has one, and its turns.
+
+    pictures: those that the prompt has, by id; the turns' others are left out.
+    """
     messages = [] if settings.system_prompt is None else [ChatMessage("system", settings.system_prompt)]
     for turn in history:
-        messages.append(ChatMessage("user", turn.content))
+        messages.append(question_of(turn, pictures))
         if turn.answer:
             messages.append(ChatMessage("assistant", turn.answer))
     return messages

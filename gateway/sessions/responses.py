@@ -8,10 +8,12 @@ from typing import Any
 
 import orjson
 
-from gateway.sessions import transactions
+from gateway.sessions import search, transactions, tree
 from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import ResponseHistory, SessionId, StoredResponse, Turn, TurnId
 from gateway.sessions.text import clean
+from gateway.sessions.token_ids import drop_token_ids_below, token_ids_up_to
+from gateway.sessions.transactions import Row
 
 
 class StoredResponses:
@@ -31,18 +33,18 @@ class StoredResponses:
 
     async def read(self, owner: str, response_id: str) -> tuple[Turn, StoredResponse | None] | None:
         """Return the turn with this `response_id`, and the call itself if it was stored, too. None if there is no such turn."""
-        return await self._reader.transact(transactions.read_response, owner, response_id)
+        return await self._reader.transact(_read_response, owner, response_id)
 
     async def history(self, owner: str, response_id: str) -> ResponseHistory | None:
         """Return the turns up to and including that of `response_id`, oldest first, without failed turns that have no text.
 
         None if there is none.
         """
-        return await self._reader.transact(transactions.response_history, owner, response_id)
+        return await self._reader.transact(_response_history, owner, response_id)
 
     async def of_session(self, owner: str, session_id: str) -> ResponseHistory | None:
         """Return all turns of a session, in the form of `history`. None if the session does not exist."""
-        return await self._reader.transact(transactions.session_history, owner, session_id)
+        return await self._reader.transact(_session_history, owner, session_id)
 
     async def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return items of this owner's stored responses, of inputs and outputs alike, by id. Unknown ids are left out."""
@@ -54,7 +56,7 @@ class StoredResponses:
 
         The turns that follow it then follow its parent. Returns False if there is no such turn.
         """
-        is_gone: bool = await self._write(owner, transactions.delete_response, owner, response_id, now)
+        is_gone: bool = await self._write(owner, _delete_response, owner, response_id, now)
         return is_gone
 
 
@@ -75,3 +77,68 @@ def _items(conn: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str
                 if isinstance(item, dict) and isinstance(item.get("id"), str):
                     found[item["id"]] = item
     return {item_id: found[item_id] for item_id in ids if item_id in found}
+
+
+def _read_response(
+    conn: sqlite3.Connection, owner: str, response_id: str
+) -> tuple[Turn, StoredResponse | None] | None:
+    """Read a stored response; see `StoredResponses.read`."""
+    found = transactions.find_response(conn, owner, response_id)
+    if found is None:
+        return None
+    row = transactions.live(conn, owner, found[0])
+    seq = transactions.place_of(conn, row.row, found[1], "turn_id")
+    (columns,) = conn.execute(f"SELECT {transactions.TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
+    return transactions.turn_from(columns), _response(conn, seq)
+
+
+def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
+    columns = conn.execute("SELECT reply, items, previous FROM responses WHERE seq = ?", (seq,)).fetchone()
+    return (
+        None if columns is None else StoredResponse(reply=columns[0], items=columns[1], previous=columns[2])
+    )
+
+
+def _delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now: float) -> bool:
+    """Delete the turn of a response; see `StoredResponses.delete`."""
+    found = transactions.find_response(conn, owner, response_id)
+    if found is None:
+        return False
+    row = transactions.live(conn, owner, found[0])
+    seq = transactions.place_of(conn, row.row, found[1], "turn_id")
+    search.drop_turns(conn, row.owner, "seq = ?", (seq,))
+    drop_token_ids_below(conn, seq)
+    tree.remove(conn, row.row, seq)
+    conn.execute("DELETE FROM turns WHERE seq = ?", (seq,))
+    if conn.execute("SELECT 1 FROM turns WHERE session = ?", (row.row,)).fetchone() is None:
+        transactions.delete(conn, owner, row.id, now)
+    return True
+
+
+def _response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> ResponseHistory | None:
+    """Return the turns up to a response; see `StoredResponses.history`."""
+    found = transactions.find_response(conn, owner, response_id)
+    if found is None:
+        return None
+    row = transactions.live(conn, owner, found[0])
+    return _history(conn, row, transactions.place_of(conn, row.row, found[1], "turn_id"))
+
+
+def _session_history(conn: sqlite3.Connection, owner: str, session_id: str) -> ResponseHistory | None:
+    """Return the turns of a session; see `StoredResponses.of_session`."""
+    row = transactions.find(conn, owner, session_id)
+    return _history(conn, row, tree.tip(conn, row.row)) if row is not None else None
+
+
+def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
+    """Return the turns of a session up to and including `last`."""
+    sql = f"{tree.PATH} SELECT seq, {transactions.TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
+    turns = [
+        (transactions.turn_from(columns), _response(conn, seq))
+        for seq, *columns in conn.execute(sql, (last,))
+    ]
+    return ResponseHistory(
+        session_id=row.id,
+        turns=[(turn, response) for turn, response in turns if turn.is_history],
+        token_ids=token_ids_up_to(conn, last),
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gateway.errors import GatewayError
-from gateway.sessions import search, transactions
+from gateway.sessions import pictures, search, transactions
 from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import compact, fold_log, growth_bytes, num_free_pages
 
@@ -99,18 +99,21 @@ class Reserve:
 
 
 def _condemn(conn: sqlite3.Connection, owner: str) -> int:
-    """Take from all sessions of an owner the time in which they could be restored, and return how many there are.
+    """Let the next purge remove all sessions and pictures of an owner, and return the number of sessions.
 
     From now on this connection overwrites what it removes; otherwise removed texts could be read from the file until other texts take their place.
     """
     conn.execute("PRAGMA secure_delete = ON").fetchall()
+    own = "owner = (SELECT row FROM owners WHERE name = ?)"
+    conn.execute(f"UPDATE pictures SET given_at = 0 WHERE {own}", (owner,))
     return conn.execute("UPDATE sessions SET deleted_at = 0 WHERE owner = ?", (owner,)).rowcount
 
 
 def _forget_owner(conn: sqlite3.Connection, owner: str) -> None:
-    """Remove an owner's search index, with the words in it, and the owner. A session that came meanwhile keeps both."""
+    """Remove an owner's search index, with the words in it, and the owner. What came meanwhile keeps both."""
     keeper = search.find_owner(conn, owner)
-    if keeper is None or conn.execute("SELECT 1 FROM sessions WHERE owner = ?", (owner,)).fetchone():
+    sql = "SELECT 1 FROM sessions WHERE owner = ? UNION SELECT 1 FROM pictures WHERE owner = ?"
+    if keeper is None or conn.execute(sql, (owner, keeper.row)).fetchone():
         return
     search.forget(conn, keeper.row)
     conn.execute("DELETE FROM owners WHERE row = ?", (keeper.row,))
@@ -128,7 +131,7 @@ class FileRoom:
         """Number of free pages that the last compaction could not give back; -1: compact in any case."""
 
     async def purge(self, now: float) -> int:
-        """Remove for ever the sessions that can no longer be restored, and return how many.
+        """Remove for ever the sessions that can no longer be restored and the pictures that no turn has, and return how many.
 
         Each part is one transaction, so that messages get in between. On a full disk the purge uses the reserve, gives freed pages back to the
         disk, and fills the reserve up once there is room.
@@ -140,6 +143,8 @@ class FileRoom:
         while is_more:
             num, is_more = await self._purge_some(now)
             num_purged += num
+        while await self.making(pictures.purge_one, now):
+            num_purged += 1
         if self._was_full or not await asyncio.to_thread(lambda: self._reserve.is_whole):
             await self._give_back(shrinks_index=num_purged > 0)
         return num_purged

@@ -190,6 +190,38 @@ _SCHEMA_10 = (
         FROM responses r JOIN sessions s ON s.row = r.session JOIN owners o ON o.name = s.owner,
         json_each({_AS_JSON.format("r.reply")}, '$.output') item WHERE typeof({_ITEM_ID}) = 'text'""",
 )
+# Version 11: pictures of messages (gateway/sessions/pictures.py), each once for an owner. They count as the owner's bytes, not as a session's.
+# is_used: whether a turn has had it. Their data have a table of their own, so that nothing else reads over them.
+_PICTURE_SIZE = f"{{0}}.num_bytes + {TURN_BYTES}"
+_SCHEMA_11 = (
+    """CREATE TABLE pictures (
+        row INTEGER PRIMARY KEY,
+        owner INTEGER NOT NULL REFERENCES owners (row),
+        id TEXT NOT NULL,
+        media_type TEXT NOT NULL,
+        width INTEGER NOT NULL,
+        height INTEGER NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        given_at REAL NOT NULL,
+        is_used INTEGER NOT NULL DEFAULT 0,
+        UNIQUE (owner, id)
+    )""",
+    """CREATE TABLE picture_data (
+        picture INTEGER PRIMARY KEY REFERENCES pictures (row) ON DELETE CASCADE,
+        data BLOB NOT NULL
+    )""",
+    """CREATE TABLE turn_pictures (
+        seq INTEGER NOT NULL REFERENCES turns (seq) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        picture INTEGER NOT NULL REFERENCES pictures (row),
+        PRIMARY KEY (seq, place)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX turn_pictures_of ON turn_pictures (picture)",
+    f"""CREATE TRIGGER pictures_insert AFTER INSERT ON pictures BEGIN
+        UPDATE owners SET num_bytes = num_bytes + {_PICTURE_SIZE.format("new")} WHERE row = new.owner; END""",
+    f"""CREATE TRIGGER pictures_delete AFTER DELETE ON pictures BEGIN
+        UPDATE owners SET num_bytes = num_bytes - ({_PICTURE_SIZE.format("old")}) WHERE row = old.owner; END""",
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -201,6 +233,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_8,
     _SCHEMA_9,
     _SCHEMA_10,
+    _SCHEMA_11,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sqlite3
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,6 +19,7 @@ from gateway.sessions.archive import Archive
 from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
 from gateway.sessions.database import check_log, lock, open_reader, open_writer, rewrite_version, unusable
 from gateway.sessions.health import Health
+from gateway.sessions.pictures import StoredPictures
 from gateway.sessions.records import (
     NO_CHANGES,
     BeginResult,
@@ -31,6 +32,7 @@ from gateway.sessions.records import (
     SessionId,
     SessionSummary,
     SettingsPatch,
+    StoredPicture,
     StoredResponse,
     Turn,
     TurnStatus,
@@ -70,6 +72,7 @@ class SessionStore:
         self._searches = search.Searches()
         self.responses = StoredResponses(self._reader, self._write)
         self.rows = listing.Rows(self._reader)
+        self.pictures = StoredPictures(self._reader, self._write)
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -256,9 +259,20 @@ class SessionStore:
         """Return all of a session, its other versions included. Raises GatewayError `not_found`."""
         return await self._searcher.transact(transfers.export, owner, session_id)
 
-    async def bring_in(self, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
-        """Store an archive as a new session. See `transfers.bring_in` for the parts taken over and the errors."""
-        return await self._write(owner, transfers.bring_in, owner, archive, adapters, now)
+    async def bring_in(
+        self,
+        owner: str,
+        archive: Archive,
+        adapters: frozenset[str],
+        now: float,
+        described: Sequence[Sequence[StoredPicture]] | None = None,
+    ) -> Session:
+        """Store an archive as a new session. See `transfers.bring_in` for the parts taken over and the errors.
+
+        described: of each turn's pictures, what `pictures.describe` says; None for an archive without pictures.
+        """
+        shown = [()] * len(archive.turns) if described is None else described
+        return await self._write(owner, transfers.bring_in, owner, archive, shown, adapters, now)
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s `restore` brings it back. The caller must stop its running turn. Raises GatewayError `not_found`."""
@@ -299,6 +313,7 @@ class SessionStore:
         *,
         adapter: str | None | UnsetType = UNSET,
         after: str | None | UnsetType = UNSET,
+        pictures: Sequence[str] = (),
         now: float,
     ) -> BeginResult:
         """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the `message` frame.
@@ -317,13 +332,14 @@ class SessionStore:
             adapter: if left out, the session's last one.
             after: the id of the turn that the message follows (None: it is the first); if left out, the last one shown. Turns that followed that
                 turn before are kept as other versions (see `choose_version`).
+            pictures: ids of pictures that `StoredPictures.put` has stored, which the message shows.
             now: seconds since the epoch.
 
         Raises:
-            GatewayError: `not_found` (session, `after`), `conflict` (known id, other content or another `after`), `busy` (another turn runs),
-                `bad_request`, `quota_exceeded`.
+            GatewayError: `not_found` (session, `after`, `pictures`), `conflict` (known id, other content or another `after`), `busy` (another turn
+                runs), `bad_request`, `quota_exceeded`.
         """
-        message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now)
+        message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now, tuple(pictures))
         return await self._write(owner, transactions.begin, owner, session_id, message)
 
     async def retitle(self, owner: str, session_id: str, was: str, title: str) -> bool:
@@ -406,6 +422,7 @@ class SessionStore:
         response: StoredResponse | None = None,
         previous: str | None = None,
         makes_session: bool = False,
+        pictures: Sequence[str] = (),
         now: float,
     ) -> Turn | None:
         """Store a turn that is already over, even while another runs (API requests may overlap), and show it.
@@ -424,7 +441,7 @@ class SessionStore:
         if makes_session:
             checked_id(session_id, "session_id")
         end = End(answer, checked_end(status), finish_reason, encoded(usage), timings=None)
-        message = NewMessage(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
+        message = NewMessage(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now, tuple(pictures))
         return await self._write(
             owner,
             transactions.record,

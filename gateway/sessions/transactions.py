@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import listing, quota, search, settings, tree
+from gateway.sessions import listing, pictures, quota, search, settings, tree
 from gateway.sessions.connection import Database
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
@@ -21,18 +21,18 @@ from gateway.sessions.records import (
     NewMessage,
     NextPrompt,
     Origin,
-    ResponseHistory,
     Session,
     SessionId,
     SessionSummary,
     SettingsPatch,
+    StoredPicture,
     StoredResponse,
     Turn,
     TurnId,
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
 from gateway.sessions.text import clean, clean_text, is_id, title_from
-from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
+from gateway.sessions.token_ids import store_token_ids, token_ids_up_to
 
 
 class Row(NamedTuple):
@@ -50,12 +50,11 @@ class Row(NamedTuple):
 # Ids have no spaces (`text.is_id`). The inner SELECT is there for its order, which group_concat keeps.
 _VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOIN tree other ON other.session = own.session
     AND other.parent = own.parent JOIN turns v ON v.seq = other.seq WHERE own.seq = turns.seq ORDER BY v.seq))"""
-_TURN_COLUMNS = (
-    f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}"
-)
+TURN_COLUMNS = f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}, {pictures.OF_TURN}"
 
 
-def _turn(columns: Sequence[Any]) -> Turn:
+def turn_from(columns: Sequence[Any]) -> Turn:
+    """Return the turn in a row of TURN_COLUMNS."""
     (
         turn_id,
         content,
@@ -68,6 +67,7 @@ def _turn(columns: Sequence[Any]) -> Turn:
         created_at,
         reasoning,
         versions,
+        shown,
     ) = columns
     return Turn(
         id=turn_id,
@@ -81,6 +81,7 @@ def _turn(columns: Sequence[Any]) -> Turn:
         created_at=created_at,
         reasoning=reasoning,
         versions=versions.split(" "),
+        pictures=msgspec.json.decode(shown, type=list[StoredPicture]) if shown else [],
     )
 
 
@@ -99,11 +100,12 @@ def _session(conn: sqlite3.Connection, row: Row) -> Session:
 
 def _turns_up_to(conn: sqlite3.Connection, last: int) -> list[Turn]:
     """Return the turn `last` and the turns that it follows, oldest first; none for tree.START."""
-    sql = f"{tree.PATH} SELECT {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
-    return [_turn(columns) for columns in conn.execute(sql, (last,))]
+    sql = f"{tree.PATH} SELECT {TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
+    return [turn_from(columns) for columns in conn.execute(sql, (last,))]
 
 
-def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
+def find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
+    """Return a session; None if it does not exist or was deleted."""
     # No session has an id that `is_id` refuses, and SQLite cannot take some of them.
     if not is_id(session_id):
         return None
@@ -122,13 +124,13 @@ def live(conn: sqlite3.Connection, owner: str, session_id: str) -> Row:
     Raises:
         GatewayError: `not_found`.
     """
-    row = _find(conn, owner, session_id)
+    row = find(conn, owner, session_id)
     if row is None:
         raise GatewayError("not_found", "There is no such session.", param="session_id")
     return row
 
 
-def _place(conn: sqlite3.Connection, row: int, turn_id: str, param: str) -> int:
+def place_of(conn: sqlite3.Connection, row: int, turn_id: str, param: str) -> int:
     """Return the `seq` of a turn. Raises GatewayError `not_found`."""
     found = None
     if is_id(turn_id):
@@ -138,15 +140,15 @@ def _place(conn: sqlite3.Connection, row: int, turn_id: str, param: str) -> int:
     return int(found[0])
 
 
-def _known(conn: sqlite3.Connection, row: int, turn_id: str, content: str) -> Turn | None:
-    """Return the turn that has this id already, if any. Raises GatewayError `conflict` if its content differs."""
+def _known(conn: sqlite3.Connection, row: int, message: NewMessage) -> Turn | None:
+    """Return the turn that has a message's id already, if any. Raises GatewayError `conflict` if its content differs."""
     columns = conn.execute(
-        f"SELECT {_TURN_COLUMNS} FROM turns WHERE session = ? AND id = ?", (row, turn_id)
+        f"SELECT {TURN_COLUMNS} FROM turns WHERE session = ? AND id = ?", (row, message.id)
     ).fetchone()
     if columns is None:
         return None
-    turn = _turn(columns)
-    if turn.content != content:
+    turn = turn_from(columns)
+    if not turn.is_of(clean_text(message.content), message.pictures):
         raise GatewayError("conflict", "This id was used for a message with another content.", param="id")
     return turn
 
@@ -214,7 +216,7 @@ def patch(
 
 def retitle(conn: sqlite3.Connection, owner: str, session_id: str, was: str, title: str) -> bool:
     """Replace a title; see `SessionStore.retitle`."""
-    row = _find(conn, owner, session_id)
+    row = find(conn, owner, session_id)
     if row is None or row.title != was:
         return False
     _set_title(conn, row, title)
@@ -309,7 +311,7 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
     """Store a message before it is answered; see `SessionStore.begin_turn`."""
     row = live(conn, owner, session_id)
     content = clean_text(message.content)
-    known = _known(conn, row.row, message.id, content)
+    known = _known(conn, row.row, message)
     if known is not None and known.status != "failed":
         return BeginResult(turn=known, outcome="existing", title=row.title, history=[])
     _refuse_second(conn, row.row)
@@ -319,14 +321,15 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else clean(message.adapter)
     seq = _set_running(conn, row, message, content, adapter)
     if known is None:
+        pictures.attach(conn, owner, seq, message.pictures)
         tree.add(conn, row.row, seq, parent)
     else:
         tree.choose(conn, row.row, seq)
-    title = row.title or title_from(content)
+    title = row.title or title_from(content) or ("Picture" if message.pictures else None)
     _touch(conn, row, title, adapter, message.now)
     conn.execute("UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'", (row.row,))
     return BeginResult(
-        turn=_turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
+        turn=turn_from(conn.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
         outcome="new" if known is None else "retried",
         title=title,
         history=[turn for turn in _turns_up_to(conn, parent) if turn.is_history],
@@ -361,12 +364,12 @@ def _parent(conn: sqlite3.Connection, row: int, message: NewMessage, *, is_known
     Raises:
         GatewayError: `bad_request`, `not_found`, `conflict`.
     """
-    parent = tree.parent_of(conn, _place(conn, row, message.id, "id")) if is_known else None
+    parent = tree.parent_of(conn, place_of(conn, row, message.id, "id")) if is_known else None
     if isinstance(message.after, UnsetType):
         return tree.tip(conn, row) if parent is None else parent
     if message.after == message.id:
         raise GatewayError("bad_request", "A turn cannot come after itself.", param="after")
-    after = tree.START if message.after is None else _place(conn, row, message.after, "after")
+    after = tree.START if message.after is None else place_of(conn, row, message.after, "after")
     if parent not in (None, after):
         raise GatewayError(
             "conflict", "This id belongs to a message that follows another turn: use a new id.", param="after"
@@ -389,7 +392,7 @@ def _set_running(
            usage = NULL, timings = NULL, token_ids = NULL""",
         (row.row, message.id, content, adapter, message.now),
     )
-    return _place(conn, row.row, message.id, "id")
+    return place_of(conn, row.row, message.id, "id")
 
 
 def finish(
@@ -422,7 +425,7 @@ def finish(
         conn.execute(sql, (now, home or None, row))
     if is_deleted:
         return None
-    turn = _turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
+    turn = turn_from(conn.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
     return FinishResult(turn, title)
 
 
@@ -441,11 +444,11 @@ def record(
     """Store a turn that is over already; see `SessionStore.record_turn`."""
     if makes_session:
         create(conn, owner, session_id, None, None, True, NO_CHANGES, message.now, "api")
-    row = _find(conn, owner, session_id)
+    row = find(conn, owner, session_id)
     if row is None:
         return None
     content = clean_text(message.content)
-    known = _known(conn, row.row, message.id, content)
+    known = _known(conn, row.row, message)
     if known is not None:
         return known
     clean_end = _cleaned(end)
@@ -459,7 +462,8 @@ def record(
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end[:-1]),
     )
-    seq = _place(conn, row.row, message.id, "id")
+    seq = place_of(conn, row.row, message.id, "id")
+    pictures.attach(conn, owner, seq, message.pictures)
     tree.add(conn, row.row, seq, parent)
     if token_ids:
         store_token_ids(conn, row.row, seq, token_ids)
@@ -471,7 +475,7 @@ def record(
     search.add_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
     _touch(conn, row, row.title or title_from(content), adapter, message.now)
-    return _known(conn, row.row, message.id, content)
+    return _known(conn, row.row, message)
 
 
 def _parent_of_call(conn: sqlite3.Connection, owner: str, row: Row, previous: str | None) -> int:
@@ -479,13 +483,13 @@ def _parent_of_call(conn: sqlite3.Connection, owner: str, row: Row, previous: st
     found = None if previous is None else find_response(conn, owner, previous)
     if found is None or found[0] != row.id:
         return tree.tip(conn, row.row)
-    return _place(conn, row.row, found[1], "previous_response_id")
+    return place_of(conn, row.row, found[1], "previous_response_id")
 
 
 def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> Session:
     """Show another version of a message; see `SessionStore.choose_version`."""
     row = live(conn, owner, session_id)
-    seq = _place(conn, row.row, turn_id, "turn_id")
+    seq = place_of(conn, row.row, turn_id, "turn_id")
     _refuse_second(conn, row.row)
     tree.choose(conn, row.row, seq)
     return _session(conn, row)
@@ -508,68 +512,6 @@ def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tup
     return None if found is None else (found[0], found[1])
 
 
-def read_response(
-    conn: sqlite3.Connection, owner: str, response_id: str
-) -> tuple[Turn, StoredResponse | None] | None:
-    """Read a stored response; see `StoredResponses.read`."""
-    found = find_response(conn, owner, response_id)
-    if found is None:
-        return None
-    row = live(conn, owner, found[0])
-    seq = _place(conn, row.row, found[1], "turn_id")
-    (columns,) = conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
-    return _turn(columns), _response(conn, seq)
-
-
-def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
-    columns = conn.execute("SELECT reply, items, previous FROM responses WHERE seq = ?", (seq,)).fetchone()
-    return (
-        None if columns is None else StoredResponse(reply=columns[0], items=columns[1], previous=columns[2])
-    )
-
-
-def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now: float) -> bool:
-    """Delete the turn of a response; see `StoredResponses.delete`."""
-    found = find_response(conn, owner, response_id)
-    if found is None:
-        return False
-    row = live(conn, owner, found[0])
-    seq = _place(conn, row.row, found[1], "turn_id")
-    search.drop_turns(conn, row.owner, "seq = ?", (seq,))
-    drop_token_ids_below(conn, seq)
-    tree.remove(conn, row.row, seq)
-    conn.execute("DELETE FROM turns WHERE seq = ?", (seq,))
-    if conn.execute("SELECT 1 FROM turns WHERE session = ?", (row.row,)).fetchone() is None:
-        delete(conn, owner, row.id, now)
-    return True
-
-
-def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> ResponseHistory | None:
-    """Return the turns up to a response; see `StoredResponses.history`."""
-    found = find_response(conn, owner, response_id)
-    if found is None:
-        return None
-    row = live(conn, owner, found[0])
-    return _history(conn, row, _place(conn, row.row, found[1], "turn_id"))
-
-
-def session_history(conn: sqlite3.Connection, owner: str, session_id: str) -> ResponseHistory | None:
-    """Return the turns of a session; see `StoredResponses.of_session`."""
-    row = _find(conn, owner, session_id)
-    return _history(conn, row, tree.tip(conn, row.row)) if row is not None else None
-
-
-def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
-    """Return the turns of a session up to and including `last`."""
-    sql = f"{tree.PATH} SELECT seq, {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
-    turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
-    return ResponseHistory(
-        session_id=row.id,
-        turns=[(turn, response) for turn, response in turns if turn.is_history],
-        token_ids=token_ids_up_to(conn, last),
-    )
-
-
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
     """Find the session of a turn; see `SessionStore.find_turn`."""
     found = conn.execute(_FIND_NAME, (owner, 0, clean(turn_id))).fetchone()
@@ -578,7 +520,7 @@ def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId |
 
 def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
     """Return a session's token ids; see `SessionStore.token_ids`."""
-    row = _find(conn, owner, session_id)
+    row = find(conn, owner, session_id)
     return token_ids_up_to(conn, tree.tip(conn, row.row)) if row is not None else b""
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.names import problem_of
-from gateway.sessions import quota, search, settings, transactions, tree
-from gateway.sessions.archive import Archive, ArchivedTurn
+from engine_bridge.protocol.engine_request import Picture
+from gateway.sessions import pictures, quota, search, settings, transactions, tree
+from gateway.sessions.archive import Archive, ArchivedPicture, ArchivedTurn
 from gateway.sessions.connection import Database
-from gateway.sessions.records import Session, SettingsPatch
+from gateway.sessions.records import Session, SettingsPatch, StoredPicture
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 from gateway.sessions.text import checked_title, clean, clean_text, encoded, title_from
 
@@ -27,7 +29,7 @@ def export(conn: sqlite3.Connection, owner: str, session_id: str) -> Archive:
     names: dict[int, str] = {}
     turns = []
     for seq, parent, is_chosen, *columns in conn.execute(_ALL_TURNS, (row.row,)):
-        turns.append(_archived(names.get(parent), bool(is_chosen), columns))
+        turns.append(_archived(names.get(parent), bool(is_chosen), columns, pictures.of_turn(conn, seq)))
         names[seq] = columns[0]
     wanted = msgspec.structs.asdict(settings.read(conn, row.row))
     return Archive(
@@ -47,7 +49,7 @@ def _named(adapter: str | None) -> str | None:
     return quoted(adapter)
 
 
-def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> ArchivedTurn:
+def _archived(parent: str | None, is_chosen: bool, columns: list[Any], shown: list[Picture]) -> ArchivedTurn:
     turn_id, content, answer, reasoning, status, adapter, finish_reason, usage, timings, created_at = columns
     return msgspec.convert(
         {
@@ -64,18 +66,27 @@ def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> Archiv
             "usage": None if usage is None else msgspec.json.decode(usage),
             "timings": None if timings is None else msgspec.json.decode(timings),
             "created_at": created_at,
+            "pictures": [ArchivedPicture(each.media_type, each.data) for each in shown],
         },
         ArchivedTurn,
     )
 
 
-def bring_in(conn: Database, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
+def bring_in(
+    conn: Database,
+    owner: str,
+    archive: Archive,
+    described: Sequence[Sequence[StoredPicture]],
+    adapters: frozenset[str],
+    now: float,
+) -> Session:
     """Store a checked archive as a new session under new ids, in one transaction.
 
     Args:
         conn: the writer's connection.
         owner: whose session it will be.
         archive: as `read_archive` returned it.
+        described: of each of its turns, what `pictures.describe` says of its pictures.
         adapters: names of the adapters that this server has; other names in the archive are left out.
         now: seconds since the epoch.
 
@@ -93,8 +104,11 @@ def bring_in(conn: Database, owner: str, archive: Archive, adapters: frozenset[s
         "UPDATE sessions SET created_at = ? WHERE row = ?", (_past(archive.created_at, now), row.row)
     )
     places: dict[str | None, int] = {None: tree.START}
-    for turn in archive.turns:
-        places[turn.id] = _add(conn, row.row, turn, places[turn.parent], now)
+    for turn, shown in zip(archive.turns, described, strict=True):
+        seq = places[turn.id] = _add(conn, row.row, turn, places[turn.parent], now)
+        for picture, whole in zip(shown, turn.pictures, strict=True):
+            pictures.put(conn, owner, picture, whole.data, now)
+        pictures.attach(conn, owner, seq, [picture.id for picture in shown])
     search.add_turns(conn, row.owner, "session = ?", (row.row,))
     return transactions.get(conn, owner, session_id)
 

@@ -16,6 +16,8 @@ MAX_PARSED_BYTES = 4096  # Chosen: a clock or a counter takes ten.
 MAX_TRACEPARENT_CHARS = 64  # W3C Trace Context: 55, of the version that there is.
 
 TurnName = Annotated[str, Meta(min_length=1, max_length=128)]
+PictureName = Annotated[str, Meta(min_length=1, max_length=64)]
+MAX_PICTURES = 64  # Chosen: a frame names no more; the model's own bound is lower as a rule.
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -35,15 +37,16 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Message(Struct, frozen=True, tag="message"):
-    """A question."""
+    """A question. pictures: ids of stored pictures that it shows; with some the text may be empty."""
 
     id: TurnName
-    content: Annotated[str, Meta(min_length=1)]
+    content: str
     session_id: SessionName | None = None
     adapter: str | None | UnsetType = UNSET
     sampling: Sampling = Sampling()
     after: TurnName | None | UnsetType = UNSET
     priority: int | None = None
+    pictures: Annotated[list[PictureName], Meta(max_length=MAX_PICTURES)] = []
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
 
 
@@ -102,6 +105,8 @@ def decode(data: str | bytes, max_bytes: int) -> ClientFrame:
         raise GatewayError("frame_too_large", f"A frame may hold {max_bytes} bytes at most.")
     try:
         frame = _decoder.decode(data)
+        if isinstance(frame, Message) and not frame.content and not frame.pictures:
+            raise GatewayError("bad_request", "A message needs a text or a picture.", param="content")
         return _ping(frame.t) if isinstance(frame, _RawPing) else frame
     except msgspec.ValidationError as error:
         raise GatewayError("bad_request", f"The frame was not understood: {error}") from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from engine_bridge.calls.pictures import urls_of
 from engine_bridge.protocol.node import Api, CallFigures, figures_of, token_ids_of
 from gateway.errors import GatewayError
 from gateway.sessions import StoredResponse, Turn
@@ -44,6 +45,16 @@ def question_of(api: Api, body: dict[str, Any]) -> str:
         if isinstance(message, dict) and message.get("role") == "user":
             return text_of(message.get("content"))
     return ""
+
+
+def shown_in(api: Api, body: dict[str, Any]) -> list[str]:
+    """Return the `data:` URLs of the pictures in the last user message."""
+    field = "input" if api == "responses" else "messages"
+    messages = body.get(field)
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and message.get("role") == "user":
+            return [url for url in urls_of({field: [message]}) if url.startswith("data:")]
+    return []
 
 
 def text_of(content: Any) -> str:

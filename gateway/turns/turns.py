@@ -30,7 +30,7 @@ from engine_bridge.protocol.errors import (
     InvalidRequest,
     TooBusy,
 )
-from engine_bridge.protocol.node import Delta, Node, pack_token_ids
+from engine_bridge.protocol.node import Delta, Node, followed_by
 from engine_bridge.tracing import NO_TRACES, Traces, traceparent_of
 from gateway.access.auth import tenant_of
 from gateway.access.budgets import RequestBudgets
@@ -39,9 +39,17 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import KINDS, GatewayError, as_gateway_error
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
-from gateway.people.ledger import Spent
-from gateway.people.usage import CHARS_PER_TOKEN, Usage
-from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
+from gateway.people.usage import Usage, spent_by_turn
+from gateway.sessions import (
+    BeginResult,
+    SessionStore,
+    Turn,
+    TurnStatus,
+    clean_text,
+    messages_of,
+    question_of,
+    with_latest_pictures,
+)
 from gateway.turns.protocol import Message
 
 log = logging.getLogger(__name__)
@@ -78,8 +86,7 @@ class LiveTurn:
     Attributes:
         pieces: the answer and its reasoning so far.
         base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. A socket that has seen text up to there has seen the pieces
-            of an
-            earlier try, or of the answer before it was read back from disk.
+            of an earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
         error: the error that ended it instead.
         generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
@@ -87,7 +94,6 @@ class LiveTurn:
 
     __slots__ = (
         "base_seq",
-        "content",
         "done",
         "error",
         "followers",
@@ -95,6 +101,7 @@ class LiveTurn:
         "id",
         "owner",
         "pieces",
+        "question",
         "request_id",
         "session_id",
         "title",
@@ -106,7 +113,7 @@ class LiveTurn:
         self.owner = owner
         self.session_id = session_id
         self.id: str = turn.id
-        self.content = turn.content
+        self.question = turn
         self.title = title
         self.versions = turn.versions
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
@@ -295,7 +302,7 @@ class Turns:
             raise GatewayError("conflict", "This id is under way in another session.", param="id")
         # A failed turn is asked again; any other is followed where it stands, so that sockets that resume it find its pieces.
         if earlier is not None and earlier.error is None and message.session_id in (None, earlier.session_id):
-            if earlier.content != clean_text(message.content):
+            if not earlier.question.is_of(clean_text(message.content), message.pictures):
                 raise GatewayError("conflict", "This id is already used for another message.", param="id")
             return earlier
         self._check_ready()
@@ -307,6 +314,7 @@ class Turns:
                 f"reads can hold; at most {self._prompt_chars():,} are taken (max_prompt_chars). Shorten it.",
                 param="content",
             )
+        self._check_pictures(len(message.pictures))
         adapter = self.known_adapter(message.adapter)
         # Before anything is stored, so that a refused turn leaves nothing behind.
         with contextlib.ExitStack() as place:
@@ -315,6 +323,19 @@ class Turns:
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
             return await self._start(owner, message, adapter, earlier, request, place)
+
+    def _check_pictures(self, num_pictures: int) -> None:
+        most = self._node.max_images
+        if num_pictures and not most:
+            raise GatewayError(
+                "bad_request", "This server's model reads no pictures. Send text only.", param="pictures"
+            )
+        if num_pictures > most:
+            raise GatewayError(
+                "bad_request",
+                f"Pictures in this message: {num_pictures}; this server reads at most {most} at a time (max_images).",
+                param="pictures",
+            )
 
     async def _start(
         self,
@@ -378,6 +399,7 @@ class Turns:
                 message.content,
                 adapter=adapter,
                 after=message.after,
+                pictures=message.pictures,
                 now=self._now(),
             )
         except GatewayError:
@@ -406,7 +428,10 @@ class Turns:
         with self._metrics.turn_running(), tracing as span:
             try:
                 request = structs.replace(request, traceparent=traceparent_of(span))
-                request = _request(live, begun, sampling, request, keeps_question=self._keeps_questions)
+                turns = with_latest_pictures([*begun.history, begun.turn], self._node.max_images)
+                pictures = await self._store.pictures.of(live.owner, turns)
+                said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
+                request = _request(live, begun, said, sampling, request, keeps_question=self._keeps_questions)
                 messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
@@ -417,6 +442,8 @@ class Turns:
                             live.wake_followers()
             except BridgeError as failure:
                 error = from_bridge(failure)
+            except GatewayError as failure:
+                error = failure
             except Exception:
                 log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
@@ -430,7 +457,7 @@ class Turns:
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
         if self.usage is not None:
-            self.usage.add(live.owner, _spent(live, final))
+            self.usage.add(live.owner, spent_by_turn(final, live.question.content, len(live.generated)))
         status: TurnStatus = (
             "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
         )
@@ -507,9 +534,14 @@ class Turns:
 
 
 def _request(
-    live: LiveTurn, begun: BeginResult, sampling: Sampling, request: EngineRequest, *, keeps_question: bool
+    live: LiveTurn,
+    begun: BeginResult,
+    messages: tuple[ChatMessage, ...],
+    sampling: Sampling,
+    request: EngineRequest,
+    *,
+    keeps_question: bool,
 ) -> EngineRequest:
-    messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
     asked = read_conversation([(message.role, message.content) for message in messages])
     return structs.replace(
         request,
@@ -553,17 +585,9 @@ def unavailable(state: str, stage: str) -> GatewayError:
     )
 
 
-def _spent(live: LiveTurn, final: Delta | None) -> Spent:
-    """Return what a turn has used; of one that failed before the engine counted, the message and what was made of the answer."""
-    if final is not None and final.usage is not None:
-        return Spent(1, final.usage.prompt_tokens, final.usage.completion_tokens)
-    prompt = len(live.content) // CHARS_PER_TOKEN if live.generated else 0
-    return Spent(1, prompt, len(live.generated))
-
-
 def _token_ids(live: LiveTurn, final: Delta) -> bytes:
     """Return all ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
-    return final.prompt.token_ids + pack_token_ids(live.generated) if final.prompt else b""
+    return followed_by(final.prompt.token_ids, live.generated) if final.prompt else b""
 
 
 def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:

@@ -75,6 +75,18 @@ export class Api {
     return this.#call('POST', `${sessionPath(id)}/restore`);
   }
 
+  /** Stores a picture for a message; resolves to its id and size. */
+  storePicture(file) {
+    return this.#call('POST', 'api/pictures', file);
+  }
+
+  /** A picture of a message, as a Blob. */
+  async picture(id) {
+    const response = await this.#fetch('GET', `api/pictures/${id}`);
+    if (!response.ok) throw new ApiError(response.status, 'The picture is gone.');
+    return response.blob();
+  }
+
   /** Every adapter with its rank and place; null while the engine has none to speak of. */
   async adapters() {
     const { adapters } = await this.#call('GET', 'v1/adapters');
@@ -104,9 +116,11 @@ export class Api {
 
   async #fetch(method, path, body) {
     const headers = {};
-    if (body !== undefined) headers['Content-Type'] = 'application/json';
+    const isFile = body instanceof Blob;
+    if (isFile) headers['Content-Type'] = body.type;
+    else if (body !== undefined) headers['Content-Type'] = 'application/json';
     if (this.key()) headers.Authorization = `Bearer ${this.key()}`;
-    const request = { method, headers, body: body && JSON.stringify(body), cache: 'no-store' };
+    const request = { method, headers, body: isFile ? body : body && JSON.stringify(body), cache: 'no-store' };
     const once = () => this.during(this.#send(path, request));
     const wasDead = this.#back;
     try {

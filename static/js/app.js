@@ -72,6 +72,7 @@ export class App {
     this.announcer = new Announcer(byId('announcer'));
     this.follower = new Follower(byId('scroller'), byId('new-text'));
     this.transcript = new Transcript(byId('transcript'), {
+      picture: (id) => this.api.picture(id),
       regenerate: (turn) => this.#replace(turn, turn.content),
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
@@ -81,7 +82,8 @@ export class App {
       opened: () => this.follower.hold(),
     });
     this.composer = new Composer(byId('composer'), {
-      send: (text) => this.#send(text),
+      send: (text, pictures) => this.#send(text, pictures),
+      upload: (file) => this.api.storePicture(file),
       stop: () => this.#stop(),
       typing: (draft) => this.#typing(draft),
       pick: (adapter) => this.#pick(adapter),
@@ -124,7 +126,7 @@ export class App {
 
   // ---------------------------------------------------------------- what the user does
 
-  async #send(text) {
+  async #send(text, pictures) {
     if (this.#creating) return;
     this.#creating = true;
     const { current } = this.core;
@@ -133,7 +135,7 @@ export class App {
     this.#creating = false;
     if (!sessionId) return;
     if (current) this.composer.sent(text);
-    this.#ask({ sessionId, content: text });
+    this.#ask({ sessionId, content: text, pictures });
   }
 
   /** Makes the session first, so that a repeated message can never open a second one. */
@@ -150,8 +152,8 @@ export class App {
     return session.id;
   }
 
-  #ask({ sessionId, content, after }) {
-    const ask = { id: newId(), sessionId, content, adapter: this.composer.adapter };
+  #ask({ sessionId, content, pictures, after }) {
+    const ask = { id: newId(), sessionId, content, pictures, adapter: this.composer.adapter };
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
     this.#act(() => this.core.ask(ask));
@@ -162,7 +164,8 @@ export class App {
   async #replace(turn, content) {
     await this.settings.saved();
     if (this.core.liveTurn(turn.sessionId)) return this.composer.rescue(content);
-    this.#ask({ sessionId: turn.sessionId, content, after: this.core.turnBefore(turn)?.id ?? null });
+    const { sessionId, pictures } = turn;
+    this.#ask({ sessionId, content, pictures, after: this.core.turnBefore(turn)?.id ?? null });
     return this.composer.focus();
   }
 
@@ -372,6 +375,7 @@ export class App {
     const { models, server } = this.core;
     loadMarkdown(); // behind the first screen, before the first answer
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
+    this.composer.maxImages = server.max_images ?? 0;
     this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
     byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;

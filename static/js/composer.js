@@ -10,7 +10,8 @@ const BYTES_SPARE = 1024; // what the frame needs around the text
 
 /**
  * @typedef {object} ComposerActions
- * @property {(text: string) => void} send
+ * @property {(text: string, pictures: object[]) => void} send
+ * @property {(file: Blob) => Promise<object>} upload  stores a picture; resolves to what the server says of it
  * @property {() => void} stop
  * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
@@ -21,6 +22,7 @@ const BYTES_SPARE = 1024; // what the frame needs around the text
 /** The composer at the bottom of the page. */
 export class Composer {
   #attached = null;
+  #maxImages = 0;
   #sessionId = null;
   #typedAt = -Infinity;
   #enabled = false;
@@ -44,6 +46,8 @@ export class Composer {
     this.warmth = form.querySelector('.warmth');
     this.offersAhead = false;
     this.maxBytes = Infinity;
+    this.attach = form.querySelector('.attach');
+    this.maxImages = 0;
     this.#listen();
   }
 
@@ -61,7 +65,7 @@ export class Composer {
   /** From the button, from the clipboard, or dropped anywhere on the page. */
   #listenForFiles() {
     const input = this.form.querySelector('#file');
-    this.form.querySelector('.attach').addEventListener('click', () => input.click());
+    this.attach.addEventListener('click', () => input.click());
     input.addEventListener('change', () => {
       this.#attach([...input.files]);
       input.value = ''; // so that the same file can be chosen again
@@ -86,13 +90,25 @@ export class Composer {
   async #read(files) {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
-      changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE });
+      changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
+      maxImages: () => this.maxImages, upload: this.actions.upload });
     await this.files.add(files);
   }
 
   /** What would be sent: the files, then the text. */
   get #content() {
     return (this.files?.text ?? '') + this.area.value;
+  }
+
+  /** The most pictures that a message may have; 0: the model reads none. */
+  set maxImages(most) {
+    this.#maxImages = most;
+    this.attach.title = most ? 'Add pictures or files of text' : 'Add files of text';
+    this.attach.setAttribute('aria-label', this.attach.title);
+  }
+
+  get maxImages() {
+    return this.#maxImages;
   }
 
   /** The adapter in the picker, null for the base model. */
@@ -179,7 +195,7 @@ export class Composer {
     await Promise.allSettled([this.#attached]);
     const isWhole = !this.#running && this.#isSendable;
     this.#waits = isWhole && !this.#enabled;
-    if (isWhole && this.#enabled) this.actions.send(this.#content.trim());
+    if (isWhole && this.#enabled) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);
     else this.#changed();
   }
 
@@ -240,7 +256,7 @@ export class Composer {
     fitHeight(this.area);
     const size = new TextEncoder().encode(this.#content).length;
     const isTooLong = size > this.maxBytes - BYTES_SPARE;
-    this.#isSendable = !isTooLong && this.#content.trim() !== '';
+    this.#isSendable = !isTooLong && (this.#content.trim() !== '' || this.files?.pictures.length > 0);
     this.note.hidden = !isTooLong && !this.#waits;
     this.note.textContent = isTooLong ? 'This message is too long for the server. Please shorten it.'
       : this.#waits ? 'This will be sent as soon as the server is ready.' : '';

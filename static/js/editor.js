@@ -6,13 +6,13 @@ import { fitHeight, h, isSend } from './dom.js';
  * A form with a growing text field.
  *
  * @param {string} text
- * @param {{send: (text: string) => void, cancel: () => void}} actions  `send` gets trimmed text
+ * @param {{send: (text: string) => void, cancel: () => void, mayBeEmpty?: boolean}} actions  `send` gets trimmed text
  */
-export function editor(text, { send, cancel }) {
+export function editor(text, { send, cancel, mayBeEmpty = false }) {
   const area = h('textarea', { value: text, rows: 1, 'aria-label': 'Edit message',
     on: { input: () => fitHeight(area), keydown: onKey } });
   const submit = () => {
-    if (area.value.trim()) send(area.value.trim());
+    if (area.value.trim() || mayBeEmpty) send(area.value.trim());
   };
   function onKey(event) {
     if (isSend(event)) {

@@ -18,6 +18,7 @@ const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
  * @property {string} id
  * @property {string} sessionId
  * @property {string} content
+ * @property {{id: string, width?: number, height?: number}[]} pictures  of the message, as the server keeps them
  * @property {string} answer
  * @property {string} reasoning    what the model thought before its answer
  * @property {number} seq          last piece seen, 0: none
@@ -170,14 +171,14 @@ export class ChatCore {
   /**
    * Asks in a session that the server knows.
    *
-   * @param {{id: string, sessionId: string, content: string, adapter: ?string, after?: ?string}} ask
+   * @param {{id: string, sessionId: string, content: string, adapter: ?string, after?: ?string, pictures?: object[]}} ask
    *   `after` is the last turn to keep (null: none); left out, the turn is appended.
    * @returns {Turn}
    */
-  ask({ id, sessionId, content, adapter, after }) {
-    const request = { type: 'message', id, session_id: sessionId, content, adapter };
+  ask({ id, sessionId, content, adapter, after, pictures = [] }) {
+    const request = messageFrame({ id, sessionId, content, adapter, pictures });
     if (after !== undefined) request.after = after;
-    const turn = newTurn({ id, content, adapter, status: 'sending' }, sessionId);
+    const turn = newTurn({ id, content, adapter, pictures, status: 'sending' }, sessionId);
     this.turns.set(id, turn);
     this.#owe(turn, request);
     this.#place(turn);
@@ -195,7 +196,8 @@ export class ChatCore {
     for (const { error = null, ...request } of requests) {
       const { id, session_id: sessionId, content, adapter } = request;
       if (this.turns.has(id)) continue;
-      const turn = newTurn({ id, content, adapter, status: error ? 'failed' : 'sending' }, sessionId);
+      const pictures = (request.pictures ?? []).map((name) => ({ id: name }));
+      const turn = newTurn({ id, content, adapter, pictures, status: error ? 'failed' : 'sending' }, sessionId);
       Object.assign(turn, { request, error });
       this.turns.set(id, turn);
       if (error) this.#session(sessionId).turns.push(turn);
@@ -207,7 +209,7 @@ export class ChatCore {
   retry(id, adapter) {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
-    const request = turn.request ?? { type: 'message', id, session_id: turn.sessionId, content: turn.content };
+    const request = turn.request ?? messageFrame(turn);
     Object.assign(turn, { adapter, answer: '', reasoning: '', seq: 0, status: 'sending', error: null, sends: 0,
       stopRequested: false });
     this.#owe(turn, { ...request, adapter });
@@ -530,10 +532,18 @@ export class ChatCore {
   }
 }
 
+/** The `message` frame of a turn. */
+function messageFrame({ id, sessionId, content, adapter, pictures }) {
+  const frame = { type: 'message', id, session_id: sessionId, content, adapter };
+  if (pictures.length) frame.pictures = pictures.map((picture) => picture.id);
+  return frame;
+}
+
 /** The fields of a turn that the server owns, under the page's names. */
 function fromServer(raw) {
   return {
     content: raw.content,
+    pictures: raw.pictures ?? [],
     answer: raw.status === 'running' ? '' : raw.answer ?? '',
     reasoning: raw.status === 'running' ? '' : raw.reasoning ?? '',
     seq: 0,

@@ -14,6 +14,7 @@ const OVER_LIMIT = 'This conversation is longer than the model can read. Start a
 
 /**
  * @typedef {object} TranscriptActions
+ * @property {(id: string) => Promise<Blob>} picture  reads a picture of a message
  * @property {(turn: object) => void} regenerate
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
@@ -46,11 +47,18 @@ class TurnView {
 
   showQuestion() {
     this.#editor = null;
-    const bubble = h('div', { class: 'bubble' }, this.turn.content);
+    const { content, pictures } = this.turn;
+    const bubble = h('div', { class: 'bubble' }, content);
     this.editButton = iconButton('edit', 'Edit message', () => this.edit());
-    this.question.replaceChildren(this.editButton, bubble);
+    const asked = pictures.length ? h('div', { class: 'asked' }, content && bubble) : bubble;
+    this.question.replaceChildren(this.editButton, asked);
     this.question.classList.remove('editing');
-    if (this.turn.content.includes(':\n```')) import('./files/blocks.js').then(({ fold }) => fold(bubble, this.turn.content));
+    if (content.includes(':\n```')) import('./files/blocks.js').then(({ fold }) => fold(bubble, content));
+    if (pictures.length) {
+      import('./files/pictures.js').then(({ gallery }) => {
+        asked.prepend(gallery(pictures, this.actions.picture, this.actions.grown));
+      });
+    }
   }
 
   /** Turns the question into a text field; one that is open keeps what was written in it. */
@@ -62,6 +70,7 @@ class TurnView {
       this.editButton.focus();
     };
     const form = editor(this.turn.content, {
+      mayBeEmpty: this.turn.pictures.length > 0,
       send: (text) => {
         if (this.element.parentNode.querySelector('[aria-busy="true"]')) return toast('Wait for the answer, or stop it.');
         this.showQuestion();

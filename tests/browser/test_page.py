@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.browser.conftest import Chat
 from tests.browser.stage import Site
@@ -195,7 +197,9 @@ def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     chip = page.locator(".file")
     expect(chip).to_contain_text("notes.py")
     chooser.set_input_files([{"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}])
-    expect(page.locator(".toast")).to_contain_text("photo.png is not a file of text.")
+    expect(page.locator(".toast")).to_contain_text(
+        "photo.png cannot be sent: the model of this server reads no pictures."
+    )
     expect(chip).to_have_count(1)
     chat.ask("What is it?")
     expect(chip).to_have_count(0)
@@ -204,6 +208,48 @@ def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     expect(folded.locator("summary")).to_have_text("notes.py")
     folded.locator("summary").click()
     expect(folded.locator("pre")).to_have_text("print('```')")
+
+
+def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, stage, page_watch) -> None:
+    """Those that this browser can read are sent as PNG; a question may be a picture alone, and its edit keeps it."""
+    page_watch.forgive()  # the server refuses one
+    page, node = chat.page, stage.gateway.node
+    node.max_images = 2
+    try:
+        page.reload()
+        attach = page.get_by_role("button", name="Add pictures or files of text")
+        expect(attach).to_be_visible()
+        files = [("broken.png", "image/png", b"\x89PNG\0\xff"), ("ship.png", "image/png", shade(1))]
+        files += [("old.bmp", "image/bmp", shade(2, "BMP")), ("third.png", "image/png", shade(3))]
+        given = [{"name": name, "mimeType": kind, "buffer": data} for name, kind, data in files]
+        page.locator("#file").set_input_files(given)
+        toast = page.locator(".toast")
+        expect(toast).to_contain_text("broken.png could not be added.")
+        expect(toast).to_contain_text("third.png was left out: a message may have 2 pictures.")
+        expect(page.locator(".file img")).to_have_count(2)
+        page.get_by_role("button", name="Send", exact=True).click()
+        chat.wait_done()
+        expect(page.locator(".file")).to_have_count(0)
+        sent = node.answers[-1].request.messages[-1]
+        assert sent.content == "" and [each.media_type for each in sent.pictures] == ["image/png"] * 2
+        page.reload()
+        shown = page.get_by_role("img", name=re.compile("Picture [12],"))
+        expect(shown).to_have_count(2)
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.pictures img')].every((each) => each.naturalWidth === 8)"
+        )
+        chat.edit(page.locator(".turn"), "What is it?")
+        chat.wait_done()
+        again = node.answers[-1].request.messages[-1]
+        assert again.content == "What is it?" and again.pictures == sent.pictures
+    finally:
+        node.max_images = 0
+
+
+def shade(grey: int, name: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6), (grey, grey, grey)).save(file, name)
+    return file.getvalue()
 
 
 def test_a_lost_server_is_said_and_what_is_sent_meanwhile_goes_once_it_is_back(chat, page_watch) -> None:

@@ -28,14 +28,14 @@ from bench.live.correct.pictures import as_part, data_uri, picture
 from engine_bridge.driver.apis.media import GivenMedia, check_sizes
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
-from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, Picture
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, seen_pictures
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, seen_pictures, unpack_token_ids
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from . import nodes
 from .facts import Log
-from .nodes import WaitsForTheDisk, generate, request
+from .nodes import Said, WaitsForTheDisk, generate, request
 
 BLOCK_TOKENS, NUM_DEVICE_BLOCKS = 32, 60
 KNOWN = {family.name: family for family in FAMILIES}
@@ -257,6 +257,44 @@ async def test_pictures_are_told_apart_in_every_tier(tmp_path: Path, caplog: Log
             await asyncio.sleep(0.05)
         assert (reports[-1].state, reports[-1].device_tokens) == ("warm", num_reused)
         assert (await look(node, second, "second"))[1] == num_reused
+
+
+async def test_a_conversation_with_pictures_is_computed_ahead_and_goes_on(tmp_path: Path) -> None:
+    """What is computed while a question is typed is that of these pictures, and their conversation keeps their names beside its token ids."""
+    model, pngs = folder_of(KNOWN["qwen3-vl"]), [picture(1), picture(2), picture(3)]
+    oracle = Oracle(model)
+    shown = [Picture("image/png", png) for png in pngs]
+    question = "Is it a ship, and if so, which one? " * 4
+
+    async def said_rightly(node: LocalNode, messages: list[ChatMessage], num_pictures: int) -> Said:
+        """What is answered, after transformers has said the same of the first pictures."""
+        said = await generate(node, messages, session_id="s", tenant="t")
+        assert said.prompt is not None
+        ids = list(unpack_token_ids(said.prompt.token_ids))
+        assert oracle.num_wrong(ids, said.token_ids, None, pngs[:num_pictures]) == 0
+        assert len(seen_pictures(said.prompt.token_ids)) == num_pictures
+        return said
+
+    async with engine(model, tiers_in(tmp_path / "kv"), max_images=3) as node:
+        assert node.max_images == 3
+        begun = [ChatMessage("user", question, (shown[0], shown[1]))]
+        other = [ChatMessage("user", question, (shown[2], shown[1]))]
+        await node.prefill(request(other, tenant="t"))
+        first = await said_rightly(node, begun, 2)
+        assert first.num_reused < BLOCK_TOKENS, "other pictures of the same size were computed ahead"
+        later = [*begun, ChatMessage("assistant", first.text)]
+        ahead = await node.prefill(request([*later, ChatMessage("user", "And no")], tenant="t"))
+        second = await said_rightly(node, [*later, ChatMessage("user", "And now?", (shown[2],))], 3)
+        assert second.num_reused >= ahead - BLOCK_TOKENS > BLOCK_TOKENS
+        fresh = Picture("image/png", picture(4))
+        with pytest.raises(InvalidRequest, match="maximum context length"):
+            await generate(node, [ChatMessage("user", question * 40, (fresh,))], tenant="t")
+        assert (await generate(node, [ChatMessage("user", question, (fresh,))], tenant="t")).token_ids
+        with pytest.raises(InvalidRequest, match="at most 3"):
+            await generate(node, [*begun, *begun], tenant="t")
+        with pytest.raises(InvalidRequest, match="damaged"):
+            broken = Picture("image/png", pngs[0][:3000])
+            await generate(node, [ChatMessage("user", question, (broken,))], tenant="t")
 
 
 def about(png: bytes, more: str = "") -> dict[str, Any]:

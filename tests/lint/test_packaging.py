@@ -14,7 +14,7 @@ from overture_client import __version__
 ROOT = Path(__file__).parents[2]
 OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 # Import names that are not the names of their distributions.
-DISTRIBUTIONS = {"pythonjsonlogger": "python-json-logger", "sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"PIL": "pillow", "pythonjsonlogger": "python-json-logger", "sklearn": "scikit-learn"}
 # Come with the engine; only the driver imports them (lint-imports), and it is only loaded where there is one.
 OF_THE_ENGINE = set(
     """
@@ -78,7 +78,11 @@ def test_the_extra_for_clusters_has_what_only_clusters_import() -> None:
 def test_the_tested_lists_have_every_dependency(extra: str) -> None:
     listed = set(map(name_of, lines_of(extra)))
     # vLLM's own dependencies, which pip resolves there, have these.
-    of_vllm = {"llguidance", "numpy", "prometheus-client", "safetensors"} if extra == "cuda.txt" else set()
+    of_vllm = (
+        {"llguidance", "numpy", "pillow", "prometheus-client", "safetensors"}
+        if extra == "cuda.txt"
+        else set()
+    )
     assert server_dependencies() | client_dependencies() <= listed | of_vllm
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS
+from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, PICTURE_CACHE
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
@@ -133,6 +133,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
             is_wished=os.environ.get("VLLM_LOGGING_LEVEL") == _set.get("VLLM_LOGGING_LEVEL")
         )
     engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
+    if PICTURE_CACHE not in off:
+        from engine_bridge.driver.corrections import picture_cache
+
+        picture_cache.install(engine)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)

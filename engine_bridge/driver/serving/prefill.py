@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.background import BACKGROUND_PREFIX
 from engine_bridge.driver.in_process import reuses_kv
+from engine_bridge.driver.serving.picture_prompts import beginning, picture_end, pictures_in
 from engine_bridge.driver.vllm_api import LoRARequest, RetryableRequestError, SamplingParams
 from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import EngineUnavailable
@@ -22,11 +23,18 @@ BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 async def prefill(
     client: BridgeEngineClient,
     request: EngineRequest,
-    token_ids: list[int],
+    prompt: Any,
     lora_request: LoRARequest | None,
     tiers: KvTiers | None,
 ) -> int:
     """Compute the whole blocks of a prompt, once no other request runs.
+
+    Args:
+        client: takes the requests that compute the pieces.
+        request: whose prompt it is.
+        prompt: as vLLM's engine takes it.
+        lora_request: the adapter; None for the base model.
+        tiers: know how fast this engine computes; None where there are none.
 
     Returns:
         The number of their tokens: 0 where the engine would compute them again anyway.
@@ -37,24 +45,26 @@ async def prefill(
     if not reuses_kv(client.vllm_config):
         return 0
     block_size: int = client.vllm_config.cache_config.block_size
-    end = len(token_ids) // block_size * block_size
+    end = len(prompt["prompt_token_ids"]) // block_size * block_size
+    pictures = pictures_in(prompt)
     done = 0
     while done < end:
-        done = min(done + _piece_tokens(tiers, block_size), end)
-        await _prefill_to(client, request, token_ids[:done], lora_request)
+        # A picture is read whole, so a piece that would end within one ends behind it.
+        done = picture_end(pictures, min(done + _piece_tokens(tiers, block_size), end))
+        await _prefill_to(client, request, beginning(prompt, done), lora_request)
     return end
 
 
 async def _prefill_to(
     client: BridgeEngineClient,
     request: EngineRequest,
-    token_ids: list[int],
+    prompt: Any,
     lora_request: LoRARequest | None,
 ) -> None:
-    """Compute the missing KV of these tokens."""
+    """Compute the missing KV of a prompt."""
     stream = TokenStream()
     unique_id, core_request = client.submit(
-        {"prompt_token_ids": token_ids},
+        prompt,
         SamplingParams(max_tokens=1, temperature=0, detokenize=False),
         f"{BACKGROUND_PREFIX}{request.request_id}",
         stream,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -36,7 +36,7 @@ from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
-from engine_bridge.driver.apis.media import check_sizes
+from engine_bridge.driver.apis.media import PICTURE_MESSAGE, check_sizes, is_of_a_picture
 from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
 from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
@@ -46,6 +46,7 @@ from engine_bridge.driver.serving.api_events import ApiEvents, ended
 from engine_bridge.driver.serving.call import CALL, Call
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from engine_bridge.driver.serving.entrance import Entrance
+from engine_bridge.driver.serving.picture_prompts import as_dicts, beginning, num_chars, pictures_in
 from engine_bridge.driver.serving.served_adapters import ServedAdapters
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
@@ -66,7 +67,7 @@ from engine_bridge.driver.vllm_api import (
 )
 from engine_bridge.policy.limits.request_limits import check_prompt, check_prompt_chars
 from engine_bridge.protocol.api_errors import anthropic_words, is_too_long, unknown_model
-from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, passed_on
+from engine_bridge.protocol.engine_request import EngineRequest, passed_on
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api, Dropped, JsonReply, Prompt, SseReply, pack_token_ids
 from engine_bridge.protocol.token_stream import TokenStream
@@ -372,12 +373,13 @@ class Serving:
         lora_request = self.lora_request(request.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
-        chat_request = ChatCompletionRequest(messages=_as_dicts(request), stream=True, **sampling)
+        messages = as_dicts(request.messages)
+        chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
         if request.prompt_token_ids is not None:
             engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
             stream.prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
         else:
-            engine_input = await self._render(chat_request)
+            engine_input = await self._render(chat_request, messages)
             stream.prompt = await self._continue(request, engine_input)
         prompt_len = len(engine_input["prompt_token_ids"])
         params = chat_request.to_sampling_params(
@@ -405,26 +407,26 @@ class Serving:
         )
         return ReasoningSplit(parser, chat_request)
 
-    async def draft_ids(self, request: EngineRequest) -> list[int]:
-        """Return the tokens with which the prompt will begin however the last message continues, for a request that only computes their KV.
+    async def draft_prompt(self, request: EngineRequest) -> Any:
+        """Return the prompt, as vLLM's engine takes it, up to where it stays the same however the last message continues.
 
-        The message is rendered with several continuations: where they agree, further typing changes nothing. The last agreeing token is left out,
-        because its other half may still come. Raises errors as `submit` does.
+        It is for a request that only computes KV. The message is rendered with several continuations: where they agree, further typing changes
+        nothing. The last agreeing token is left out, because its other half may still come. Raises errors as `submit` does.
         """
         if request.prompt_token_ids is not None:
-            return list(request.prompt_token_ids)
+            return {"prompt_token_ids": list(request.prompt_token_ids)}
         *earlier, draft = request.messages
         stable: list[int] | None = None
+        engine_input: Any = {}
         for more in DRAFT_ENDS:
-            message = ChatMessage(draft.role, draft.content + more)
-            ids = await self._draft_ids(msgspec.structs.replace(request, messages=(*earlier, message)))
-            stable = ids if stable is None else _common(stable, ids)
-        return (stable or [])[:-1]
-
-    async def _draft_ids(self, request: EngineRequest) -> list[int]:
-        engine_input = await self._render(ChatCompletionRequest(messages=_as_dicts(request)))
-        await self._continue(request, engine_input)
-        return list(engine_input["prompt_token_ids"])
+            message = msgspec.structs.replace(draft, content=draft.content + more)
+            again = msgspec.structs.replace(request, messages=(*earlier, message))
+            messages = as_dicts(again.messages)
+            engine_input = await self._render(ChatCompletionRequest(messages=messages), messages)
+            await self._continue(again, engine_input)
+            ids = engine_input["prompt_token_ids"]
+            stable = list(ids) if stable is None else _common(stable, ids)
+        return beginning(engine_input, len(stable or [0]) - 1)
 
     async def _continue(self, request: EngineRequest, engine_input: Any) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
@@ -438,15 +440,33 @@ class Serving:
                 request.history_token_ids, engine_input["prompt"], rendered
             )
             engine_input["prompt_token_ids"] = made.token_ids
-        return Prompt(pack_token_ids(made.token_ids), made.origin, made.num_kept)
+        return Prompt(pack_token_ids(made.token_ids, pictures_in(engine_input)), made.origin, made.num_kept)
 
-    async def _render(self, chat_request: ChatCompletionRequest) -> Any:
-        num_chars = sum(len(str(message.get("content") or "")) for message in chat_request.messages)
-        check_prompt_chars(num_chars, self._options.max_prompt_chars, "content")
-        result = await self._renderer.render_chat(chat_request)
+    async def _render(self, chat_request: ChatCompletionRequest, messages: Sequence[Any] = ()) -> Any:
+        """Return the prompt of these messages as vLLM's engine takes it. They are given apart, since the request wraps their parts."""
+        check_prompt_chars(num_chars(messages), self._options.max_prompt_chars, "content")
+        body = {"messages": messages}
+        if pictures.urls_of(body):
+            result = await self._render_pictures(chat_request, body)
+        else:
+            result = await self._renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
             raise too_long_or_invalid(result.error.message)
         return result[1][0]
+
+    async def _render_pictures(self, chat_request: ChatCompletionRequest, body: Any) -> Any:
+        """Render a conversation with pictures as the chat completions API does. Raises InvalidRequest for pictures that are not read."""
+        pictures.check_pictures(body, self._client.max_images)
+        await asyncio.to_thread(check_sizes, pictures.urls_of(body), "pictures")
+        leave = await self._reading.enter("")
+        try:
+            return await self._renderer.render_chat(chat_request)
+        except Exception as error:
+            if is_of_a_picture(error):
+                raise InvalidRequest(PICTURE_MESSAGE, param="pictures") from error
+            raise
+        finally:
+            leave()
 
     def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
         limit = self._client.model_config.max_model_len
@@ -466,10 +486,6 @@ class Serving:
         if lora_request is None:
             raise InvalidRequest(self._unknown_model(adapter), param="adapter", code="unknown_model")
         return lora_request
-
-
-def _as_dicts(request: EngineRequest) -> Any:
-    return [{"role": message.role, "content": message.content} for message in request.messages]
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:

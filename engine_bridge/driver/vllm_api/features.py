@@ -79,6 +79,10 @@ EMBEDS_TOKEN = Feature(
     "grammars beside embeddings",
     "with --enable-prompt-embeds some models get no structured output",
 )
+PICTURE_CACHE = Feature(
+    "pictures that are sent again",
+    "a picture whose call was cancelled before it was queued fails once when it is sent again",
+)
 ROTARY = Feature(
     "positions of heads on a CPU",
     "models with latent attention and plain RoPE write wrong answers on a CPU",

@@ -439,6 +439,8 @@ vllm.renderers.online_renderer:OnlineRenderer APIS
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
     read mm_processor
+    PICTURE_CACHE: read _mm_processor_only_cache
+    PICTURE_CACHE: write _mm_processor_cache
     KEPT_TOKENS: call validate_token_ids(token_ids)
     KEPT_TOKENS: read _executor
     TOKENIZER_TURNS: read _executor

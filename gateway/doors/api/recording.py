@@ -5,6 +5,8 @@ The session that a call belongs to, the conversation that it continues, and the 
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import dataclasses
 import logging
 import time
@@ -20,6 +22,7 @@ from engine_bridge.protocol.node import COUNTING_APIS, Api
 from gateway.errors import GatewayError
 from gateway.services import Services
 from gateway.sessions import ResponseHistory, StoredResponse, checked_id
+from gateway.sessions.pictures import describe
 from gateway.turns.replies import (
     AnswerReader,
     as_input,
@@ -28,6 +31,7 @@ from gateway.turns.replies import (
     items_of,
     question_of,
     session_named,
+    shown_in,
 )
 
 log = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ class Recording:
         items: of a Responses call, its `input` as items; None for a call that is not kept as a response.
         previous: of a Responses call, its `previous_response_id`.
         is_named: whether the call names its session; otherwise it begins one of its own, of which only the response is kept.
+        pictures: those of the question, as `data:` URLs.
         history_token_ids: the ids of the conversation so far, packed, as far as they are known.
     """
 
@@ -52,6 +57,7 @@ class Recording:
     previous: str | None = None
     history_token_ids: bytes = b""
     is_named: bool = True
+    pictures: tuple[str, ...] = ()
 
 
 async def recording_of(
@@ -112,7 +118,8 @@ async def recording_of(
     is_named, kept = session_id is not None, items if keeps_response else None
     session_id = session_id or uuid.uuid4().hex
     adapter, question = adapter_named(services, body), question_of(api, body)
-    return Recording(owner, session_id, question, adapter, kept, previous, history, is_named)
+    shown = tuple(shown_in(api, body)) if is_named else ()
+    return Recording(owner, session_id, question, adapter, kept, previous, history, is_named, shown)
 
 
 def _check_stored(services: Services, found: ResponseHistory, param: str) -> None:
@@ -202,6 +209,7 @@ async def record(
             response=response,
             previous=recording.previous,
             makes_session=True,
+            pictures=await _stored_pictures(services, recording),
             now=time.time(),
         )
     except GatewayError as error:
@@ -213,6 +221,20 @@ async def record(
         return
     services.drafts.renew(recording.owner, recording.session_id)
     services.tell_shown(recording.owner, recording.session_id, turn_id)
+
+
+async def _stored_pictures(services: Services, recording: Recording) -> list[str]:
+    """Store the pictures of a call's question, and return their ids. The model has read them, so what cannot be stored is left out."""
+    found: list[str] = []
+    for url in recording.pictures:
+        try:
+            data = await asyncio.to_thread(base64.b64decode, url.partition(",")[2])
+            picture = await asyncio.to_thread(describe, data, services.config.max_image_mpixels * 1e6)
+        except (GatewayError, ValueError):
+            continue
+        await services.store.pictures.put(recording.owner, picture, data, time.time())
+        found.append(picture.id)
+    return found
 
 
 def _stored(recording: Recording, reply: dict[str, Any] | None) -> StoredResponse | None:

@@ -181,7 +181,9 @@ class _Shapes:
 
 def _own_types() -> Iterator[type[Any]]:
     for operation in OPERATIONS:
-        shapes = [operation.body.shape] if operation.body is not None else []
+        shapes = (
+            [operation.body.shape] if operation.body is not None and operation.body.shape is not None else []
+        )
         for shape in [*shapes, *(reply.shape for reply in operation.replies.values())]:
             if shape is None or isinstance(shape, EngineBody):
                 continue
@@ -223,6 +225,9 @@ def _operation(operation: Operation, shapes: _Shapes, model: str, asks_for_keys:
 
 
 def _body(body: Body, shapes: _Shapes, model: str) -> dict[str, Any]:
+    if body.shape is None:
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        return {"required": body.is_required, "content": {media: binary for media in body.media}}
     example = {key: model if value == MODEL else value for key, value in body.example.items()}
     return {
         "required": body.is_required,

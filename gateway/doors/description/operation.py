@@ -28,11 +28,12 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A JSON body. example: a valid one; the name of the served model replaces `MODEL`."""
+    """A body. example: a valid one; the name of the served model replaces `MODEL`. media: its types, where it is no JSON."""
 
-    shape: Shape
-    example: dict[str, Any]
+    shape: Shape | None = None
+    example: dict[str, Any] = field(default_factory=dict)
     is_required: bool = True
+    media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from gateway.doors.description.bodies import SessionPage
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
 from gateway.doors.rest.sessions import ChooseVersion, CreateSession, PatchSession
-from gateway.sessions import Session, SessionSummary
+from gateway.sessions import Session, SessionSummary, StoredPicture
 from gateway.sessions.archive import FORMAT, VERSION, Archive
+from gateway.sessions.pictures import MEDIA_TYPES
 
 _TEXT = {"type": "string"}
+_PICTURES = tuple(MEDIA_TYPES.values())
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 
 _ARCHIVE = {
@@ -72,6 +74,27 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         ),
         replies={200: ReplyShape(description="The file.", shape=Archive, media=("text/markdown",))},
         errors=(400, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/api/pictures",
+        "store_picture",
+        SESSIONS,
+        "Store a picture for a message",
+        "PNG, JPEG, WebP or GIF, for models that read pictures. A message names it by its id; one that no message has is removed after an hour.",
+        body=Body(media=_PICTURES),
+        replies={201: ReplyShape(description="The picture's id and size.", shape=StoredPicture)},
+        errors=(400, 413, 503),
+    ),
+    Operation(
+        "get",
+        "/api/pictures/{id}",
+        "read_picture",
+        SESSIONS,
+        "Return a picture of a message",
+        parameters=(Parameter("id", "path", _TEXT, "The picture's id, as its turn has it."),),
+        replies={200: ReplyShape(description="The picture.", media=_PICTURES)},
+        errors=(404, 503),
     ),
     Operation(
         "post",

@@ -13,6 +13,7 @@ from gateway.doors.http.bodies import in_place, json_body, json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions.archive import MAX_VALUES, Archive, as_markdown, file_name, read_archive
+from gateway.sessions.pictures import describe
 
 MEDIA = {"json": "application/json", "markdown": "text/markdown"}
 SUFFIXES = {"json": "json", "markdown": "md"}
@@ -53,7 +54,11 @@ async def import_session(request: web.Request) -> web.Response:
     owner = services.admit(request).owner
     archive = await asyncio.to_thread(read_archive, await json_body(request, at_least_values=MAX_VALUES))
     adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
-    session = await services.store.bring_in(owner, archive, adapters, time.time())
+    max_pixels = services.config.max_image_mpixels * 1e6
+    described = await asyncio.to_thread(
+        lambda: [[describe(each.data, max_pixels) for each in turn.pictures] for turn in archive.turns]
+    )
+    session = await services.store.bring_in(owner, archive, adapters, time.time(), described)
     services.list_feed.changed(owner, session.id)
     return json_reply(session, status=201)
 

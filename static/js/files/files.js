@@ -1,4 +1,4 @@
-/** Files of text that go along with a message: read here in the browser, shown as chips above the text field. */
+/** What goes along with a message, shown as chips above the text field: files of text, read here in the browser, and pictures, which the server keeps. */
 
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
@@ -15,7 +15,8 @@ export class Files {
   /**
    * @param {HTMLElement} box  where the chips go, first
    * @param {?string} sessionId  the open conversation, null for a new chat
-   * @param {{changed: () => void, focus: () => void, maxBytes: () => number}} composer
+   * @param {{changed: () => void, focus: () => void, maxBytes: () => number, maxImages: () => number,
+   *   upload: (file: Blob) => Promise<object>}} composer
    */
   constructor(box, sessionId, composer) {
     this.#sessionId = sessionId;
@@ -31,7 +32,12 @@ export class Files {
 
   /** What stands before the message: each file with its name, in a fenced block. */
   get text() {
-    return this.#files.map(({ name, text }) => `${written(name, text)}\n\n`).join('');
+    return this.#files.filter((file) => !file.picture).map(({ name, text }) => `${written(name, text)}\n\n`).join('');
+  }
+
+  /** The pictures of the message, as the server keeps them. */
+  get pictures() {
+    return this.#files.filter((file) => file.picture).map((file) => file.picture);
   }
 
   /** Changes to another conversation. */
@@ -52,9 +58,9 @@ export class Files {
     const problems = [];
     for (const file of files) {
       try {
-        const text = await this.#read(file);
-        const others = (this.#bySession.get(sessionId) ?? []).filter(({ name }) => name !== file.name);
-        this.#bySession.set(sessionId, [...others, { name: file.name, size: file.size, text }]);
+        const others = () => (this.#bySession.get(sessionId) ?? []).filter(({ name }) => name !== file.name);
+        const read = isPicture(file) ? await this.#store(file, others()) : { text: await this.#read(file) };
+        this.#bySession.set(sessionId, [...others(), { name: file.name, size: file.size, ...read }]);
       } catch (error) {
         problems.push(error.message);
       }
@@ -63,6 +69,21 @@ export class Files {
     this.#draw();
     if (problems.length) toast(problems.join(' '), { ms: 10000 });
     this.composer.focus();
+  }
+
+  async #store(file, others) {
+    const most = this.composer.maxImages();
+    if (!most) throw new Error(`${file.name} cannot be sent: the model of this server reads no pictures.`);
+    if (others.filter((other) => other.picture).length >= most) {
+      throw new Error(`${file.name} was left out: a message may have ${most} pictures.`);
+    }
+    const { forServer } = await import('./pictures.js');
+    try {
+      const picture = await this.composer.upload(await forServer(file));
+      return { picture, url: URL.createObjectURL(file) };
+    } catch (error) {
+      throw new Error(`${file.name} could not be added. ${error.message}`);
+    }
   }
 
   async #read(file) {
@@ -80,7 +101,8 @@ export class Files {
   #draw() {
     const files = this.#files;
     this.list.hidden = files.length === 0;
-    this.list.replaceChildren(...files.map((file) => h('li', { class: 'file' }, h('span', { class: 'file-name' }, file.name),
+    this.list.replaceChildren(...files.map((file) => h('li', { class: 'file' },
+      file.url && h('img', { src: file.url, alt: '', class: 'file-picture' }), h('span', { class: 'file-name' }, file.name),
       h('span', { class: 'file-size' }, size(file.size)), iconButton('close', `Remove ${file.name}`, () => this.#remove(file)))));
     this.composer.changed();
   }
@@ -90,6 +112,11 @@ export class Files {
     this.#draw();
     (this.list.querySelector('button') ?? { focus: this.composer.focus }).focus();
   }
+}
+
+/** Whether a file is shown as a picture. A drawing in SVG is read as text. */
+function isPicture({ type }) {
+  return type.startsWith('image/') && type !== 'image/svg+xml';
 }
 
 /** Bytes as text with \n line ends; null if they are none. */

@@ -139,6 +139,7 @@ class FakeNode:
         self.ended_sessions: list[tuple[str, str]] = []
         self.session_hints: list[SessionHint] = []
         self.max_model_len = 4096
+        self.max_images = 0
         self.num_steps = self.num_rebuilds = 0
         self.scheduling: SchedulingStats | None = None
         self.tiers: TierStats | None = None

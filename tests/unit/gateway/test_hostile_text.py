@@ -8,7 +8,7 @@ import pytest
 
 from gateway.advisories.drafts import whole_words
 from gateway.errors import GatewayError
-from gateway.sessions.excerpt import excerpt
+from gateway.sessions.search import excerpt
 from gateway.sessions.text import clean_text, title_from
 from gateway.turns.protocol import decode, encode, frame_id
 

@@ -30,7 +30,8 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.records import owner_tag
 from kvtiers.keys import BlockKey, BlockShape
 
-from .stores import chat
+from .stores import ask, chat, end
+from .test_pictures import image, put
 
 Run = Callable[..., str]
 
@@ -229,6 +230,11 @@ async def fill(data: Path, owner: str, other: str) -> None:
     await chat(store, "gone", "three", owner=owner)
     await store.delete(owner, "gone", time.time())
     await chat(store, "his", "four", owner=other)
+    await put(store, image(7), owner, time.time())
+    shown = await put(store, image(9), owner)
+    await ask(store, "hers", "five", owner=owner, pictures=(shown,))
+    await end(store, "hers", "five", owner=owner)
+    await put(store, image(11), other, time.time())
     await store.close()
     ledger = Ledger.open(data / "people.sqlite3")
     ledger.add([Day(owner, "2026-11-29", Spent(2, 10, 20)), Day(other, "2026-11-29", Spent(1, 1, 1))], {})
@@ -276,7 +282,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
         )
         (conversation,) = (name for name in archive.namelist() if name != "person.json")
         turns = read_archive(json.loads(archive.read(conversation))).turns
-        assert [turn.answer for turn in turns] == ["re: one", "re: two"]
+        assert [turn.answer for turn in turns] == ["re: one", "re: two", "hi"]
     assert stat.S_IMODE((tmp_path / "ada.zip").stat().st_mode) == 0o600
     refused = command("users", "delete", "ada", "--yes")
     assert refused.returncode == 2 and "in use by another process" in refused.stderr
@@ -287,9 +293,18 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     assert done.stdout == "Erased ada: 2 conversations, 1 blocks of KV on disk.\n", done.stderr
     (data / "audit.jsonl").unlink()
     left = everything_in(data)
-    for trace in (b"re: one", b"re: two", b"re: three", b"ask three", b"a" * 600, owners[0].encode()):
+    for trace in (
+        b"re: one",
+        b"re: two",
+        b"re: three",
+        b"ask three",
+        b"a" * 600,
+        image(7),
+        image(9),
+        owners[0].encode(),
+    ):
         assert trace not in left, trace
-    assert b"re: four" in left and b"b" * 600 in left and owners[1].encode() in left
+    assert b"re: four" in left and image(11) in left and b"b" * 600 in left and owners[1].encode() in left
     assert (tmp_path / "keys").read_text().splitlines() == lines[1:]
     refused = command("users", "delete", "bob", "--yes")
     assert refused.returncode == 2 and "last person" in refused.stderr and b"re: four" in everything_in(data)

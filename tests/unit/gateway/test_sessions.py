@@ -24,8 +24,9 @@ from engine_bridge.protocol.node import pack_token_ids
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, FinishResult, SessionStore
 from gateway.sessions.database import open_writer
-from gateway.sessions.excerpt import AFTER_CHARS, BEFORE_CHARS, MATCH_CHARS, Excerpt, excerpt
+from gateway.sessions.records import Excerpt
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
+from gateway.sessions.search import AFTER_CHARS, BEFORE_CHARS, MATCH_CHARS, excerpt
 
 from .machine import Machine, action
 from .parts import IN_MEMORY, NOW, refused

@@ -1,0 +1,186 @@
+"""Pictures of messages: stored once for their owner, shown to the model as far as it reads them, and gone with the last turn that has them."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from PIL import Image
+
+from engine_bridge.protocol.engine_request import Picture
+from gateway.errors import GatewayError
+from gateway.sessions import RESTORE_WINDOW_S, SessionStore
+from gateway.sessions.pictures import KEEP_UNUSED_S, describe
+from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
+
+from .front import Gateway, Gateways, bearer
+from .parts import NOW, refused
+from .stores import ask, end, rows_of
+
+KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+
+
+def image(shade: int, name: str = "PNG", **options: Any) -> bytes:
+    """A small picture of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6), (shade, shade, shade)).save(file, name, **options)
+    return file.getvalue()
+
+
+async def put(store: SessionStore, data: bytes, owner: str = "ann", now: float = NOW) -> str:
+    picture = describe(data, 1e6)
+    await store.pictures.put(owner, picture, data, now)
+    return picture.id
+
+
+def num_stored(path: Path) -> int:
+    assert rows_of(path, "SELECT count(*) FROM pictures") == rows_of(
+        path, "SELECT count(*) FROM picture_data"
+    )
+    return rows_of(path, "SELECT count(*) FROM pictures")[0][0]
+
+
+@pytest.mark.parametrize("name", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_picture_is_known_by_its_head(name: str) -> None:
+    found = describe(image(1, name), 48)
+    assert (found.media_type, found.width, found.height) == (f"image/{name.lower()}", 8, 6)
+    with pytest.raises(GatewayError, match="Make it smaller"):
+        describe(image(1, name), 47)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", image(1, "TIFF")]
+)
+def test_what_browsers_do_not_show_is_no_picture(data: bytes) -> None:
+    with pytest.raises(GatewayError, match="PNG, JPEG, WebP and GIF"):
+        describe(data, 1e6)
+
+
+async def test_a_message_has_pictures_of_its_owner_alone(store: SessionStore) -> None:
+    first, second = await put(store, image(1)), await put(store, image(2))
+    theirs = await put(store, image(3), owner="bob")
+    await store.create_session("ann", session_id="s", now=NOW)
+    for unknown in (theirs, "0" * 64):
+        error = await refused(ask(store, "s", "t", "", pictures=[first, unknown]))
+        assert (error.code, error.param) == ("not_found", "pictures")
+    begun = await ask(store, "s", "t", "", pictures=[second, first, second])
+    assert [each.id for each in begun.turn.pictures] == [second, first, second] and begun.title == "Picture"
+    assert not (await ask(store, "s", "t", "", pictures=[second, first, second])).is_new
+    assert (await refused(ask(store, "s", "t", "", pictures=[first]))).code == "conflict"
+    await end(store, "s", "t")
+    assert (await store.get_session("ann", "s")).turns[0].pictures == begun.turn.pictures
+    assert await store.pictures.read("ann", [first, theirs]) == {first: Picture("image/png", image(1))}
+
+
+async def test_a_picture_counts_once_and_goes_with_its_last_turn(store: SessionStore, path: Path) -> None:
+    data = image(1)
+    for session in ("s", "u"):
+        picture = await put(store, data)
+        await store.create_session("ann", session_id=session, now=NOW)
+        await ask(store, session, "t", "hello", pictures=[picture])
+        await end(store, session, "t", "hi")
+    [(counted,)] = rows_of(path, "SELECT num_bytes FROM owners")
+    assert counted == 2 * (SESSION_BYTES + TURN_BYTES + 7) + TURN_BYTES + len(data)
+    gone = NOW + RESTORE_WINDOW_S + 1
+    for session, num_left in (("s", 1), ("u", 0)):
+        await store.delete("ann", session, NOW)
+        await store.purge(NOW)
+        assert num_stored(path) == 1, "it can be restored"
+        await store.purge(gone)
+        assert num_stored(path) == num_left
+    assert rows_of(path, "SELECT num_bytes FROM owners") == [(0,)]
+
+
+async def test_a_picture_that_no_message_came_for_is_kept_an_hour(store: SessionStore, path: Path) -> None:
+    await put(store, image(1))
+    await store.purge(NOW + KEEP_UNUSED_S)
+    await put(store, image(1), now=NOW + KEEP_UNUSED_S)
+    await store.purge(NOW + 2 * KEEP_UNUSED_S)
+    assert num_stored(path) == 1, "it was sent again"
+    await store.purge(NOW + 2 * KEEP_UNUSED_S + 1)
+    assert num_stored(path) == 0
+
+
+async def test_pictures_count_against_the_quota(path: Path) -> None:
+    store = await SessionStore.open(path, max_owner_bytes=4096)
+    await put(store, image(1))
+    large = b"\xff" + bytes(5000)
+    picture = describe(image(2), 1e6)
+    error = await refused(store.pictures.put("ann", picture, large, NOW))
+    assert error.code == "quota_exceeded" and num_stored(path) == 1
+    await store.close()
+
+
+async def send(gateway: Gateway, data: bytes, key: str | None = None) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession(gateway.server.url, headers=bearer(key)) as http,
+        http.post("/api/pictures", data=data) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+async def test_pictures_come_and_go_over_http_and_their_owner_alone_sees_them(gateways: Gateways) -> None:
+    gateway = await gateways(api_keys=KEYS, max_image_mpixels=1)
+    gateway.node.max_images = 2
+    status, picture = await send(gateway, image(1), KEYS[0])
+    assert (status, picture["width"], picture["media_type"]) == (201, 8, "image/png")
+    path = f"/api/pictures/{picture['id']}"
+    async with (
+        aiohttp.ClientSession(gateway.server.url, headers=bearer(KEYS[0])) as http,
+        http.get(path) as reply,
+    ):
+        assert (await reply.read(), reply.content_type) == (image(1), "image/png")
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert "sandbox" in reply.headers["Content-Security-Policy"]
+    assert (await gateway.call("GET", path, key=KEYS[1])).status == 404
+    assert (await gateway.call("GET", path)).status == 401
+    status, error = await send(gateway, b"no picture", KEYS[0])
+    assert (status, error["error"]["param"]) == (400, "picture")
+    gateway.node.max_images = 0
+    status, error = await send(gateway, image(1), KEYS[0])
+    assert status == 400 and "reads no pictures" in error["error"]["message"]
+
+
+async def test_the_model_sees_the_latest_pictures_as_far_as_it_reads_them(gateway: Gateway) -> None:
+    """Also while the next message is typed; a conversation that has more of them goes on."""
+    gateway.node.script = ["I see."]
+    gateway.node.max_images = 2
+    names = [(await send(gateway, image(shade)))[1]["id"] for shade in (1, 2, 3)]
+    async with gateway.socket(hello={}) as socket:
+        accepted = await socket.ask("a", content="Look", pictures=names[:2])
+        assert (await socket.rest())[1]["type"] == "done"
+        session = accepted["session_id"]
+        await socket.ask("b", content="", session_id=session, pictures=names[2:])
+        assert (await socket.rest())[1]["type"] == "done"
+        first, second = [answer.request.messages for answer in gateway.node.answers]
+        assert [each.data for each in first[0].pictures] == [image(1), image(2)]
+        assert [[each.data for each in said.pictures] for said in second] == [[image(2)], [], [image(3)]]
+        for pictures, words in ((names, "at most 2"), (["0" * 64], "no picture")):
+            error = await socket.ask("c", content="x", session_id=session, pictures=pictures)
+            assert words in error["message"]
+        error = await socket.ask("c", content="", session_id=session)
+        assert "needs a text or a picture" in error["message"]
+    turns = (await gateway.call("GET", f"/api/sessions/{session}")).body["turns"]
+    assert [[each["id"] for each in turn["pictures"]] for turn in turns] == [names[:2], names[2:]]
+
+
+async def test_an_exported_conversation_brings_its_pictures_along(
+    gateway: Gateway, store: SessionStore
+) -> None:
+    gateway.node.script = ["I see."]
+    gateway.node.max_images = 1
+    name = (await send(gateway, image(1)))[1]["id"]
+    async with gateway.socket(hello={}) as socket:
+        session = (await socket.ask("a", content="Look", pictures=[name]))["session_id"]
+        assert (await socket.rest())[1]["type"] == "done"
+    archive = (await gateway.call("GET", f"/api/sessions/{session}/export")).body
+    assert (
+        "data:image/png;base64,"
+        in (await gateway.call("GET", f"/api/sessions/{session}/export?format=markdown")).body
+    )
+    again = (await gateway.call("POST", "/api/sessions/import", archive)).body
+    assert [each["id"] for each in again["turns"][0]["pictures"]] == [name] and again["id"] != session
+    archive["turns"][0]["pictures"][0]["data"] = "AAAA"
+    refused = await gateway.call("POST", "/api/sessions/import", archive)
+    assert refused.status == 400 and "PNG" in refused.body["error"]["message"]
