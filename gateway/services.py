@@ -183,6 +183,13 @@ class Services:
             if socket.has_read(session_id) and socket.owner == owner and socket is not but:
                 socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})
 
+    def user_info(self, principal: Principal) -> dict[str, Any] | None:
+        """Return who is signed in, for a page that connects; None where no keys are asked for."""
+        if self.keys.is_open:
+            return None
+        role = "operator" if principal.is_operator else "member"
+        return {"owner": principal.owner, "name": principal.name, "role": role}
+
     def server_info(self, version: str) -> dict[str, Any]:
         """Return the server's facts for a page that connects."""
         return {

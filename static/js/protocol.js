@@ -65,6 +65,9 @@ export class ChatCore {
     /** @type {'connecting'|'offline'|'starting'|'ready'|'locked'} */
     this.phase = 'connecting';
     this.apiKey = null;
+    /** @type {?{owner: string, name: string, role: 'member'|'operator'}} who is signed in, null where no keys are asked for */
+    this.user = null;
+    this.isAnother = false; // than the one before on this page
     this.attempt = 0;
     this.retryAt = 0;
     this.closeCode = 0;
@@ -307,9 +310,11 @@ export class ChatCore {
 
   // ---------------------------------------------------------------- frames from the server
 
-  #onReady({ session, models, server }) {
+  #onReady({ session, models, server, user = null }) {
     this.models = models;
     this.server = server;
+    this.isAnother = Boolean(this.user && this.user.owner !== user?.owner);
+    this.user = user;
     this.attempt = 0;
     this.#hellos.shift();
     const wasGreeted = this.#isGreeted;

@@ -246,6 +246,7 @@ class ChatConnection:
         self.tell(
             {"type": "ready", "protocol": PROTOCOL_VERSION, "session": session}
             | {"models": self._services.models(), "server": self._services.server_info(__version__)}
+            | {"user": self._services.user_info(principal)}
         )
         for resume in frame.resume:
             live = self._services.turns.find(principal.owner, resume.id)
