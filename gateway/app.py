@@ -55,6 +55,7 @@ from gateway.doors.rest import (
     people,
     pictures,
     sessions,
+    sign_in,
     transfers,
     usage,
 )
@@ -73,6 +74,7 @@ from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
+from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -186,6 +188,7 @@ async def build_services(
         budgets,
         Gatekeeper(keys, metrics, on_refused=audit.refused),
         used,
+        await SignIns.open(used.ledger, keys),
         audit,
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
@@ -292,6 +295,7 @@ def build_app(services: Services) -> web.Application:
     engine.add_routes(app)
     nodes.add_routes(app)
     people.add_routes(app)
+    sign_in.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
     usage.add_routes(app)

@@ -17,6 +17,7 @@ from gateway.access.open_calls import OpenCalls
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
+from gateway.doors.http.hosts import netloc
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import KvHints
 from gateway.metrics.metrics import Metrics
@@ -24,6 +25,7 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.people.audit import AuditLog, Entry
+from gateway.people.sign_ins import COOKIE, SignIns
 from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
@@ -90,6 +92,7 @@ class Services:
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
     usage: Usage
+    sign_ins: SignIns
     audit: AuditLog
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
@@ -114,8 +117,29 @@ class Services:
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:
-        """Return the holder of the request's key. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
+        """Return the holder of the request's key, or without a key the person whose browser is signed in.
+
+        Raises GatewayError `unauthorized`, `rate_limited` (wrong keys).
+        """
+        if (signed_in := self.by_cookie(request)) is not None:
+            return signed_in
         return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
+
+    def by_cookie(self, request: web.Request) -> Principal | None:
+        """Return the person whose browser is signed in and sent the request; None for a request with a key, and for one of another origin's page.
+
+        The cookie is `SameSite=Strict`, so browsers send it with requests of this site's own pages only. Pages of the same site at another origin,
+        another port say, are kept out here, because an operator may have allowed their origin for use with keys.
+        """
+        cookie = request.cookies.get(COOKIE)
+        if cookie is None or extract_key(request.headers) is not None:
+            return None
+        origin = request.headers.get("Origin")
+        # Browsers say themselves whether a page of the same origin asks, to servers that they reach by HTTPS or on this machine.
+        is_own = request.headers.get("Sec-Fetch-Site") == "same-origin"
+        if not is_own and origin is not None and netloc(origin) != request.headers.get("Host", "").lower():
+            return None
+        return self.sign_ins.principal(cookie)
 
     def admit(self, request: web.Request) -> Principal:
         """Return the holder of the request's key, and count a request against the owner's rate.

@@ -144,6 +144,8 @@ class KeyRing:
         self._known: dict[str, KeyLine] = {}
         # The keys among them that the present lines have let in.
         self._let_in: set[str] = set()
+        # The owners of browsers that are signed in and were seen, by `Principal.key`.
+        self._browsers: dict[str, str] = {}
         if key_file is not None:
             _warn_of_readers(key_file)
         self._weights = dict(weights or {})
@@ -200,10 +202,35 @@ class KeyRing:
         """Return the principal as the keys are now. Raises GatewayError `unauthorized` if the key was withdrawn meanwhile."""
         if self.is_open:
             return principal
+        if principal.key in self._browsers:
+            signed_in = self.signed_in(principal.owner, principal.key)
+            if signed_in is None:
+                raise withdrawn()
+            return signed_in
         entry = self._known.get(principal.key)
         if entry is None:
             raise withdrawn()
         return self._principal(principal.key, entry)
+
+    def person(self, owner: str) -> Principal | None:
+        """Return a person by owner id, as lines that name their owner have it; None if there is none, or the person is disabled."""
+        lines = [entry for entry in self._entries if entry.owner == owner and not entry.is_disabled]
+        if not lines:
+            return None
+        weight = self._weights.get(lines[0].name, 1.0)
+        return Principal(owner, lines[0].name, weight, any(line.is_operator for line in lines))
+
+    def signed_in(self, owner: str, key: str) -> Principal | None:
+        """Return the person of a browser that is signed in, as `person` does. key: tells the browser apart."""
+        person = self.person(owner)
+        if person is None:
+            return None
+        self._browsers[key] = owner
+        return replace(person, key=key)
+
+    def signed_out(self, key: str) -> None:
+        """Note that a browser is signed in no more."""
+        self._browsers.pop(key, None)
 
     def people(self) -> dict[str, str]:
         """Return the names of all people whose owner id is known, by that id: from the key file, and from keys that were used."""
@@ -211,8 +238,9 @@ class KeyRing:
         return named | {_owner(key, entry): entry.name for key, entry in self._known.items()}
 
     def keys_of(self, owner: str) -> frozenset[str]:
-        """Return `Principal.key` of each key of a person that was used."""
-        return frozenset(key for key, entry in self._known.items() if _owner(key, entry) == owner)
+        """Return `Principal.key` of each key of a person that was used, and of each browser that is signed in."""
+        keys = {key for key, entry in self._known.items() if _owner(key, entry) == owner}
+        return frozenset(keys | {key for key, whose in self._browsers.items() if whose == owner})
 
     def owners_by_line(self) -> dict[str, tuple[str, str]]:
         """Return the owner and name of each line whose key was used, by `KeyLine.mark`, as far as the line itself does not name its owner."""
@@ -237,8 +265,14 @@ class KeyRing:
         self._lines = self._lines_of(entries)
         self._let_in = set()  # a key may stand on other lines now, as an operator's perhaps
         left = {entry.owner for entry in kept.values()} | {_owner(*known) for known in self._known.items()}
-        lost = ((key, entry, _owner(key, entry)) for key, entry in before.items() if key not in self._known)
-        return frozenset(Withdrawn(key, owner, entry.name, owner not in left) for key, entry, owner in lost)
+        shut_out = {key: owner for key, owner in self._browsers.items() if self.person(owner) is None}
+        self._browsers = {key: owner for key, owner in self._browsers.items() if key not in shut_out}
+        left |= set(self._browsers.values())
+        lost = [
+            (key, _owner(key, entry), entry.name) for key, entry in before.items() if key not in self._known
+        ]
+        lost += [(key, owner, "") for key, owner in shut_out.items()]
+        return frozenset(Withdrawn(key, owner, name, owner not in left) for key, owner, name in lost)
 
     def changes(self, entries: list[KeyLine]) -> list[str]:
         """Return in words what the entries that `read` returned change: a name, the key's first characters, and how. No key shows."""

@@ -34,6 +34,10 @@ What = Literal[
     "key_replaced",
     "key_revoked",
     "keys_read",
+    "link_made",
+    "signed_in",
+    "signed_out",
+    "sign_ins_ended",
     "sign_in_refused",
     "operator_action",
 ]

@@ -1,6 +1,6 @@
-"""What people used on each day, and whose the keys are that do not say so: one small SQLite file in the data folder.
+"""What people used on each day, whose the keys are that do not say so, and which browsers are signed in: one small SQLite file in the data folder.
 
-It holds numbers, owner ids and names, but no text and no key. Days are UTC days, written as 2026-11-29.
+It holds numbers, owner ids, names and hashes, but no text, no key and no cookie. Days are UTC days, written as 2026-11-29.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _SCHEMA = (
         answer_tokens INTEGER NOT NULL,
         PRIMARY KEY (owner, day)
     ) WITHOUT ROWID""",
+    "CREATE TABLE links (mark TEXT PRIMARY KEY, owner TEXT NOT NULL, expires_s REAL NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE browsers (row INTEGER PRIMARY KEY, mark TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, expires_s REAL NOT NULL)""",
     "CREATE TABLE key_owners (mark TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL) WITHOUT ROWID",
 )
 _ADD = """INSERT INTO usage (owner, day, num_requests, prompt_tokens, answer_tokens) VALUES (?, ?, ?, ?, ?)
@@ -113,11 +115,47 @@ class Ledger:
             rows = self._conn.execute("SELECT mark, owner, name FROM key_owners").fetchall()
         return {mark: (owner, name) for mark, owner, name in rows}
 
+    def add_link(self, mark: str, owner: str, expires_s: float) -> None:
+        """Keep a link by its hash."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("INSERT INTO links VALUES (?, ?, ?)", (mark, owner, expires_s))
+
+    def take_link(self, mark: str, now: float) -> str | None:
+        """Remove a link, and return whose it is; None if there is none, or it is too old. Other links that are too old go, too."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("DELETE FROM links WHERE expires_s <= ?", (now,))
+            found = self._conn.execute("SELECT owner FROM links WHERE mark = ?", (mark,)).fetchone()
+            self._conn.execute("DELETE FROM links WHERE mark = ?", (mark,))
+        return None if found is None else str(found[0])
+
+    def add_browser(self, mark: str, owner: str, expires_s: float) -> None:
+        """Keep a browser that is signed in by the hash of its cookie."""
+        with self._lock, _transaction(self._conn):
+            sql = "INSERT INTO browsers (mark, owner, expires_s) VALUES (?, ?, ?)"
+            self._conn.execute(sql, (mark, owner, expires_s))
+
+    def browsers(self, now: float) -> list[tuple[str, str, float]]:
+        """Return the browsers that are signed in, the oldest first, as (hash, owner, until when). Those that are too old go."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("DELETE FROM browsers WHERE expires_s <= ?", (now,))
+            return self._conn.execute("SELECT mark, owner, expires_s FROM browsers ORDER BY row").fetchall()
+
+    def drop_browser(self, mark: str) -> None:
+        """Forget a browser."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("DELETE FROM browsers WHERE mark = ?", (mark,))
+
+    def drop_sign_ins(self, owner: str) -> None:
+        """Forget the links and browsers of a person."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("DELETE FROM links WHERE owner = ?", (owner,))
+            self._conn.execute("DELETE FROM browsers WHERE owner = ?", (owner,))
+
     def forget(self, owner: str) -> None:
         """Remove all that is known of a person."""
         with self._lock, _transaction(self._conn):
-            self._conn.execute("DELETE FROM usage WHERE owner = ?", (owner,))
-            self._conn.execute("DELETE FROM key_owners WHERE owner = ?", (owner,))
+            for table in ("usage", "key_owners", "links", "browsers"):
+                self._conn.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
 
     def close(self) -> None:
         """Close the file."""

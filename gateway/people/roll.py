@@ -154,6 +154,13 @@ class Roll:
         for line in lines:
             self.rows.remove(line)
 
+    def name_owner(self, person: Person) -> Person:
+        """Let all lines of a person name the owner, and return the person. Raises RollError where the owner is not known."""
+        owner = _owner_of(person)
+        for line in person.lines:
+            self._swap(line, replace(line, owner=owner))
+        return self.find(owner)
+
     def set_disabled(self, person: Person, is_disabled: bool) -> None:
         """Disable or enable all lines of a person."""
         for line in person.lines:

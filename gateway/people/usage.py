@@ -49,7 +49,7 @@ class Usage:
         by_user: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._ledger, self._keys, self._metrics, self._clock = ledger, keys, metrics, clock
+        self.ledger, self._keys, self._metrics, self._clock = ledger, keys, metrics, clock
         self.max_tokens_per_day = max_tokens_per_day
         self._by_user = by_user
         self._day = ""
@@ -79,9 +79,9 @@ class Usage:
     async def load(self) -> None:
         """Take over what the file has of today. Raises GatewayError `storage_failed`."""
         self._day = self.day()
-        days = await self._of_file(self._ledger.days, self._day)
+        days = await self._of_file(self.ledger.days, self._day)
         self._today = {owner: spent for owner, _, spent in days}
-        self._learned = await self._of_file(self._ledger.key_owners)
+        self._learned = await self._of_file(self.ledger.key_owners)
 
     def day(self) -> str:
         """Return the present day, as 2026-11-29."""
@@ -147,7 +147,7 @@ class Usage:
             unsaved, self._unsaved = self._unsaved, {}
             days = [Day(owner, day, spent) for (owner, day), spent in unsaved.items()]
             try:
-                await asyncio.to_thread(self._ledger.add, days, learned)
+                await asyncio.to_thread(self.ledger.add, days, learned)
             except BaseException as error:
                 for key, spent in unsaved.items():
                     self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
@@ -160,19 +160,19 @@ class Usage:
     async def days(self, since: str, owner: str | None) -> list[Day]:
         """Return what was used since a day, of one person or (None) of all, the latest day first. Raises GatewayError `storage_failed`."""
         await self.save()
-        return await self._of_file(self._ledger.days, since, owner)
+        return await self._of_file(self.ledger.days, since, owner)
 
     async def forget(self, owner: str) -> None:
         """Remove all that is known of a person. Raises GatewayError `storage_failed`."""
         self._today.pop(owner, None)
         async with self._saving:
             self._unsaved = {key: spent for key, spent in self._unsaved.items() if key[0] != owner}
-            await self._of_file(self._ledger.forget, owner)
+            await self._of_file(self.ledger.forget, owner)
 
     async def close(self) -> None:
         """Save, and close the file."""
         await self.save()
-        await asyncio.to_thread(self._ledger.close)
+        await asyncio.to_thread(self.ledger.close)
 
     async def _of_file(self, work: Callable[..., _T], *args: Any) -> _T:
         try:

@@ -143,6 +143,34 @@ def test_what_people_use_is_shown_exported_and_erased(
     assert status_of(admin, stage, stage.keys["bob"]) == 401
 
 
+def test_a_link_signs_a_browser_in_until_it_signs_out(
+    admin: Page, open_page: Any, site: Site, page_watch: Any
+) -> None:
+    page_watch.forgive()
+    admin.choose("bob", "Sign-in link")
+    field = admin.page.get_by_role("dialog").get_by_label("Link")
+    expect(field).to_be_visible()
+    link = field.input_value()
+    admin.press("Done")
+    assert link.startswith(f"{site.url}/sign-in#")
+    page = open_page()
+    page.goto(link)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
+    page.get_by_role("button", name="Settings").click()
+    sheet = page.get_by_role("dialog")
+    expect(sheet).to_contain_text("Signed in as bob")
+    assert page.evaluate("document.cookie") == "", "no script sees the cookie"
+    page.get_by_role("textbox", name="Message", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.turn").last).to_have_attribute("data-status", "done")
+    sheet.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("API key")).to_be_visible()
+    page.goto(link)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("status")).to_contain_text("used already")
+
+
 def test_a_member_is_told_that_the_page_is_for_operators(
     open_page: Any, site: Site, stage: Stage, page_watch: Any
 ) -> None:
@@ -168,5 +196,7 @@ def test_axe_finds_nothing_serious(admin: Page, audit: Any, page_watch: Any, sch
     admin.page.keyboard.press("Escape")
     admin.page.get_by_role("button", name="Add a person").click()
     findings += audit(admin.page, "dialog")
+    admin.page.goto(f"{admin.page.url.removesuffix('admin')}sign-in#x")
+    findings += audit(admin.page)
     assert findings == []
     assert admin.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

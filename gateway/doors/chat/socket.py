@@ -110,7 +110,7 @@ class Socket(Protocol):
 
 
 def _who_says(
-    hello: Hello, known: Principal | None, key: str | None, services: Services, address: str | None
+    hello: Hello, known: Principal | None, key: str | None, services: Services, request: web.Request
 ) -> Principal:
     """Return the holder of the key of a hello.
 
@@ -121,14 +121,16 @@ def _who_says(
         known: the holder of the socket's key, if there was a good hello before.
         key: from the upgrade request.
         services: have the keys.
-        address: the peer's, for counting wrong keys.
+        request: that opened the socket, which may have the cookie of a browser that is signed in.
 
     Raises:
         GatewayError: `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
     """
     if not hello.api_key and known is not None:
         return services.keys.current(known)
-    return services.gatekeeper.authenticate(hello.api_key or key, address)
+    if not hello.api_key and (signed_in := services.by_cookie(request)) is not None:
+        return signed_in
+    return services.gatekeeper.authenticate(hello.api_key or key, request.remote)
 
 
 class ChatConnection:
@@ -226,7 +228,7 @@ class ChatConnection:
             await self._fail(as_gateway_error(error), turn_id)
 
     async def _on_hello(self, frame: Hello) -> None:
-        principal = _who_says(frame, self._principal, self._key, self._services, self._request.remote)
+        principal = _who_says(frame, self._principal, self._key, self._services, self._request)
         self._greeted()
         if self._principal is not None and principal.owner != self._principal.owner:
             raise GatewayError("bad_request", "A socket belongs to one key: open one for each key.")

@@ -503,6 +503,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/sign-in",
+        "sign_in_page",
+        PAGE,
+        "The page that a sign-in link opens",
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
         "/docs",
         "docs",
         PAGE,

@@ -10,7 +10,9 @@ from gateway.doors.rest.people import (
     NewPerson,
     PeopleList,
     PersonEntry,
+    SignInLink,
 )
+from gateway.doors.rest.sign_in import SignedInAs, SignIn
 from gateway.doors.rest.usage import DEFAULT_DAYS, MAX_DAYS, UsageReport
 
 _TEXT = {"type": "string"}
@@ -102,6 +104,51 @@ PEOPLE_OPERATIONS: tuple[Operation, ...] = (
         parameters=(_PERSON,),
         replies={201: ReplyShape(description="The key, shown this once.", shape=NewKey)},
         errors=(404, 409, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/admin/people/{id}/sign-in-link",
+        "make_link",
+        OPERATE,
+        "Make a link that signs a person in",
+        f"It is good once and for a day, and gives one browser a cookie in place of a key. {_OPERATORS}",
+        parameters=(_PERSON,),
+        replies={201: ReplyShape(description="The link, shown this once.", shape=SignInLink)},
+        errors=(404, 409, 503),
+    ),
+    Operation(
+        "delete",
+        "/v1/admin/people/{id}/sign-ins",
+        "end_sign_ins",
+        OPERATE,
+        "Sign a person out in all browsers",
+        f"Links that were not used end, too. Keys stay. {_OPERATORS}",
+        parameters=(_PERSON,),
+        replies={204: ReplyShape(description="No browser is signed in as this person.")},
+        errors=(404, 409, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/sign-in",
+        "sign_in",
+        OPERATE,
+        "Sign a browser in with a link",
+        "The page `/sign-in` does this. The reply sets a cookie: HttpOnly, SameSite=Strict, for 30 days.",
+        body=Body(shape=SignIn, example={"token": "x" * 43}),
+        replies={200: ReplyShape(description="Who is signed in.", shape=SignedInAs)},
+        errors=(400, 401, 409, 429, 503),
+        is_public=True,
+    ),
+    Operation(
+        "post",
+        "/v1/sign-out",
+        "sign_out",
+        OPERATE,
+        "Sign a browser out",
+        "Ends what is open with its cookie. Without one nothing happens.",
+        replies={204: ReplyShape(description="The browser is signed in no more.")},
+        errors=(503,),
+        is_public=True,
     ),
     Operation(
         "post",

@@ -54,7 +54,7 @@ async def read_again(services: Services) -> None:
     """
     async with services.reading_keys:  # or keys that were read earlier could be taken over later
         lost = await _take_over(services)
-    await asyncio.gather(*(_cut_off(services, key) for key in lost))
+    await asyncio.gather(*(cut_off(services, key) for key in lost))
 
 
 async def _take_over(services: Services) -> frozenset[Withdrawn]:
@@ -74,7 +74,7 @@ async def _take_over(services: Services) -> frozenset[Withdrawn]:
     return lost
 
 
-async def _cut_off(services: Services, withdrawn: Withdrawn) -> None:
+async def cut_off(services: Services, withdrawn: Withdrawn) -> None:
     """End what is under way with a key. Answers in conversations end with the last key of their person, because the others may be reading."""
     services.calls.cut_off(withdrawn.key)
     if withdrawn.is_last:

@@ -39,6 +39,11 @@ async def admin_page(request: web.Request) -> web.FileResponse:
     return web.FileResponse(STATIC_DIR / "admin.html", headers=PAGE_HEADERS)
 
 
+async def sign_in_page(request: web.Request) -> web.FileResponse:
+    """Handle `GET /sign-in`: the page that a sign-in link opens. The link's token stands behind a `#`, so no server and no log sees it here."""
+    return web.FileResponse(STATIC_DIR / "sign-in.html", headers=PAGE_HEADERS)
+
+
 async def static_file(request: web.Request) -> web.FileResponse:
     """Handle a file under static/."""
     # In a thread: a file system may be slow, and every socket would wait with it.

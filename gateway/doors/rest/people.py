@@ -12,6 +12,7 @@ from msgspec import Struct
 from gateway.access.auth import Principal
 from gateway.access.key_file import ID_CHARS, KeyLine
 from gateway.doors.http.bodies import _struct_body, json_reply
+from gateway.doors.http.key_changes import cut_off
 from gateway.doors.rest.people_changes import change, erase, key_file_of, people_of, person_of
 from gateway.doors.rest.transfers import saved_as
 from gateway.errors import GatewayError, StartupError
@@ -73,6 +74,13 @@ class NewKey(Struct, frozen=True):
 
     key: str
     id: str
+
+
+class SignInLink(Struct, frozen=True):
+    """A link that signs one browser in, once. path: to be opened under the server's address; expires_at: seconds since the epoch."""
+
+    path: str
+    expires_at: float
 
 
 class ErasedPerson(Struct, frozen=True):
@@ -202,6 +210,35 @@ async def revoke_key(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
+async def make_link(request: web.Request) -> web.Response:
+    """Handle `POST /v1/admin/people/{id}/sign-in-link`: make a link that signs a person in without a key, once."""
+    services, principal = _operator(request)
+
+    def work(roll: Roll) -> Person:
+        """Return the person, whose lines name the owner from now on, because a cookie tells nothing else."""
+        person = roll.find(request.match_info["id"])
+        if person.is_disabled:
+            raise GatewayError("conflict", f"{person.name} is disabled.")
+        return roll.name_owner(person)
+
+    person = await change(services, work)
+    token, expires_s = await services.sign_ins.make_link(person.owner)
+    _note(request, principal, "link_made", person)
+    response = json_reply(SignInLink(f"sign-in#{token}", expires_s), status=201)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+async def end_sign_ins(request: web.Request) -> web.Response:
+    """Handle `DELETE /v1/admin/people/{id}/sign-ins`: sign a person out in all browsers, and end links that were not used."""
+    services, principal = _operator(request)
+    person = await person_of(services, request.match_info["id"])
+    ended = await services.sign_ins.forget(person.owner) if person.owner else []
+    await asyncio.gather(*(cut_off(services, each) for each in ended))
+    _note(request, principal, "sign_ins_ended", person)
+    return web.Response(status=204)
+
+
 async def export_person(request: web.Request) -> web.StreamResponse:
     """Handle `GET /v1/admin/people/{id}/export`: all conversations of a person, and the usage by day, in a zip file."""
     services, principal = _operator(request)
@@ -300,6 +337,8 @@ def add_routes(app: web.Application) -> None:
             web.delete("/v1/admin/people/{id}", delete_person),
             web.get("/v1/admin/people/{id}/export", export_person),
             web.post("/v1/admin/people/{id}/keys", add_key),
+            web.post("/v1/admin/people/{id}/sign-in-link", make_link),
+            web.delete("/v1/admin/people/{id}/sign-ins", end_sign_ins),
             web.post("/v1/admin/people/{id}/keys/{key}/replace", replace_key),
             web.delete("/v1/admin/people/{id}/keys/{key}", revoke_key),
         ]

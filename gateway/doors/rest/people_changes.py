@@ -94,6 +94,7 @@ async def erase(services: Services, person: Person) -> int:
     for session_id in sessions:
         services.advisories.end_session(owner, session_id)
         services.node.end_session(tenant_of(owner), session_id)
+    await services.sign_ins.forget(owner)
     await services.usage.forget(owner)
     await services.learned.forget(owner)
     return num_sessions

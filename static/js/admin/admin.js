@@ -89,7 +89,10 @@ export class Admin {
       const key = `${path}/keys/${encodeURIComponent(id)}`;
       entries.push([`Replace ${id}`, () => this.#replace(person.name, id, key)], [`Withdraw ${id}`, () => this.#withdraw(person.name, id, key), 'danger']);
     }
-    if (person.owner) entries.push(['Export', () => this.#export(path)]);
+    if (person.owner) {
+      if (person.state === 'active') entries.push(['Sign-in link', () => this.#makeLink(person.name, `${path}/sign-in-link`)]);
+      entries.push(['Sign out everywhere', () => this.#endSignIns(person.name, `${path}/sign-ins`)], ['Export', () => this.#export(path)]);
+    }
     if (!isMe) {
       const isActive = person.state === 'active';
       entries.push([isActive ? 'Disable' : 'Enable', () => this.#setState(path, isActive ? 'disabled' : 'active')]);
@@ -112,6 +115,15 @@ export class Admin {
   async #makeKey(name, path, body) {
     const made = await this.#do('POST', path, body);
     if (made) await questions.showKey(name, made.key);
+  }
+
+  async #makeLink(name, path) {
+    const made = await this.#do('POST', path);
+    if (made) await questions.showLink(name, new URL(made.path, location.href).href);
+  }
+
+  async #endSignIns(name, path) {
+    if (await this.#do('DELETE', path)) toast(`${name} is signed in in no browser. Keys go on working.`);
   }
 
   async #withdraw(name, id, path) {

@@ -31,12 +31,17 @@ export async function confirmErasure(name) {
 }
 
 /** Shows a new key, which the server tells this once. */
-export function showKey(name, key) {
-  const field = h('input', { id: 'key-made', value: key, readOnly: true, 'aria-describedby': 'key-made-note', on: { focus: () => field.select() } });
-  const copy = h('button', { type: 'button', class: 'button', on: { click: () => copyFrom(copy, key) } }, 'Copy');
-  return ask(dialogWith(`Key for ${name}`,
-    h('p', { id: 'key-made-note' }, 'It is shown only now. Give it to nobody else.'),
-    h('form', { method: 'dialog' }, h('label', { htmlFor: 'key-made' }, 'API key'), h('div', { class: 'key-shown' }, field, copy),
+export const showKey = (name, key) => showOnce(`Key for ${name}`, 'It is shown only now. Give it to nobody else.', 'API key', key);
+
+/** Shows a new sign-in link, which the server tells this once. */
+export const showLink = (name, link) => showOnce(`Sign-in link for ${name}`,
+  'It is shown only now, and is good once and for a day. Whoever opens it is signed in.', 'Link', link);
+
+function showOnce(title, note, label, text) {
+  const field = h('input', { id: 'made', value: text, readOnly: true, 'aria-describedby': 'made-note', on: { focus: () => field.select() } });
+  const copy = h('button', { type: 'button', class: 'button', on: { click: () => copyFrom(copy, text) } }, 'Copy');
+  return ask(dialogWith(title, h('p', { id: 'made-note' }, note),
+    h('form', { method: 'dialog' }, h('label', { htmlFor: 'made' }, label), h('div', { class: 'key-shown' }, field, copy),
       h('div', { class: 'dialog-buttons' }, h('button', { class: 'button primary' }, 'Done')))));
 }
 

@@ -236,7 +236,8 @@ export class Sheet {
 }
 
 /** Forgets the key, and shows the page as somebody sees it who has none. */
-function leave() {
+async function leave() {
+  await fetch('v1/sign-out', { method: 'POST' }).catch(() => null); // a browser that was signed in by a link
   signOut();
   history.replaceState(null, '', './');
   location.reload();

@@ -24,6 +24,7 @@ from gateway.people.audit import NAME as AUDIT
 from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.ledger import Ledger
+from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import Services
 from gateway.sessions import SessionStore
@@ -65,7 +66,13 @@ class Gateway(Parts):
         )
         audit = AuditLog(config.data_dir / AUDIT)
         gatekeeper = Gatekeeper(keys, self.metrics, on_refused=audit.refused)
-        bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), gatekeeper, self.usage, audit)
+        bounds = (
+            RequestBudgets.of(config, self.metrics, num_seqs=64),
+            gatekeeper,
+            self.usage,
+            SignIns(self.usage.ledger, keys),
+            audit,
+        )
         self.nodes: Nodes = OneNode(node)
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
