@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -178,6 +178,8 @@ class ChatClient:
         sampling: Mapping[str, Any] | None = None,
         after: str | None | UnsetType = UNSET,
         turn_id: str | None = None,
+        continues: bool = False,
+        pictures: Sequence[str] = (),
     ) -> AsyncGenerator[Event, None]:
         """Ask, and yield `Accepted`, `Delta`s and `Done`; in rare cases `Restarted`, see there.
 
@@ -191,6 +193,8 @@ class ChatClient:
             after: the turn that the question follows (None: it is the first); the turns that followed that turn before are kept as another
                 version.
             turn_id: makes asking again safe: the server answers an id once.
+            continues: the answer of `turn_id` was cut (by its limit of tokens, or stopped) and is to go on; it comes from its beginning.
+            pictures: ids of pictures that `POST /api/pictures` has stored.
 
         Raises:
             ChatError: the question failed.
@@ -203,6 +207,8 @@ class ChatClient:
             adapter=adapter,
             sampling=sampling or UNSET,
             after=after,
+            continues=continues or UNSET,
+            pictures=list(pictures) or UNSET,
         )
         if len(encoder.encode(message)) > MAX_FRAME_BYTES:
             raise ChatError("frame_too_large", f"the message is longer than {MAX_FRAME_BYTES} bytes")

@@ -166,6 +166,8 @@ class Message(Struct, frozen=True, tag_field="type", tag="message"):
     adapter: str | None | UnsetType = UNSET
     sampling: Mapping[str, Any] | UnsetType = UNSET
     after: str | None | UnsetType = UNSET
+    continues: bool | UnsetType = UNSET
+    pictures: list[str] | UnsetType = UNSET
 
 
 class Stop(Struct, frozen=True, tag_field="type", tag="stop"):

@@ -70,6 +70,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             request without tools.
         keeps_ids: whether the gateway stores the ids of an API call's prompt and answer.
         expected_tokens: how long the client expects the answer to be, which is not trusted; None where it does not say.
+        goes_on: whether the last message is an answer of the model, which was cut and is to go on.
         is_marked: whether the client has marked parts of the prompt to be kept, so that its usage says what was.
         asked: facts about its text from which its answer's length is predicted; the question itself only where a user's own predictor reads it.
         kv_from: another node's address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
@@ -97,6 +98,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     turn: Literal["", "begins", "continues"] = ""
     keeps_ids: bool = False
     expected_tokens: int | None = None
+    goes_on: bool = False
     is_marked: bool = False
     asked: Asked = NOTHING_ASKED
     kv_from: str = ""

@@ -124,12 +124,16 @@ def is_for_gateway(event: bytes) -> bool:
     return event.startswith((_TOKEN_IDS_EVENT, _FIGURES_EVENT))
 
 
-class Usage(Struct, frozen=True):
-    """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
+class Usage(Struct, frozen=True, omit_defaults=True):
+    """Token counts of one request. `cached_tokens` of the prompt were not computed again.
+
+    left_out_messages: messages at the beginning of the conversation that were left out so that the prompt fits.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    left_out_messages: int = 0
 
 
 class KvSources(Struct, frozen=True):
@@ -175,12 +179,36 @@ class Timings(Struct, frozen=True):
     kv: KvSources
 
 
+class Dropped(Struct, frozen=True):
+    """How many parts of each kind were left out of a call."""
+
+    tools: int = 0
+    messages: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tools or self.messages)
+
+    def __str__(self) -> str:
+        """Return the numbers for headers and logs: `tools=36, messages=4`."""
+        return ", ".join(f"{name}={num}" for name in self.__struct_fields__ if (num := getattr(self, name)))
+
+    @classmethod
+    def parse(cls, text: str) -> Dropped:
+        """Return the numbers in a text that `str` made."""
+        pairs = (part.split("=") for part in text.split(", ") if part)
+        return cls(**{name: int(num) for name, num in pairs})
+
+
 class Prompt(Struct, frozen=True):
-    """The prompt that the engine read: packed ids, how they were made, and how many of the history's ids they begin with."""
+    """The prompt that the engine read: packed ids, how they were made, and how many of the history's ids they begin with.
+
+    dropped: the parts of the conversation that were left out so that it fits.
+    """
 
     token_ids: bytes
     origin: PromptOrigin
     num_kept_tokens: int = 0
+    dropped: Dropped = Dropped()
 
 
 class Delta(Struct, frozen=True):
@@ -298,26 +326,6 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     adapter_bytes: int = 0
     lead_s: float | None = None
     late_s: float | None = None
-
-
-class Dropped(Struct, frozen=True):
-    """How many parts of each kind were left out of a call."""
-
-    tools: int = 0
-    messages: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.tools or self.messages)
-
-    def __str__(self) -> str:
-        """Return the numbers for headers and logs: `tools=36, messages=4`."""
-        return ", ".join(f"{name}={num}" for name in self.__struct_fields__ if (num := getattr(self, name)))
-
-    @classmethod
-    def parse(cls, text: str) -> Dropped:
-        """Return the numbers in a text that `str` made."""
-        pairs = (part.split("=") for part in text.split(", ") if part)
-        return cls(**{name: int(num) for name, num in pairs})
 
 
 class JsonReply(Struct, frozen=True):

@@ -130,7 +130,8 @@ class TokenStream:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens)
+        num_left_out = self.prompt.dropped.messages if self.prompt is not None else 0
+        return Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens, num_left_out)
 
     def _timings(self) -> Timings:
         e2e_s = self._last_s - self._arrived_s

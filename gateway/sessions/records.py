@@ -13,7 +13,7 @@ from engine_bridge.protocol.engine_request import ChatMessage, Picture, Sampling
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
 TurnStatus = Literal["running", "done", "stopped", "failed"]
-Outcome = Literal["new", "retried", "existing"]
+Outcome = Literal["new", "retried", "continued", "existing"]
 # Where a session was made: in a chat, or by a call of the OpenAI and Anthropic APIs. It becomes `chat` when a person continues it.
 Origin = Literal["chat", "api"]
 
@@ -56,6 +56,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     versions: list[TurnId] = []
     pictures: list[StoredPicture] = []
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is an answer that was cut: by its limit of tokens, or by its reader."""
+        return (
+            self.answer != ""
+            and self.status in ("done", "stopped")
+            and self.finish_reason in ("length", "stopped")
+        )
 
     def is_of(self, content: str, pictures: Sequence[str]) -> bool:
         """Return whether this is the turn of a message with this text and the pictures of these ids."""
@@ -136,10 +145,10 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `begin_turn`.
 
-    outcome: for `new` and `retried` (the turn had failed before) the caller must run the turn and call `finish_turn`; for `existing` the turn
-    runs or is over already, and nothing was written. history: the turns that the prompt begins with, oldest first; empty for `existing`. title:
-    the session's, perhaps just made. history_token_ids: what `finish_turn` was given for the last turn of the history that has ids; b"" if none
-    has.
+    outcome: for `new`, `retried` (the turn had failed before) and `continued` (its answer was cut and goes on) the caller must run the turn and call
+    `finish_turn`; for `existing` the turn runs or is over already, and nothing was written. history: the turns that the prompt begins with, oldest
+    first; empty for `existing`. title: the session's, perhaps just made. history_token_ids: what `finish_turn` was given for the last turn of the
+    history that has ids; b"" if none has. answer_token_ids: of a turn that goes on, all ids up to the end of its answer; b"" if not known.
     """
 
     turn: Turn
@@ -147,6 +156,7 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     title: str | None
     history: list[Turn]
     history_token_ids: bytes = b""
+    answer_token_ids: bytes = b""
     settings: SessionSettings = SessionSettings()
 
     @property
@@ -194,7 +204,7 @@ class NextPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewMessage(NamedTuple):
-    """A message to store. adapter, after, pictures: as for `SessionStore.begin_turn`. now: seconds since the epoch."""
+    """A message to store. now: seconds since the epoch; all else as for `SessionStore.begin_turn`."""
 
     id: str
     content: str
@@ -202,6 +212,7 @@ class NewMessage(NamedTuple):
     after: str | None | UnsetType
     now: float
     pictures: tuple[str, ...] = ()
+    continues: bool = False
 
 
 class End(NamedTuple):

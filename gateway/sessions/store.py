@@ -314,6 +314,7 @@ class SessionStore:
         adapter: str | None | UnsetType = UNSET,
         after: str | None | UnsetType = UNSET,
         pictures: Sequence[str] = (),
+        continues: bool = False,
         now: float,
     ) -> BeginResult:
         """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the `message` frame.
@@ -333,13 +334,16 @@ class SessionStore:
             after: the id of the turn that the message follows (None: it is the first); if left out, the last one shown. Turns that followed that
                 turn before are kept as other versions (see `choose_version`).
             pictures: ids of pictures that `StoredPictures.put` has stored, which the message shows.
+            continues: if the turn is known and its answer was cut, the answer goes on.
             now: seconds since the epoch.
 
         Raises:
             GatewayError: `not_found` (session, `after`, `pictures`), `conflict` (known id, other content or another `after`), `busy` (another turn
                 runs), `bad_request`, `quota_exceeded`.
         """
-        message = NewMessage(checked_id(turn_id, "id"), content, adapter, after, now, tuple(pictures))
+        message = NewMessage(
+            checked_id(turn_id, "id"), content, adapter, after, now, tuple(pictures), continues
+        )
         return await self._write(owner, transactions.begin, owner, session_id, message)
 
     async def retitle(self, owner: str, session_id: str, was: str, title: str) -> bool:

@@ -313,6 +313,8 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
     content = clean_text(message.content)
     known = _known(conn, row.row, message)
     if known is not None and known.status != "failed":
+        if message.continues and known.can_go_on:
+            return _go_on(conn, row, known)
         return BeginResult(turn=known, outcome="existing", title=row.title, history=[])
     _refuse_second(conn, row.row)
     parent = _parent(conn, row.row, message, is_known=known is not None)
@@ -334,6 +336,27 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
         title=title,
         history=[turn for turn in _turns_up_to(conn, parent) if turn.is_history],
         history_token_ids=token_ids_up_to(conn, parent),
+        settings=settings.read(conn, row.row),
+    )
+
+
+def _go_on(conn: Database, row: Row, turn: Turn) -> BeginResult:
+    """Let the last turn shown run again with the answer that it has. Raises GatewayError `bad_request` for an earlier turn."""
+    _refuse_second(conn, row.row)
+    seq = place_of(conn, row.row, turn.id, "id")
+    if seq != tree.tip(conn, row.row):
+        raise GatewayError("bad_request", "Only the last answer of a session can go on.", param="continues")
+    search.drop_turns(conn, row.owner, "seq = ?", (seq,))
+    conn.execute("UPDATE turns SET status = 'running' WHERE seq = ?", (seq,))
+    parent = tree.parent_of(conn, seq)
+    (has_ids,) = conn.execute("SELECT token_ids IS NOT NULL FROM turns WHERE seq = ?", (seq,)).fetchone()
+    return BeginResult(
+        turn=turn,
+        outcome="continued",
+        title=row.title,
+        history=[each for each in _turns_up_to(conn, parent) if each.is_history],
+        history_token_ids=token_ids_up_to(conn, parent),
+        answer_token_ids=token_ids_up_to(conn, seq) if has_ids else b"",
         settings=settings.read(conn, row.row),
     )
 

@@ -37,7 +37,11 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Message(Struct, frozen=True, tag="message"):
-    """A question. pictures: ids of stored pictures that it shows; with some the text may be empty."""
+    """A question.
+
+    pictures: ids of stored pictures that it shows; with some the text may be empty. continues: the known turn of this id goes on, as its answer was
+    cut.
+    """
 
     id: TurnName
     content: str
@@ -46,6 +50,7 @@ class Message(Struct, frozen=True, tag="message"):
     sampling: Sampling = Sampling()
     after: TurnName | None | UnsetType = UNSET
     priority: int | None = None
+    continues: bool = False
     pictures: Annotated[list[PictureName], Meta(max_length=MAX_PICTURES)] = []
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
 

@@ -19,24 +19,18 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import UnsetType, structs, to_builtins
 from opentelemetry.trace import StatusCode
 
-from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.predict.hints import read_conversation
 from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId, Sampling
 from engine_bridge.protocol.errors import (
-    ASLEEP,
     BridgeError,
-    EngineUnavailable,
-    InternalFailure,
-    InvalidRequest,
-    TooBusy,
 )
-from engine_bridge.protocol.node import Delta, Node, followed_by
+from engine_bridge.protocol.node import Delta, Node, followed_by, seen_pictures, unpack_token_ids
 from engine_bridge.tracing import NO_TRACES, Traces, traceparent_of
 from gateway.access.auth import tenant_of
 from gateway.access.budgets import RequestBudgets
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
-from gateway.errors import KINDS, GatewayError, as_gateway_error
+from gateway.errors import GatewayError, as_gateway_error
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
 from gateway.people.usage import Usage, spent_by_turn
@@ -50,6 +44,7 @@ from gateway.sessions import (
     question_of,
     with_latest_pictures,
 )
+from gateway.turns.failures import from_bridge, unavailable
 from gateway.turns.protocol import Message
 
 log = logging.getLogger(__name__)
@@ -304,7 +299,8 @@ class Turns:
         if earlier is not None and earlier.error is None and message.session_id in (None, earlier.session_id):
             if not earlier.question.is_of(clean_text(message.content), message.pictures):
                 raise GatewayError("conflict", "This id is already used for another message.", param="id")
-            return earlier
+            if not (message.continues and earlier.is_over):
+                return earlier
         self._check_ready()
         # Before it is stored: what no model can read need not be kept.
         if len(message.content) > self._prompt_chars():
@@ -357,6 +353,8 @@ class Turns:
         self._live[owner, message.id] = live
         if begun.outcome != "new":
             live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
+        known = AnswerPiece(begun.turn.answer, begun.turn.reasoning)
+        live.pieces = [known] if any(known) else []
         if begun.is_new:
             running = place.pop_all()
             self._spawn(self._run(live, begun, message.sampling, request)).add_done_callback(
@@ -364,8 +362,6 @@ class Turns:
             )
             self._watch_unfollowed(live)
         else:
-            known = AnswerPiece(begun.turn.answer, begun.turn.reasoning)
-            live.pieces = [known] if any(known) else []
             live.done = _done_fields(live, begun.turn)
             self._forget_later(live)
         return live
@@ -400,6 +396,7 @@ class Turns:
                 adapter=adapter,
                 after=message.after,
                 pictures=message.pictures,
+                continues=message.continues,
                 now=self._now(),
             )
         except GatewayError:
@@ -431,6 +428,9 @@ class Turns:
                 turns = with_latest_pictures([*begun.history, begun.turn], self._node.max_images)
                 pictures = await self._store.pictures.of(live.owner, turns)
                 said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
+                if goes_on := begun.outcome == "continued":
+                    said = (*said, ChatMessage("assistant", begun.turn.answer))
+                request = structs.replace(request, goes_on=goes_on)
                 request = _request(live, begun, said, sampling, request, keeps_question=self._keeps_questions)
                 messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
@@ -450,7 +450,12 @@ class Turns:
             await self._finish(live, final, error)
             if live.error is not None:
                 span.set_status(StatusCode.ERROR, live.error.code)
-        if live.done is not None and not begun.history and self.on_first_answer is not None:
+        if (
+            live.done is not None
+            and not begun.history
+            and begun.outcome != "continued"
+            and self.on_first_answer is not None
+        ):
             answered = [*messages, ChatMessage("assistant", live.whole.text)]
             self.on_first_answer(live.owner, live.session_id, live.title, answered)
 
@@ -469,8 +474,8 @@ class Turns:
                 answer=live.whole.text,
                 reasoning=live.whole.reasoning,
                 status=status,
-                finish_reason=final.finish_reason if final and not error else None,
-                usage=to_builtins(final.usage) if final and final.usage else None,
+                finish_reason=error.code if error else final.finish_reason if final else None,
+                usage=_usage(live, final),
                 timings=to_builtins(final.timings) if final and final.timings else None,
                 token_ids=_token_ids(live, final) if final and not error else b"",
                 home=self._home_of(tenant_of(live.owner), live.session_id),
@@ -543,9 +548,12 @@ def _request(
     keeps_question: bool,
 ) -> EngineRequest:
     asked = read_conversation([(message.role, message.content) for message in messages])
+    # The text of an answer says less than its tokens: a blank at its end, half a character. Of pictures the ids alone say nothing.
+    ids = begun.answer_token_ids
     return structs.replace(
         request,
         request_id=live.request_id,
+        prompt_token_ids=unpack_token_ids(ids) if ids and not seen_pictures(ids) else None,
         tenant=tenant_of(live.owner),
         session_id=live.session_id,
         adapter=begun.turn.adapter or "",
@@ -553,35 +561,6 @@ def _request(
         messages=messages,
         sampling=begun.settings.sampling(sampling),
         history_token_ids=begun.history_token_ids,
-    )
-
-
-def from_bridge(error: BridgeError) -> GatewayError:
-    """Return the error of the bridge as a client may see it."""
-    if isinstance(error, EngineUnavailable | InvalidRequest):
-        code = error.code if error.code in KINDS else "bad_request"
-        return GatewayError(code, str(error), param=getattr(error, "param", None))
-    if isinstance(error, TooBusy):
-        return GatewayError("rate_limited", str(error), retry_after_s=error.retry_after_s)
-    if isinstance(error, RegistryFailed):
-        return GatewayError("storage_failed", str(error), retryable=True)
-    return GatewayError("internal" if isinstance(error, InternalFailure) else "bad_request", str(error))
-
-
-def unavailable(state: str, stage: str) -> GatewayError:
-    """Return the error for work that comes while the node is not ready."""
-    if state == "starting":
-        return GatewayError("starting", f"The engine is starting ({stage}). Try again in a few seconds.")
-    if state in ("draining", "closed"):
-        return GatewayError("draining", "The server is going down. Try again in a moment.")
-    if state == "asleep":
-        return GatewayError("asleep", ASLEEP)
-    if state == "rebuilding":
-        return GatewayError(
-            "engine_failed", "The engine failed and is being rebuilt. Try again in a few seconds."
-        )
-    return GatewayError(
-        "engine_failed", "The engine could not be started. The server's log says why.", retryable=False
     )
 
 
@@ -598,3 +577,14 @@ def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:
         "timings": turn.timings,
         "title": live.title,
     }
+
+
+def _usage(live: LiveTurn, final: Delta | None) -> dict[str, Any] | None:
+    """Return the token counts of a turn; one whose answer went on has those of both parts."""
+    if final is None or final.usage is None:
+        return None
+    found: dict[str, Any] = to_builtins(final.usage)
+    if live.question.answer and (before := live.question.usage):
+        found["prompt_tokens"] = before["prompt_tokens"]
+        found["completion_tokens"] += before["completion_tokens"]
+    return found

@@ -7,6 +7,7 @@ import { Composer } from './composer.js';
 import { contained } from './dom.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
+import { fullness } from './format.js';
 import { ChatCore, isLive } from './protocol.js';
 import { Rail } from './rail.js';
 import { SessionIndex } from './sessions.js';
@@ -73,6 +74,8 @@ export class App {
     this.follower = new Follower(byId('scroller'), byId('new-text'));
     this.transcript = new Transcript(byId('transcript'), {
       picture: (id) => this.api.picture(id),
+      canGoOn: (turn) => this.core.canGoOn(turn),
+      goOn: (turn) => this.#act(() => this.core.goOn(turn.id)),
       regenerate: (turn) => this.#replace(turn, turn.content),
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
@@ -380,6 +383,7 @@ export class App {
     loadMarkdown(); // behind the first screen, before the first answer
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
     this.composer.maxImages = server.max_images ?? 0;
+    this.composer.maxTokens = server.max_model_len || Infinity;
     this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
     byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
@@ -475,6 +479,8 @@ export class App {
   #showState() {
     const running = Boolean(this.core.liveTurn(this.core.current));
     this.composer.setState(this.core.phase === 'ready', running);
+    const maxTokens = this.core.server?.max_model_len;
+    this.composer.showFullness(fullness(this.#session()?.turns, maxTokens), maxTokens);
   }
 
   async #list(isFirst) {

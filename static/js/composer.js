@@ -1,6 +1,7 @@
 /** Where the user writes: text field, adapter picker, send and stop. */
 
 import { fitHeight, isSend } from './dom.js';
+import { count } from './format.js';
 import { ModelPicker } from './picker.js';
 import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 
@@ -44,8 +45,10 @@ export class Composer {
     this.picker = new ModelPicker(form.querySelector('.picker'), document.getElementById('models'), actions);
     this.note = form.querySelector('#composer-note');
     this.warmth = form.querySelector('.warmth');
+    this.fullness = form.querySelector('.fullness');
     this.offersAhead = false;
     this.maxBytes = Infinity;
+    this.maxTokens = Infinity;
     this.attach = form.querySelector('.attach');
     this.maxImages = 0;
     this.#listen();
@@ -91,7 +94,7 @@ export class Composer {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
-      maxImages: () => this.maxImages, upload: this.actions.upload });
+      maxTokens: () => this.maxTokens, maxImages: () => this.maxImages, upload: this.actions.upload });
     await this.files.add(files);
   }
 
@@ -240,6 +243,14 @@ export class Composer {
   /** Says, quietly, that the conversation is ready on the device. */
   showWarmth(isWarm) {
     this.warmth.hidden = !isWarm;
+  }
+
+  /** Says, quietly, how full the model's context is; null: there is much room. */
+  showFullness(full, maxTokens) {
+    this.fullness.hidden = !full;
+    if (!full) return;
+    this.fullness.textContent = `${Math.round(full.share * 100)}% full`;
+    this.fullness.title = `This conversation has ${count(full.used)} of the ${count(maxTokens)} tokens that the model reads`;
   }
 
   #onKey(event) {

@@ -33,6 +33,15 @@ export function summary({ adapter, timings }) {
   return [adapter, first, rate(timings.tpot_ms)].filter(Boolean).join(' · ');
 }
 
+const FULL_FROM = 0.75; // chosen: there is room for some more turns then
+
+/** How full the model's context is behind the last of these turns, as {share, used}; null where there is much room. */
+export function fullness(turns, maxTokens) {
+  const usage = turns?.findLast((turn) => turn.usage)?.usage;
+  const used = usage ? usage.prompt_tokens + usage.completion_tokens : 0;
+  return maxTokens && used >= FULL_FROM * maxTokens ? { share: Math.min(used / maxTokens, 1), used } : null;
+}
+
 /** Seconds as a person would say them: "12 s", "1 min 5 s". */
 export function seconds(total) {
   const whole = Math.max(0, Math.round(total));

@@ -221,6 +221,26 @@ export class ChatCore {
     this.#transmit(turn);
   }
 
+  /** Lets a cut answer go on, behind what is there of it. */
+  goOn(id) {
+    const turn = this.turns.get(id);
+    if (!turn || isLive(turn)) return;
+    // The server sends the answer from its beginning.
+    Object.assign(turn, { answer: '', reasoning: '', seq: 0, status: 'sending', sends: 0, stopRequested: false });
+    this.#owe(turn, { ...messageFrame(turn), continues: true });
+    this.#emit('turn', { turn });
+    this.#transmit(turn);
+  }
+
+  /** Whether a turn's answer was cut and can go on: it is the last one, and the model's context has room. */
+  canGoOn(turn) {
+    const { usage, status, finishReason, answer } = turn;
+    const isCut = (status === 'done' && finishReason === 'length') || status === 'stopped';
+    const used = usage ? usage.prompt_tokens + usage.completion_tokens : 0;
+    const isLast = this.sessions.get(turn.sessionId)?.turns.at(-1) === turn;
+    return isCut && isLast && answer !== '' && used < (this.server?.max_model_len || Infinity);
+  }
+
   /** Takes away a failed turn that the server never stored. */
   discard(id) {
     const turn = this.turns.get(id);

@@ -9,12 +9,17 @@ import { toast } from './toast.js';
 import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
-const OVER_LIMIT = 'This conversation is longer than the model can read. Start a new chat, or edit an '
-  + 'earlier message to make it shorter.';
+const FAILED = {
+  prompt_too_long: 'This conversation is longer than the model can read. Start a new chat, or edit an earlier message to make it shorter.',
+  null: 'The server stopped before this answer was finished.',
+};
+const FAILED_OTHERWISE = 'This answer could not be finished.';
 
 /**
  * @typedef {object} TranscriptActions
  * @property {(id: string) => Promise<Blob>} picture  reads a picture of a message
+ * @property {(turn: object) => boolean} canGoOn
+ * @property {(turn: object) => void} goOn  lets an answer that was cut go on
  * @property {(turn: object) => void} regenerate
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
@@ -55,7 +60,7 @@ class TurnView {
     this.question.classList.remove('editing');
     if (content.includes(':\n```')) import('./files/blocks.js').then(({ fold }) => fold(bubble, content));
     if (pictures.length) {
-      import('./files/pictures.js').then(({ gallery }) => {
+      import('./pictures.js').then(({ gallery }) => {
         asked.prepend(gallery(pictures, this.actions.picture, this.actions.grown));
       });
     }
@@ -99,8 +104,8 @@ class TurnView {
 
   /** Draws the foot where it has changed: what is open in it, and the focus, stay. */
   #updateFoot(live) {
-    const { status, answer, finishReason, timings, versions, error, request } = this.turn;
-    const footOf = live ? '' : JSON.stringify([status, answer !== '', finishReason, timings, versions, error, Boolean(request)]);
+    const { status, answer, finishReason, usage, timings, versions, error, request } = this.turn;
+    const footOf = live ? '' : JSON.stringify([this.actions.canGoOn(this.turn), status, answer !== '', finishReason, usage, timings, versions, error, Boolean(request)]);
     if (footOf === this.#footOf) return;
     this.#footOf = footOf;
     if (live) this.foot.replaceChildren();
@@ -129,9 +134,12 @@ class TurnView {
     const { turn, actions } = this;
     const parts = [];
     if (turn.status === 'failed') parts.push(this.#failure());
-    if (turn.status === 'stopped') parts.push(h('p', { class: 'note' }, 'Stopped. What was written is kept.'));
+    if (turn.status === 'stopped') parts.push(h('p', { class: 'note' }, 'Stopped. What was written is kept. ', this.#goOnButton()));
+    if (turn.usage?.left_out_messages) {
+      parts.push(h('p', { class: 'note' }, `The conversation is longer than the model reads: its ${turn.usage.left_out_messages} oldest messages were left out.`));
+    }
     if (turn.finishReason === 'length') {
-      parts.push(h('p', { class: 'note' }, 'The answer reached the length limit.'));
+      parts.push(h('p', { class: 'note' }, 'The answer reached the length limit. ', this.#goOnButton()));
     }
     const tools = h('div', { class: 'foot-tools' }, versionArrows(turn, (versionId, way) => actions.choose(turn, versionId, way)));
     if (turn.status !== 'failed') {
@@ -145,12 +153,17 @@ class TurnView {
     if (focused) focusVersions(this.element, focused);
   }
 
+  #goOnButton() {
+    const { turn, actions } = this;
+    return actions.canGoOn(turn) && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.goOn(turn) } }, 'Continue');
+  }
+
   #failure() {
     const { turn, actions } = this;
-    const error = turn.error ?? { message: 'The server stopped before this answer was finished.', retryable: true };
-    const tooLong = error.code === 'prompt_too_long';
+    const code = turn.error?.code ?? turn.finishReason;
+    const tooLong = code === 'prompt_too_long';
     return h('div', { class: 'failure', role: 'alert' },
-      h('p', {}, tooLong ? OVER_LIMIT : error.message),
+      h('p', {}, turn.error?.message ?? FAILED[code] ?? FAILED_OTHERWISE),
       h('div', { class: 'failure-buttons' },
         !tooLong && h('button', { type: 'button', class: 'button retry', on: { click: () => actions.retry(turn) } }, 'Try again'),
         turn.request && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));

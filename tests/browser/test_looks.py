@@ -9,17 +9,21 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, what these share, the side sheet,
-# formulas, files, the list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question,
-# the question for a key, dialogs, export and import, the way without websockets, what the demo model is asked for example, the list of
-# adapters, what copies to the clipboard, and what renders Markdown with its code and formulas, which comes with the first answer.
+# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the operators' page, that of
+# sign-in links, what these share, the side sheet, formulas, files, pictures, the list of shortcuts, the menu and the title field of a
+# conversation, an answer's timings, the form that edits a question, the question for a key, dialogs, export and import, the way without
+# websockets, what the demo model is asked for example, the list of adapters, what copies to the clipboard, and what renders Markdown with
+# its code and formulas, which comes with the first answer.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
     "engine": 37 * 1000,
+    "admin": 19 * 1000,
+    "sign-in": 2 * 1000,
     "sheet": 20 * 1000,
     "maths": 5 * 1000,
     "files": 10 * 1000,
+    "pictures": 3 * 1000,
     "shortcuts": 2 * 1000,
     "menu": 2 * 1000,
     "transfer": 3 * 1000,
@@ -123,6 +127,36 @@ def test_the_reader_is_not_pulled_along(scripted, step_px: int) -> None:
     pill.click()
     expect(pill).to_be_hidden()
     assert scroller.evaluate(at_end)
+
+
+def test_an_answer_that_was_cut_goes_on_and_a_full_context_is_said(scripted, stage) -> None:
+    chat, answer = scripted()
+    node = stage.gateway.node
+    answer.say("One ")
+    answer.finish(reason="length")
+    chat.wait_done()
+    page = chat.page
+    expect(page.get_by_text("The answer reached the length limit.")).to_be_visible()
+    expect(page.locator(".fullness")).to_be_hidden()
+    page.reload()
+    with stage.by_hand() as next_answer:
+        page.get_by_role("button", name="Continue").click()
+        expect(chat.answers.first).to_have_text("One")
+        more = next_answer()
+        more.finish("and two.")
+    chat.wait_done()
+    expect(chat.answers.first).to_have_text("One and two.")
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+    expect(page.locator(".turn")).to_have_count(1)
+    node.max_model_len, usual = 5, node.max_model_len
+    try:
+        page.reload()
+        expect(page.locator(".fullness")).to_have_text("100% full")
+        large = {"name": "big.txt", "mimeType": "text/plain", "buffer": b"word " * 40}
+        page.locator("#file").set_input_files([large])
+        expect(page.locator(".toast")).to_contain_text("big.txt has about 50 tokens, and the model reads 5.")
+    finally:
+        node.max_model_len = usual
 
 
 def test_who_opens_the_reasoning_stays_at_its_beginning(scripted) -> None:

@@ -62,11 +62,12 @@ def _cut(source: Path, folder: Path) -> None:
 async def engine(
     tiers: KvTiers | None = None, *, state_dir: Path | None = None, **settings: Any
 ) -> AsyncIterator[LocalNode]:
-    """A node with an engine of its own; `settings` are those of EngineConfig that differ from here, and `adapters_dir`."""
+    """A node with an engine of its own; `settings` are those of EngineConfig that differ from here, `adapters_dir` and `context_overflow`."""
     usual = {"model": str(small().model), "max_model_len": 1024, "max_num_seqs": 8, "cpu_threads": 1}
-    adapters_dir = settings.pop("adapters_dir", small().adapters)
+    own = {"adapters_dir": small().adapters, "context_overflow": "error"}
+    own |= {name: settings.pop(name) for name in tuple(own) if name in settings}
     config = EngineConfig(served_model_name="demo", dtype="float32", **usual | settings)
-    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=adapters_dir, state_dir=state_dir), tiers)
+    node = LocalNode(LocalNodeConfig(engine=config, state_dir=state_dir, **own), tiers)
     await node.start()
     try:
         yield node

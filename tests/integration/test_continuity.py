@@ -36,7 +36,7 @@ class Conversation:
         self.turn_ids: list[str] = []
 
     async def ask(self, content: str, *, stop_early: bool = False, **options: Any) -> Done:
-        turn_id = uuid.uuid4().hex
+        turn_id = options.pop("turn_id", None) or uuid.uuid4().hex
         self.turn_ids.append(turn_id)
         options.setdefault("sampling", GREEDY)
         async for event in self._chat.ask(content, session_id=self.session_id, turn_id=turn_id, **options):
@@ -81,6 +81,27 @@ def tokenizer_of(node: SharedNode) -> Any:
 @pytest.fixture
 def conversation(chat: ChatClient, server: Server) -> Conversation:
     return Conversation(chat, server)
+
+
+async def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(
+    conversation: Conversation, seen: Seen, node: SharedNode
+) -> None:
+    """Cut by its limit, then by its reader: the tokens are those of one answer, nothing before them is computed again, and it is one turn."""
+    whole = await conversation.ask("Tell me about the harbour.", sampling=LONG)
+    (told_whole,) = await conversation.turns()
+    ids = list(seen.generated.values())[-1]
+    conversation.session_id = None
+    await conversation.ask("Tell me about the harbour.", sampling=LONG | {"max_tokens": 60})
+    turn_id = conversation.turn_ids[-1]
+    for max_tokens in (50, 40):
+        again = {"turn_id": turn_id, "continues": True, "sampling": LONG | {"max_tokens": max_tokens}}
+        done = await conversation.ask("Tell me about the harbour.", **again)
+    assert done.usage is not None and whole.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (whole.usage.prompt_tokens, 150)
+    (turn,) = await conversation.turns()
+    assert (turn.answer, turn.status) == (told_whole.answer, "done")
+    assert seen.last == seen.prompts[-1] + ids[110:] and seen.prompts[-1][-110:] == ids[:110]
+    assert done.usage.cached_tokens >= (len(seen.prompts[-1]) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 async def test_a_chat_goes_on_with_what_was_seen(

@@ -30,7 +30,14 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, Picture
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, seen_pictures, unpack_token_ids
+from engine_bridge.protocol.node import (
+    Advisory,
+    AdvisoryReport,
+    Dropped,
+    JsonReply,
+    seen_pictures,
+    unpack_token_ids,
+)
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from . import nodes
@@ -286,15 +293,22 @@ async def test_a_conversation_with_pictures_is_computed_ahead_and_goes_on(tmp_pa
         ahead = await node.prefill(request([*later, ChatMessage("user", "And no")], tenant="t"))
         second = await said_rightly(node, [*later, ChatMessage("user", "And now?", (shown[2],))], 3)
         assert second.num_reused >= ahead - BLOCK_TOKENS > BLOCK_TOKENS
-        fresh = Picture("image/png", picture(4))
-        with pytest.raises(InvalidRequest, match="maximum context length"):
+        fresh, long = Picture("image/png", picture(4)), ChatMessage("user", question * 5)
+        with pytest.raises(InvalidRequest, match="longer than the 768 tokens"):
             await generate(node, [ChatMessage("user", question * 40, (fresh,))], tenant="t")
-        assert (await generate(node, [ChatMessage("user", question, (fresh,))], tenant="t")).token_ids
+        last = [ChatMessage("user", question, (fresh,))]
+        short = await generate(node, last, tenant="t")
         with pytest.raises(InvalidRequest, match="at most 3"):
             await generate(node, [*begun, *begun], tenant="t")
         with pytest.raises(InvalidRequest, match="damaged"):
             broken = Picture("image/png", pngs[0][:3000])
             await generate(node, [ChatMessage("user", question, (broken,))], tenant="t")
+    async with engine(model, None, max_images=3, context_overflow="drop-oldest") as node:
+        said = await generate(node, [long, ChatMessage("assistant", "No."), *last], tenant="t")
+        assert said.prompt is not None and said.prompt.dropped == Dropped(messages=2)
+        assert said.token_ids == short.token_ids, "what is left is the last question"
+        with pytest.raises(InvalidRequest, match="longer than the 768 tokens"):
+            await generate(node, [ChatMessage("user", question * 40)], tenant="t")
 
 
 def about(png: bytes, more: str = "") -> dict[str, Any]:

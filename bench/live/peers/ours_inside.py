@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from bench.live.peers.play import Ask, StepLog
+from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.length import OnlineLengths
@@ -97,6 +98,13 @@ def equal_copies(driver: Any, num_blocks: int, num: int) -> dict[str, list[float
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def capacity(driver: Any) -> dict[str, int]:
+    """Return how many tokens the device's KV memory holds, and its bytes."""
+    storages = (cache.untyped_storage() for cache in runner_of(driver.engine).kv_caches)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {"tokens": driver.capacity_tokens, "bytes": sum(sizes.values())}
 
 
 def is_quiet(driver: Any) -> bool:

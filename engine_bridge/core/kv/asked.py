@@ -48,7 +48,8 @@ class Known:
     waits_for: requests that hold the host memory which its restore needs, STOPPED_READS, or TURN. num_waits: how often it has waited for others to
     give memory back. goes_whole: its restore goes in no pieces. turn_bytes: the size of its reads in its turn. common_tokens: see `Prefix`.
     lacking: blocks that did not come, though they were to be had. num_replans: how often a shorter prefix was looked for because of that.
-    goes_beside: whether its restore was copied to the device beside the steps, which is tried once.
+    goes_beside: whether its restore was copied to the device beside the steps, which is tried once. repeat_tokens: the longest prefix that serves the
+    same prompt asked again, whose last token is always computed.
     """
 
     request: NewRequest
@@ -66,6 +67,7 @@ class Known:
     lacking: set[BlockKey] = field(default_factory=set)
     num_replans: int = 0
     goes_beside: bool = False
+    repeat_tokens: int = 0
 
     def take_restore(self) -> Restore | None:
         """Return the restore and keep it no longer."""

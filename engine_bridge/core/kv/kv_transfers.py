@@ -120,6 +120,7 @@ class Restores:
             is_resumed: whether it has run before.
         """
         known = self._known[request_id]
+        known.repeat_tokens = (num_tokens - 1) // self._layout.unit_tokens * self._layout.unit_tokens
         self._turn.ask(request_id)
         if not known.request.may_load:
             return 0
@@ -482,7 +483,7 @@ class Restores:
             last = min(num_computed_tokens // hash_tokens, len(request.keys)) * hash_tokens
             known.num_offered = max(first, last)
             if first < last:
-                ends, block_ids = [last, known.common_tokens], block_ids_of(request_id)
+                ends, block_ids = [last, known.common_tokens, known.repeat_tokens], block_ids_of(request_id)
                 kept = self._layout.to_keep(first, last, ends, num_computed_tokens)
                 sources = {at: block_ids[at.group][at.block] for at in kept}
                 sources |= self._layout.state_blocks(states.get(request_id, ()))

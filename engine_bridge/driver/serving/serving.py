@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +78,7 @@ log = logging.getLogger(__name__)
 DRAFT_ENDS = ("s", " a", ".")
 # Calls of all tenants whose pictures are read at once: decoded pictures take memory. Chosen.
 READING_PICTURES = 2
+NOTHING_DROPPED = Dropped()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,21 +374,21 @@ class Serving:
         lora_request = self.lora_request(request.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
-        messages = as_dicts(request.messages)
-        chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
         if request.prompt_token_ids is not None:
+            chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
             engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
             stream.prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
         else:
-            engine_input = await self._render(chat_request, messages)
-            stream.prompt = await self._continue(request, engine_input)
+            chat_request, engine_input, dropped = await self._render_turn(request, sampling)
+            stream.prompt = await self._continue(request, engine_input, dropped)
         prompt_len = len(engine_input["prompt_token_ids"])
         params = chat_request.to_sampling_params(
             self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
         )
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        stream.split = self._split(chat_request)
+        # An answer that goes on is past its reasoning, where it had some.
+        stream.split = self._split(chat_request) if not request.goes_on else None
         if stream.is_over:
             return None
         self._client.check_ready()
@@ -421,14 +422,42 @@ class Serving:
         for more in DRAFT_ENDS:
             message = msgspec.structs.replace(draft, content=draft.content + more)
             again = msgspec.structs.replace(request, messages=(*earlier, message))
-            messages = as_dicts(again.messages)
-            engine_input = await self._render(ChatCompletionRequest(messages=messages), messages)
+            _, engine_input, _ = await self._render_turn(again, {})
             await self._continue(again, engine_input)
             ids = engine_input["prompt_token_ids"]
             stable = list(ids) if stable is None else _common(stable, ids)
         return beginning(engine_input, len(stable or [0]) - 1)
 
-    async def _continue(self, request: EngineRequest, engine_input: Any) -> Prompt:
+    async def _render_turn(
+        self, request: EngineRequest, sampling: Mapping[str, Any]
+    ) -> tuple[ChatCompletionRequest, Any, Dropped]:
+        """Return a turn as a chat completion, its prompt as vLLM's engine takes it, and the parts that were left out so that it fits.
+
+        Raises InvalidRequest, `prompt_too_long` where no shorter version fits or none may be made.
+        """
+        body = {"messages": as_dicts(request.messages)}
+        shorter_ones = shorter(self._options.context_overflow, "chat", body, calls_tools=False)
+        for version, dropped in chain([(body, Dropped())], shorter_ones):
+            chat_request = ChatCompletionRequest(
+                messages=version["messages"],
+                stream=True,
+                add_generation_prompt=not request.goes_on,
+                continue_final_message=request.goes_on,
+                **sampling,
+            )
+            try:
+                engine_input = await self._render(chat_request, version["messages"])
+            except Exception as error:
+                if not is_too_long(str(error)):
+                    raise
+                continue
+            if len(engine_input["prompt_token_ids"]) < self._client.model_config.max_model_len:
+                return chat_request, engine_input, dropped
+        raise _too_long(self._client.model_config.max_model_len)
+
+    async def _continue(
+        self, request: EngineRequest, engine_input: Any, dropped: Dropped = NOTHING_DROPPED
+    ) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
         rendered = engine_input["prompt_token_ids"]
         # With only one message from the user there is no history to continue.
@@ -440,7 +469,8 @@ class Serving:
                 request.history_token_ids, engine_input["prompt"], rendered
             )
             engine_input["prompt_token_ids"] = made.token_ids
-        return Prompt(pack_token_ids(made.token_ids, pictures_in(engine_input)), made.origin, made.num_kept)
+        packed = pack_token_ids(made.token_ids, pictures_in(engine_input))
+        return Prompt(packed, made.origin, made.num_kept, dropped)
 
     async def _render(self, chat_request: ChatCompletionRequest, messages: Sequence[Any] = ()) -> Any:
         """Return the prompt of these messages as vLLM's engine takes it. They are given apart, since the request wraps their parts."""
@@ -471,7 +501,7 @@ class Serving:
     def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
         limit = self._client.model_config.max_model_len
         if prompt_len >= limit:
-            raise _too_long(prompt_len, limit)
+            raise _too_long(limit)
         return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
 
     def serves(self, adapter: str) -> bool:
@@ -511,8 +541,8 @@ async def _cancellable(calling: Awaitable[Any]) -> Any:
         await ended(task)
 
 
-def _too_long(prompt_len: int, limit: int) -> InvalidRequest:
+def _too_long(limit: int) -> InvalidRequest:
     return InvalidRequest(
-        f"This conversation has {prompt_len} tokens; the model reads at most {limit}. Start a new chat or shorten it.",
+        f"This conversation is longer than the {limit:,} tokens that the model reads. Start a new chat, or shorten it.",
         code="prompt_too_long",
     )

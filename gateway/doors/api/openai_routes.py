@@ -48,8 +48,8 @@ from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import checked_priority
 from gateway.turns.background_responses import BackgroundResponse
+from gateway.turns.failures import from_bridge
 from gateway.turns.replies import AnswerReader, with_previous
-from gateway.turns.turns import from_bridge
 
 log = logging.getLogger(__name__)
 

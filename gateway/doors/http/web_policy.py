@@ -23,7 +23,7 @@ from gateway.doors.http.hosts import is_own_host, netloc
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
 from gateway.services import SERVICES
 from gateway.settings.config import Config
-from gateway.turns.turns import from_bridge
+from gateway.turns.failures import from_bridge
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from engine_bridge.protocol.errors import BridgeError
 from gateway.doors.http.bodies import json_reply
 from gateway.metrics.metrics import CONTENT_TYPE
 from gateway.services import SERVICES
-from gateway.turns.turns import unavailable
+from gateway.turns.failures import unavailable
 
 # Chosen: less than Prometheus waits for a whole scrape (10 s).
 ENGINE_METRICS_S = 5.0

@@ -2,9 +2,11 @@
 
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
+import { count } from '../format.js';
 import { addStyle } from '../sheet/style.js';
 import { written } from './blocks.js';
 
+const CHARS_PER_TOKEN = 4; // of English, roughly
 const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte → encoding and second byte of its mark
 
 /** The files of each conversation's unsent message; they are kept until the page is left. */
@@ -15,7 +17,7 @@ export class Files {
   /**
    * @param {HTMLElement} box  where the chips go, first
    * @param {?string} sessionId  the open conversation, null for a new chat
-   * @param {{changed: () => void, focus: () => void, maxBytes: () => number, maxImages: () => number,
+   * @param {{changed: () => void, focus: () => void, maxBytes: () => number, maxTokens: () => number, maxImages: () => number,
    *   upload: (file: Blob) => Promise<object>}} composer
    */
   constructor(box, sessionId, composer) {
@@ -77,7 +79,7 @@ export class Files {
     if (others.filter((other) => other.picture).length >= most) {
       throw new Error(`${file.name} was left out: a message may have ${most} pictures.`);
     }
-    const { forServer } = await import('./pictures.js');
+    const { forServer } = await import('../pictures.js');
     try {
       const picture = await this.composer.upload(await forServer(file));
       return { picture, url: URL.createObjectURL(file) };
@@ -95,6 +97,10 @@ export class Files {
     const text = decoded(bytes);
     if (text === null) throw new Error(`${file.name} is not a file of text.`);
     if (!text.trim()) throw new Error(`${file.name} is empty.`);
+    const numTokens = Math.round(text.length / CHARS_PER_TOKEN);
+    if (numTokens > this.composer.maxTokens()) {
+      throw new Error(`${file.name} has about ${count(numTokens)} tokens, and the model reads ${count(this.composer.maxTokens())}.`);
+    }
     return text;
   }
 

@@ -91,6 +91,19 @@ def test_of_a_window_what_a_later_prompt_needs_is_saved_and_loaded_and_nothing_b
     assert bench.restores.spoiled_by({202}, lambda name: ids) == {202, 203, 204, 205, 103, 104, 105}
 
 
+def test_a_prompt_of_whole_blocks_that_is_asked_again_finds_its_window() -> None:
+    """Its last token is always computed, so it ends a block before the end up to which it was saved."""
+    bench = Bench(layout=TWO_GROUPS)
+    ids = [[100, 101, 102, 103, 104], [200, 201, 202, 203, 204]]
+    bench.enter("a", 5)
+    assert bench.match("a", tokens=20) == 0
+    (job,) = bench.restores.next_step([("a", 20)], lambda name: ids).saves
+    assert job.block_ids == [200, 201, 202, 203, 204, 102, 103, 104]
+    bench.shelf.commit(job.save)
+    bench.restores.enter(NewRequest("again", keys_of("a", 5), tenant="t", session="a"))
+    assert bench.match("again", tokens=20) == 4 * BLOCK_TOKENS
+
+
 def test_where_two_conversations_part_their_windows_are_kept_when_that_is_seen() -> None:
     bench, at = Bench(layout=TWO_GROUPS), {at: key for key, at in places_of(TWO_GROUPS, "a", 5).items()}
     bench.shelf.put([at[1, block] for block in range(3)])

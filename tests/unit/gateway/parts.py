@@ -138,11 +138,13 @@ class Parts:
         self.turns.follow(turn, listener)
         return listener
 
-    async def answered(self, name: str, *pieces: str, content: str = "Hello!", **fields: Any) -> LiveTurn:
+    async def answered(
+        self, name: str, *pieces: str, content: str = "Hello!", reason: str = "stop", **fields: Any
+    ) -> LiveTurn:
         """A turn that was asked and answered to its end."""
         number = len(self.node.answers)
         turn = await self.ask(name, content, **fields)
-        (await self.node.asked(number)).finish(*pieces)
+        (await self.node.asked(number)).finish(*pieces, reason=reason)
         return await self.follow(turn).over()
 
     def count(self, name: str, **labels: str) -> float:

@@ -44,7 +44,7 @@ from gateway.doors.http.json_shape import shape_of
 from gateway.errors import to_openai_body
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
-from gateway.turns.turns import from_bridge
+from gateway.turns.failures import from_bridge
 
 from .front import Gateway, Gateways
 

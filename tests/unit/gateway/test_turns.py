@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine_bridge.protocol.engine_request import ChatMessage
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
 from gateway.turns.turns import KEEP_UNFOLLOWED_S, AnswerPiece
@@ -33,6 +34,28 @@ class BrokenEnds:
         turn = await self._finish(*args, **kwargs)
         self.has_stored.set()
         return turn
+
+
+async def test_an_answer_that_was_cut_goes_on_and_keeps_what_it_had(parts: Parts) -> None:
+    """Only the last one, only where there is something to go on from, and whatever then fails."""
+    turn = await parts.answered("a", "one ", reason="length")
+    done = await parts.ask("a", session_id=turn.session_id)
+    assert done.is_over and len(parts.node.answers) == 1, "the same message again is no wish to go on"
+    again = await parts.ask("a", session_id=turn.session_id, continues=True)
+    answer = await parts.node.asked(1)
+    assert answer.request.goes_on and answer.request.messages[-1] == ChatMessage("assistant", "one ")
+    assert again.base_seq >= turn.seq and again.whole.text == "one ", "sockets get it from its beginning"
+    assert await stored(parts, turn.session_id) == [("a", "running", "one ")]
+    answer.say("two")
+    answer.fail(RuntimeError("the engine is gone"))
+    await until(lambda: again.is_over)
+    assert await stored(parts, turn.session_id) == [("a", "failed", "one two")]
+    ended = await parts.answered("b", "whole", session_id=turn.session_id)
+    assert (await parts.ask("b", session_id=turn.session_id, continues=True)).whole == ended.whole
+    cut = await parts.answered("c", "cut", session_id=turn.session_id, reason="length")
+    await parts.answered("d", "later", session_id=turn.session_id)
+    error = await refused(parts.ask("c", session_id=turn.session_id, continues=True))
+    assert (error.code, error.param, cut.is_over) == ("bad_request", "continues", True)
 
 
 async def test_a_message_is_on_disk_before_it_is_accepted_and_its_answer_before_done(parts: Parts) -> None:

@@ -1,7 +1,7 @@
 /** Pictures of messages: in the form that the server takes, and shown above a question. */
 
-import { h } from '../dom.js';
-import { addStyle } from '../sheet/style.js';
+import { h } from './dom.js';
+import { addStyle } from './sheet/style.js';
 
 const TAKEN = new Set(['image/png', 'image/jpeg', 'image/webp', 'image/gif']);
 const urls = new Map(); // id → promise of an address of the picture in this page
