@@ -138,8 +138,7 @@ class KeyRing:
         self._given += [replace(_hashed(key, salt), is_operator=True) for key in operator_keys]
         self._given_salt = salt
         self._key_file = key_file
-        self._entries = self.read()
-        self._lines = self._lines_of(self._entries)
+        self._use(self.read())
         # The line by which each key was let in, by `Principal.key`, because an owner may be known only from a key.
         self._known: dict[str, KeyLine] = {}
         # The keys among them that the present lines have let in.
@@ -214,7 +213,7 @@ class KeyRing:
 
     def person(self, owner: str) -> Principal | None:
         """Return a person by owner id, as lines that name their owner have it; None if there is none, or the person is disabled."""
-        lines = [entry for entry in self._entries if entry.owner == owner and not entry.is_disabled]
+        lines = [line for line in self._by_owner.get(owner, ()) if not line.is_disabled]
         if not lines:
             return None
         weight = self._weights.get(lines[0].name, 1.0)
@@ -234,8 +233,15 @@ class KeyRing:
 
     def people(self) -> dict[str, str]:
         """Return the names of all people whose owner id is known, by that id: from the key file, and from keys that were used."""
-        named = {entry.owner: entry.name for entry in self._entries if entry.owner}
-        return named | {_owner(key, entry): entry.name for key, entry in self._known.items()}
+        named = {owner: lines[0].name for owner, lines in self._by_owner.items()}
+        return {_owner(key, entry): entry.name for key, entry in self._known.items()} | named
+
+    def name_of(self, owner: str) -> str:
+        """Return the name of a person by owner id; the id itself where no line names its owner so."""
+        lines = self._by_owner.get(owner) or [
+            line for key, line in self._known.items() if _owner(key, line) == owner
+        ]
+        return lines[0].name if lines else owner
 
     def keys_of(self, owner: str) -> frozenset[str]:
         """Return `Principal.key` of each key of a person that was used, and of each browser that is signed in."""
@@ -261,8 +267,7 @@ class KeyRing:
             now = kept.get((entry.salt, entry.digest))
             if now is not None and _owner(key, now) == _owner(key, entry):
                 self._known[key] = now
-        self._entries = entries
-        self._lines = self._lines_of(entries)
+        self._use(entries)
         self._let_in = set()  # a key may stand on other lines now, as an operator's perhaps
         left = {entry.owner for entry in kept.values()} | {_owner(*known) for known in self._known.items()}
         shut_out = {key: owner for key, owner in self._browsers.items() if self.person(owner) is None}
@@ -293,6 +298,15 @@ class KeyRing:
     def _principal(self, key: str, entry: KeyLine) -> Principal:
         weight = self._weights.get(entry.name, 1.0)
         return Principal(_owner(key, entry), entry.name, weight, entry.is_operator, key)
+
+    def _use(self, entries: list[KeyLine]) -> None:
+        """Look keys and people up in these lines from now on."""
+        self._entries = entries
+        self._lines = self._lines_of(entries)
+        self._by_owner: dict[str, list[KeyLine]] = {}
+        for entry in entries:
+            if entry.owner:
+                self._by_owner.setdefault(entry.owner, []).append(entry)
 
     def _lines_of(self, entries: list[KeyLine]) -> _Lines:
         lines = _Lines(entry for entry in entries if entry.salt != self._given_salt)

@@ -102,13 +102,11 @@ class Roll:
                 raise
             return Person(named, named, ())
 
-    def check_has_operator(self) -> None:
-        """Raise RollError if no key that is accepted is an operator's."""
-        lines = [row for row in self.rows if isinstance(row, KeyLine)]
-        if not any(line.is_operator and line.digest and not line.is_disabled for line in lines):
-            raise RollError(
-                "This would leave no operator who can sign in. Give another person an operator's key first."
-            )
+    @property
+    def has_operator(self) -> bool:
+        """Whether some key that is accepted is an operator's."""
+        lines = (row for row in self.rows if isinstance(row, KeyLine))
+        return any(line.is_operator and line.digest and not line.is_disabled for line in lines)
 
     def add_person(self, name: str, *, is_operator: bool) -> str:
         """Add a person with a first key, and return the key. Raises RollError for a name that is taken or malformed."""

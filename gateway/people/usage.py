@@ -59,6 +59,7 @@ class Usage:
         self._unsaved: dict[tuple[str, str], Spent] = {}
         self._learned: dict[str, tuple[str, str]] = {}
         self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
 
     @staticmethod
     async def open(config: Config, keys: KeyRing, metrics: Metrics, data_dir: Path) -> Usage:
@@ -123,7 +124,7 @@ class Usage:
         key = owner, self._day
         self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
         if self._by_user:
-            user = self._keys.people().get(owner, owner)
+            user = self._keys.name_of(owner)
             self._metrics.tokens.labels(user, "prompt").inc(spent.prompt_tokens)
             self._metrics.tokens.labels(user, "answer").inc(spent.answer_tokens)
 
@@ -138,7 +139,16 @@ class Usage:
             await self.save()
 
     async def save(self) -> None:
-        """Write what was counted, and whose keys were used that do not say so. What cannot be written is kept for the next time."""
+        """Write what was counted, and whose keys were used that do not say so. What cannot be written is kept for the next time.
+
+        A caller that is cancelled does not end this, because a count that is written while it is taken for unwritten would be written twice.
+        """
+        saving = asyncio.create_task(self._save())
+        self._saves.add(saving)
+        saving.add_done_callback(self._saves.discard)
+        await asyncio.shield(saving)
+
+    async def _save(self) -> None:
         async with self._saving:
             learned = self._keys.owners_by_line()
             learned = {mark: whose for mark, whose in learned.items() if self._learned.get(mark) != whose}
@@ -148,11 +158,9 @@ class Usage:
             days = [Day(owner, day, spent) for (owner, day), spent in unsaved.items()]
             try:
                 await asyncio.to_thread(self.ledger.add, days, learned)
-            except BaseException as error:
+            except sqlite3.Error as error:
                 for key, spent in unsaved.items():
                     self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
-                if not isinstance(error, sqlite3.Error):
-                    raise
                 log.warning("what people used could not be stored, and is tried again: %s", error)
             else:
                 self._learned |= learned

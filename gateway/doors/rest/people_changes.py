@@ -56,8 +56,10 @@ async def change(services: Services, work: Callable[[Roll], _T]) -> _T:
     def write() -> _T:
         """Do the work and write the file."""
         with changing(path, known) as roll:
+            had_operator = roll.has_operator
             result = work(roll)
-            roll.check_has_operator()
+            if had_operator and not roll.has_operator:
+                raise RollError("This would leave no operator's key. Give another person one first.")
         return result
 
     result = await _in_thread(write)

@@ -116,6 +116,16 @@ async def test_only_operators_may_and_not_against_themselves(gateway: Gateway, g
     assert refused.status == 409 and "--api-key-file" in refused.body["error"]["message"]
 
 
+async def test_where_flags_alone_make_operators_the_file_needs_none(
+    gateways: Gateways, tmp_path: Path
+) -> None:
+    chief = generate_key()
+    path = await asyncio.to_thread(key_file, tmp_path, key_file_line("bob", OTHER))
+    gateway = await gateways(api_key_file=path, operator_keys=(chief,))
+    made = await gateway.call("POST", ADMIN, {"name": "eve"}, key=chief)
+    assert made.status == 201 and await is_let_in(gateway, made.body["key"])
+
+
 async def test_a_file_that_cannot_be_changed_is_not_named_to_clients(
     gateway: Gateway, tmp_path: Path
 ) -> None:

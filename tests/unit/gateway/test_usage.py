@@ -174,3 +174,16 @@ async def test_counting_uses_nothing_and_is_never_refused(gateways: Gateways, ro
     replying(gateway, {"count": 3, "input_tokens": 3})
     assert (await gateway.call("POST", route, {"prompt": "Hello!", "messages": []})).status == 200
     assert gateway.usage.today("local").num_tokens == 6
+
+
+async def test_who_is_cancelled_while_saving_counts_nothing_twice(tmp_path: Path) -> None:
+    usage = await usage_in(tmp_path)
+    usage.add("ada", Spent(1, 2, 3))
+    saving = asyncio.create_task(usage.save())
+    await asyncio.sleep(0)
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    assert saving.cancelled()
+    await usage.save()
+    assert await usage.days(usage.since(1), None) == [Day("ada", usage.day(), Spent(1, 2, 3))]
+    await usage.close()
