@@ -352,7 +352,7 @@ export class App {
 
   #onPhase() {
     const { phase, isAnother } = this.core;
-    if (isAnother) return location.reload(); // what the last one saw must not be found here
+    if (isAnother) return location.reload(); // forgets what another person saw
     this.banner.update();
     this.#showState();
     document.body.classList.toggle('locked', phase === 'locked');

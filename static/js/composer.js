@@ -8,6 +8,9 @@ import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of it
 const DRAFT_EVERY_MS = 400; // the same, where it reads along
 const BYTES_SPARE = 1024; // what the frame needs around the text
+const CHIP_FROM = 20000; // chosen: a paste of so many characters is a file, not a question
+const KEEP_LATER_FROM = 20000; // chosen: a draft of so many characters is kept once nothing was typed for a moment
+const KEEP_AFTER_MS = 400;
 
 /**
  * @typedef {object} ComposerActions
@@ -31,6 +34,7 @@ export class Composer {
   #isSendable = false; // what is written, once the server is ready
   #waits = false; // it was sent, and goes once the server is ready
   #draftTimer = 0;
+  #keepTimer = 0;
 
   /**
    * @param {HTMLFormElement} form
@@ -73,11 +77,21 @@ export class Composer {
       this.#attach([...input.files]);
       input.value = ''; // so that the same file can be chosen again
     });
-    this.area.addEventListener('paste', (event) => this.#onFiles(event, event.clipboardData));
+    this.area.addEventListener('paste', (event) => this.#onPaste(event));
     document.addEventListener('drop', (event) => this.#onFiles(event, event.dataTransfer));
     document.addEventListener('dragover', (event) => {
       if (event.dataTransfer.types.includes('Files')) event.preventDefault();
     });
+  }
+
+  /** Files, and a text so long that it would be in the way of what is asked about it. */
+  #onPaste(event) {
+    this.#onFiles(event, event.clipboardData);
+    const text = event.clipboardData.getData('text/plain');
+    if (event.defaultPrevented || text.length < CHIP_FROM) return;
+    event.preventDefault();
+    const number = this.files?.numPasted ?? 0;
+    this.#attach([new File([text], `Pasted text${number ? ` ${number + 1}` : ''}.txt`, { type: 'text/plain' })]);
   }
 
   #onFiles(event, { files, types }) {
@@ -204,11 +218,19 @@ export class Composer {
 
   #onInput() {
     this.#waits = false;
-    writeDraft(this.#sessionId, this.area.value);
+    this.#keepDraft();
     this.#changed();
     if (!this.#content.trim()) return;
     if (this.#readsAlong) this.#sendDraftSoon();
     else this.#announce(TYPING_EVERY_MS);
+  }
+
+  #keepDraft() {
+    clearTimeout(this.#keepTimer);
+    const [sessionId, text] = [this.#sessionId, this.area.value];
+    const keep = () => this.#sessionId === sessionId && writeDraft(sessionId, this.area.value);
+    if (text.length < KEEP_LATER_FROM) keep();
+    else this.#keepTimer = setTimeout(keep, KEEP_AFTER_MS);
   }
 
   /** Whether the user lets the server read a question while it is typed. */
@@ -265,13 +287,19 @@ export class Composer {
 
   #changed() {
     fitHeight(this.area);
-    const size = new TextEncoder().encode(this.#content).length;
-    const isTooLong = size > this.maxBytes - BYTES_SPARE;
-    this.#isSendable = !isTooLong && (this.#content.trim() !== '' || this.files?.pictures.length > 0);
+    const content = this.#content;
+    const isTooLong = isLonger(content, this.maxBytes - BYTES_SPARE);
+    this.#isSendable = !isTooLong && (content.trim() !== '' || this.files?.pictures.length > 0);
     this.note.hidden = !isTooLong && !this.#waits;
     this.note.textContent = isTooLong ? 'This message is too long for the server. Please shorten it.'
       : this.#waits ? 'This will be sent as soon as the server is ready.' : '';
     this.note.classList.toggle('is-calm', this.#waits);
     this.sendButton.disabled = !this.#enabled || !this.#isSendable;
   }
+}
+
+/** Whether a text has more bytes than these in UTF-8, which is counted only where it is not plain. */
+function isLonger(text, maxBytes) {
+  if (text.length > maxBytes) return true;
+  return text.length * 3 > maxBytes && new TextEncoder().encode(text).length > maxBytes;
 }

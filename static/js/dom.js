@@ -105,8 +105,11 @@ function morphChild(parent, old, node) {
   }
 }
 
-/** Makes a textarea as high as its text; the style sheet limits it. */
+const FITS_BY_ITSELF = CSS.supports('field-sizing', 'content');
+
+/** Makes a textarea as high as its text, where the browser does not; the style sheet limits it. */
 export function fitHeight(area) {
+  if (FITS_BY_ITSELF) return;
   area.style.height = 'auto';
   area.style.height = `${area.scrollHeight}px`;
 }

@@ -1,30 +1,34 @@
-/** Code highlighting for the languages that chat answers usually hold. */
+/** Code highlighting for the languages that chat answers usually hold. The code for a language is loaded when one is shown. */
 
-import hljs from '../vendor/highlight/core.min.js';
-import bash from '../vendor/highlight/languages/bash.min.js';
-import c from '../vendor/highlight/languages/c.min.js';
-import cpp from '../vendor/highlight/languages/cpp.min.js';
-import css from '../vendor/highlight/languages/css.min.js';
-import diff from '../vendor/highlight/languages/diff.min.js';
-import go from '../vendor/highlight/languages/go.min.js';
-import ini from '../vendor/highlight/languages/ini.min.js';
-import java from '../vendor/highlight/languages/java.min.js';
-import javascript from '../vendor/highlight/languages/javascript.min.js';
-import json from '../vendor/highlight/languages/json.min.js';
-import python from '../vendor/highlight/languages/python.min.js';
-import rust from '../vendor/highlight/languages/rust.min.js';
-import sql from '../vendor/highlight/languages/sql.min.js';
-import xml from '../vendor/highlight/languages/xml.min.js';
-import yaml from '../vendor/highlight/languages/yaml.min.js';
-
-const LANGUAGES = { bash, c, cpp, css, diff, go, ini, java, javascript, json, python, rust, sql, xml, yaml };
+// Each grammar's names in Markdown beside its own.
+const LANGUAGES = {
+  bash: 'sh zsh shell console', c: 'h', cpp: 'cc c++ hpp h++', css: '', diff: 'patch', go: 'golang', ini: 'toml', java: 'jsp',
+  javascript: 'js jsx mjs cjs typescript ts tsx', json: 'jsonc json5', python: 'py gyp ipython', rust: 'rs', sql: '',
+  xml: 'html xhtml rss atom svg', yaml: 'yml',
+};
 const LONGEST = 20000; // characters; chosen: a longer block would take more than one frame
 
-for (const [name, grammar] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, grammar);
-hljs.registerAliases(['typescript', 'ts', 'tsx'], { languageName: 'javascript' });
+const names = new Map(Object.entries(LANGUAGES).flatMap(([name, others]) => [name, ...others.split(' ').filter(Boolean)].map((each) => [each, name])));
+const loading = new Map();
+let hljs = null;
 
-/** Highlighted HTML of some code, or null where the language is unknown or the code too long. */
+/** Highlighted HTML of some code; null where the language is unknown, its code still to come, or the text too long. */
 export function highlight(code, language) {
-  if (code.length > LONGEST || !hljs.getLanguage(language)) return null;
-  return hljs.highlight(code, { language, ignoreIllegals: true }).value;
+  const name = names.get(language?.toLowerCase());
+  if (!name || code.length > LONGEST) return null;
+  if (hljs?.getLanguage(name)) return hljs.highlight(code, { language: name, ignoreIllegals: true }).value;
+  if (!loading.has(name)) loading.set(name, load(name).catch(() => loading.delete(name)));
+  return null;
+}
+
+/** Loads a grammar, and highlights what was shown plain meanwhile. */
+async function load(name) {
+  const [core, grammar] = await Promise.all([
+    import('../vendor/highlight/core.min.js'), import(`../vendor/highlight/languages/${name}.min.js`)]);
+  hljs = core.default;
+  hljs.registerLanguage(name, grammar.default);
+  for (const code of document.querySelectorAll('pre > code[class^="language-"]')) {
+    const html = names.get(code.className.slice('language-'.length)) === name ? highlight(code.textContent, name) : null;
+    if (html !== null) code.innerHTML = html;
+  }
 }

@@ -65,9 +65,8 @@ export class ChatCore {
     /** @type {'connecting'|'offline'|'starting'|'ready'|'locked'} */
     this.phase = 'connecting';
     this.apiKey = null;
-    /** @type {?{owner: string, name: string, role: 'member'|'operator'}} who is signed in, null where no keys are asked for */
-    this.user = null;
-    this.isAnother = false; // than the one before on this page
+    this.user = null; // {owner, name, role}
+    this.isAnother = false;
     this.attempt = 0;
     this.retryAt = 0;
     this.closeCode = 0;

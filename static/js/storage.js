@@ -40,17 +40,6 @@ export const readKey = () => read(KEY);
 /** Stores the API key; an empty one is removed. */
 export const writeKey = (key) => write(KEY, key);
 
-/** Forgets who was signed in here: the key, and what was written and not sent. */
-export function signOut() {
-  try {
-    for (const name of Object.keys(localStorage)) {
-      if (name === KEY || name.startsWith(DRAFT) || name.startsWith(UNSENT)) localStorage.removeItem(name);
-    }
-  } catch {
-    // As in `read`.
-  }
-}
-
 /** The unsent text of a session (null: of a new chat). */
 export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ?? '';
 

@@ -34,7 +34,12 @@ export class Files {
 
   /** What stands before the message: each file with its name, in a fenced block. */
   get text() {
-    return this.#files.filter((file) => !file.picture).map(({ name, text }) => `${written(name, text)}\n\n`).join('');
+    return this.#files.map((file) => file.written ?? '').join('');
+  }
+
+  /** How many of them were pasted as text. */
+  get numPasted() {
+    return this.#files.filter(({ name }) => name.startsWith('Pasted text')).length;
   }
 
   /** The pictures of the message, as the server keeps them. */
@@ -61,7 +66,7 @@ export class Files {
     for (const file of files) {
       try {
         const others = () => (this.#bySession.get(sessionId) ?? []).filter(({ name }) => name !== file.name);
-        const read = isPicture(file) ? await this.#store(file, others()) : { text: await this.#read(file) };
+        const read = isPicture(file) ? await this.#store(file, others()) : { written: `${written(file.name, await this.#read(file))}\n\n` };
         this.#bySession.set(sessionId, [...others(), { name: file.name, size: file.size, ...read }]);
       } catch (error) {
         problems.push(error.message);

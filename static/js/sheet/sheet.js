@@ -3,7 +3,8 @@
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { importSession } from '../transfer.js';
-import { readTheme, signOut, writeTheme } from '../storage.js';
+import { readTheme, writeTheme } from '../storage.js';
+import { leave } from './leave.js';
 import { addStyle } from './style.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
@@ -233,14 +234,6 @@ export class Sheet {
     this.#say(isForNew ? 'New conversations begin with the server’s defaults.' : 'New conversations begin with these settings.');
     this.#showForNew();
   }
-}
-
-/** Forgets the key, and shows the page as somebody sees it who has none. */
-async function leave() {
-  await fetch('v1/sign-out', { method: 'POST' }).catch(() => null); // a browser that was signed in by a link
-  signOut();
-  history.replaceState(null, '', './');
-  location.reload();
 }
 
 function field(id, label, input, note) {

@@ -1,6 +1,7 @@
 """The HTTP door: who may connect, heads, names of the server, bodies that ask for too much, the page's files, lists and description."""
 
 import asyncio
+import gzip
 import json
 import socket
 from contextlib import nullcontext
@@ -351,3 +352,20 @@ async def test_while_the_engine_starts_there_is_no_half_document(app: web.Applic
         assert response.status == 503
         assert response.headers["Retry-After"]
         assert (await response.json())["error"]["code"] == "starting"
+
+
+async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gateway: Gateway) -> None:
+    """Where the client unpacks them; else as they are."""
+    async with aiohttp.ClientSession(gateway.server.url, auto_decompress=False) as http:
+        for path in ("/", "/static/js/app.js", "/static/css/base.css"):
+            async with http.get(path, headers={"Accept-Encoding": "gzip"}) as reply:
+                packed, tag = await reply.read(), reply.headers["ETag"]
+                assert (
+                    reply.headers["Content-Encoding"] == "gzip" and reply.headers["Vary"] == "Accept-Encoding"
+                )
+            async with http.get(path, headers={"Accept-Encoding": "identity"}) as reply:
+                assert (
+                    await reply.read() == gzip.decompress(packed) and "Content-Encoding" not in reply.headers
+                )
+            async with http.get(path, headers={"Accept-Encoding": "gzip", "If-None-Match": tag}) as reply:
+                assert (reply.status, await reply.read()) == (304, b"")
