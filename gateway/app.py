@@ -47,7 +47,19 @@ from gateway.doors.http.connections import (
 )
 from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.http.unix_socket import UnixSite
-from gateway.doors.rest import adapters, advisories, engine, kv_hints, nodes, pictures, sessions, transfers
+from gateway.doors.rest import (
+    adapters,
+    advisories,
+    engine,
+    kv_hints,
+    nodes,
+    people,
+    pictures,
+    sessions,
+    sign_in,
+    transfers,
+    usage,
+)
 from gateway.errors import GatewayError, StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -61,6 +73,10 @@ from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
+from gateway.people.audit import NAME as audit_file
+from gateway.people.audit import AuditLog
+from gateway.people.sign_ins import SignIns
+from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
 from gateway.settings.config import MIB, Config, ConfigError
@@ -132,18 +148,7 @@ async def build_services(
     config: Config, *, node: Node | None = None, metrics: Metrics | None = None
 ) -> Services:
     """Build all parts, without starting the engine. Raises ConfigError or StartupError with a text for the operator."""
-    # Files are read in threads, as everywhere else: signals are answered while a slow disk is waited for.
-    keys = await asyncio.to_thread(
-        KeyRing,
-        config.api_keys,
-        operator_keys=config.operator_keys,
-        key_file=config.api_key_file,
-        weights=parse_weights(config.tenant_weights),
-    )
-    if not keys.is_open and not keys.has_operator:
-        log.warning(
-            "no key is an operator's: nobody can read /metrics (make one: overture keys new --operator)"
-        )
+    keys = await _read_keys(config)
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
     max_bytes = config.max_stored_mib * MIB
     store = await SessionStore.open(data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes)
@@ -156,6 +161,7 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics)
+    used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
     traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
         node,
@@ -182,12 +188,32 @@ async def build_services(
         advisories,
         learned,
         budgets,
-        Gatekeeper(keys, metrics),
+        Gatekeeper(keys, metrics, on_refused=audit.refused),
+        used,
+        await SignIns.open(used.ledger, keys),
+        audit,
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
         traces,
         embeddings,
     )
+
+
+async def _read_keys(config: Config) -> KeyRing:
+    """Raises StartupError for a key file that cannot be read."""
+    # Files are read in threads, as everywhere else: signals are answered while a slow disk is waited for.
+    keys = await asyncio.to_thread(
+        KeyRing,
+        config.api_keys,
+        operator_keys=config.operator_keys,
+        key_file=config.api_key_file,
+        weights=parse_weights(config.tenant_weights),
+    )
+    if not keys.is_open and not keys.has_operator:
+        log.warning(
+            "no key is an operator's: nobody can read /metrics (make one: overture users add --operator)"
+        )
+    return keys
 
 
 def _make_embeddings(config: Config) -> EmbeddingModel | None:
@@ -270,8 +296,11 @@ def build_app(services: Services) -> web.Application:
     adapters.add_routes(app)
     engine.add_routes(app)
     nodes.add_routes(app)
+    people.add_routes(app)
+    sign_in.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
+    usage.add_routes(app)
     pictures.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
@@ -291,6 +320,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         "purge": lambda: _purge(services),
         "session database": services.store.watch,
         "learned agents": services.learned.keep_saving,
+        "usage": services.usage.keep_saving,
+        "audit log": services.audit.keep_writing,
     }
     if services.config.api_key_file is not None:
         watches["key file"] = lambda: follow_key_file(services)
@@ -397,6 +428,8 @@ class Server:
         if self._unix_site is not None:
             await _done("the socket file", asyncio.to_thread(self._unix_site.remove))
         await _done("what was learned of agents", services.learned.save())
+        await _done("what people used", services.usage.close())
+        await _done("the audit log", services.audit.write())
         if services.embeddings is not None:
             await _done("the embedding model", services.embeddings.close())
         await _done("the node", services.node.close())

@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
+from gateway.commands.keys_command import keys
 from gateway.commands.kv_command import kv
 from gateway.commands.nodes_command import nodes
+from gateway.commands.users_command import users
 from gateway.errors import StartupError
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import Setting
@@ -136,7 +138,7 @@ def cli() -> None:
     See its nodes           overture nodes
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
-    Let only some in        overture keys new --name alice
+    Let only some in        overture users add alice --key-file keys
     Measure this machine    overture profile
     Ask what is wrong       overture doctor
     """
@@ -310,41 +312,10 @@ def doctor(
 
 cli.add_command(chat)
 cli.add_command(completion)
+cli.add_command(keys)
 cli.add_command(kv)
 cli.add_command(nodes)
-
-
-@cli.group()
-def keys() -> None:
-    """Make API keys."""
-
-
-@keys.command()
-@click.option(
-    "--name", default="key", show_default=True, metavar="NAME", help="Whom the key is for; shown in logs."
-)
-@click.option(
-    "--operator",
-    is_flag=True,
-    help="It may also read /metrics and change adapters, which concerns everybody.",
-)
-def new(name: str, operator: bool) -> None:
-    """Make a key, and the line for the server's key file.
-
-    The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
-    `overture serve --api-key-file FILE`.
-    """
-    from gateway.access.auth import generate_key, key_file_line
-
-    key = generate_key()
-    try:
-        line = key_file_line(name, key, is_operator=operator)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--name") from error
-    click.echo("Key, for the client (shown only now):", err=True)
-    click.echo(key)
-    click.echo("Line for the server's key file:", err=True)
-    click.echo(line)
+cli.add_command(users)
 
 
 @cli.command("version")

@@ -17,12 +17,16 @@ from gateway.access.open_calls import OpenCalls
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
+from gateway.doors.http.hosts import netloc
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import KvHints
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.people.audit import AuditLog, Entry
+from gateway.people.sign_ins import COOKIE, SignIns
+from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
@@ -34,6 +38,8 @@ from gateway.turns.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.
 UPGRADES_AT_ONCE = 16
+# Of a path in the audit log. Chosen: names of nodes and adapters fit.
+MAX_AUDITED_CHARS = 300
 
 
 class OpenSocket(Protocol):
@@ -45,6 +51,10 @@ class OpenSocket(Protocol):
     @property
     def owner(self) -> str | None:
         """The owner of the socket's sessions; None before a hello with a good key."""
+
+    @property
+    def key(self) -> str | None:
+        """Which of its owner's keys opened it, as `Principal.key`; None before a hello with a good key."""
 
     @property
     def blocked_since(self) -> float | None:
@@ -81,6 +91,9 @@ class Services:
     learned: Learned
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
+    usage: Usage
+    sign_ins: SignIns
+    audit: AuditLog
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
@@ -90,6 +103,7 @@ class Services:
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
+    reading_keys: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.recognition = Recognition(self.advisories, self.metrics)
@@ -99,11 +113,33 @@ class Services:
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )
+        self.turns.usage = self.usage
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:
-        """Return the holder of the request's key. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
+        """Return the holder of the request's key, or without a key the person whose browser is signed in.
+
+        Raises GatewayError `unauthorized`, `rate_limited` (wrong keys).
+        """
+        if (signed_in := self.by_cookie(request)) is not None:
+            return signed_in
         return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
+
+    def by_cookie(self, request: web.Request) -> Principal | None:
+        """Return the person whose browser is signed in and sent the request; None for a request with a key, and for one of another origin's page.
+
+        The cookie is `SameSite=Strict`, so browsers send it with requests of this site's own pages only. Pages of the same site at another origin,
+        another port say, are kept out here, because an operator may have allowed their origin for use with keys.
+        """
+        cookie = request.cookies.get(COOKIE)
+        if cookie is None or extract_key(request.headers) is not None:
+            return None
+        origin = request.headers.get("Origin")
+        # Browsers say themselves whether a page of the same origin asks, to servers that they reach by HTTPS or on this machine.
+        is_own = request.headers.get("Sec-Fetch-Site") == "same-origin"
+        if not is_own and origin is not None and netloc(origin) != request.headers.get("Host", "").lower():
+            return None
+        return self.sign_ins.principal(cookie)
 
     def admit(self, request: web.Request) -> Principal:
         """Return the holder of the request's key, and count a request against the owner's rate.
@@ -132,6 +168,19 @@ class Services:
                 f"{what} for an operator's key only (`overture keys new --operator`, or --operator-key).",
             )
 
+    def note_operator(self, request: web.Request, principal: Principal) -> None:
+        """Write into the audit log that an operator changes what concerns everybody, by the request's method and path."""
+        about = f"{request.method} {request.path}"[:MAX_AUDITED_CHARS]
+        self.audit.note(
+            Entry(
+                what="operator_action",
+                who=principal.name,
+                owner=principal.owner,
+                place=request.remote or "",
+                about=about,
+            )
+        )
+
     def check_may_change_adapters(self, principal: Principal) -> None:
         """Raise GatewayError if clients may not load, unload and pin adapters, or if that takes an operator's key."""
         if not self.config.allow_adapter_loading:
@@ -157,6 +206,13 @@ class Services:
         for socket in self.connections:
             if socket.has_read(session_id) and socket.owner == owner and socket is not but:
                 socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})
+
+    def user_info(self, principal: Principal) -> dict[str, Any] | None:
+        """Return who is signed in, for a page that connects; None where no keys are asked for."""
+        if self.keys.is_open:
+            return None
+        role = "operator" if principal.is_operator else "member"
+        return {"owner": principal.owner, "name": principal.name, "role": role}
 
     def server_info(self, version: str) -> dict[str, Any]:
         """Return the server's facts for a page that connects."""

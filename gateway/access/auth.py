@@ -11,51 +11,50 @@ looked up. Those characters say nothing of the 208 bits that follow them. Lines 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
-import re
 import secrets
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from gateway.access.key_file import (
+    ID_CHARS,
+    KEY_PREFIX,
+    SALT_BYTES,
+    KeyLine,
+    digest_of,
+    key_bytes,
+    owner_of,
+    read_key_file,
+)
 from gateway.errors import GatewayError, StartupError
 
 logger = logging.getLogger(__name__)
 
-KEY_PREFIX = "ov-"
 KEY_BYTES = 32  # 256 bits: out of reach of guessing, whatever the hash.
-SALT_BYTES = 16
 MAX_KEY_CHARS = 512  # Chosen: far above any real key, low enough that hashing a made-up one costs nothing.
-ID_CHARS = (
-    len(KEY_PREFIX) + 8
-)  # Of a key that we made: the beginning by which its line is found. Chosen: 48 bits tell all keys apart.
 # Lines without an id with which any key is compared. Chosen: 0.1 ms; for more of them see `KeyRing.authenticate`.
 MAX_COMPARED = 64
 MIN_KEY_CHARS = 16  # Chosen: below this a made-up key can be guessed; we warn, since the operator may be trying things out.
-
-_ENTRY = re.compile(
-    r"(?P<name>[^:\s]{1,64}):(?P<scheme>[a-z0-9]+)\$(?P<salt>[0-9a-f]{2,128})\$(?P<digest>[0-9a-f]{64})"
-    r"(?::(?P<role>operator))?"
-)
-_SCHEME = "sha256"
-_MADE = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")  # as `generate_key` makes them
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
     """The holder of a key.
 
-    owner: what sessions belong to, stable for as long as the key lives. name: for people and logs. weight: its share against others.
-    is_operator: may see and change what concerns everybody (see `KeyRing.is_operator`).
+    owner: the person's id, which conversations, KV and budgets belong to; it stays when the key is replaced. name: for people and logs.
+    weight: its share against others. is_operator: may see and change what concerns everybody (see `KeyRing.is_operator`). key: tells the person's
+    keys apart; it is not the key, and "" where no keys are asked for.
     """
 
     owner: str
     name: str
     weight: float = 1.0
     is_operator: bool = False
+    key: str = field(default="", compare=False)
 
 
 LOCAL = Principal(owner="local", name="local")
@@ -66,37 +65,28 @@ def tenant_of(owner: str) -> str:
     return "" if owner == LOCAL.owner else owner
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One accepted key, as its hash."""
+class Withdrawn(NamedTuple):
+    """A key that was in use and is accepted no more. key: as `Principal.key`. is_last: its person has no other key that is accepted."""
 
+    key: str
+    owner: str
     name: str
-    salt: bytes = field(repr=False)
-    digest: bytes = field(repr=False)
-    is_operator: bool = False
-
-    @property
-    def id(self) -> bytes | None:
-        """The characters with which the key begins; None for a line that does not say so."""
-        has_id = len(self.salt) == ID_CHARS + SALT_BYTES and self.salt.startswith(KEY_PREFIX.encode())
-        return self.salt[:ID_CHARS] if has_id else None
-
-    def is_of(self, presented: bytes) -> bool:
-        """Return whether this entry is that of the presented key."""
-        return hmac.compare_digest(_digest(self.salt, presented), self.digest)
+    is_last: bool
 
 
 class _Lines:
     """The lines of a key file, found by the first characters of their keys."""
 
-    def __init__(self, entries: Iterable[_Entry]) -> None:
-        self._by_id: dict[bytes, list[_Entry]] = {}
-        self.without_id: list[_Entry] = []
+    def __init__(self, entries: Iterable[KeyLine]) -> None:
+        self._by_id: dict[bytes, list[KeyLine]] = {}
+        self.without_id: list[KeyLine] = []
         for entry in entries:
+            if not entry.digest:
+                continue
             own = self.without_id if entry.id is None else self._by_id.setdefault(entry.id, [])
             own.append(entry)
 
-    def matching(self, presented: bytes, *, with_all: bool) -> list[_Entry]:
+    def matching(self, presented: bytes, *, with_all: bool) -> list[KeyLine]:
         """Return the line that a key matches.
 
         with_all: compare the key with each line without an id as well, so that the time taken does not tell which line it was.
@@ -108,22 +98,6 @@ class _Lines:
 def generate_key() -> str:
     """Return a new random key, to be shown once to the person who will use it."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-
-
-def owner_of(key: str) -> str:
-    """Return the owner id of a key's sessions: 128 bits of a separate hash, which is neither the key nor the hash in the key file."""
-    return "k_" + hashlib.sha256(b"overture owner\0" + _bytes(key)).hexdigest()[:32]
-
-
-def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
-    """Return the line of a key file that lets `key` in. name: 1–64 characters without spaces or colons, else ValueError."""
-    start = key[:ID_CHARS].encode() if _MADE.fullmatch(key) else b""
-    salt = start + secrets.token_bytes(SALT_BYTES)
-    digest = _digest(salt, _bytes(key))
-    line = f"{name}:{_SCHEME}${salt.hex()}${digest.hex()}" + (":operator" if is_operator else "")
-    if not _ENTRY.fullmatch(line):
-        raise ValueError("a key's name has 1 to 64 characters, none of them a space or a colon")
-    return line
 
 
 def extract_key(headers: Mapping[str, str]) -> str | None:
@@ -143,7 +117,7 @@ class KeyRing:
 
     Args:
         keys, operator_keys: in plain text, from flags, environment or configuration; only their hashes are kept.
-        key_file: a file of `key_file_line` lines, blank lines and ``#`` comments; it may be read again (`read`, `take_over`).
+        key_file: a file of `KeyLine` lines, blank lines and ``#`` comments; it may be read again (`read`, `take_over`).
         weights: shares by the names of keys; 1 for all others.
 
     Raises:
@@ -164,12 +138,13 @@ class KeyRing:
         self._given += [replace(_hashed(key, salt), is_operator=True) for key in operator_keys]
         self._given_salt = salt
         self._key_file = key_file
-        self._entries = self.read()
-        self._lines = self._lines_of(self._entries)
-        # The entry by which each owner was let in, because an owner is known only from a key; at most one for each key.
-        self._known: dict[str, _Entry] = {}
-        # The owners among them that the present lines have let in.
+        self._use(self.read())
+        # The line by which each key was let in, by `Principal.key`, because an owner may be known only from a key.
+        self._known: dict[str, KeyLine] = {}
+        # The keys among them that the present lines have let in.
         self._let_in: set[str] = set()
+        # The owners of browsers that are signed in and were seen, by `Principal.key`.
+        self._browsers: dict[str, str] = {}
         if key_file is not None:
             _warn_of_readers(key_file)
         self._weights = dict(weights or {})
@@ -187,8 +162,8 @@ class KeyRing:
 
     @property
     def has_operator(self) -> bool:
-        """Whether some key is an operator's."""
-        return any(entry.is_operator for entry in self._entries)
+        """Whether some key that is accepted is an operator's."""
+        return any(entry.is_operator and _is_accepted(entry) for entry in self._entries)
 
     def is_operator(self, principal: Principal) -> bool:
         """Return whether this person may see and change what concerns everybody: the holder of an operator's key; without keys, everybody."""
@@ -211,40 +186,129 @@ class KeyRing:
             raise GatewayError(
                 "unauthorized", "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
             )
-        owner, entry = self._find(presented, may_take_long) if len(presented) <= MAX_KEY_CHARS else ("", None)
+        key, entry = self._find(presented, may_take_long) if len(presented) <= MAX_KEY_CHARS else ("", None)
         if entry is None:
             raise GatewayError("unauthorized", "This server does not know this API key.")
-        self._known[owner] = entry
-        self._let_in.add(owner)
-        return self._principal(owner, entry)
+        if entry.is_disabled:
+            raise GatewayError(
+                "unauthorized", "This API key is disabled. The server's operator can enable it."
+            )
+        self._known[key] = entry
+        self._let_in.add(key)
+        return self._principal(key, entry)
 
     def current(self, principal: Principal) -> Principal:
         """Return the principal as the keys are now. Raises GatewayError `unauthorized` if the key was withdrawn meanwhile."""
         if self.is_open:
             return principal
-        entry = self._known.get(principal.owner)
+        if principal.key in self._browsers:
+            signed_in = self.signed_in(principal.owner, principal.key)
+            if signed_in is None:
+                raise withdrawn()
+            return signed_in
+        entry = self._known.get(principal.key)
         if entry is None:
             raise withdrawn()
-        return self._principal(principal.owner, entry)
+        return self._principal(principal.key, entry)
 
-    def read(self) -> list[_Entry]:
+    def person(self, owner: str) -> Principal | None:
+        """Return a person by owner id, as lines that name their owner have it; None if there is none, or the person is disabled."""
+        lines = [line for line in self._by_owner.get(owner, ()) if not line.is_disabled]
+        if not lines:
+            return None
+        weight = self._weights.get(lines[0].name, 1.0)
+        return Principal(owner, lines[0].name, weight, any(line.is_operator for line in lines))
+
+    def signed_in(self, owner: str, key: str) -> Principal | None:
+        """Return the person of a browser that is signed in, as `person` does. key: tells the browser apart."""
+        person = self.person(owner)
+        if person is None:
+            return None
+        self._browsers[key] = owner
+        return replace(person, key=key)
+
+    def signed_out(self, key: str) -> None:
+        """Note that a browser is signed in no more."""
+        self._browsers.pop(key, None)
+
+    def people(self) -> dict[str, str]:
+        """Return the names of all people whose owner id is known, by that id: from the key file, and from keys that were used."""
+        named = {owner: lines[0].name for owner, lines in self._by_owner.items()}
+        return {_owner(key, entry): entry.name for key, entry in self._known.items()} | named
+
+    def name_of(self, owner: str) -> str:
+        """Return the name of a person by owner id; the id itself where no line names its owner so."""
+        lines = self._by_owner.get(owner) or [
+            line for key, line in self._known.items() if _owner(key, line) == owner
+        ]
+        return lines[0].name if lines else owner
+
+    def keys_of(self, owner: str) -> frozenset[str]:
+        """Return `Principal.key` of each key of a person that was used, and of each browser that is signed in."""
+        keys = {key for key, entry in self._known.items() if _owner(key, entry) == owner}
+        return frozenset(keys | {key for key, whose in self._browsers.items() if whose == owner})
+
+    def owners_by_line(self) -> dict[str, tuple[str, str]]:
+        """Return the owner and name of each line whose key was used, by `KeyLine.mark`, as far as the line itself does not name its owner."""
+        return {line.mark: (key, line.name) for key, line in self._known.items() if not line.owner}
+
+    def read(self) -> list[KeyLine]:
         """Return all keys as the file has them now, and change nothing. This reads a file: not for the event loop. Raises StartupError."""
-        return self._given + (_read_key_file(self._key_file) if self._key_file is not None else [])
+        return self._given + (read_key_file(self._key_file) if self._key_file is not None else [])
 
-    def take_over(self, entries: list[_Entry]) -> frozenset[str]:
-        """Accept the entries that `read` returned from now on, and return the owners whose line was removed."""
-        kept = {(entry.salt, entry.digest): entry for entry in entries}
-        known = {owner: kept.get((entry.salt, entry.digest)) for owner, entry in self._known.items()}
+    def take_over(self, entries: list[KeyLine]) -> frozenset[Withdrawn]:
+        """Accept the entries that `read` returned from now on, and return the keys in use that are accepted no more.
+
+        Those are keys whose line was removed or disabled, or whose line names another owner now.
+        """
+        kept = {(entry.salt, entry.digest): entry for entry in entries if _is_accepted(entry)}
+        before, self._known = self._known, {}
+        for key, entry in before.items():
+            now = kept.get((entry.salt, entry.digest))
+            if now is not None and _owner(key, now) == _owner(key, entry):
+                self._known[key] = now
+        self._use(entries)
+        self._let_in = set()  # a key may stand on other lines now, as an operator's perhaps
+        left = {entry.owner for entry in kept.values()} | {_owner(*known) for known in self._known.items()}
+        shut_out = {key: owner for key, owner in self._browsers.items() if self.person(owner) is None}
+        self._browsers = {key: owner for key, owner in self._browsers.items() if key not in shut_out}
+        left |= set(self._browsers.values())
+        lost = [
+            (key, _owner(key, entry), entry.name) for key, entry in before.items() if key not in self._known
+        ]
+        lost += [(key, owner, "") for key, owner in shut_out.items()]
+        return frozenset(Withdrawn(key, owner, name, owner not in left) for key, owner, name in lost)
+
+    def changes(self, entries: list[KeyLine]) -> list[str]:
+        """Return in words what the entries that `read` returned change: a name, the key's first characters, and how. No key shows."""
+        before = {(line.name, line.mark or line.owner): line for line in self._entries}
+        after = {(line.name, line.mark or line.owner): line for line in entries}
+        found = [f"{_shown(line)} added" for place, line in after.items() if place not in before]
+        found += [f"{_shown(line)} removed" for place, line in before.items() if place not in after]
+        for place in before.keys() & after.keys():
+            was, line = before[place], after[place]
+            if was.is_disabled != line.is_disabled:
+                found.append(f"{_shown(line)} {'disabled' if line.is_disabled else 'enabled'}")
+            if was.is_operator != line.is_operator:
+                found.append(f"{_shown(line)} {'operator' if line.is_operator else 'member'}")
+            if was.owner != line.owner:
+                found.append(f"{_shown(line)} given to {line.owner or 'the owner of its key'}")
+        return sorted(found)
+
+    def _principal(self, key: str, entry: KeyLine) -> Principal:
+        weight = self._weights.get(entry.name, 1.0)
+        return Principal(_owner(key, entry), entry.name, weight, entry.is_operator, key)
+
+    def _use(self, entries: list[KeyLine]) -> None:
+        """Look keys and people up in these lines from now on."""
         self._entries = entries
         self._lines = self._lines_of(entries)
-        self._let_in = set()  # a key may stand on other lines now, as an operator's perhaps
-        self._known = {owner: entry for owner, entry in known.items() if entry is not None}
-        return frozenset(known.keys() - self._known.keys())
+        self._by_owner: dict[str, list[KeyLine]] = {}
+        for entry in entries:
+            if entry.owner:
+                self._by_owner.setdefault(entry.owner, []).append(entry)
 
-    def _principal(self, owner: str, entry: _Entry) -> Principal:
-        return Principal(owner, entry.name, self._weights.get(entry.name, 1.0), entry.is_operator)
-
-    def _lines_of(self, entries: list[_Entry]) -> _Lines:
+    def _lines_of(self, entries: list[KeyLine]) -> _Lines:
         lines = _Lines(entry for entry in entries if entry.salt != self._given_salt)
         if len(lines.without_id) > MAX_COMPARED:
             logger.warning(
@@ -254,17 +318,33 @@ class KeyRing:
             )
         return lines
 
-    def _find(self, presented: str, may_take_long: bool) -> tuple[str, _Entry | None]:
-        """Return the owner and the entry that the key matches, an operator's before others. It compares with every plain-text key."""
-        owner, key = owner_of(presented), _bytes(presented)
-        digest = _digest(self._given_salt, key)
+    def _find(self, presented: str, may_take_long: bool) -> tuple[str, KeyLine | None]:
+        """Return what tells the key apart, and the line that it matches. It compares with every plain-text key.
+
+        Of several lines an accepted one goes before a disabled one, and an operator's before others.
+        """
+        own, key = owner_of(presented), key_bytes(presented)
+        digest = digest_of(self._given_salt, key)
         matched = [entry for entry in self._given if hmac.compare_digest(digest, entry.digest)]
-        if owner in self._let_in:
-            matched.append(self._known[owner])
+        if own in self._let_in:
+            matched.append(self._known[own])
         else:
             with_all = may_take_long or len(self._lines.without_id) <= MAX_COMPARED
             matched += self._lines.matching(key, with_all=with_all)
-        return owner, max(matched, key=lambda entry: entry.is_operator, default=None)
+        return own, max(matched, key=lambda entry: (not entry.is_disabled, entry.is_operator), default=None)
+
+
+def _owner(key: str, entry: KeyLine) -> str:
+    """Return the owner of a key, which is `Principal.key`, on this line."""
+    return entry.owner or key
+
+
+def _shown(line: KeyLine) -> str:
+    return f"{line.name} {line.shown_id}"
+
+
+def _is_accepted(entry: KeyLine) -> bool:
+    return bool(entry.digest) and not entry.is_disabled
 
 
 def withdrawn() -> GatewayError:
@@ -272,16 +352,7 @@ def withdrawn() -> GatewayError:
     return GatewayError("unauthorized", "This API key was withdrawn.")
 
 
-def _bytes(key: str) -> bytes:
-    # Lone surrogates come from JSON escapes and from header bytes that are not UTF-8; such a key is wrong, and must not be a crash.
-    return key.encode("utf-8", "surrogatepass")
-
-
-def _digest(salt: bytes, key: bytes) -> bytes:
-    return hashlib.sha256(salt + key).digest()
-
-
-def _hashed(key: str, salt: bytes) -> _Entry:
+def _hashed(key: str, salt: bytes) -> KeyLine:
     """Return the entry of a key given in plain text; its name comes from its owner id, so that it does not depend on the order of flags."""
     key = key.strip()
     if not key:
@@ -293,23 +364,7 @@ def _hashed(key: str, salt: bytes) -> _Entry:
         logger.warning(
             "API key %s has only %d characters and can be guessed; make a random one instead", name, len(key)
         )
-    return _Entry(name, salt, _digest(salt, _bytes(key)))
-
-
-def _read_key_file(path: Path) -> list[_Entry]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"The key file {path} cannot be read: {error}") from error
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
-    entries = [
-        _parse_entry(path, number, line) for number, line in numbered if line and not line.startswith("#")
-    ]
-    if not entries:
-        raise StartupError(
-            f"The key file {path} has no key in it. Add one, or leave the setting out to run without keys."
-        )
-    return entries
+    return KeyLine(name, salt, digest_of(salt, key_bytes(key)))
 
 
 def _warn_of_readers(path: Path) -> None:
@@ -318,19 +373,3 @@ def _warn_of_readers(path: Path) -> None:
             logger.warning(
                 "key file %s can be read by every user of this machine; run: chmod o-r %s", path, path
             )
-
-
-def _parse_entry(path: Path, number: int, line: str) -> _Entry:
-    # The line itself stays out of the message, because it may be a plain key.
-    match = _ENTRY.fullmatch(line)
-    if match is None or match["scheme"] != _SCHEME or len(match["salt"]) % 2:
-        raise StartupError(
-            f"The key file {path}, line {number}, is not of the form name:{_SCHEME}$salt$hash (salt and hash in hex; "
-            "':operator' may follow)."
-        )
-    return _Entry(
-        match["name"],
-        bytes.fromhex(match["salt"]),
-        bytes.fromhex(match["digest"]),
-        is_operator=match["role"] is not None,
-    )

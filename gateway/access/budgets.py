@@ -23,6 +23,7 @@ CONCURRENT_PER_SEQ, MIN_CONCURRENT = 4, 64
 KEYLESS_SHARE = 10
 # Wrong keys of one address: the burst, and the rate after it. Chosen: people mistype less, and 2 000 guesses an hour find nothing.
 WRONG_KEYS, WRONG_KEYS_PER_S = 20, 0.5
+TOO_MANY = "Too many wrong API keys came from this address."
 
 
 class Admitted:
@@ -114,12 +115,25 @@ class Gatekeeper:
     Above WRONG_KEYS an address gets `rate_limited` for a wrong key, and keys short enough to be guessed are not even compared. A key of proper
     length is let in however many wrong ones come from the same address, so its holder cannot be locked out. The address is the peer's, so behind
     a reverse proxy, and on this machine, all users of short keys wait for each other's wrong ones; without that, guessing there would be free.
+
+    Args:
+        keys: that are accepted.
+        metrics: count refusals.
+        clock: monotonic seconds.
+        on_refused: told of each refused key, with the peer's address and why.
     """
 
-    def __init__(self, keys: KeyRing, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        keys: KeyRing,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        on_refused: Callable[[str, str], None] = lambda address, why: None,
+    ) -> None:
         self._keys = keys
         self._metrics = metrics
         self._clock = clock
+        self._on_refused = on_refused
         self._wrong = Rates(WRONG_KEYS_PER_S, WRONG_KEYS)
 
     def authenticate(self, presented: str | None, remote: str | None) -> Principal:
@@ -129,10 +143,12 @@ class Gatekeeper:
         network = address_of(remote or "")
         wait_s = self._wrong.wait_s(network, self._clock())
         if wait_s and len(presented) < MIN_KEY_CHARS:
+            self._on_refused(remote or "", TOO_MANY)
             raise self._slow_down(wait_s)
         try:
             return self._keys.authenticate(presented, may_take_long=not wait_s)
         except GatewayError as error:
+            self._on_refused(remote or "", TOO_MANY if wait_s else error.message)
             if wait_s:
                 raise self._slow_down(wait_s) from error
             self._wrong.take(network, self._clock())

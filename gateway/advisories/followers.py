@@ -443,6 +443,10 @@ class Followers:
         owner.shrink(self._max_agents, self._max_sessions)
         self._put(saved.name, owner)
 
+    def forget(self, name: str) -> None:
+        """Forget all that was learned of an owner's agents."""
+        self._owners.pop(name, None)
+
     def _put(self, name: str, owner: _Owner) -> _Owner:
         self._owners[name] = owner
         self._owners.move_to_end(name)

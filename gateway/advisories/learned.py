@@ -100,6 +100,12 @@ class Learned:
             self._has_news = True
             log.warning("%s: what was learned of agents could not be stored: %s", self._file, error)
 
+    async def forget(self, owner: str) -> None:
+        """Forget all that was learned of an owner's agents, in the file, too."""
+        self._followers.forget(owner)
+        self._has_news = True
+        await self.save()
+
     async def keep_saving(self) -> None:
         """Save now and then, until cancelled."""
         while True:

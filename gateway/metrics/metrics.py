@@ -99,6 +99,12 @@ class Metrics:
         self.refused = Counter(
             "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
         )
+        self.tokens = Counter(
+            "overture_tokens",
+            "Tokens of prompts and answers, by person (--metrics-by-user)",
+            ["user", "kind"],
+            registry=registry,
+        )
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
 
     def note_left_out(self, dropped: Dropped) -> None:

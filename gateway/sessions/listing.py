@@ -85,6 +85,18 @@ def pin(conn: sqlite3.Connection, owner: str, row: int, pinned_at: float | None)
     conn.execute("UPDATE sessions SET pinned_at = ? WHERE row = ?", (pinned_at, row))
 
 
+def ids_of(conn: sqlite3.Connection, owner: str) -> list[str]:
+    """Return the ids of all sessions of an owner, the oldest first, without deleted ones."""
+    sql = "SELECT id FROM sessions WHERE owner = ? AND deleted_at IS NULL ORDER BY created_at, row"
+    return [session_id for (session_id,) in conn.execute(sql, (owner,))]
+
+
+def stored(conn: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+    """Return the bytes and the number of sessions that each owner has, deleted ones that can be restored among them."""
+    sql = "SELECT o.name, o.num_bytes, count(s.row) FROM owners o LEFT JOIN sessions s ON s.owner = o.name GROUP BY o.row"
+    return {name: (num_bytes, num_sessions) for name, num_bytes, num_sessions in conn.execute(sql)}
+
+
 class Rows:
     """Rows of the list that are read by themselves. `SessionStore.list_sessions` reads the list page by page."""
 
@@ -98,3 +110,11 @@ class Rows:
     async def pinned(self, owner: str) -> list[SessionSummary]:
         """Return the sessions that this owner has pinned, of chat and API alike, the latest pin first."""
         return await self._reader.transact(pinned_sessions, owner)
+
+    async def ids_of(self, owner: str) -> list[str]:
+        """Return the ids of all sessions of this owner, the oldest first, without deleted ones."""
+        return await self._reader.transact(ids_of, owner)
+
+    async def stored(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes and the number of sessions of each owner."""
+        return await self._reader.transact(stored)

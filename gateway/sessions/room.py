@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,27 @@ class Reserve:
         return disk.f_bavail * disk.f_frsize
 
 
+def _condemn(conn: sqlite3.Connection, owner: str) -> int:
+    """Let the next purge remove all sessions and pictures of an owner, and return the number of sessions.
+
+    From now on this connection overwrites what it removes; otherwise removed texts could be read from the file until other texts take their place.
+    """
+    conn.execute("PRAGMA secure_delete = ON").fetchall()
+    own = "owner = (SELECT row FROM owners WHERE name = ?)"
+    conn.execute(f"UPDATE pictures SET given_at = 0 WHERE {own}", (owner,))
+    return conn.execute("UPDATE sessions SET deleted_at = 0 WHERE owner = ?", (owner,)).rowcount
+
+
+def _forget_owner(conn: sqlite3.Connection, owner: str) -> None:
+    """Remove an owner's search index, with the words in it, and the owner. What came meanwhile keeps both."""
+    keeper = search.find_owner(conn, owner)
+    sql = "SELECT 1 FROM sessions WHERE owner = ? UNION SELECT 1 FROM pictures WHERE owner = ?"
+    if keeper is None or conn.execute(sql, (owner, keeper.row)).fetchone():
+        return
+    search.forget(conn, keeper.row)
+    conn.execute("DELETE FROM owners WHERE row = ?", (keeper.row,))
+
+
 class FileRoom:
     """Frees room in the session file, even while the disk is full."""
 
@@ -126,6 +148,20 @@ class FileRoom:
         if self._was_full or not await asyncio.to_thread(lambda: self._reserve.is_whole):
             await self._give_back(shrinks_index=num_purged > 0)
         return num_purged
+
+    async def erase_owner(self, owner: str, now: float) -> int:
+        """Remove all that an owner has, for ever and at once, and return the number of sessions. Removed texts are overwritten on the disk.
+
+        The caller must have stopped the owner's turns. Sessions of others that can no longer be restored go as well.
+        """
+        num_sessions = await self.making(_condemn, owner)
+        await self.purge(now)
+        await self.making(_forget_owner, owner)
+        # What was overwritten stands in the log until the log is folded back, and freed pages leave the file.
+        while await self._writer.run(compact):
+            pass
+        await self.fold_log()
+        return num_sessions
 
     async def making(self, work: Callable[..., _T], *args: Any) -> _T:
         """Run a transaction that frees room. On a full disk, first fold the log back, then give up portions of the reserve.

@@ -63,6 +63,7 @@ class SessionStore:
     ) -> None:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
+        self.file = file
         self._writer = writer
         self._reader, self._searcher = readers
         self._health = health
@@ -298,6 +299,10 @@ class SessionStore:
     async def purge(self, now: float) -> int:
         """Remove for ever the sessions that can no longer be restored, and return how many. A sweeper calls it now and then."""
         return await self._room.purge(now)
+
+    async def erase_owner(self, owner: str, now: float) -> int:
+        """Remove all that an owner has, at once and for ever, and return the number of sessions. The caller must have stopped the owner's turns."""
+        return await self._room.erase_owner(owner, now)
 
     async def begin_turn(
         self,

@@ -286,6 +286,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         tuple[NonEmpty, ...],
         setting("Access", "A key like api_keys that may also read /metrics and change adapters."),
     ] = ()
+    metrics_by_user: Annotated[
+        bool,
+        setting("Access", "Let /metrics tell the tokens of each person (overture_tokens_total)."),
+    ] = False
     cors_origins: Annotated[
         tuple[NonEmpty, ...],
         setting(

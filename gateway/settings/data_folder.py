@@ -18,6 +18,8 @@ _OWN_FILES: Final = (
     "adapters.db*",
     "lengths-*",
     "agents.jsonl*",
+    "audit.jsonl*",
+    "people.sqlite3*",
     "profiles/*",
     "cluster-token",
     "weights.json",

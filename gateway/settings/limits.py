@@ -70,6 +70,12 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
             "Requests a second with one key, and five times as many at once; unset: 100, without keys 1000.",
         ),
     ] = None
+    max_tokens_per_day: Annotated[
+        int,
+        setting(
+            "Limits", "Tokens of prompts and answers that each person may use a day (UTC); 0: no limit.", ge=0
+        ),
+    ] = 0
     max_concurrent_requests: Annotated[
         Positive | None,
         setting(

@@ -184,6 +184,7 @@ class AnswerReader:
         tools: the tools that it calls: the name of each by the call's id.
         token_ids: all ids that the engine read and wrote, packed; b"" where they are not known.
         figures: what it cost; None where that is not known.
+        num_choices: answers seen of it. num_events: JSON events seen of it, each a token or more of an answer.
     """
 
     def __init__(self, api: Api) -> None:
@@ -196,6 +197,7 @@ class AnswerReader:
         self.tools: dict[str, str] = {}
         self.token_ids = b""
         self.figures: CallFigures | None = None
+        self.num_choices = self.num_events = 0
         self._response: dict[str, Any] | None = None
 
     @property
@@ -222,6 +224,7 @@ class AnswerReader:
         self.figures = figures_of(event) or self.figures
         for line in event.split(b"\n"):
             if line.startswith(b"data: {"):
+                self.num_events += 1
                 try:
                     self._on_event(orjson.loads(line[6:]))
                 except orjson.JSONDecodeError:
@@ -267,7 +270,9 @@ class AnswerReader:
 
     def _on_choices(self, value: dict[str, Any], field: str) -> None:
         for choice in value.get("choices") or []:
-            if choice.get("index", 0) != 0:
+            index = choice.get("index", 0)
+            self.num_choices = max(self.num_choices, index + 1)
+            if index != 0:
                 continue
             said = choice if self._api == "completions" else choice.get(field) or {}
             if text := said.get("text" if self._api == "completions" else "content"):

@@ -33,6 +33,7 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import GatewayError, as_gateway_error
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_names import known_adapter
+from gateway.people.usage import Usage, spent_by_turn
 from gateway.sessions import (
     BeginResult,
     SessionStore,
@@ -80,8 +81,7 @@ class LiveTurn:
     Attributes:
         pieces: the answer and its reasoning so far.
         base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. A socket that has seen text up to there has seen the pieces
-            of an
-            earlier try, or of the answer before it was read back from disk.
+            of an earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
         error: the error that ended it instead.
         generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
@@ -194,6 +194,8 @@ class Turns:
         self._keeps_questions = keeps_questions
         self._home_of = home_of
         self._traces = traces
+        self.usage: Usage | None = None
+        """Counts what turns use, and refuses turns to people who have used all tokens of the day; None: nothing is counted."""
         self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
         """Called for each conversation that was answered for the first time, with its owner, id, title and messages."""
         self._live: dict[tuple[str, str], LiveTurn] = {}
@@ -249,6 +251,11 @@ class Turns:
         for live in list(self._live.values()):
             if live.owner == owner:
                 await self.stop(owner, live.id)
+
+    def is_busy(self, owner: str) -> bool:
+        """Return whether a turn of this owner is being stored or runs."""
+        is_asking = any(asker == owner for asker, _ in self._asking)
+        return is_asking or any(live.owner == owner and not live.is_over for live in self._live.values())
 
     def follow(self, live: LiveTurn, follower: Follower) -> None:
         """Wake a socket whenever the turn has more to send."""
@@ -307,6 +314,8 @@ class Turns:
         adapter = self.known_adapter(message.adapter)
         # Before anything is stored, so that a refused turn leaves nothing behind.
         with contextlib.ExitStack() as place:
+            if self.usage is not None:
+                self.usage.check(owner)
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
             return await self._start(owner, message, adapter, earlier, request, place)
@@ -452,6 +461,8 @@ class Turns:
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
+        if self.usage is not None:
+            self.usage.add(live.owner, spent_by_turn(final, live.question.content, len(live.generated)))
         status: TurnStatus = (
             "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
         )

@@ -42,23 +42,23 @@ export class Api {
     const query = new URLSearchParams({ limit: String(limit), origin });
     if (q) query.set('q', q);
     if (before !== null) query.set('before', before);
-    return this.#call('GET', `api/sessions?${query}`);
+    return this.call('GET', `api/sessions?${query}`);
   }
 
   /** Makes an empty session. */
   create(adapter, settings) {
-    return this.#call('POST', 'api/sessions', { adapter, settings });
+    return this.call('POST', 'api/sessions', { adapter, settings });
   }
 
   /** Changes the title, the adapter or some of the settings. */
   patch(id, fields) {
-    return this.#call('PATCH', sessionPath(id), fields);
+    return this.call('PATCH', sessionPath(id), fields);
   }
 
   /** Deletes a session; `restore` takes it back for a while. One that is gone already is as good as deleted. */
   async remove(id) {
     try {
-      return await this.#call('DELETE', sessionPath(id));
+      return await this.call('DELETE', sessionPath(id));
     } catch (error) {
       if (error.status === 404) return null;
       throw error;
@@ -67,17 +67,17 @@ export class Api {
 
   /** Shows another version of a message; resolves to the session as it is shown then. */
   choose(id, turnId) {
-    return this.#call('POST', `${sessionPath(id)}/choose`, { turn_id: turnId });
+    return this.call('POST', `${sessionPath(id)}/choose`, { turn_id: turnId });
   }
 
   /** Undoes `remove`. */
   restore(id) {
-    return this.#call('POST', `${sessionPath(id)}/restore`);
+    return this.call('POST', `${sessionPath(id)}/restore`);
   }
 
   /** Stores a picture for a message; resolves to its id and size. */
   storePicture(file) {
-    return this.#call('POST', 'api/pictures', file);
+    return this.call('POST', 'api/pictures', file);
   }
 
   /** A picture of a message, as a Blob. */
@@ -89,7 +89,7 @@ export class Api {
 
   /** Every adapter with its rank and place; null while the engine has none to speak of. */
   async adapters() {
-    const { adapters } = await this.#call('GET', 'v1/adapters');
+    const { adapters } = await this.call('GET', 'v1/adapters');
     return adapters.length ? adapters : null;
   }
 
@@ -99,7 +99,8 @@ export class Api {
     return response.json();
   }
 
-  async #call(method, path, body) {
+  /** Calls a route; resolves to its JSON, or to null. */
+  async call(method, path, body) {
     const response = await this.#fetch(method, path, body);
     if (response.status === 204) return null;
     const data = await response.json().catch(() => null);

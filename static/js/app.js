@@ -351,8 +351,12 @@ export class App {
   }
 
   #onPhase() {
+    const { phase, isAnother } = this.core;
+    if (isAnother) return location.reload(); // forgets what another person saw
     this.banner.update();
     this.#showState();
+    document.body.classList.toggle('locked', phase === 'locked');
+    if (phase === 'locked') document.title = NAME;
     if (this.core.phase === 'offline') this.api.abandon();
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;

@@ -65,6 +65,8 @@ export class ChatCore {
     /** @type {'connecting'|'offline'|'starting'|'ready'|'locked'} */
     this.phase = 'connecting';
     this.apiKey = null;
+    this.user = null; // {owner, name, role}
+    this.isAnother = false;
     this.attempt = 0;
     this.retryAt = 0;
     this.closeCode = 0;
@@ -327,9 +329,11 @@ export class ChatCore {
 
   // ---------------------------------------------------------------- frames from the server
 
-  #onReady({ session, models, server }) {
+  #onReady({ session, models, server, user = null }) {
     this.models = models;
     this.server = server;
+    this.isAnother = Boolean(this.user && this.user.owner !== user?.owner);
+    this.user = user;
     this.attempt = 0;
     this.#hellos.shift();
     const wasGreeted = this.#isGreeted;

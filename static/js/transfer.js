@@ -10,11 +10,16 @@ import { h } from './dom.js';
  * @param {string} id
  * @param {'json'|'markdown'} format
  */
-export async function exportSession(api, id, format) {
-  const response = await ask(api, `api/sessions/${encodeURIComponent(id)}/export?format=${format}`);
+export function exportSession(api, id, format) {
+  return save(api, `api/sessions/${encodeURIComponent(id)}/export?format=${format}`, 'conversation');
+}
+
+/** Saves what a route gives as a file of the browser's, under the name that the server gives it or `instead`. */
+export async function save(api, path, instead) {
+  const response = await ask(api, path);
   if (!response) return;
   const name = response.headers.get('Content-Disposition')?.match(/filename\*=UTF-8''([^;]+)/)?.[1];
-  const link = h('a', { href: URL.createObjectURL(await response.blob()), download: decodeURIComponent(name ?? 'conversation') });
+  const link = h('a', { href: URL.createObjectURL(await response.blob()), download: decodeURIComponent(name ?? instead) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000); // long enough for any download from memory to begin
 }

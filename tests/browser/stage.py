@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from gateway.access.auth import LOCAL, key_file_line, owner_of
+from gateway.access.auth import LOCAL
+from gateway.access.key_file import key_file_line, owner_of
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from tests.unit.gateway.fake_node import Answer
@@ -97,6 +98,7 @@ class Stage:
         self.folder = folder
         self.keys = {name: f"ov-key-of-{name}-for-tests-only" for name in keys}
         self.key_file = folder / "keys"
+        self.operators: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._ended = contextlib.AsyncExitStack()
@@ -146,7 +148,8 @@ class Stage:
         if not self.keys:
             return
         new = self.key_file.with_suffix(".new")
-        new.write_text("".join(key_file_line(name, self.keys[name]) + "\n" for name in names))
+        lines = [key_file_line(name, self.keys[name], is_operator=name in self.operators) for name in names]
+        new.write_text("".join(line + "\n" for line in lines))
         new.chmod(0o600)
         new.rename(self.key_file)
         if hasattr(self, "gateway"):

@@ -10,14 +10,17 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, what these share, the side sheet,
-# formulas, files, pictures, the list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a
-# question, the question for a key, dialogs, export and import, the way without websockets, what the demo model is asked for example, the list of
-# adapters, what copies to the clipboard, and what renders Markdown with its code and formulas, which comes with the first answer.
+# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the operators' page, that of
+# sign-in links, what these share, the side sheet, formulas, files, pictures, the list of shortcuts, the menu and the title field of a
+# conversation, an answer's timings, the form that edits a question, the question for a key, dialogs, export and import, the way without
+# websockets, what the demo model is asked for example, the list of adapters, what copies to the clipboard, and what renders Markdown with
+# its code and formulas, which comes with the first answer.
 OWN_BYTES_MAX = 55 * 1000  # as they are sent: packed by gzip
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
     "engine": 37 * 1000,
+    "admin": 19 * 1000,
+    "sign-in": 2 * 1000,
     "sheet": 20 * 1000,
     "maths": 5 * 1000,
     "files": 10 * 1000,

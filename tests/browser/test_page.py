@@ -504,8 +504,12 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     chat.question.fill("half a thought")
     stage.write_keys("bob")
     expect(dialog).to_contain_text("did not accept that key")
+    for part in (page.locator(".bubble"), page.locator(".session").first, chat.question):
+        expect(part).to_be_hidden()
+    assert page.title() == "Overture"
     enter(stage.keys["bob"])
-    expect(page.get_by_text("does not exist any more")).to_be_visible()
+    expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
+    expect(page.locator(".bubble")).to_have_count(0)
     expect(page.locator(f".session[href='#/s/{session}']")).to_have_count(0)
     assert chat.ask("Hello from another key.")
     stage.write_keys("ann", "bob")
@@ -514,3 +518,14 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     page.goto(f"{stage.url}/#/s/{session}")
     expect(page.locator(".bubble")).to_have_text("Hello!")
     expect(chat.question).to_have_value("half a thought")
+    page.get_by_role("button", name="Settings").click()
+    sheet = page.get_by_role("dialog")
+    expect(sheet).to_contain_text("Signed in as ann")
+    expect(sheet.get_by_role("link", name="People of this server")).to_be_hidden()
+    sheet.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("API key")).to_be_visible()
+    expect(page.locator(".bubble")).to_have_count(0)
+    kept = page.evaluate("Object.keys(localStorage)")
+    assert not [
+        name for name in kept if name.startswith(("overture.key", "overture.draft", "overture.unsent"))
+    ]

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from engine_bridge.driver.serving import tokenizer_queue
-from gateway.access.auth import key_file_line
+from gateway.access.key_file import key_file_line, owner_of
 from gateway.app import Server
 from gateway.doors.http import key_changes
 from gateway.settings.config import DEMO_ADAPTERS_DIR
@@ -37,13 +37,13 @@ async def first_event(response: aiohttp.ClientResponse) -> None:
             pass
 
 
-async def refusal(asked: Any) -> dict[str, Any]:
+async def refusal(asked: Any, *, kind: str = "rate_limit_error", within_s: int = 100) -> dict[str, Any]:
     """The error of a call that came too early, which says when to come back."""
     async with asked as response:
         assert response.status == 429, await response.text()
-        assert 1 <= int(response.headers["Retry-After"]) <= 100
+        assert 1 <= int(response.headers["Retry-After"]) <= within_s
         error = (await response.json())["error"]
-    assert error["type"] == "rate_limit_error"
+    assert error["type"] == kind
     return error
 
 
@@ -69,6 +69,37 @@ async def test_who_is_above_its_rate_is_told_when_to_come_back_others_go_on(gate
     assert 0 < error["retry_after_s"] <= 100
     sessions, _ = await server.services.store.list_sessions("local")
     assert [session.num_turns for session in sessions] == [1]
+
+
+async def test_tokens_of_turns_and_calls_count_by_day_also_of_streams_that_do_not_say_them(
+    gateways: Gateways,
+) -> None:
+    """A stream without `include_usage` counts as the same call without a stream; a client that leaves has used what it was sent."""
+    server = await gateways(api_keys=KEYS, max_tokens_per_day=200)
+    short = BODY | {"max_tokens": 5, "ignore_eos": True}
+
+    async def used(http: Http) -> int:
+        (me,) = (await told(http.get("/v1/usage")))["people"]
+        tokens: int = me["tokens_today"]
+        return tokens
+
+    async with client(server, KEYS[0]) as http, client(server, KEYS[1]) as other:
+        whole = (await told(http.post(CHAT, json=short)))["usage"]
+        assert await used(http) == whole["total_tokens"] > 5
+        async with http.post(CHAT, json=short | {"stream": True}) as response:
+            await response.read()
+        assert await used(http) == 2 * whole["total_tokens"]
+        async with http.post(CHAT, json=short | {"stream": True, "n": 2}) as response:
+            await response.read()
+        assert await used(http) == 3 * whole["total_tokens"] + 5
+        before = await used(http)
+        async with http.post(CHAT, json=LONG) as response:
+            await first_event(response)
+        await settle(lambda: server.services.usage.today(owner_of(KEYS[0])).num_tokens > before)
+        await told(http.post(CHAT, json=BODY | {"max_tokens": 200, "ignore_eos": True}))
+        error = await refusal(http.post(CHAT, json=short), kind="insufficient_quota", within_s=86_400)
+        assert "200 a day are yours" in error["message"]
+        assert await used(other) == 0
 
 
 async def test_calls_and_turns_of_one_key_share_its_places(gateways: Gateways, node: SharedNode) -> None:

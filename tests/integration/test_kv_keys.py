@@ -13,7 +13,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from engine_bridge.driver.kv.kv_keys import version_of
-from gateway.access.auth import owner_of, tenant_of
+from gateway.access.auth import tenant_of
+from gateway.access.key_file import owner_of
 from gateway.app import Server
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 from overture_client.chat import ChatClient

@@ -23,7 +23,7 @@ from engine_bridge.predict.custom_predictor import PredictorRefused
 from engine_bridge.predict.hints import HINTS
 from engine_bridge.protocol.asked import TEXT_HINTS
 from engine_bridge.protocol.engine_request import EngineRequest
-from gateway.access.auth import key_file_line
+from gateway.access.key_file import key_file_line
 from gateway.app import Server, node_config
 
 from .conftest import SharedNode, connected, demo_config, engine_is_empty, served, settle, starts, told

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from gateway.access.auth import generate_key, key_file_line
+from gateway.access.auth import generate_key
+from gateway.access.key_file import key_file_line
 from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.conftest import ROOT
@@ -68,7 +69,7 @@ async def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory
 async def test_the_wheel_serves_its_page_its_documentation_and_its_demo_model(installed: Installed) -> None:
     headers = {"Authorization": f"Bearer {installed.key}"}
     async with Http(installed.url, headers=headers, raise_for_status=True) as http:
-        for path in ("/", "/docs", "/engine"):
+        for path in ("/", "/docs", "/engine", "/admin", "/sign-in"):
             async with http.get(path) as page:
                 needed = re.findall(r'(?:src|href)="(static/[^"]+)"', await page.text())
             assert needed, f"{path} has scripts and styles"

@@ -24,7 +24,8 @@ from bench.live.robustness.attacks.attacker import CASES, Attacker, Case, Outcom
 from bench.live.robustness.server import Server
 from bench.live.robustness.victim import Victim
 from bench.live.shared.report import figures, options, report
-from gateway.access.auth import generate_key, key_file_line
+from gateway.access.auth import generate_key
+from gateway.access.key_file import key_file_line
 
 ANSWER_WITHIN_S = 10.0
 CASE_LIMIT_S = 90.0

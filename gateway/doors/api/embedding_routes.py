@@ -15,6 +15,7 @@ from gateway.doors.api.recording import adapter_named
 from gateway.doors.http.bodies import json_body
 from gateway.doors.http.web_policy import REQUEST_ID_HEADER, request_id
 from gateway.errors import GatewayError
+from gateway.people.ledger import Spent
 from gateway.services import SERVICES, Services
 
 # Token ids in one body. Source: OpenAI's bound on all inputs of a call for embeddings.
@@ -29,10 +30,11 @@ async def embeddings(request: web.Request) -> web.Response:
     model = services.embeddings
     if model is None:
         raise GatewayError("not_found", NO_MODEL)
+    services.usage.check(principal.owner)
     model.check_is_up()
     # Before the body is read: waiting bodies take memory, too.
     with services.budgets.enter(principal.owner), services.metrics.embedding_s.time():
-        async with services.calls.of(principal.owner):
+        async with services.calls.of(principal.key):
             body = await json_body(request, MOST_TOKENS)
             _check_model(services, model.name, body)
             config = services.config
@@ -41,6 +43,7 @@ async def embeddings(request: web.Request) -> web.Response:
             asker = EngineRequest(tenant=tenant_of(principal.owner))
             reply = await model.embed(body, {REQUEST_ID_HEADER: request_id(request)}, asker)
             services.metrics.embedding_tokens.inc(reply.num_prompt_tokens)
+            services.usage.add(principal.owner, Spent(1, reply.num_prompt_tokens, 0))
             return as_response(reply)
 
 

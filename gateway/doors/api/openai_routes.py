@@ -42,6 +42,7 @@ from gateway.doors.http.web_policy import (
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import Asker
 from gateway.hints.parsing import CallHints, hints_of, strip
+from gateway.people.usage import num_chars_of, spent_on
 from gateway.recognition.fingerprints import turn_of
 from gateway.recognition.recognition import SessionCall
 from gateway.services import SERVICES, Services
@@ -69,9 +70,11 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         """Answer one call."""
         services = request.app[SERVICES]
         principal = services.admit(request)
+        if api not in COUNTING_APIS:
+            services.usage.check(principal.owner)
         # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
-            async with services.calls.of(principal.owner):
+            async with services.calls.of(principal.key):
                 return await _handle(request, services, principal, api)
 
     return handle
@@ -137,17 +140,35 @@ async def _handle(
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
     reader = AnswerReader(api)
+    has_left = False
     try:
         if is_background and recording is not None:
-            return await _answer_in_background(request, services, body, recording, asker, call)
+            return await _answer_in_background(request, principal, body, recording, asker, call)
         response = await _answer(request, services, api, body, recording, asker, reader)
         services.recognition.ended(call, reader)
         return response
-    except BaseException:
+    except BaseException as error:
+        has_left = isinstance(error, asyncio.CancelledError | ConnectionError)
         services.recognition.ended(call, reader)  # unless it has ended
         raise
     finally:
         services.learned.ended(arrival)
+        if api not in COUNTING_APIS:
+            _count_tokens(services, owner, reader, body, has_left=has_left)
+
+
+def _count_tokens(
+    services: Services, owner: str, reader: AnswerReader, body: Any, *, has_left: bool = False
+) -> None:
+    """Count what a call has used for its owner. has_left: its client did, so there may be no count of the engine's."""
+    spent = spent_on(
+        reader.usage,
+        reader.figures,
+        num_choices=reader.num_choices,
+        num_events=reader.num_events,
+        num_prompt_chars=num_chars_of(body) if has_left or reader.num_events else 0,
+    )
+    services.usage.add(owner, spent)
 
 
 def _arrival(request: web.Request, owner: str, recording: Recording | None) -> AgentCall:
@@ -159,13 +180,14 @@ def _arrival(request: web.Request, owner: str, recording: Recording | None) -> A
 
 async def _answer_in_background(
     request: web.Request,
-    services: Services,
+    principal: Principal,
     body: dict[str, Any],
     recording: Recording,
     asker: EngineRequest,
     call: SessionCall | None,
 ) -> web.StreamResponse:
     """Begin a response whose client need not stay, and answer as soon as it has begun; a bad request is refused as any other."""
+    services = request.app[SERVICES]
     owner, is_streamed = recording.owner, body.get("stream") is True
     with ExitStack() as places:
         places.enter_context(services.budgets.enter(owner))
@@ -180,11 +202,12 @@ async def _answer_in_background(
 
     async def scope(reading: Awaitable[None]) -> None:
         """Read the response as one of the owner's calls."""
-        async with services.calls.of(owner):
+        async with services.calls.of(principal.key):
             await reading
 
     async def store(job: BackgroundResponse) -> None:
         """Keep the response as a turn."""
+        _count_tokens(services, owner, job.reader, body)
         await record(services, recording, job.reader, job.reply())
         services.recognition.ended(call, job.reader)
 
@@ -404,7 +427,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     """Answer as `vllm serve --enable-tokenizer-info-endpoint` does: with the tokenizer's settings, special tokens and chat template."""
     services = request.app[SERVICES]
     principal = services.admit(request)
-    async with services.calls.of(principal.owner):
+    async with services.calls.of(principal.key):
         asker = EngineRequest(tenant=tenant_of(principal.owner), weight=principal.weight)
         reply = await services.node.serve(
             "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, asker
@@ -421,7 +444,8 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         services = request.app[SERVICES]
         principal = services.admit(request)
         services.check_may_change_adapters(principal)
-        async with services.calls.of(principal.owner):
+        services.note_operator(request, principal)
+        async with services.calls.of(principal.key):
             reply = await getattr(services.node, method)(await json_body(request))
         return as_response(reply)
 

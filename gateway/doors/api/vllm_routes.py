@@ -47,7 +47,8 @@ async def load(request: web.Request) -> web.Response:
 async def sleep(request: web.Request) -> web.Response:
     """Put the engine to sleep, as vLLM's route does: `mode=abort` (by itself) ends running answers, `mode=wait` lets them finish."""
     services = request.app[SERVICES]
-    services.check_operator(services.admit(request), SLEEPING)
+    principal = services.admit(request)
+    services.check_operator(principal, SLEEPING)
     mode, level = request.query.get("mode", "abort"), request.query.get("level", "1")
     if level != "1":
         raise GatewayError(
@@ -57,6 +58,7 @@ async def sleep(request: web.Request) -> web.Response:
         )
     if mode not in get_args(SleepMode):
         raise GatewayError("bad_request", "'mode' is 'abort' or 'wait'.", param="mode")
+    services.note_operator(request, principal)
     await services.node.sleep(cast(SleepMode, mode), services.config.drain_timeout_s)
     return json_reply(Slept(status="sleeping", level=1))
 
@@ -64,7 +66,9 @@ async def sleep(request: web.Request) -> web.Response:
 async def wake_up(request: web.Request) -> web.Response:
     """Wake the engine up. It has all of its memory back, whatever `tags` say."""
     services = request.app[SERVICES]
-    services.check_operator(services.admit(request), SLEEPING)
+    principal = services.admit(request)
+    services.check_operator(principal, SLEEPING)
+    services.note_operator(request, principal)
     await services.node.wake_up()
     return json_reply(Woken(status="awake"))
 

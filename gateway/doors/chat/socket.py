@@ -111,7 +111,7 @@ class Socket(Protocol):
 
 
 def _who_says(
-    hello: Hello, known: Principal | None, key: str | None, services: Services, address: str | None
+    hello: Hello, known: Principal | None, key: str | None, services: Services, request: web.Request
 ) -> Principal:
     """Return the holder of the key of a hello.
 
@@ -122,14 +122,16 @@ def _who_says(
         known: the holder of the socket's key, if there was a good hello before.
         key: from the upgrade request.
         services: have the keys.
-        address: the peer's, for counting wrong keys.
+        request: that opened the socket, which may have the cookie of a browser that is signed in.
 
     Raises:
         GatewayError: `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
     """
     if not hello.api_key and known is not None:
         return services.keys.current(known)
-    return services.gatekeeper.authenticate(hello.api_key or key, address)
+    if not hello.api_key and (signed_in := services.by_cookie(request)) is not None:
+        return signed_in
+    return services.gatekeeper.authenticate(hello.api_key or key, request.remote)
 
 
 class ChatConnection:
@@ -227,7 +229,7 @@ class ChatConnection:
             await self._fail(as_gateway_error(error), turn_id)
 
     async def _on_hello(self, frame: Hello) -> None:
-        principal = _who_says(frame, self._principal, self._key, self._services, self._request.remote)
+        principal = _who_says(frame, self._principal, self._key, self._services, self._request)
         self._greeted()
         if self._principal is not None and principal.owner != self._principal.owner:
             raise GatewayError("bad_request", "A socket belongs to one key: open one for each key.")
@@ -247,6 +249,7 @@ class ChatConnection:
         self.tell(
             {"type": "ready", "protocol": PROTOCOL_VERSION, "session": session}
             | {"models": self._services.models(), "server": self._services.server_info(__version__)}
+            | {"user": self._services.user_info(principal)}
         )
         for resume in frame.resume:
             live = self._services.turns.find(principal.owner, resume.id)
@@ -458,6 +461,11 @@ class ChatConnection:
     def owner(self) -> str | None:
         """The owner of the socket's sessions; None before a hello with a good key."""
         return self._principal.owner if self._principal is not None else None
+
+    @property
+    def key(self) -> str | None:
+        """Which of its owner's keys opened the socket; None before a hello with a good key."""
+        return self._principal.key if self._principal is not None else None
 
     @property
     def principal(self) -> Principal | None:

@@ -37,6 +37,7 @@ from gateway.doors.description.operation import (
     Parameter,
     ReplyShape,
 )
+from gateway.doors.description.people_operations import PEOPLE_OPERATIONS
 from gateway.doors.description.session_operations import SESSION_OPERATIONS
 from gateway.doors.rest.engine import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.doors.rest.nodes import NodeChange
@@ -204,6 +205,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     *SESSION_OPERATIONS,
     *ADVICE_OPERATIONS,
+    *PEOPLE_OPERATIONS,
     Operation(
         "get",
         "/v1/models",
@@ -487,6 +489,24 @@ OPERATIONS: tuple[Operation, ...] = (
         "engine_page",
         PAGE,
         "The engine room: what the nodes do, live",
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/admin",
+        "admin_page",
+        PAGE,
+        "The operators' page: people, keys and what they use",
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/sign-in",
+        "sign_in_page",
+        PAGE,
+        "The page that a sign-in link opens",
         replies={200: ReplyShape(description="HTML.", media=("text/html",))},
         is_public=True,
     ),

@@ -126,9 +126,9 @@ def in_place(handler: Handler) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         """Run the handler and send its response within a place."""
         services = request.app[SERVICES]
-        owner = services.principal(request).owner
-        with services.budgets.enter(f"conversations of {owner}"):
-            async with services.calls.of(owner):
+        principal = services.principal(request)
+        with services.budgets.enter(f"conversations of {principal.owner}"):
+            async with services.calls.of(principal.key):
                 response = await handler(request)
                 await response.prepare(request)
                 await response.write_eof()

@@ -8,13 +8,17 @@ import logging
 import os
 from pathlib import Path
 
+from gateway.access.auth import Withdrawn
 from gateway.errors import StartupError
+from gateway.people.audit import Entry
 from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
 # How often the file is checked. Chosen: a stat costs microseconds, and a leaked key works no longer than this.
 LOOK_EVERY_S = 1.0
+# Of one reading: changes that the audit log names. Chosen: a line of some kB.
+MAX_NAMED = 50
 Signature = tuple[int, int, int, int] | None
 
 
@@ -34,7 +38,7 @@ async def follow_key_file(services: Services) -> None:
             if (found != read and found == last) or services.look_at_keys.is_set():
                 services.look_at_keys.clear()
                 read = found  # noted before it is read: what changes meanwhile is read the next time
-                await _read_again(services)
+                await read_again(services)
             last = found
         except Exception:
             log.exception("looking after the key file failed; it is tried again")
@@ -43,26 +47,40 @@ async def follow_key_file(services: Services) -> None:
                 await services.look_at_keys.wait()
 
 
-async def _read_again(services: Services) -> None:
-    """Accept the keys that the file holds now. If it is broken the keys stay as they are, and the log says where."""
+async def read_again(services: Services) -> None:
+    """Accept the keys that the file holds now, and end what is open with keys that are withdrawn.
+
+    If the file is broken the keys stay as they are, and the log says where.
+    """
+    async with services.reading_keys:  # or keys that were read earlier could be taken over later
+        lost = await _take_over(services)
+    await asyncio.gather(*(cut_off(services, key) for key in lost))
+
+
+async def _take_over(services: Services) -> frozenset[Withdrawn]:
     keys = services.keys
     try:
         entries = await asyncio.to_thread(keys.read)
     except StartupError as error:
         log.error("%s The keys stay as they were.", error.message)
-        return
-    before = repr(keys)
+        return frozenset()
+    changes = keys.changes(entries)
     lost = keys.take_over(entries)
-    if repr(keys) != before or lost:
+    if changes:
         log.info("the key file was read again: %r, %d withdrawn that were in use", keys, len(lost))
-    await asyncio.gather(*(_cut_off(services, owner) for owner in lost))
+        more = f"; {len(changes) - MAX_NAMED} more" if len(changes) > MAX_NAMED else ""
+        about = "; ".join(changes[:MAX_NAMED]) + more
+        services.audit.note(Entry(what="keys_read", place="key file", about=about))
+    return lost
 
 
-async def _cut_off(services: Services, owner: str) -> None:
-    services.calls.cut_off(owner)
-    services.drafts.stop_owner(owner)
-    await services.turns.stop_owner(owner)
-    sockets = [socket for socket in services.connections if socket.owner == owner]
+async def cut_off(services: Services, withdrawn: Withdrawn) -> None:
+    """End what is under way with a key. Answers in conversations end with the last key of their person, because the others may be reading."""
+    services.calls.cut_off(withdrawn.key)
+    if withdrawn.is_last:
+        services.drafts.stop_owner(withdrawn.owner)
+        await services.turns.stop_owner(withdrawn.owner)
+    sockets = [socket for socket in services.connections if socket.key == withdrawn.key]
     await asyncio.gather(*(socket.revoke() for socket in sockets))
 
 

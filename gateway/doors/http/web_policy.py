@@ -126,7 +126,7 @@ def error_reply(
         return request[BEGUN]
     status = status or error.http_status
     headers = {}
-    if error.retryable:
+    if error.retryable or error.retry_after_s is not None:
         headers["Retry-After"] = str(retry_after(error.retry_after_s or RETRY_AFTER_S))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -143,7 +143,7 @@ def error_reply(
 
 @web.middleware
 async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Keep other web pages out, and answer CORS where the operator has allowed an origin. Source: docs/operations.md, "Keys".
+    """Keep other web pages out, and answer CORS where the operator has allowed an origin. Source: docs/operations.md, "People and keys".
 
     A browser sends `Origin` with every websocket and every request that could change something, so a page elsewhere cannot talk to a
     server on the user's own machine. Requests without `Origin` come from programs and pass.

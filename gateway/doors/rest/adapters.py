@@ -42,7 +42,9 @@ async def _set_pinned(request: web.Request, is_pinned: bool) -> web.Response:
         GatewayError: `unauthorized` or `bad_request` if this is not allowed, `unknown_model`.
     """
     services = request.app[SERVICES]
-    services.check_may_change_adapters(services.admit(request))
+    principal = services.admit(request)
+    services.check_may_change_adapters(principal)
+    services.note_operator(request, principal)
     name = request.match_info["name"]
     info = await services.node.pin_adapter(name, is_pinned)
     if info is None:

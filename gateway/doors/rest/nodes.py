@@ -54,18 +54,23 @@ async def restart(request: web.Request) -> web.Response:
 async def reopen(request: web.Request) -> web.Response:
     """Handle the route that lets a drained node take requests again."""
     services = request.app[SERVICES]
-    services.check_operator(services.admit(request), CHANGING)
+    principal = services.admit(request)
+    services.check_operator(principal, CHANGING)
+    services.note_operator(request, principal)
     return json_reply(services.maintenance.reopen(request.match_info["id"]))
 
 
 async def _change(request: web.Request) -> NodeChange:
     """Check the key and return the body. Raises GatewayError `unauthorized`, `forbidden`, `bad_request`."""
     services = request.app[SERVICES]
-    services.check_operator(services.admit(request), CHANGING)
+    principal = services.admit(request)
+    services.check_operator(principal, CHANGING)
     try:
-        return msgspec.convert(await json_body(request) if request.can_read_body else {}, NodeChange)
+        change = msgspec.convert(await json_body(request) if request.can_read_body else {}, NodeChange)
     except msgspec.ValidationError as error:
         raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+    services.note_operator(request, principal)
+    return change
 
 
 def add_routes(app: web.Application) -> None:

@@ -40,6 +40,16 @@ async def engine_page(request: web.Request) -> web.StreamResponse:
     return await _sent(request, STATIC_DIR / "engine.html")
 
 
+async def admin_page(request: web.Request) -> web.StreamResponse:
+    """Handle `GET /admin`: the operators' page. The page itself says nothing; what it shows takes an operator's key."""
+    return await _sent(request, STATIC_DIR / "admin.html")
+
+
+async def sign_in_page(request: web.Request) -> web.StreamResponse:
+    """Handle `GET /sign-in`: the page that a sign-in link opens. The link's token stands behind a `#`, so no server and no log sees it here."""
+    return await _sent(request, STATIC_DIR / "sign-in.html")
+
+
 async def static_file(request: web.Request) -> web.StreamResponse:
     """Handle a file under static/."""
     # In a thread: a file system may be slow, and every socket would wait with it.

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
 from gateway.doors.rest.health import healthz, metrics, readyz
-from gateway.doors.rest.pages import engine_page, page, static_file
+from gateway.doors.rest.pages import admin_page, engine_page, page, static_file
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions import Origin, SettingsPatch
@@ -172,6 +172,7 @@ def add_routes(app: web.Application) -> None:
         [
             web.get("/", page),
             web.get("/engine", engine_page),
+            web.get("/admin", admin_page),
             web.get("/static/{path:.+}", static_file),
             web.get("/api/sessions", in_place(list_sessions)),
             web.post("/api/sessions", in_place(create_session)),

@@ -29,14 +29,17 @@ async def export_session(request: web.Request) -> web.Response:
     archive = await services.store.export(owner, request.match_info["id"])
     # A long conversation takes a while to write down: others are served meanwhile.
     body = await asyncio.to_thread(_written, archive, wanted, services.config.served_model_name)
-    name = file_name(archive.title, SUFFIXES[wanted])
-    plain = name if name.isascii() else f"conversation.{SUFFIXES[wanted]}"
-    headers = {
-        "Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name)}",
+    headers = saved_as(file_name(archive.title, SUFFIXES[wanted]), f"conversation.{SUFFIXES[wanted]}")
+    return web.Response(body=body, content_type=MEDIA[wanted], charset="utf-8", headers=headers)
+
+
+def saved_as(name: str, plain: str) -> dict[str, str]:
+    """Return the headers of a file that a browser saves. plain: its name for clients that take letters of ASCII only."""
+    return {
+        "Content-Disposition": f"attachment; filename=\"{name if name.isascii() else plain}\"; filename*=UTF-8''{quote(name)}",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-store",
     }
-    return web.Response(body=body, content_type=MEDIA[wanted], charset="utf-8", headers=headers)
 
 
 def _written(archive: Archive, wanted: str, model: str) -> bytes:

@@ -4,6 +4,7 @@ import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { importSession } from '../transfer.js';
 import { readTheme, writeTheme } from '../storage.js';
+import { leave } from './leave.js';
 import { addStyle } from './style.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
@@ -45,7 +46,8 @@ export class Sheet {
       ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
       themePicker(), this.#ahead()),
-    h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Files'), ...this.#importing()));
+    h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Files'), ...this.#importing()),
+    this.#account());
   }
 
   #fields() {
@@ -81,6 +83,14 @@ export class Sheet {
     toast(`“${session.title || 'New chat'}” imported.`);
   }
 
+  #account() {
+    this.name = h('p', { class: 'sheet-name' });
+    this.toPeople = h('p', { class: 'note' }, h('a', { href: 'admin' }, 'People of this server'));
+    this.account = h('section', { 'aria-labelledby': 'sheet-account' }, h('h3', { id: 'sheet-account' }, 'You'), this.name,
+      h('button', { type: 'button', class: 'button', on: { click: leave } }, 'Sign out'), this.toPeople);
+    return this.account;
+  }
+
   #ahead() {
     const { composer } = this.settings;
     this.aheadBox = h('input', { type: 'checkbox', id: 'sheet-ahead', 'aria-describedby': 'sheet-ahead-note',
@@ -104,6 +114,10 @@ export class Sheet {
     this.follow(this.settings.core.current);
     this.ahead.hidden = !this.settings.composer.offersAhead;
     this.aheadBox.checked = this.settings.composer.ahead;
+    const { user } = this.settings.core;
+    this.account.hidden = !user;
+    this.name.textContent = user ? `Signed in as ${user.name}` : '';
+    this.toPeople.hidden = user?.role !== 'operator';
     if (NARROW.matches) this.element.showModal();
     else this.element.show();
     this.settings.button.setAttribute('aria-expanded', 'true');

@@ -20,6 +20,12 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.known_nodes import OneNode
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.node_states import Nodes
+from gateway.people.audit import NAME as AUDIT
+from gateway.people.audit import AuditLog
+from gateway.people.ledger import NAME as LEDGER
+from gateway.people.ledger import Ledger
+from gateway.people.sign_ins import SignIns
+from gateway.people.usage import Usage
 from gateway.services import Services
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
@@ -51,7 +57,22 @@ class Gateway(Parts):
         keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
-        bounds = (RequestBudgets.of(config, self.metrics, num_seqs=64), Gatekeeper(keys, self.metrics))
+        self.usage = Usage(
+            Ledger.open(config.data_dir / LEDGER),
+            keys,
+            self.metrics,
+            max_tokens_per_day=config.max_tokens_per_day,
+            by_user=config.metrics_by_user,
+        )
+        audit = AuditLog(config.data_dir / AUDIT)
+        gatekeeper = Gatekeeper(keys, self.metrics, on_refused=audit.refused)
+        bounds = (
+            RequestBudgets.of(config, self.metrics, num_seqs=64),
+            gatekeeper,
+            self.usage,
+            SignIns(self.usage.ledger, keys),
+            audit,
+        )
         self.nodes: Nodes = OneNode(node)
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()

@@ -18,8 +18,9 @@ from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from gateway.access import auth
-from gateway.access.auth import LOCAL, KeyRing, Principal, extract_key, generate_key, key_file_line, owner_of
+from gateway.access.auth import LOCAL, KeyRing, Principal, Withdrawn, extract_key, generate_key
 from gateway.access.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, retry_after
+from gateway.access.key_file import key_file_line, line_for, owner_of, parse_line
 from gateway.access.open_calls import OpenCalls
 from gateway.access.rates import Rates
 from gateway.access.shares import Shares
@@ -102,7 +103,7 @@ def test_a_key_is_found_in_a_long_file_with_one_hash_and_on_older_lines_is_looke
         assert num_hashes() <= (5 if repeated else most)
     assert is_refused(ring, generate_key()) and num_hashes() <= most
     key_file(tmp_path, *lines[:50], *lines[51:], key_file_line("chief", keys[99], is_operator=True))
-    assert ring.take_over(ring.read()) == {owner_of(keys[50])}
+    assert {key.owner for key in ring.take_over(ring.read())} == {owner_of(keys[50])}
     assert is_refused(ring, keys[50]) and ring.authenticate(keys[99]).is_operator
 
 
@@ -209,7 +210,7 @@ def test_a_file_that_is_read_again_names_who_is_shut_out_and_changes_roles_of_wh
     key_file(tmp_path, mine.replace("slow:", "fast:") + ":operator", key_file_line("new", third))
     entries = ring.read()
     assert ring.authenticate(OTHER) == them, "reading alone changes nothing"
-    assert ring.take_over(entries) == {them.owner}
+    assert {key.owner for key in ring.take_over(entries)} == {them.owner}
     assert is_refused(ring, OTHER) and ring.authenticate(third).name == "new"
     now = ring.current(me)
     assert (now.owner, now.name, now.weight, now.is_operator) == (me.owner, "fast", 4.0, True)
@@ -218,6 +219,54 @@ def test_a_file_that_is_read_again_names_who_is_shut_out_and_changes_roles_of_wh
         ring.current(them)
     assert caught.value.code == "unauthorized"
     assert ring.take_over(ring.read()) == frozenset()
+
+
+def test_keys_of_one_person_have_one_owner_and_a_lost_one_takes_nothing_along(tmp_path: Path) -> None:
+    """A line of an earlier version goes on as it is, and names its owner from the key; the line of the key that replaces it names that owner."""
+    new, third = generate_key(), generate_key()
+    ring = ring_of(tmp_path, old_line("ada", KEY), line_for("ada", third, owner=owner_of(KEY)).text)
+    first, second = ring.authenticate(KEY), ring.authenticate(third)
+    assert first == second and first.owner == owner_of(KEY) and first.key != second.key
+    key_file(tmp_path, line_for("ada", new, owner=owner_of(KEY)).text)
+    assert sorted(ring.take_over(ring.read())) == sorted(
+        Withdrawn(key.key, owner_of(KEY), "ada", is_last=False) for key in (first, second)
+    )
+    assert is_refused(ring, KEY) and is_refused(ring, third)
+    assert ring.authenticate(new).owner == owner_of(KEY)
+    assert ring.people() == {owner_of(KEY): "ada"}
+    key_file(tmp_path, line_for("ada", new, owner=owner_of(OTHER)).text)
+    (moved,) = ring.take_over(ring.read())
+    assert moved.owner == owner_of(KEY), (
+        "what is open with a key ends when its line is given to another person"
+    )
+    assert ring.authenticate(new).owner == owner_of(OTHER)
+
+
+def test_who_is_disabled_is_refused_and_the_server_stays_closed(tmp_path: Path) -> None:
+    line = key_file_line("ada", KEY, is_operator=True)
+    ring = ring_of(tmp_path, line)
+    ring.authenticate(KEY)
+    key_file(tmp_path, line + ":disabled", f"bob:no-key:owner={owner_of(OTHER)}")
+    (lost,) = ring.take_over(ring.read())
+    assert lost == (owner_of(KEY), owner_of(KEY), "ada", True)
+    with pytest.raises(GatewayError, match="disabled") as caught:
+        ring.authenticate(KEY)
+    assert caught.value.code == "unauthorized"
+    assert not ring.is_open and not ring.has_operator
+    assert is_refused(ring, OTHER) and is_refused(ring, "") and is_refused(ring, None)
+    assert ring.people() == {owner_of(KEY): "ada", owner_of(OTHER): "bob"}
+    key_file(tmp_path, line)
+    assert ring.take_over(ring.read()) == frozenset() and ring.authenticate(KEY).is_operator
+
+
+@pytest.mark.parametrize(
+    "end",
+    [":owner=local", ":owner=k_12", ":disabled:disabled", f":owner=k_{'0' * 32}"],
+)
+def test_a_line_with_a_wrong_field_is_malformed(end: str) -> None:
+    """The line of a new key names its owner already, so it may not name another one."""
+    assert parse_line(key_file_line("ada", KEY) + end) is None
+    assert parse_line("ada:no-key") is None
 
 
 def test_operators(tmp_path: Path) -> None:

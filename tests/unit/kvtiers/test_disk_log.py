@@ -18,7 +18,7 @@ from kvtiers.errors import StoreBusy, StoreUnusable
 from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog
 from kvtiers.io.disk_room import GROW_AFTER_S
 from kvtiers.io.files import AppendFile, Files, FileSystemRoom
-from kvtiers.io.inspect import inspect, prune
+from kvtiers.io.inspect import erase, inspect, prune
 from kvtiers.io.log_reader import ReadResult
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead, owner_tag
 from kvtiers.keys import BlockKey, BlockShape
@@ -495,6 +495,29 @@ async def test_a_live_store_can_be_looked_at_but_not_pruned_or_opened(opened: Op
         await opened()
     await log.close()
     await opened()
+
+
+async def test_an_owner_is_erased_from_the_disk_and_all_others_stay(opened: Opener, tmp_path: Path) -> None:
+    log = await opened(segment_bytes=SEGMENT)
+    for number in range(6):
+        assert await append_of(log, BOB, "bob", number) and await append_of(log, ADA, "ada", f"ada {number}")
+    with pytest.raises(StoreBusy):
+        erase(tmp_path, "ada")
+    await log.close()
+    whole = b"".join(path.read_bytes() for path in opened.segments())
+    assert content(key("ada 3"), 1) in whole and key("ada 3") in whole
+    assert erase(tmp_path, "ada") == 7
+    left = b"".join(path.read_bytes() for path in opened.segments())
+    for layer in range(SHAPE.num_layers):
+        assert content(key("ada"), layer) not in left and content(key("ada 3"), layer) not in left
+    assert key("ada 3") not in left and len(left) == len(whole)
+    log = await opened()
+    assert await bad_of(log, "bob", *range(6)) == []
+    assert key("ada") not in log and key("ada 3") not in log
+    await log.close()
+    assert erase(tmp_path, "ada") == 0
+    with pytest.raises(ValueError, match="everybody"):
+        erase(tmp_path, "")
 
 
 @pytest.mark.parametrize("limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["size", "age"])

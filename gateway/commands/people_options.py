@@ -1,0 +1,100 @@
+"""What `overture users` and `overture keys` share: where the key file and the data folder are, and how people are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gateway.errors import StartupError
+from gateway.settings.sources import load_config
+
+F = Callable[..., Any]
+KEY_FILE_VARIABLE = "OVERTURE_API_KEY_FILE"
+
+
+def place_options(command: F) -> F:
+    """The options that say where the key file and the data folder are."""
+    key_file = click.option(
+        "--key-file",
+        metavar="FILE",
+        help="The server's key file.  [api_key_file of the settings, as `overture config` shows it]",
+    )
+    data_dir = click.option(
+        "--data-dir",
+        metavar="PATH",
+        help="The server's data folder.  [data_dir of the settings]",
+    )
+    config = click.option(
+        "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
+    )
+    return key_file(data_dir(config(command)))
+
+
+class Place:
+    """The key file and the data folder that a command works on, from its options or from the server's settings."""
+
+    def __init__(self, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+        # The settings refuse a key file that is not there yet, which `users add` is about to make.
+        environ = {name: value for name, value in os.environ.items() if name != KEY_FILE_VARIABLE}
+        config = load_config({"data_dir": data_dir}, environ, config_file=config_file)
+        named = key_file or os.environ.get(KEY_FILE_VARIABLE)
+        self.config = config
+        self.data_dir: Path = config.data_dir
+        self.given_file = Path(named).expanduser() if named else config.api_key_file
+
+    @property
+    def key_file(self) -> Path:
+        """The key file. Raises StartupError where none is named."""
+        if self.given_file is None:
+            raise StartupError(
+                "Which key file? Name it with --key-file, OVERTURE_API_KEY_FILE or api_key_file in overture.toml."
+            )
+        return self.given_file
+
+    def roll(self) -> Any:
+        """Return the people of the key file, to look at. Raises StartupError."""
+        from gateway.people.ledger import known_owners
+        from gateway.people.roll import read_roll
+
+        return read_roll(self.key_file, known_owners(self.data_dir))
+
+    def changing(self, *, makes: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which the people of the key file may be changed. Raises StartupError."""
+        from gateway.people.ledger import known_owners
+        from gateway.people.roll import changing
+
+        return changing(self.key_file, known_owners(self.data_dir), makes=makes)
+
+    def note(self, what: Any, person: Any, key: str = "") -> None:
+        """Write what was done to the audit log."""
+        from gateway.people.audit import note_command
+
+        note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key)
+
+
+def show_key(key: str, name: str) -> None:
+    """Print a new key, which is shown once: the key alone on stdout."""
+    click.echo(f"Key for {name} (shown only now):", err=True)
+    click.echo(key)
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows under their heads, in columns."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def role_of(is_operator: bool) -> str:
+    """Return a role in words."""
+    return "operator" if is_operator else "member"
+
+
+def state_of(is_disabled: bool) -> str:
+    """Return a state in words."""
+    return "disabled" if is_disabled else "active"

@@ -1,0 +1,174 @@
+"""`overture users`: the people of a server, who own conversations, KV and budgets through their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gateway.commands.people_options import Place, place_options, role_of, show_key, state_of, table
+from gateway.errors import StartupError
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  overture users add ada --key-file keys
+  overture users list --key-file keys
+  overture users disable ada --key-file keys
+  overture users export ada --to ada.zip --key-file keys
+  overture users delete ada --key-file keys
+
+A server that runs follows its key file within two seconds.
+"""
+)
+def users() -> None:
+    """Add, list, disable, export and delete the people who may use a server.
+
+    People stand in the server's key file, a text file with one line for each key: NAME, a hash of the key, and whose it is.
+    """
+
+
+@users.command()
+@click.argument("name")
+@click.option("--operator", is_flag=True, help="May see and change what concerns everybody.")
+@place_options
+def add(
+    name: str, operator: bool, key_file: str | None, data_dir: str | None, config_file: str | None
+) -> None:
+    """Add a person with a first key, which is shown here once and kept nowhere.
+
+    The key file is made if it does not exist.
+    """
+    from gateway.access.key_file import ID_CHARS
+
+    place = Place(key_file, data_dir, config_file)
+    with place.changing(makes=True) as roll:
+        key = roll.add_person(name, is_operator=operator)
+        person = roll.find(name)
+    place.note("person_added", person, key[:ID_CHARS])
+    show_key(key, name)
+
+
+@users.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a person, for scripts.")
+@place_options
+def list_users(as_json: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+    """Show the people of the key file: role, state, number of keys, owner id.
+
+    The owner id is what conversations belong to. It is "?" for a line of an earlier version whose key was not used since.
+    """
+    people = Place(key_file, data_dir, config_file).roll().people()
+    if as_json:
+        for person in people:
+            click.echo(json.dumps(_as_json(person)))
+        return
+    rows = [
+        (
+            each.name,
+            role_of(each.is_operator),
+            state_of(each.is_disabled),
+            str(len(each.keys)),
+            each.owner or "?",
+        )
+        for each in people
+    ]
+    table(("NAME", "ROLE", "STATE", "KEYS", "OWNER"), rows)
+
+
+def _as_json(person: Any) -> dict[str, Any]:
+    return {
+        "name": person.name,
+        "role": role_of(person.is_operator),
+        "state": state_of(person.is_disabled),
+        "num_keys": len(person.keys),
+        "owner": person.owner or None,
+    }
+
+
+@users.command()
+@click.argument("name")
+@place_options
+def disable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+    """Refuse all keys of a person, and end what is open with them. What the person has stays."""
+    _set_disabled(name, True, Place(key_file, data_dir, config_file))
+
+
+@users.command()
+@click.argument("name")
+@place_options
+def enable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+    """Accept the keys of a person who was disabled again."""
+    _set_disabled(name, False, Place(key_file, data_dir, config_file))
+
+
+def _set_disabled(name: str, is_disabled: bool, place: Place) -> None:
+    with place.changing() as roll:
+        person = roll.find(name)
+        roll.set_disabled(person, is_disabled)
+    place.note("person_disabled" if is_disabled else "person_enabled", person)
+    click.echo(f"{person.name} is {state_of(is_disabled)}.")
+
+
+@users.command()
+@click.argument("name")
+@click.option(
+    "--to", required=True, type=click.Path(path_type=Path), metavar="FILE", help="A zip file to make."
+)
+@place_options
+def export(name: str, to: Path, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+    """Write all conversations of a person, and what was used on which day, into a zip file.
+
+    Each conversation is a JSON file, as the page exports it. A server may be running.
+    """
+    from gateway.people.estate import export_to
+
+    place = Place(key_file, data_dir, config_file)
+    person = place.roll().find(name)
+    num = export_to(to, place.data_dir, _owner(person), person.name)
+    place.note("person_exported", person)
+    click.echo(f"{num} conversations of {person.name} are in {to}.")
+
+
+@users.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@place_options
+def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+    """Remove a person from the key file, and erase conversations, usage and stored KV for ever.
+
+    The server must be stopped, because it holds the files. To shut a person out at once, `disable` first. NAME may be the
+    owner id of somebody who is no longer in the key file.
+    """
+    from gateway.people.estate import erase_person
+
+    place = Place(key_file, data_dir, config_file)
+    roll = place.roll()
+    person = roll.find_or_gone(name)
+    if roll.people() == [person]:
+        raise StartupError(
+            f"{person.name} is the last person in the key file, and the server does not take an empty one. Add somebody first."
+        )
+    if not yes:
+        click.confirm(f"Erase {person.name} ({_owner(person)}) and all conversations for ever?", abort=True)
+    kv_dir = place.config.kv_dir
+    assert kv_dir is not None  # filled in by Config
+    erased = erase_person(place.data_dir, kv_dir, _owner(person))
+    with place.changing() as roll:
+        roll.remove(roll.find_or_gone(_owner(person)))
+    place.note("person_erased", person)
+    click.echo(
+        f"Erased {person.name}: {erased.num_sessions} conversations, {erased.num_kv_blocks} blocks of KV on disk."
+    )
+
+
+def _owner(person: Any) -> str:
+    """Return a person's owner id. Raises StartupError while it is not known."""
+    if not person.owner:
+        raise StartupError(
+            f"The owner id of {person.name} is not known: the line in the key file was made by an earlier version, and the key was not "
+            "used since. Let the key be used once, or run: overture keys replace --old-key."
+        )
+    return str(person.owner)

@@ -1,0 +1,111 @@
+"""Changes of people while the server runs: of the key file, which takes effect at once, and the end of all that a person has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from gateway.access.auth import tenant_of
+from gateway.doors.http.key_changes import read_again
+from gateway.errors import GatewayError, StartupError
+from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
+from gateway.services import Services
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# How long an erasure waits for what is under way to end, and between two looks. Chosen: a turn that is stopped ends within a step or two.
+ENDING_S, LOOK_EVERY_S = 30.0, 0.05
+
+
+def key_file_of(services: Services) -> Path:
+    """Return the key file. Raises GatewayError `conflict` where the server has none."""
+    path = services.config.api_key_file
+    if path is None:
+        raise GatewayError(
+            "conflict",
+            "This server has no key file, so it has no people to change: start it with --api-key-file.",
+        )
+    return path
+
+
+async def people_of(services: Services) -> Roll:
+    """Return the people of the key file. Raises GatewayError `conflict`, `storage_failed`."""
+    path, known = key_file_of(services), services.usage.key_owners()
+    return await _in_thread(lambda: read_roll(path, known))
+
+
+async def person_of(services: Services, named: str) -> Person:
+    """Return the person of this name or owner id; see `Roll.find_or_gone`. Raises GatewayError `not_found`, `conflict`, `storage_failed`."""
+    path, known = key_file_of(services), services.usage.key_owners()
+    return await _in_thread(lambda: read_roll(path, known).find_or_gone(named))
+
+
+async def change(services: Services, work: Callable[[Roll], _T]) -> _T:
+    """Change the people of the key file by `work`, have the server follow at once, and return what `work` returned.
+
+    Raises GatewayError `not_found`, `conflict`, `storage_failed`; then nothing was changed.
+    """
+    path, known = key_file_of(services), services.usage.key_owners()
+
+    def write() -> _T:
+        """Do the work and write the file."""
+        with changing(path, known) as roll:
+            had_operator = roll.has_operator
+            result = work(roll)
+            if had_operator and not roll.has_operator:
+                raise RollError("This would leave no operator's key. Give another person one first.")
+        return result
+
+    result = await _in_thread(write)
+    await read_again(services)
+    return result
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    try:
+        return await asyncio.to_thread(work)
+    except NoSuchPerson as error:
+        raise GatewayError("not_found", error.message) from error
+    except RollError as error:
+        raise GatewayError("conflict", error.message) from error
+    except StartupError as error:  # its text names files, which are the operator's machine's
+        log.error("people could not be read or changed: %s", error.message)
+        message = "The key file cannot be read or changed now. The server's log says why."
+        raise GatewayError("storage_failed", message) from error
+
+
+async def erase(services: Services, person: Person) -> int:
+    """Erase all that a person has, who is no longer in the key file, and return the number of conversations.
+
+    KV leaves memory and disk first of all, but is not overwritten: nobody can ask for it any more. Raises GatewayError `overloaded` if something of
+    the person's does not end, and then it may be tried again.
+    """
+    owner = person.owner
+    keys = services.keys.keys_of(owner)
+    services.drafts.stop_owner(owner)
+    await services.turns.stop_owner(owner)
+    await _until_ended(services, owner, keys)
+    sessions = await services.store.rows.ids_of(owner)
+    num_sessions = await services.store.erase_owner(owner, time.time())
+    for session_id in sessions:
+        services.advisories.end_session(owner, session_id)
+        services.node.end_session(tenant_of(owner), session_id)
+    await services.sign_ins.forget(owner)
+    await services.usage.forget(owner)
+    await services.learned.forget(owner)
+    return num_sessions
+
+
+async def _until_ended(services: Services, owner: str, keys: frozenset[str]) -> None:
+    """Wait for the calls and turns of a person, which were stopped: the end of an answer is stored, and would outlive the erasure."""
+    for _ in range(int(ENDING_S / LOOK_EVERY_S)):
+        if not services.turns.is_busy(owner) and not services.calls.is_open(keys):
+            return
+        await asyncio.sleep(LOOK_EVERY_S)
+    raise GatewayError("overloaded", "Answers of this person are still under way. Try it again in a moment.")

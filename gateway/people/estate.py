@@ -1,0 +1,145 @@
+"""What a person has in the data folder, while no server needs to run: a copy of it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from gateway.access.auth import tenant_of
+from gateway.advisories import learned_file
+from gateway.errors import GatewayError, StartupError
+from gateway.people.ledger import NAME as LEDGER_NAME
+from gateway.people.ledger import Day, Ledger
+from gateway.sessions import SCHEMA_VERSION, SessionStore
+from gateway.sessions.archive import Archive, file_name
+from gateway.sessions.database import open_reader
+from gateway.sessions.listing import ids_of
+from gateway.sessions.schema import version_of
+from gateway.sessions.transfers import export
+from kvtiers.errors import StoreBusy
+from kvtiers.io.inspect import erase
+
+SESSIONS_NAME = "sessions.sqlite3"
+FIRST_DAY = "0000-00-00"
+
+
+class Erased(NamedTuple):
+    """What was erased of a person: conversations, and blocks of KV on disk."""
+
+    num_sessions: int
+    num_kv_blocks: int
+
+
+def export_to(to: Path, data_dir: Path, owner: str, name: str) -> int:
+    """Make a zip file, for its owner only, and write an export into it; see `write_export`. What fails leaves no file."""
+    try:
+        fd = os.open(to, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(f"{to} cannot be made: {error.strerror}.") from error
+    try:
+        with open(fd, "r+b") as file:
+            return write_export(file, data_dir / SESSIONS_NAME, data_dir, owner, name)
+    except BaseException:
+        to.unlink(missing_ok=True)
+        raise
+
+
+def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, name: str) -> int:
+    """Write a person's conversations and usage into a zip file, and return the number of conversations.
+
+    A server may be running over the session file `sessions`. Each conversation is a file that `POST /api/sessions/import` takes. This blocks.
+    Raises StartupError.
+    """
+    try:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            num = 0
+            for num, conversation in enumerate(_conversations(sessions, owner), 1):
+                text = msgspec.json.format(msgspec.json.encode(conversation), indent=1)
+                archive.writestr(f"conversations/{num:05}-{file_name(conversation.title, 'json')}", text)
+            days = [{"day": day, **spent._asdict()} for _, day, spent in _usage_in(data_dir, owner)]
+            about = {"name": name, "owner": owner, "exported_at": time.time(), "usage": days}
+            archive.writestr("person.json", json.dumps(about, indent=1))
+        return num
+    except StartupError:
+        raise
+    except (OSError, sqlite3.Error, GatewayError) as error:
+        raise StartupError(f"The conversations of {name} cannot be exported: {error}") from error
+
+
+def _usage_in(data_dir: Path, owner: str) -> list[Day]:
+    if not (data_dir / LEDGER_NAME).exists():
+        return []
+    ledger = Ledger.open(data_dir / LEDGER_NAME)
+    try:
+        return ledger.days(FIRST_DAY, owner)
+    finally:
+        ledger.close()
+
+
+def _conversations(file: Path, owner: str) -> Iterator[Archive]:
+    """Yield an owner's conversations, the oldest first, as they are at one moment. Raises StartupError, sqlite3.Error."""
+    if not file.exists():
+        return
+    with closing(open_reader(file)) as conn:
+        if version_of(conn) != SCHEMA_VERSION:
+            raise StartupError(
+                f"{file} is of another version of Overture. Start the server once with this one, then export."
+            )
+        conn.execute("BEGIN")
+        for session_id in ids_of(conn, owner):
+            yield export(conn, owner, session_id)
+
+
+def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
+    """Erase what a person has in the data folder: conversations, usage, what was learned of the person's agents, and KV on disk.
+
+    No server may run over the folder. Raises StartupError, also where one does; the KV goes last, so a store that is held keeps only itself.
+    """
+    num_sessions = 0
+    if (data_dir / SESSIONS_NAME).exists():
+        try:
+            num_sessions = asyncio.run(_erase_sessions(data_dir / SESSIONS_NAME, owner))
+        except StartupError as error:
+            raise StartupError(
+                f"{error.message} A running server erases a person when an operator's key asks it to: "
+                f"curl -X DELETE -H 'Authorization: Bearer KEY' http://SERVER/v1/admin/people/{owner}"
+            ) from error
+    if (data_dir / LEDGER_NAME).exists():
+        ledger = Ledger.open(data_dir / LEDGER_NAME)
+        try:
+            ledger.forget(owner)
+        finally:
+            ledger.close()
+    try:
+        _forget_agents(data_dir / learned_file.NAME, owner)
+        num_blocks = erase(kv_dir, tenant_of(owner)) if kv_dir.is_dir() else 0
+    except StoreBusy as error:
+        raise StartupError(f"{error}: the conversations are erased, the KV on disk is not.") from error
+    except OSError as error:
+        raise StartupError(f"The conversations are erased, but not all else: {error}.") from error
+    return Erased(num_sessions, num_blocks)
+
+
+async def _erase_sessions(file: Path, owner: str) -> int:
+    store = await SessionStore.open(file)
+    try:
+        return await store.erase_owner(owner, time.time())
+    finally:
+        await store.close()
+
+
+def _forget_agents(file: Path, owner: str) -> None:
+    known = learned_file.read(file)
+    left = [saved for saved in known if saved.name != owner]
+    if len(left) != len(known):
+        learned_file.write(file, [learned_file.line_of(saved) for saved in left])

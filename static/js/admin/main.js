@@ -1,0 +1,5 @@
+/** Starts the operators' page. */
+
+import { Admin } from './admin.js';
+
+new Admin().start();

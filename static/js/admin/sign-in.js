@@ -1,0 +1,20 @@
+/** The page that a sign-in link opens: it uses the link when the button is pressed, so that nothing that only looks at links uses it up. */
+
+import { Api } from '../api.js';
+import { forgetPerson } from '../sheet/leave.js';
+
+const button = document.getElementById('go');
+const said = document.getElementById('said');
+const api = new Api(() => null);
+
+button.addEventListener('click', async () => {
+  button.disabled = true;
+  try {
+    await api.call('POST', 'v1/sign-in', { token: location.hash.slice(1) });
+    forgetPerson(); // who was here before, with a key that would go before the cookie
+    location.replace('./');
+  } catch (error) {
+    said.textContent = error.message;
+    button.disabled = false;
+  }
+});

@@ -1,0 +1,202 @@
+"""The operators' page in a real browser: people added, keys made, replaced and withdrawn, disabled, exported and erased."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.access.key_file import owner_of
+from gateway.people.ledger import Spent
+from tests.browser.stage import Site, Stage
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """With ada, an operator, and bob."""
+    stage = Stage(tmp_path, "ada", "bob")
+    stage.operators = {"ada"}
+    with stage:
+        yield stage
+
+
+@pytest.fixture
+def site(stage: Stage) -> Site:
+    return Site(stage.url, stage.keys["ada"])
+
+
+@pytest.fixture
+def module_watch() -> Any:
+    from tests.browser.conftest import Watch
+
+    return Watch()
+
+
+class Page:
+    """The page as an operator sees it."""
+
+    def __init__(self, page: Any, site: Site) -> None:
+        self.page = page
+        self.url = f"{site.url}/admin"
+        page.goto(self.url)
+
+    def sign_in(self, key: str) -> None:
+        self.page.get_by_label("API key").fill(key)
+        self.page.get_by_role("button", name="Continue").click()
+
+    def row(self, name: str) -> Any:
+        return self.page.locator("#people tr").filter(has=self.page.get_by_role("rowheader", name=name))
+
+    def choose(self, name: str, entry: str) -> None:
+        self.page.get_by_role("button", name=f"Manage {name}").click()
+        self.page.get_by_role("menuitem", name=entry).click()
+
+    def press(self, label: str) -> None:
+        self.page.get_by_role("dialog").get_by_role("button", name=label, exact=True).click()
+
+    def new_key(self) -> str:
+        field = self.page.get_by_role("dialog").get_by_label("API key")
+        expect(field).to_be_visible()
+        key = field.input_value()
+        self.press("Done")
+        return str(key)
+
+
+@pytest.fixture
+def admin(open_page: Any, site: Site) -> Page:
+    admin = Page(open_page(accept_downloads=True), site)
+    admin.sign_in(site.key or "")
+    expect(admin.page.get_by_text("Signed in as ada")).to_be_visible()
+    return admin
+
+
+def status_of(admin: Page, stage: Stage, key: str) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    return int(admin.page.request.get(f"{stage.url}/api/sessions", headers=headers).status)
+
+
+def test_an_operator_makes_replaces_and_withdraws_keys(admin: Page, stage: Stage, page_watch: Any) -> None:
+    page_watch.forgive()  # the first look at the page is without a key
+    admin.page.get_by_role("button", name="Add a person").click()
+    admin.page.get_by_label("Name").fill("two words")
+    admin.press("Add")
+    expect(admin.page.get_by_role("dialog")).to_be_visible()
+    admin.page.get_by_label("Name").fill("eve")
+    admin.page.get_by_label("Role").select_option("operator")
+    admin.press("Add")
+    first = admin.new_key()
+    expect(admin.row("eve")).to_contain_text("operator")
+    assert status_of(admin, stage, first) == 200
+    admin.choose("eve", f"Replace {first[:11]}")
+    admin.press("Replace")
+    second = admin.new_key()
+    assert (status_of(admin, stage, first), status_of(admin, stage, second)) == (401, 200)
+    admin.choose("eve", "New key")
+    third = admin.new_key()
+    admin.choose("eve", f"Withdraw {second[:11]}")
+    admin.press("Withdraw")
+    expect(admin.row("eve").locator("code")).to_have_text([third[:11]])
+    assert (status_of(admin, stage, second), status_of(admin, stage, third)) == (401, 200)
+    admin.choose("eve", "Disable")
+    expect(admin.row("eve")).to_contain_text("disabled")
+    assert status_of(admin, stage, third) == 401
+    admin.choose("eve", "Enable")
+    expect(admin.row("eve").locator(".mark.good")).to_be_visible()
+    admin.page.get_by_role("button", name="Manage ada").click()
+    expect(admin.page.get_by_role("menuitem", name="Erase")).to_have_count(0)
+
+
+def test_what_people_use_is_shown_exported_and_erased(
+    admin: Page, stage: Stage, page_watch: Any, tmp_path: Path
+) -> None:
+    page_watch.forgive()
+    bob = owner_of(stage.keys["bob"])
+    stage.do(lambda: stage.gateway.usage.add(bob, Spent(3, 1200, 34)))
+    headers = {"Authorization": f"Bearer {stage.keys['bob']}"}
+    admin.page.request.post(f"{stage.url}/api/sessions", headers=headers, data={"title": "Hens"})
+    admin.page.reload()
+    expect(admin.row("bob")).to_contain_text("1,234")
+    admin.page.get_by_label("Of").select_option(label="bob")
+    expect(admin.page.locator("#usage tbody td")).to_have_text(["3", "1,200", "34", "1,234"])
+    admin.page.get_by_label("Of").select_option(label="ada")
+    expect(admin.page.locator("#usage")).to_contain_text("Nothing was used")
+    with admin.page.expect_download() as download:
+        admin.choose("bob", "Export")
+    path = tmp_path / download.value.suggested_filename
+    download.value.save_as(path)
+    with zipfile.ZipFile(path) as archive:
+        assert path.name == "bob.zip" and json.loads(archive.read("person.json"))["owner"] == bob
+        assert "conversations/00001-Hens.json" in archive.namelist()
+    admin.choose("bob", "Erase")
+    admin.press("Erase")
+    expect(admin.page.get_by_role("dialog")).to_be_visible()
+    admin.page.get_by_label("Write bob to confirm").fill("bob")
+    admin.press("Erase")
+    expect(admin.page.locator(".toast")).to_contain_text("bob and 1 conversations are erased.")
+    expect(admin.row("bob")).to_have_count(0)
+    assert status_of(admin, stage, stage.keys["bob"]) == 401
+
+
+def test_a_link_signs_a_browser_in_until_it_signs_out(
+    admin: Page, open_page: Any, site: Site, page_watch: Any
+) -> None:
+    page_watch.forgive()
+    admin.choose("bob", "Sign-in link")
+    field = admin.page.get_by_role("dialog").get_by_label("Link")
+    expect(field).to_be_visible()
+    link = field.input_value()
+    admin.press("Done")
+    assert link.startswith(f"{site.url}/sign-in#")
+    page = open_page()
+    page.goto(link)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
+    page.get_by_role("button", name="Settings").click()
+    sheet = page.get_by_role("dialog")
+    expect(sheet).to_contain_text("Signed in as bob")
+    assert page.evaluate("document.cookie") == "", "no script sees the cookie"
+    page.get_by_role("textbox", name="Message", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.turn").last).to_have_attribute("data-status", "done")
+    sheet.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("API key")).to_be_visible()
+    page.goto(link)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("status")).to_contain_text("used already")
+
+
+def test_a_member_is_told_that_the_page_is_for_operators(
+    open_page: Any, site: Site, stage: Stage, page_watch: Any
+) -> None:
+    page_watch.forgive()
+    admin = Page(open_page(), site)
+    admin.sign_in(stage.keys["bob"])
+    expect(admin.page.get_by_text("for an operator's key only")).to_be_visible()
+    expect(admin.page.get_by_role("button", name="Add a person")).to_be_hidden()
+    admin.page.get_by_role("button", name="Use another key").click()
+    admin.sign_in(stage.keys["ada"])
+    expect(admin.row("bob")).to_be_visible()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_axe_finds_nothing_serious(admin: Page, audit: Any, page_watch: Any, scheme: Any, width: int) -> None:
+    page_watch.forgive()
+    admin.page.set_viewport_size({"width": width, "height": 800})
+    admin.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    expect(admin.row("bob")).to_be_visible()
+    findings = audit(admin.page)
+    admin.page.get_by_role("button", name="Manage bob").click()
+    findings += audit(admin.page, ".menu")
+    admin.page.keyboard.press("Escape")
+    admin.page.get_by_role("button", name="Add a person").click()
+    findings += audit(admin.page, "dialog")
+    admin.page.goto(f"{admin.page.url.removesuffix('admin')}sign-in#x")
+    findings += audit(admin.page)
+    assert findings == []
+    assert admin.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

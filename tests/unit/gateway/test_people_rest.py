@@ -1,0 +1,186 @@
+"""`/v1/admin/people`: what operators change while the server runs takes effect at once, and what a person had is gone when it was erased."""
+
+import asyncio
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from gateway.access.auth import generate_key
+from gateway.access.key_file import key_file_line, owner_of
+from gateway.people.ledger import Spent
+
+from .front import Gateway, Gateways, bearer
+from .stores import chat
+from .test_access import KEY, OTHER, key_file, old_line
+from .test_audit import written
+from .test_people import everything_in
+
+ADMIN = "/v1/admin/people"
+
+
+async def people(gateway: Gateway) -> dict[str, Any]:
+    """The list, by name."""
+    reply = await gateway.call("GET", ADMIN, key=KEY)
+    assert reply.status == 200 and reply.body["me"] == owner_of(KEY)
+    return {person["name"]: person for person in reply.body["people"]}
+
+
+@pytest.fixture
+async def gateway(gateways: Gateways, tmp_path: Path) -> Gateway:
+    """With ada, an operator, and bob, whose line is of an earlier version."""
+    lines = key_file_line("ada", KEY, is_operator=True), old_line("bob", OTHER)
+    path = await asyncio.to_thread(key_file, tmp_path, *lines)
+    return await gateways(api_key_file=path)
+
+
+async def is_let_in(gateway: Gateway, key: str) -> bool:
+    return (await gateway.call("GET", "/api/sessions", key=key)).status == 200
+
+
+async def test_keys_are_made_replaced_and_withdrawn_at_once(gateway: Gateway, tmp_path: Path) -> None:
+    made = await gateway.call("POST", ADMIN, {"name": "eve"}, key=KEY)
+    first = made.body["key"]
+    assert (
+        made.status == 201 and made.body["id"] == first[:11] and made.headers["Cache-Control"] == "no-store"
+    )
+    assert await is_let_in(gateway, first)
+    eve = owner_of(first)
+    second = (await gateway.call("POST", f"{ADMIN}/{eve}/keys", key=KEY)).body["key"]
+    async with gateway.socket(key=first, hello={}) as one, gateway.socket(key=second, hello={}) as two:
+        replaced = await gateway.call("POST", f"{ADMIN}/eve/keys/{first[:11]}/replace", key=KEY)
+        third = replaced.body["key"]
+        assert (await one.next())["code"] == "unauthorized"
+        with pytest.raises(ConnectionClosed):
+            await one.next()
+        await two.send(type="ping", t=1)
+        assert (await two.next())["type"] == "pong", "the other key of the person goes on"
+    assert not await is_let_in(gateway, first) and await is_let_in(gateway, third)
+    assert (await gateway.call("DELETE", f"{ADMIN}/eve/keys/{second[:11]}", key=KEY)).status == 204
+    assert not await is_let_in(gateway, second)
+    shown = (await people(gateway))["eve"]
+    assert (shown["owner"], shown["role"], shown["state"]) == (eve, "member", "active")
+    assert [key["id"] for key in shown["keys"]] == [third[:11]]
+    changed = await gateway.call("PATCH", f"{ADMIN}/eve", {"state": "disabled"}, key=KEY)
+    assert changed.body["state"] == "disabled" and not await is_let_in(gateway, third)
+    await gateway.call("PATCH", f"{ADMIN}/eve", {"state": "active"}, key=KEY)
+    assert await is_let_in(gateway, third)
+    found = [entry["what"] for entry in await written(gateway, tmp_path) if entry.get("whom") == "eve"]
+    assert found == [
+        "person_added",
+        "key_added",
+        "key_replaced",
+        "key_revoked",
+        "person_disabled",
+        "person_enabled",
+    ]
+    text = (tmp_path / "audit.jsonl").read_text() + (tmp_path / "keys").read_text()
+    assert not any(key in text for key in (first, second, third))
+
+
+async def test_only_operators_may_and_not_against_themselves(gateway: Gateway, gateways: Gateways) -> None:
+    calls = (
+        ("GET", ADMIN, None),
+        ("POST", ADMIN, {"name": "x"}),
+        ("PATCH", f"{ADMIN}/ada", {"state": "disabled"}),
+        ("DELETE", f"{ADMIN}/ada", None),
+        ("GET", f"{ADMIN}/ada/export", None),
+        ("POST", f"{ADMIN}/ada/keys", None),
+        ("POST", f"{ADMIN}/ada/keys/{KEY[:11]}/replace", None),
+        ("DELETE", f"{ADMIN}/ada/keys/{KEY[:11]}", None),
+    )
+    before = await people(gateway)
+    for method, path, body in calls:
+        assert (await gateway.call(method, path, body, key=OTHER)).status == 403, path
+        assert (await gateway.call(method, path, body)).status == 401, path
+    for method, path, body in (calls[2], calls[3], calls[7]):
+        reply = await gateway.call(method, path, body, key=KEY)
+        assert (reply.status, reply.body["error"]["code"]) == (409, "conflict"), path
+    for method, path in (
+        ("DELETE", f"{ADMIN}/nobody"),
+        ("GET", f"{ADMIN}/nobody/export"),
+        ("POST", f"{ADMIN}/x/keys"),
+    ):
+        assert (await gateway.call(method, path, key=KEY)).status == 404
+    taken = await gateway.call("POST", ADMIN, {"name": "bob"}, key=KEY)
+    assert taken.status == 409 and "named 'bob' already" in taken.body["error"]["message"]
+    after = await people(gateway)
+    assert after["ada"] == before["ada"] and after.keys() == before.keys()
+    open_to_all = await gateways()
+    refused = await open_to_all.call("GET", ADMIN)
+    assert refused.status == 409 and "--api-key-file" in refused.body["error"]["message"]
+
+
+async def test_where_flags_alone_make_operators_the_file_needs_none(
+    gateways: Gateways, tmp_path: Path
+) -> None:
+    chief = generate_key()
+    path = await asyncio.to_thread(key_file, tmp_path, key_file_line("bob", OTHER))
+    gateway = await gateways(api_key_file=path, operator_keys=(chief,))
+    made = await gateway.call("POST", ADMIN, {"name": "eve"}, key=chief)
+    assert made.status == 201 and await is_let_in(gateway, made.body["key"])
+
+
+async def test_a_file_that_cannot_be_changed_is_not_named_to_clients(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("nonsense\n")
+    reply = await gateway.call("POST", ADMIN, {"name": "eve"}, key=KEY)
+    assert reply.status == 503 and str(tmp_path) not in json.dumps(reply.body)
+    assert await is_let_in(gateway, KEY), "a broken file shuts nobody out"
+
+
+async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_key_was_used(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    bob = owner_of(OTHER)
+    unknown = (await people(gateway))["bob"]
+    assert unknown["owner"] is None and unknown["tokens_today"] is None
+    assert (await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)).status == 409
+    await chat(gateway.store, "his", "one", "two", owner=bob)
+    await chat(gateway.store, "hers", "three", owner=owner_of(KEY))
+    gateway.usage.add(bob, Spent(1, 5, 6))
+    async with gateway.socket(key=OTHER, hello={}) as socket:
+        await socket.ask("running", "a question that is never answered")
+        answer = await gateway.node.asked(0)
+        shown = (await people(gateway))["bob"]
+        assert (shown["owner"], shown["tokens_today"], shown["num_sessions"]) == (bob, 11, 2)
+        async with (
+            aiohttp.ClientSession(gateway.server.url, headers=bearer(KEY)) as http,
+            http.get(f"{ADMIN}/bob/export") as reply,
+        ):
+            assert (
+                reply.content_type == "application/zip"
+                and 'filename="bob.zip"' in reply.headers["Content-Disposition"]
+            )
+            packed = zipfile.ZipFile(io.BytesIO(await reply.read()))
+        assert len(packed.namelist()) == 3 and json.loads(packed.read("person.json"))["owner"] == bob
+        erased = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
+        assert (erased.status, erased.body) == (200, {"num_sessions": 2})
+        assert answer.is_cancelled
+        frames = [frame async for frame in _until_closed(socket)]
+        assert frames[-1]["code"] == "unauthorized"
+    assert not await is_let_in(gateway, OTHER) and list(await people(gateway)) == ["ada"]
+    (tmp_path / "audit.jsonl").unlink()
+    everything = everything_in(tmp_path)
+    for trace in (b"re: one", b"ask two", b"never answered", bob.encode()):
+        assert trace not in everything, trace
+    assert b"re: three" in everything
+    assert (await gateway.call("DELETE", f"{ADMIN}/{bob}", key=KEY)).body == {"num_sessions": 0}, (
+        "again is nothing"
+    )
+    back = generate_key()
+    assert back != OTHER and not await is_let_in(gateway, back)
+
+
+async def _until_closed(socket: Any) -> Any:
+    try:
+        while True:
+            yield await socket.next()
+    except ConnectionClosed:
+        return
