@@ -10,7 +10,7 @@ import os
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
+from gateway.background import work_beside
 from gateway.commands.remedies import of_start_error
 from gateway.doors.api import embedding_routes, openai_routes, response_routes, vllm_routes
 from gateway.doors.chat import server_events, socket
@@ -45,7 +46,6 @@ from gateway.doors.http.connections import (
     raise_open_files,
     watched,
 )
-from gateway.doors.http.key_changes import follow_key_file
 from gateway.doors.http.unix_socket import UnixSite
 from gateway.doors.rest import (
     adapters,
@@ -60,7 +60,7 @@ from gateway.doors.rest import (
     transfers,
     usage,
 )
-from gateway.errors import GatewayError, StartupError
+from gateway.errors import StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
 from gateway.metrics.metrics import Metrics
@@ -88,11 +88,8 @@ from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
-PURGE_EVERY_S = 60.0
 PROGRESS_EVERY_S = 1.0
 CLOSE_STREAMS_S = 5.0
-# Before a watch that failed begins again. Chosen.
-AGAIN_S = 1.0
 
 
 def engine_config(config: Config) -> EngineConfig:
@@ -306,54 +303,8 @@ def build_app(services: Services) -> web.Application:
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)
     app.on_response_prepare.append(web_policy.add_headers)
-    app.cleanup_ctx.append(_background)
+    app.cleanup_ctx.append(work_beside)
     return app
-
-
-async def _background(app: web.Application) -> AsyncIterator[None]:
-    services = app[SERVICES]
-    watches: dict[str, Callable[[], Awaitable[object]]] = {
-        "slow readers": lambda: socket.sweep_slow_readers(services),
-        "connections": app[CONNECTIONS].watch,
-        "open files": app[CONNECTIONS].watch_files,
-        "loop stall": services.metrics.watch_loop,
-        "purge": lambda: _purge(services),
-        "session database": services.store.watch,
-        "learned agents": services.learned.keep_saving,
-        "usage": services.usage.keep_saving,
-        "audit log": services.audit.keep_writing,
-    }
-    if services.config.api_key_file is not None:
-        watches["key file"] = lambda: follow_key_file(services)
-    tasks = [asyncio.create_task(_kept_up(name, watch), name=name) for name, watch in watches.items()]
-    if services.embeddings is not None:
-        tasks.append(asyncio.create_task(services.embeddings.start_behind(services.node), name="embeddings"))
-    yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _kept_up(what: str, watch: Callable[[], Awaitable[object]]) -> None:
-    """Run an endless task, and start it again when it fails, because otherwise its end would not be noticed."""
-    while True:
-        try:
-            await watch()
-        except Exception:
-            log.exception("%s: failed, and begins again", what)
-        await asyncio.sleep(AGAIN_S)
-
-
-async def _purge(services: Services) -> None:
-    while True:
-        await asyncio.sleep(PURGE_EVERY_S)
-        try:
-            await services.store.purge(time.time())
-        except GatewayError as error:
-            log.warning("deleted sessions could not be purged: %s", error.message)
-        except Exception:
-            # An OSError of a file that was moved, say. The next round may go well.
-            log.exception("deleted sessions could not be purged")
 
 
 class Server:
