@@ -12,6 +12,7 @@ used KV of other weights, settings, adapters or tenants; `without_evidence`: cas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 import traceback
@@ -78,6 +79,9 @@ async def run(
     """
     progress, cases, ended, impossible = Progress(), [], {}, {}
     waiting = iter(chosen.items())
+    # vLLM itself computes what these answers should be, and a process holds one engine of it at a time.
+    alone = asyncio.Lock()
+    computed_by_vllm = {f"family {family.name}" for family in FAMILIES if family.has_own_rounding}
 
     def note(case: Checked) -> None:
         """Keep a case and print its line."""
@@ -93,7 +97,8 @@ async def run(
             progress.say(name)
             with tempfile.TemporaryDirectory(prefix="correct-") as scratch:
                 try:
-                    ended[name] = await play(Path(scratch), note)
+                    async with alone if name in computed_by_vllm else contextlib.nullcontext():
+                        ended[name] = await play(Path(scratch), note)
                 except plays.NotComputable as error:
                     print(f"  {name}: not on this processor, for which vLLM has no {error}", flush=True)
                     impossible[name] = str(error)

@@ -164,7 +164,7 @@ async def family_play(
             told = (await server.chat(*turn) for turn in _turns_before(adapter))
             await _until_reused(judge, "a conversation after a restart", told)
         if family.sight:
-            seen = (await server.chat(_about(picture(seed))) for seed in (0, 2, 1))
+            seen = (await server.chat(_about(picture(seed), more=LONGER)) for seed in (0, 2, 1))
             await _until_reused(judge, "a picture, from disk after a restart", seen)
     if family.has_chat and has_peer:
         start["device_tokens"] = 3 * DEVICE_TOKENS  # both share it
@@ -297,9 +297,14 @@ async def _conversations(judge: Judge, server: Asker, adapter: str) -> None:
         judge.check(f"the same, once more {name}", await server.chat(other, name))
 
 
+LOOK = "Look at this closely, and say what you see. "
+# Behind a picture that is to be found again: recurrent layers keep a state only every few hundred tokens.
+LONGER = LOOK * 8
+
+
 def _about(*pngs: bytes, more: str = "") -> list[dict[str, Any]]:
     """A question about pictures, between texts so long that some blocks lie before, some inside and some behind the pictures."""
-    text = "Look at this closely, and say what you see. " * 2
+    text = LOOK * 2
     parts = [part for png in pngs for part in ({"type": "text", "text": text}, as_part(png))]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text + more}]}]
 
@@ -307,10 +312,10 @@ def _about(*pngs: bytes, more: str = "") -> list[dict[str, Any]]:
 async def _pictures(judge: Judge, server: Asker, adapter: str) -> None:
     """Pictures whose tokens are the same and whose content is not, alone, together, in a conversation, and under an adapter, in all tiers."""
     first, second, wide = picture(0), picture(1), picture(2, width=168)
-    judge.check("a picture, cold", await server.chat(_about(first)), may_reuse=False)
-    judge.check("a picture, from the device", await server.chat(_about(first)), must_reuse=True)
+    judge.check("a picture, cold", await server.chat(_about(first, more=LONGER)), may_reuse=False)
+    judge.check("a picture, from the device", await server.chat(_about(first, more=LONGER)), must_reuse=True)
     # Its text before the picture may be reused.
-    judge.check("another picture of the same size", await server.chat(_about(second)))
+    judge.check("another picture of the same size", await server.chat(_about(second, more=LONGER)))
     judge.check("a picture of another size", await server.chat(_about(wide)))
     judge.check("two pictures", await server.chat(_about(first, second)))
     judge.check("the same two the other way round", await server.chat(_about(second, first)))
@@ -322,7 +327,7 @@ async def _pictures(judge: Judge, server: Asker, adapter: str) -> None:
     ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         judge.check(f"pictures together, {number}", answer)
-    later = _later_chat(server, _about(second))
+    later = _later_chat(server, _about(second, more=LONGER))
     await _until_reused(judge, "a picture, from host memory", later)
     messages = _about(first)
     for turn in range(2):
