@@ -98,7 +98,7 @@ def _policy(order: str) -> str | MakePolicy:
     name, _, share = order.partition(" ")
     if not share:
         return name
-    return lambda num_tokens: Bounded(num_tokens, BoundedSettings(peak_share=float(share)))
+    return lambda num_tokens: Bounded(num_tokens, BoundedSettings(overtaking_share=float(share)))
 
 
 def play(point: Point) -> list[Job]:
