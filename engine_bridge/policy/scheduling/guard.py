@@ -12,12 +12,11 @@ from collections import deque
 
 # A request may wait as long as this share of the recent ones would have waited at most in order of arrival, and that many are recent. Chosen: P99.
 WAIT_SHARE, NUM_RECENT = 0.99, 500
-# The part of what a full device has still to do, on average, that is left when the next request starts. Measured: 0.5 to 0.6 in order of arrival, for
-# six kinds of traffic on an emulated A40.
-LEFT_SHARE = 0.6
+# Starts whose measured left-over work counts as much as what is reckoned from the requests' lengths. Chosen.
+PRIOR_STARTS = 20.0
 # Overtaking pays only where waits are longer than this share of what a full device has still to do: shorter ones are noise of who ends when. Chosen:
 # with none, P99 of single plays rises by up to 22% at loads where P50 has nothing to gain (bench/LOG.md).
-LEAST_SHARE = 0.8
+LEAST_SHARE = 0.4
 # Share of each sum that a further request leaves. Chosen: 350 requests are half of the mean.
 KEPT_SHARE = 0.998
 # Seconds that count as measured before any are. Chosen: a busy minute outweighs them.
@@ -69,7 +68,7 @@ class Guard:
 
     A request that comes waits there for the work that waits before it and for what running requests have still to do, less what is left of them when
     its turn has come. Both are the same in any order that keeps the device busy, so this tells that order's wait without playing it. A request may
-    then wait for as long as the P99 of these waits.
+    then wait for as long as the P99 of these waits. What is left when a turn comes is measured at starts in order of arrival.
 
     Overtaking requests take at most `overtaking_share` of the started work while others wait. Otherwise long ones would be held back until their time
     is up, then fill the device all at once, and end all at once: nobody starts in between.
@@ -88,6 +87,7 @@ class Guard:
         """Work that has overtaken beyond its share. While it is positive, nobody overtakes."""
         self._elapsed_s = self._worked_s = PRIOR_S
         self._work_s = self._work_runs_s = 0.0
+        self._num_starts = self._left_sum_s = 0.0
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
@@ -102,7 +102,7 @@ class Guard:
         work_s = engine_s * self._elapsed_s / self._worked_s
         wait_s = 0.0
         if self.num_waiting:
-            wait_s = max(waiting_s + self.running.left_s(self.now) - LEFT_SHARE * self._usual_left_s, 0.0)
+            wait_s = max(waiting_s + self.running.left_s(self.now) - self._left_s, 0.0)
         insort(self._sorted, wait_s)
         self._recent.append(wait_s)
         if len(self._recent) > NUM_RECENT:
@@ -121,6 +121,9 @@ class Guard:
         self._worked_s *= KEPT_SHARE
         if self.num_waiting:
             self._worked_s += engine_s
+            if is_first:
+                self._num_starts = KEPT_SHARE * self._num_starts + 1.0
+                self._left_sum_s = KEPT_SHARE * self._left_sum_s + self.running.left_s(self.now)
         self.owed_s = self.owed(self.owed_s, work_s, is_first)
         self.running.started(request_id, work_s, duration_s, self.now)
 
@@ -135,7 +138,7 @@ class Guard:
         return max(owed_s - self._repaid * work_s, -self.share * self._usual_left_s)
 
     def most_waited_s(self) -> float:
-        """Return the seconds that a request may wait."""
+        """Return P99 of the recent waits in order of arrival, in seconds."""
         if not self._sorted:
             return 0.0
         return self._sorted[math.ceil(WAIT_SHARE * len(self._sorted)) - 1]
@@ -146,9 +149,15 @@ class Guard:
 
     def delay_s(self, now: float) -> float:
         """Return by how much longer running requests hold the device than in order of arrival."""
-        return max(self.running.left_s(now) - LEFT_SHARE * self._usual_left_s, 0.0)
+        return max(self.running.left_s(now) - self._left_s, 0.0)
 
     @property
     def _usual_left_s(self) -> float:
         """The work that a device full of requests like the recent ones has still to do: half of each, and long ones are there for longer."""
         return self._work_runs_s / self._work_s / 2 if self._work_s else 0.0
+
+    @property
+    def _left_s(self) -> float:
+        """The work that running requests have still to do when the next one starts in order of arrival: as measured at such starts."""
+        measured = self._left_sum_s + PRIOR_STARTS * self._usual_left_s
+        return measured / (self._num_starts + PRIOR_STARTS)

@@ -177,8 +177,8 @@ def test_a_request_that_leaves_while_it_waits_is_forgotten() -> None:
 
 def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_bear_it() -> None:
     queue = Bounded(10_000, BoundedSettings())
-    for number in range(2):  # so that a wait of 10 s is remembered
-        queue.arrived(turn(f"gone{number}", engine_s=10.0, duration_s=1.0), 0.0)
+    for number in range(2):  # so that a wait of 10.5 s is remembered
+        queue.arrived(turn(f"gone{number}", engine_s=11.0, duration_s=1.0), 0.0)
     for number in range(2):
         queue.ended(f"gone{number}0")
     waiting = {
