@@ -45,7 +45,7 @@ class BoundedSettings(Struct, frozen=True, kw_only=True):
     overtaking_share: float = 0.2
 
 
-# Guards are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 10 MB.
+# Guards are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 20 MB.
 NUM_GUARDS = 1024
 # More than any program's beginning in seconds on the scheduler's clock, so that its turns count as shorter than all other requests.
 FIRST = 1e12
