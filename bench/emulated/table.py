@@ -226,6 +226,7 @@ class Table:
     sizes: tuple[float, float]
     quick: str
     seeds: int = 5
+    quick_seeds: int = QUICK_SEEDS
     quick_parts: Sequence[str] = ()
     first_seed: int = 1
     is_timed: bool = False
@@ -234,7 +235,9 @@ class Table:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the command."""
         parser.add_argument("--part", choices=tuple(self.parts), action="append", help="all by default")
-        parser.add_argument("--seeds", type=int, help=f"{self.seeds} by default, {QUICK_SEEDS} with --quick")
+        parser.add_argument(
+            "--seeds", type=int, help=f"{self.seeds} by default, {self.quick_seeds} with --quick"
+        )
         parser.add_argument("--seed", type=int, default=self.first_seed, help="the first one")
         parser.add_argument(
             "--jobs", type=int, default=1 if self.is_timed else os.cpu_count(), help="processes"
@@ -247,7 +250,7 @@ class Table:
 
     def run(self, args: argparse.Namespace) -> None:
         """Play the parts that are asked for and print the table."""
-        num_seeds = args.seeds or (min(QUICK_SEEDS, self.seeds) if args.quick else self.seeds)
+        num_seeds = args.seeds or (min(self.quick_seeds, self.seeds) if args.quick else self.seeds)
         seeds = tuple(range(args.seed, args.seed + num_seeds))
         with Workers(args.jobs) as workers:
             bench = Bench(self.serve, workers, seeds, self.sizes[args.quick], args.quick, tuple(args.files))

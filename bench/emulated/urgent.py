@@ -14,25 +14,19 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
-from bench.emulated.core.steps import Chunk, StepCost
+from bench.emulated.core.steps import with_table
 from bench.emulated.symphony import ARMS, SETTING, engine_of
 from bench.emulated.table import Bench, Table
 from bench.measures import quantile
-from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.protocol.urgency import is_urgent
 
 PER_S, URGENT_SHARE, TPOT_S, MAX_STEP_S = 16.0, 0.1, 0.025, 0.5
 NUM_REQUESTS, QUICK_REQUESTS = 800, 300
 # Of each run, while the node fills. Chosen.
 NUM_WARM = 50
-# What the live engine's table would be of. Chosen: corners of what these requests make.
-PREFILL_AXIS = (0, 1, 64, 128, 256, 512, 1024, 2048)
-DECODE_AXIS = (0, 1, 8, 32, 64, 128, 256)
-CONTEXT_AXIS = (0, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +50,6 @@ class Outcome:
     others_e2e_s: float
 
 
-def cost_with_table() -> StepCost:
-    """Return the data sheet's cost, with the table that a live engine would go by."""
-    cost = SETTING.cost
-
-    def seconds(points: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Return the seconds of steps by tokens of prompts, decoding requests and their context tokens."""
-        return [cost.step_s([Chunk(p, 0, 0, True)] if p else [], d, c) for p, d, c in points]
-
-    cost.table = StepTable.of(seconds, PREFILL_AXIS, DECODE_AXIS, CONTEXT_AXIS)
-    return cost
-
-
 def play(point: Point) -> Played:
     """Play one point."""
     chance = random.Random(f"urgent {point.seed}")
@@ -78,7 +60,12 @@ def play(point: Point) -> Played:
     ]
     engine = replace(engine_of(ARMS["advised"]), max_step_s=MAX_STEP_S)
     return play_on_node(
-        point.policy, requests, cost_with_table(), engine, tiers=SETTING.tiers, urgent_tpot_s=point.tpot_s
+        point.policy,
+        requests,
+        with_table(SETTING.cost),
+        engine,
+        tiers=SETTING.tiers,
+        urgent_tpot_s=point.tpot_s,
     )
 
 

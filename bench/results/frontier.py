@@ -57,8 +57,9 @@ def panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         # Orders with equal marks share one name.
         alike = [name for name, (other, *_) in points.items() if abs(other - p50) < ALIKE]
         if order == alike[0]:
-            label = order if len(alike) == 1 else f"{order.split()[0]}, {len(alike)} shares"
-            axes.annotate(label, (p50, worst), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+            axes.annotate(
+                ", ".join(alike), (p50, worst), (0, 5), textcoords="offset points", ha="center", fontsize=8
+            )
     for line in (axes.axhline, axes.axvline):
         line(0, color=AXIS, linewidth=0.8, zorder=0)
     axes.set_xlabel("P50 TTFT, change")

@@ -211,7 +211,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         SchedulingPolicy,
         setting(
             "Scheduling",
-            "Which request starts next: bounded lets short requests overtake a little, mlq has lanes by size, vllm is vLLM's own queue.",
+            "Which request starts next: bounded has short ones first but lets none wait longer, mlq has lanes by size, vllm is vLLM's own queue.",
         ),
     ] = policies.DEFAULT_POLICY
     lane_rule: Annotated[

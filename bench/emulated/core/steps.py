@@ -11,7 +11,7 @@ assisted  what a host computes of a prompt's adapter while that is on its way to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,6 +121,23 @@ class StepCost:
     def prefill_s(self, num_tokens: int, rank: int = 0) -> float:
         """Return the seconds of a prompt alone."""
         return self.step_s((Chunk(num_tokens, 0, rank, True),))
+
+
+# Grid of `with_table`. Chosen: a step's cost is nearly linear between these.
+PREFILL_AXIS = (0, 1, 64, 128, 256, 512, 1024, 2048)
+DECODE_AXIS = (0, 1, 8, 32, 64, 128, 256)
+CONTEXT_AXIS = (0, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+
+
+def with_table(cost: StepCost) -> StepCost:
+    """Give a data sheet's cost the table that a live engine would go by, and return it."""
+
+    def seconds(points: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Return the seconds of steps by tokens of prompts, decoding requests and their context tokens."""
+        return [cost.step_s([Chunk(p, 0, 0, True)] if p else [], d, c) for p, d, c in points]
+
+    cost.table = StepTable.of(seconds, PREFILL_AXIS, DECODE_AXIS, CONTEXT_AXIS)
+    return cost
 
 
 @dataclass(frozen=True, slots=True)

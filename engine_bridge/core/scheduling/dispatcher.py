@@ -19,9 +19,11 @@ from engine_bridge.core.scheduling.programs import Programs
 from engine_bridge.core.scheduling.refits import Refits, Sizes
 from engine_bridge.core.scheduling.unready import Unready
 from engine_bridge.core.scheduling.victims import by_worth
+from engine_bridge.policy.scheduling.engine_work import AnswerMeans, EngineWork
 from engine_bridge.policy.scheduling.fairness import fair_priority
 from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.policy.scheduling.pacing import StepPace
+from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.preemption import RunningFacts
 from engine_bridge.policy.scheduling.queue_policy import (
     Decision,
@@ -192,6 +194,7 @@ class Dispatcher:
         pacer: keeps steps short; None: they are as long as the engine makes them.
         pauses: has others wait for urgent requests, if the policy minds priorities; None: no request is paused.
         prefill_s: returns the predicted seconds to compute this many tokens of a prompt.
+        decode_s: returns the predicted seconds of a step in which this many requests with this many tokens in all decode.
         stopwatch: for `decide_s` alone, in seconds.
     """
 
@@ -207,6 +210,7 @@ class Dispatcher:
         pacer: Pacer | None = None,
         pauses: Pauses | None = None,
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
+        decode_s: DecodeSeconds = lambda num, num_tokens: PRIOR_TOKEN_S,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
@@ -225,6 +229,7 @@ class Dispatcher:
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
         self._prefill_s = prefill_s
+        self._work, self._answers = EngineWork(num_tokens, prefill_s, decode_s), AnswerMeans()
         self._num_tokens, self._are_copied_back = num_tokens, are_copied_back
         self._known: dict[str, Known] = {}
         self._running: dict[str, Known] = {}
@@ -458,6 +463,7 @@ class Dispatcher:
                 num_blocks=num_blocks,
                 shared_tokens=engine.shared_tokens(request_id),
                 duration_s=self._duration_s(known, num_tokens, num_prefill),
+                engine_s=self._work.seconds(num_tokens, num_prefill, self._num_expected(known, num_tokens)),
                 num_prefill_tokens=num_prefill,
                 is_warm=2 * num_cached >= num_tokens,
             )
@@ -483,9 +489,15 @@ class Dispatcher:
         """Return the seconds from start to end: for the uncomputed part of its prompt and its answer. Its adapter is there before it starts."""
         return self._prefill_s(num_prefill_tokens) + known.num_left(num_tokens) * self.token_s
 
+    def _num_expected(self, known: Known, num_tokens: int) -> float:
+        """Return the tokens of its answer that are expected to be left."""
+        num_done = num_tokens - known.facts.num_prompt_tokens
+        return max(self._answers.mean(known.facts.guess) - num_done, 1.0)
+
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
         """Learn from a request that has ended."""
         self.guess_errors.saw(known.facts.guess, num_output_tokens)
+        self._answers.saw(known.facts.guess, num_output_tokens)
         num_tokens = known.facts.num_prompt_tokens + num_output_tokens
         if known.first_s is not None and num_tokens > known.first_tokens:
             token_s = (now - known.first_s) / (num_tokens - known.first_tokens)

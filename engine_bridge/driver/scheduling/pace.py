@@ -65,6 +65,10 @@ class Pace:
         chunk_tokens = self._threshold if bounds.chunk_tokens is None else bounds.chunk_tokens
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens
 
+    def decode_s(self, num_requests: int, num_tokens: int) -> float:
+        """Predict the seconds of a step in which this many requests with this many tokens in all decode."""
+        return self.table.step_s(0, num_requests, num_tokens)
+
     # -- what steps take ---------------------------------------------------------------------------------------------
 
     def scheduled(self, output: Any, running: Ranks) -> None:

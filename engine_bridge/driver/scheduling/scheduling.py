@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine_bridge.core.scheduling.dispatcher import Dispatcher, StepView
+from engine_bridge.core.scheduling.dispatcher import PRIOR_TOKEN_S, Dispatcher, StepView
 from engine_bridge.core.scheduling.pacer import Progress
 from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, Run
@@ -192,6 +192,7 @@ class Scheduling:
             pacer=pace.pacer if pace is not None else None,
             pauses=pauses,
             prefill_s=pace.prefill_s if pace is not None else lambda num_tokens: 0.0,
+            decode_s=pace.decode_s if pace is not None else lambda num_requests, num_tokens: PRIOR_TOKEN_S,
             stopwatch=stopwatch,
         )
 

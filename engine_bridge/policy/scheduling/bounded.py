@@ -1,4 +1,4 @@
-"""Shortest first, but a request is overtaken no more once it would wait for as many tokens as the longest recent wait. The default. Pure."""
+"""Shortest first, but a request is overtaken no more once it would wait longer than P99 in order of arrival. The default. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
+from engine_bridge.policy.scheduling.guard import Guard
 from engine_bridge.policy.scheduling.lane_queue import (
     LaneQueue,
     Plan,
@@ -34,83 +35,99 @@ from engine_bridge.policy.scheduling.wait_tree import Waits
 
 
 class BoundedSettings(Struct, frozen=True, kw_only=True):
-    """The bounds on overtaking.
+    """How much may overtake.
 
     Attributes:
-        peak_share: a request may be overtaken until the tokens that it waits for reach this share of the most that waited before any recent
-            request. 0 is vLLM's own order. Picked by `python -m bench.emulated order`; docs/decisions/0020 has the figures.
-        peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
+        overtaking_share: the most of the started work that may have overtaken earlier requests. 0 is vLLM's own order. Picked by
+            `python -m bench.emulated order`; docs/decisions/0032 has the figures.
     """
 
-    peak_share: float = 0.9
-    peak_fades_over: float = 30.0
+    overtaking_share: float = 0.2
 
 
-# Longest queues are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 100 kB.
-NUM_PEAKS = 1024
+# Guards are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 20 MB.
+NUM_GUARDS = 1024
 # More than any program's beginning in seconds on the scheduler's clock, so that its turns count as shorter than all other requests.
 FIRST = 1e12
 # Number of the shortest requests, and of the earliest, that are tried until one may start. Chosen: 50 µs with 10,000 that wait.
 NUM_TRIED = 16
 
 
-class Peak:
-    """The most tokens that recently waited before a request when it came. fades_over: as in `BoundedSettings`."""
-
-    def __init__(self, fades_over: float) -> None:
-        self.tokens = 0.0
-        self._fades_over = fades_over
-
-    def waited(self, tokens: float) -> None:
-        """Note that a request came behind this many tokens."""
-        self.tokens = max(self.tokens, tokens)
-
-    def left(self, tokens: float) -> None:
-        """Note that a request of this many tokens has started."""
-        self.tokens = max(self.tokens - tokens / self._fades_over, 0.0)
-
-
 class _Place(Struct, frozen=True, gc=False):
-    """A waiting request. place: by arrival. length: tokens times the seconds that they are held; the least is the shortest."""
+    """A waiting request.
+
+    Attributes:
+        place: by arrival.
+        engine_s, work_s: seconds of the engine that it takes, as predicted, and as these have passed lately.
+        length: the least is the shortest.
+    """
 
     place: int
-    tokens: int
+    engine_s: float
+    work_s: float
+    duration_s: float
     length: float
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it continues a program."""
+        return self.length < 0
+
+
+class _Round:
+    """One decision's way through a flow: the requests that are left, how long they wait, and what may still overtake.
+
+    limits: of the seconds up to which the waits of earlier requests may be raised, for turns of programs and for others.
+    """
+
+    def __init__(self, waits: Waits, gone: set[str], owed_s: float, limits: tuple[float, float]) -> None:
+        self.waits, self.gone, self.owed_s = waits, gone, owed_s
+        self._turns, self._others = limits
+
+    def may_overtake(self, own: _Place) -> bool:
+        """Return whether no earlier request would wait for too long because of this one."""
+        if own.place < 0:
+            return True
+        if self.owed_s > 0 and not own.is_turn:
+            return False
+        limit = self._turns if own.is_turn else self._others
+        return self.waits.are_within(limit - own.work_s, before=own.place)
 
 
 class BoundedFlow:
     """One tenant's requests of one priority.
 
-    A request's wait is the tokens queued ahead of it on arrival plus the tokens that have overtaken it since. In order of arrival the longest wait
-    is the peak itself. The next request is the shortest one whose start keeps the waits of all earlier ones below their share of the peak.
+    A request's wait is the time since it came, the work that waits before it, and what running requests have still to do beyond the usual. The next
+    request is the shortest one whose start keeps the waits of all earlier ones below the P99 of recent waits in order of arrival, as `Guard` has it.
     """
 
-    def __init__(self, peak: Peak, peak_share: float) -> None:
-        self._peak, self._peak_share = peak, peak_share
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._places: dict[str, _Place] = {}
         self._first: list[tuple[int, str]] = []
         self._short: list[tuple[float, int, str]] = []
+        # Each without the time, which is the same for all: the work before a request, less the time when it came.
         self._waits = Waits()
-        self._waiting_tokens = 0
+        self._waiting_s = 0.0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, entry: QueuedRequest) -> None:
         """Queue a request."""
-        facts = entry.facts
+        facts, guard = entry.facts, self._guard
         if facts.is_swapped:
             # It has had its turn: it continues before all others, does not count as overtaking them, and is never overtaken.
-            own = _Place(-1, 0, -math.inf)
+            own = _Place(-1, 0.0, 0.0, 0.0, -math.inf)
         else:
-            place = self._waits.append(self._waiting_tokens)
-            self._peak.waited(self._waiting_tokens)
-            length = facts.size_tokens * facts.duration_s
+            work_s = guard.came(facts.engine_s, facts.duration_s, self._waiting_s)
+            place = self._waits.append(self._waiting_s - guard.now)
+            length = facts.engine_s
             if facts.program_s is not None:
                 # A turn of a program goes before all that begin, the earliest program first, as far as those before it can bear that.
                 length = facts.program_s - FIRST
-            own = _Place(place, facts.size_tokens, length)
-            self._waiting_tokens += own.tokens
+            own = _Place(place, facts.engine_s, work_s, facts.duration_s, length)
+            self._waiting_s += own.work_s
         self._places[facts.request_id] = own
         insort(self._first, (own.place, facts.request_id))
         insort(self._short, (own.length, own.place, facts.request_id))
@@ -119,28 +136,28 @@ class BoundedFlow:
         """Take out a request. has_started: whether it overtakes the earlier ones by that."""
         request_id = entry.facts.request_id
         own = self._places.pop(request_id)
+        is_first = own.is_turn or self._first[0][1] == request_id
         remove(self._first, (own.place, request_id))
         remove(self._short, (own.length, own.place, request_id))
         if own.place < 0:
             return
-        self._waiting_tokens -= own.tokens
         self._waits.remove(own.place)
+        self._waits.lower_after(own.place, own.work_s)
+        self._waiting_s = self._waiting_s - own.work_s if self._places else 0.0
         if has_started:
-            self._waits.raise_before(own.place, own.tokens)
-            self._peak.left(own.tokens)
+            self._guard.started(request_id, own.engine_s, own.work_s, own.duration_s, is_first)
         else:
-            self._waits.lower_after(own.place, own.tokens)
+            self._guard.left()
 
     def order(self, plan: Plan, aging_s: float) -> Iterator[str]:
-        """Yield the ids in the order in which they may start, as `Ordered.order`; the time does not matter.
+        """Yield the ids in the order in which they may start, as `Ordered.order`.
 
         A request that cannot start does not keep others from starting. While adapters take turns no request overtakes: short requests of many
         adapters would take the memory that one of them needs. (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy
         tail.)
         """
-        limit = self._peak_share * self._peak.tokens if plan.may_overtake else 0.0
-        if limit:
-            yield from self._overtaking(plan, limit)
+        if plan.may_overtake:
+            yield from self._overtaking(plan)
         started = plan.chosen
         yield from (
             request_id
@@ -148,56 +165,58 @@ class BoundedFlow:
             if request_id not in started and request_id not in plan.deferred
         )
 
-    def _overtaking(self, plan: Plan, limit: float) -> Iterator[str]:
+    def _overtaking(self, plan: Plan) -> Iterator[str]:
         """Yield the next requests for as long as overtaking is allowed."""
+        guard, most_s = self._guard, self._guard.most_waited_s()
+        until_s = most_s - guard.delay_s(plan.now) - plan.now
+        limits = (until_s if guard.share else -math.inf, until_s if guard.pays(most_s) else -math.inf)
         gone = {request_id for request_id in plan.deferred if request_id in self._places}
-        waits = self._waits.copy()
+        now = _Round(self._waits.copy(), gone, guard.owed_s, limits)
         for request_id in gone:
             if self._places[request_id].place >= 0:
-                waits.remove(self._places[request_id].place)
+                now.waits.remove(self._places[request_id].place)
         for _ in range(len(self._places) - len(gone)):
             if not plan.may_overtake:
                 return
-            request_id = self._next(waits, gone, limit)
+            first = next(request_id for _, request_id in self._first if request_id not in gone)
+            request_id = self._next(now, first)
             gone.add(request_id)
             yield request_id
             own = self._places[request_id]
             if own.place >= 0:
-                waits.remove(own.place)
+                now.waits.remove(own.place)
                 if request_id in plan.chosen:
-                    waits.raise_before(own.place, own.tokens)
+                    now.waits.raise_before(own.place, own.work_s)
+                    now.owed_s = guard.owed(now.owed_s, own.work_s, own.is_turn or request_id == first)
 
-    def _next(self, waits: Waits, gone: Collection[str], limit: float) -> str:
-        left = (request_id for *_, request_id in self._short if request_id not in gone)
+    def _next(self, now: _Round, first: str) -> str:
+        left = (request_id for *_, request_id in self._short if request_id not in now.gone)
         for request_id in itertools.islice(left, NUM_TRIED):
-            own = self._places[request_id]
-            if own.place < 0 or waits.are_within(limit - own.tokens, before=own.place):
+            if request_id == first or now.may_overtake(self._places[request_id]):
                 return request_id
-        left = (request_id for _, request_id in self._first if request_id not in gone)
-        first = list(itertools.islice(left, NUM_TRIED))
-        shortest = first[0]
-        for request_id in first[1:]:
+        left = (request_id for _, request_id in self._first if request_id not in now.gone)
+        shortest = first
+        for request_id in itertools.islice(left, 1, NUM_TRIED):
             own = self._places[request_id]
-            is_shorter = own.length < self._places[shortest].length
-            if is_shorter and waits.are_within(limit - own.tokens, before=own.place):
+            if own.length < self._places[shortest].length and now.may_overtake(own):
                 shortest = request_id
         return shortest
 
 
 class Bounded(QueuePolicy):
-    """Starts the shortest request, but none that would make another wait for as many tokens as the longest recent queue had.
+    """Starts the shortest request, but none that would make another wait longer than P99 of the recent waits in order of arrival.
 
-    The order is: the lowest `priority`; then the tenant that was given the fewest tokens for its weight; of one tenant the request that holds the
-    fewest tokens times seconds.
+    The order is: the lowest `priority`; then the tenant that was given the fewest tokens for its weight; of one tenant the request that takes the
+    fewest seconds of the engine.
 
-    Bound: of one tenant and priority, an overtaken request waits for no more tokens than `peak_share` times the most that recently waited before a
-    request; a request that came behind more than that is not overtaken. So the longest waits equal those of the order of arrival. A request without
-    room for its KV stops all behind it, as with vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
+    Bound: of one tenant and priority, an overtaken request is predicted to wait no longer than 99 of 100 recent requests would have waited in order
+    of arrival; a request that would wait for longer there is not overtaken. A wait is predicted anew at each start, from the time that has passed,
+    the work that waits before the request, and what running requests have still to do. A request without room for its KV stops all behind it, as with
+    vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
 
     Costs: those of `Waits`; `decide` looks up one request more than it starts. While adapters find no memory, twice `NUM_PASSED_OVER` more at most.
 
-    Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival takes the
-    place of the tenants' shares there.
+    Source: that of `Guard`.
     """
 
     name = "bounded"
@@ -210,17 +229,23 @@ class Bounded(QueuePolicy):
         self._entries: dict[str, QueuedRequest] = {}
         self._by_adapter: dict[int, dict[str, None]] = {}
         """Ids of the waiting requests, in order of arrival."""
-        self._peaks: OrderedDict[tuple[int, str], Peak] = OrderedDict()
+        self._guards: OrderedDict[tuple[int, str], Guard] = OrderedDict()
+        self._running: dict[str, Guard] = {}
         self._queue = LaneQueue(self._flow)
         self._service = Service()
 
     def _flow(self, priority: int, tenant: str) -> BoundedFlow:
-        """Return an empty flow that knows the longest queue of its tenant and priority."""
-        peak = self._peaks.setdefault((priority, tenant), Peak(self.settings.peak_fades_over))
-        self._peaks.move_to_end((priority, tenant))
-        while len(self._peaks) > NUM_PEAKS:
-            self._peaks.popitem(last=False)
-        return BoundedFlow(peak, self.settings.peak_share)
+        """Return an empty flow that knows the waits of its tenant and priority."""
+        return BoundedFlow(self._guard(priority, tenant))
+
+    def _guard(self, priority: int, tenant: str) -> Guard:
+        guard = self._guards.get((priority, tenant))
+        if guard is None:
+            guard = self._guards[priority, tenant] = Guard(self.settings.overtaking_share)
+        self._guards.move_to_end((priority, tenant))
+        while len(self._guards) > NUM_GUARDS:
+            self._guards.popitem(last=False)
+        return guard
 
     def arrived(self, facts: Waiting, now: float) -> None:
         """Queue a request.
@@ -232,6 +257,7 @@ class Bounded(QueuePolicy):
             raise ValueError("a weight is positive")
         refuse_twice(facts, self._entries)
         self._service.waits(facts.tenant)
+        self._guard(facts.priority, facts.tenant).tick(now)
         entry = self._entries[facts.request_id] = QueuedRequest(facts, facts.weighted_size, 0)
         self._queue.add(entry, self._service.of(facts.tenant))
         if facts.adapter_id is not None:
@@ -241,13 +267,18 @@ class Bounded(QueuePolicy):
         """Note that a request starts, and charge its tenant for its tokens."""
         entry = self._entries[request_id]
         facts = entry.facts
+        guard = self._running[request_id] = self._guard(facts.priority, facts.tenant)
+        guard.tick(now)
         self._leave(entry, has_started=True)
         self._service.serve(facts.tenant, share_tokens(facts, facts.size_tokens))
         self._queue.served(facts.tenant, self._service.of(facts.tenant))
         self._service.left(facts.tenant)
 
     def ended(self, request_id: str) -> None:
-        """Take a request that ended out of the queue, if it waits."""
+        """Take a request that ended out of the queue, or note that it runs no more."""
+        guard = self._running.pop(request_id, None)
+        if guard is not None:
+            guard.running.ended(request_id)
         entry = self._entries.get(request_id)
         if entry is not None:
             self._leave(entry, has_started=False)

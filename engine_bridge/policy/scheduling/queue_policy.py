@@ -46,7 +46,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         size_tokens: input + predicted output; `shared_tokens`: the part of these that running requests hold already.
         num_blocks: blocks that starting takes from `StepRoom.free_blocks`: new blocks, and its cached blocks that no request holds. They must fit
             an empty device: the caller refuses a request that never can.
-        duration_s: predicted seconds from start to end.
+        duration_s: predicted seconds from start to end; `engine_s`: those of the whole engine that it takes (`EngineWork`).
         adapter_bytes: device memory that its adapter still needs; requests of one `adapter_id` need it once.
         num_prefill_tokens: tokens to be computed before its first output token.
         is_warm: whether its prefix is on the device.
@@ -74,6 +74,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     size_tokens: int = 0
     num_blocks: int = 0
     duration_s: float = 0.0
+    engine_s: float = 0.0
     adapter_bytes: int = 0
     num_prefill_tokens: int = 0
     is_warm: bool = False

@@ -177,21 +177,21 @@ def test_a_request_that_leaves_while_it_waits_is_forgotten() -> None:
 
 def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_bear_it() -> None:
     queue = Bounded(10_000, BoundedSettings())
-    for number in range(2):  # so that a queue of 1000 tokens is remembered
-        queue.arrived(turn(f"gone{number}", size_tokens=1000, duration_s=1.0), 0.0)
+    for number in range(2):  # so that a wait of 10.5 s is remembered
+        queue.arrived(turn(f"gone{number}", engine_s=11.0, duration_s=1.0), 0.0)
     for number in range(2):
         queue.ended(f"gone{number}0")
     waiting = {
         facts.request_id: facts
         for facts in (
-            turn("single", size_tokens=50, duration_s=0.1),
-            turn("late", 1, program_s=9.0, size_tokens=400, duration_s=5.0),
-            turn("early", 1, program_s=3.0, size_tokens=400, duration_s=5.0),
-            turn("last", 1, program_s=1.0, size_tokens=400, duration_s=5.0),
+            turn("single", engine_s=0.1, duration_s=0.1),
+            turn("late", 1, program_s=9.0, engine_s=2.5, duration_s=5.0),
+            turn("early", 1, program_s=3.0, engine_s=2.5, duration_s=5.0),
+            turn("last", 1, program_s=1.0, engine_s=2.5, duration_s=5.0),
         )
     }
     for facts in waiting.values():
         queue.arrived(facts, 0.0)
     room = StepRoom(free_blocks=1000, num_slots=3, num_tokens=10_000)
     assert queue.decide(waiting, {}, room, 4.0).request_ids[:2] == ("last1", "early1")
-    assert queue.decide(waiting, {}, room, 4.0).request_ids[2] == "single0", "it has waited for enough tokens"
+    assert queue.decide(waiting, {}, room, 4.0).request_ids[2] == "single0", "it has waited for long enough"
