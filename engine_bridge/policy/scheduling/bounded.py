@@ -39,7 +39,7 @@ class BoundedSettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         overtaking_share: the most of the started work that may have overtaken earlier requests. 0 is vLLM's own order. Picked by
-            `python -m bench.emulated order`; docs/decisions/0032 has the figures.
+            `python -m bench.emulated order`; docs/decisions/0033 has the figures.
     """
 
     overtaking_share: float = 0.2
