@@ -62,12 +62,12 @@ class KeyLine:
 
     @property
     def mark(self) -> str:
-        """What tells this line's key from all others: 16 hexadecimal digits of its hash; "" without a key."""
+        """The part by which this line's key differs from all others: 16 hexadecimal digits of its hash; "" without a key."""
         return hashlib.sha256(self.salt + self.digest).hexdigest()[:16] if self.digest else ""
 
     @property
     def shown_id(self) -> str:
-        """By what people tell the key: its first characters, for a line without these its mark, and without a key `no-key`."""
+        """The characters by which people recognise the key: its first characters, for a line without these its mark, and without a key `no-key`."""
         return self.id.decode() if self.id is not None else self.mark or NO_KEY
 
     @property

@@ -71,7 +71,7 @@ class Place:
         return changing(self.key_file, known_owners(self.data_dir), makes=makes)
 
     def note(self, what: Any, person: Any, key: str = "") -> None:
-        """Write what was done to the audit log."""
+        """Write a change to the audit log."""
         from gateway.people.audit import note_command
 
         note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key)

@@ -34,7 +34,7 @@ FIRST_DAY = "0000-00-00"
 
 
 class Erased(NamedTuple):
-    """What was erased of a person: conversations, and blocks of KV on disk."""
+    """The data of a person that was erased: conversations, and blocks of KV on disk."""
 
     num_sessions: int
     num_kv_blocks: int

@@ -56,7 +56,7 @@ class Spent(NamedTuple):
 
 
 class Day(NamedTuple):
-    """What one person used on one day."""
+    """The usage of one person on one day."""
 
     owner: str
     day: str

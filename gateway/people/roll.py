@@ -53,7 +53,7 @@ class RollError(StartupError):
 
 
 class NoSuchPerson(RollError):
-    """Nobody in the key file has this name or owner id."""
+    """The key file has no person of this name or owner id."""
 
 
 class Roll:

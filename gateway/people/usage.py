@@ -28,7 +28,7 @@ _TEXTS = ("messages", "input", "prompt", "system", "instructions", "content", "t
 
 
 class Usage:
-    """What people use. `check` and `add` look at memory alone; `keep_saving` writes to the file, in a thread.
+    """The tokens and requests that people use. `check` and `add` look at memory alone; `keep_saving` writes to the file, in a thread.
 
     Args:
         ledger: the file.
@@ -133,7 +133,7 @@ class Usage:
         return {mark: owner for mark, (owner, _) in (self._learned | self._keys.owners_by_line()).items()}
 
     async def keep_saving(self) -> None:
-        """Run until cancelled: write to the file what was counted."""
+        """Run until cancelled: write the counts to the file."""
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             await self.save()

@@ -37,7 +37,7 @@ def describe(data: bytes, max_pixels: float) -> StoredPicture:
     """Return what a picture's head says of it. Takes milliseconds for each megabyte: not for the event loop.
 
     Raises:
-        GatewayError: `bad_request` for what is no picture of MEDIA_TYPES, and for one of more pixels than are read.
+        GatewayError: `bad_request` for a file that is no picture of MEDIA_TYPES, and for a picture of more pixels than are read.
     """
     try:
         with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:

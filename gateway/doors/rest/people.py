@@ -84,7 +84,7 @@ class SignInLink(Struct, frozen=True):
 
 
 class ErasedPerson(Struct, frozen=True):
-    """What was erased: conversations. KV on disk is never asked for again, and goes with time or with `overture users delete`."""
+    """The data that was erased: conversations. KV on disk is never asked for again, and goes with time or with `overture users delete`."""
 
     num_sessions: int
 

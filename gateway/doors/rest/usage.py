@@ -14,7 +14,7 @@ DEFAULT_DAYS, MAX_DAYS = 30, 366
 
 
 class DayUsage(Struct, frozen=True, kw_only=True):
-    """What one person used on one UTC day. num_requests: calls and chat turns that were answered, also in part."""
+    """The tokens and requests that one person used on one UTC day. num_requests: calls and chat turns that were answered, also in part."""
 
     day: str
     num_requests: int
@@ -23,7 +23,7 @@ class DayUsage(Struct, frozen=True, kw_only=True):
 
 
 class PersonUsage(Struct, frozen=True, kw_only=True):
-    """What one person used and stores. name: "" for one who is no longer in the key file. num_stored_bytes: of conversations."""
+    """The usage of one person, and the bytes that the person stores. name: "" for one who is no longer in the key file. num_stored_bytes: of conversations."""
 
     name: str
     owner: str
