@@ -23,7 +23,7 @@ class DayUsage(Struct, frozen=True, kw_only=True):
 
 
 class PersonUsage(Struct, frozen=True, kw_only=True):
-    """The usage of one person, and the bytes that the person stores. name: "" for one who is no longer in the key file. num_stored_bytes: of conversations."""
+    """The usage of one person, and the bytes that the person's conversations take. name: "" for somebody whom the key file no longer has."""
 
     name: str
     owner: str
