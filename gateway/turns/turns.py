@@ -452,9 +452,7 @@ class Turns:
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
-        status: TurnStatus = (
-            "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
-        )
+        how = _how_ended(live, final, error)
         try:
             stored = await self._store.finish_turn(
                 live.owner,
@@ -462,10 +460,10 @@ class Turns:
                 live.id,
                 answer=live.whole.text,
                 reasoning=live.whole.reasoning,
-                status=status,
-                finish_reason=error.code if error else final.finish_reason if final else None,
-                usage=_usage(live, final),
-                timings=to_builtins(final.timings) if final and final.timings else None,
+                status=how.status,
+                finish_reason=how.finish_reason,
+                usage=how.usage,
+                timings=how.timings,
                 token_ids=_token_ids(live, final) if final and not error else b"",
                 home=self._home_of(tenant_of(live.owner), live.session_id),
                 now=self._now(),
@@ -486,12 +484,13 @@ class Turns:
             live.done = _done_fields(live, stored.turn)
             live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
         self._drafts.renew(live.owner, live.session_id)
-        self._metrics.turn_ended(live.error.code if live.error else status, final)
+        self._metrics.turn_ended(live.error.code if live.error else how.status, final)
         live.wake_followers()
         self._forget_later(live)
 
     async def _store_failure(self, live: LiveTurn) -> None:
         """Mark as failed a turn whose end could not be stored; until that succeeds its session takes no other."""
+        how = _how_ended(live, None, GatewayError("storage_failed", ""))
         for wait_s in itertools.chain(STORE_AGAIN_S, itertools.repeat(STORE_AGAIN_S[-1])):
             await asyncio.sleep(wait_s)
             try:
@@ -501,7 +500,10 @@ class Turns:
                     live.id,
                     answer=live.whole.text,
                     reasoning=live.whole.reasoning,
-                    status="failed",
+                    status=how.status,
+                    finish_reason=how.finish_reason,
+                    usage=how.usage,
+                    timings=how.timings,
                     now=self._now(),
                 )
             except GatewayError as failure:
@@ -566,6 +568,25 @@ def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:
         "timings": turn.timings,
         "title": live.title,
     }
+
+
+class _Ended(NamedTuple):
+    status: TurnStatus
+    finish_reason: str | None
+    usage: dict[str, Any] | None
+    timings: dict[str, Any] | None
+
+
+def _how_ended(live: LiveTurn, final: Delta | None, error: GatewayError | None) -> _Ended:
+    """Return how a turn is stored that ended so. An answer that could not go on stays one that was cut, and may go on another time."""
+    before = live.question
+    if error is not None and before.can_go_on:
+        return _Ended(before.status, before.finish_reason, before.usage, before.timings)
+    timings = to_builtins(final.timings) if final and final.timings else None
+    reason = final.finish_reason if final else None
+    if error is not None:
+        return _Ended("failed", error.code, _usage(live, final), timings)
+    return _Ended("stopped" if reason == "stopped" else "done", reason, _usage(live, final), timings)
 
 
 def _usage(live: LiveTurn, final: Delta | None) -> dict[str, Any] | None:

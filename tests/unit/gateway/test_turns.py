@@ -49,7 +49,13 @@ async def test_an_answer_that_was_cut_goes_on_and_keeps_what_it_had(parts: Parts
     answer.say("two")
     answer.fail(RuntimeError("the engine is gone"))
     await until(lambda: again.is_over)
-    assert await stored(parts, turn.session_id) == [("a", "failed", "one two")]
+    assert await stored(parts, turn.session_id) == [("a", "done", "one two")]
+    assert again.error is not None and again.error.code == "internal", "those who follow it are told"
+    third = await parts.ask("a", session_id=turn.session_id, continues=True)
+    assert (await parts.node.asked(2)).request.messages[-1] == ChatMessage("assistant", "one two")
+    (await parts.node.asked(2)).finish("three")
+    await until(lambda: third.is_over)
+    assert await stored(parts, turn.session_id) == [("a", "done", "one twothree")]
     ended = await parts.answered("b", "whole", session_id=turn.session_id)
     assert (await parts.ask("b", session_id=turn.session_id, continues=True)).whole == ended.whole
     cut = await parts.answered("c", "cut", session_id=turn.session_id, reason="length")
