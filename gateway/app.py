@@ -17,6 +17,7 @@ from typing import NoReturn
 import uvloop
 from aiohttp import web
 
+from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
 from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.policy.nodes.session_locations import MAX_SESSIONS
@@ -61,7 +62,7 @@ from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.services import SERVICES, Services
-from gateway.sessions import SessionStore
+from gateway.sessions import PictureRoom, SessionStore
 from gateway.settings.config import MIB, Config, ConfigError
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
@@ -143,8 +144,7 @@ async def build_services(
             "no key is an operator's: nobody can read /metrics (make one: overture keys new --operator)"
         )
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
-    max_bytes = config.max_stored_mib * MIB
-    store = await SessionStore.open(data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes)
+    store = await _open_store(config, data_dir)
     node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
@@ -225,6 +225,14 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     by_node = NodeCollector()
     metrics.registry.register(by_node)
     return by_node
+
+
+async def _open_store(config: Config, data_dir: Path) -> SessionStore:
+    room = PictureRoom(LARGEST_IN_A_CALL * config.max_image_mpixels * 1e6, config.max_body_bytes)
+    max_bytes = config.max_stored_mib * MIB
+    return await SessionStore.open(
+        data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes, picture_room=room
+    )
 
 
 async def _make_node(config: Config) -> Node:

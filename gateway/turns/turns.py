@@ -41,7 +41,6 @@ from gateway.sessions import (
     clean_text,
     messages_of,
     question_of,
-    with_latest_pictures,
 )
 from gateway.turns.failures import from_bridge, unavailable
 from gateway.turns.protocol import Message
@@ -416,8 +415,8 @@ class Turns:
         with self._metrics.turn_running(), tracing as span:
             try:
                 request = structs.replace(request, traceparent=traceparent_of(span))
-                turns = with_latest_pictures([*begun.history, begun.turn], self._node.max_images)
-                pictures = await self._store.pictures.of(live.owner, turns)
+                turns = [*begun.history, begun.turn]
+                turns, pictures = await self._store.pictures.latest(live.owner, turns, self._node.max_images)
                 said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
                 if goes_on := begun.outcome == "continued":
                     said = (*said, ChatMessage("assistant", begun.turn.answer))
