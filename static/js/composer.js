@@ -25,8 +25,9 @@ const KEEP_AFTER_MS = 400;
 
 /** The composer at the bottom of the page. */
 export class Composer {
-  #attached = null;
+  #attached = Promise.resolve();
   #maxImages = 0;
+  #numPasted = 0; // texts, each with a name of its own
   #sessionId = null;
   #typedAt = -Infinity;
   #enabled = false;
@@ -90,8 +91,9 @@ export class Composer {
     const text = event.clipboardData.getData('text/plain');
     if (event.defaultPrevented || text.length < CHIP_FROM) return;
     event.preventDefault();
-    const number = this.files?.numPasted ?? 0;
-    this.#attach([new File([text], `Pasted text${number ? ` ${number + 1}` : ''}.txt`, { type: 'text/plain' })]);
+    this.#numPasted += 1;
+    const number = this.#numPasted > 1 ? ` ${this.#numPasted}` : '';
+    this.#attach([new File([text], `Pasted text${number}.txt`, { type: 'text/plain' })]);
   }
 
   #onFiles(event, { files, types }) {
@@ -100,16 +102,19 @@ export class Composer {
     this.#attach([...files]);
   }
 
+  /** Adds files behind those that are still being read. */
   #attach(files) {
-    this.#attached = this.#read(files);
+    const sessionId = this.#sessionId;
+    const read = () => this.#read(files, sessionId);
+    this.#attached = this.#attached.then(read, read);
   }
 
-  async #read(files) {
+  async #read(files, sessionId) {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
       maxTokens: () => this.maxTokens, maxImages: () => this.maxImages, upload: this.actions.upload });
-    await this.files.add(files);
+    await this.files.add(files, sessionId);
   }
 
   /** What would be sent: the files, then the text. */

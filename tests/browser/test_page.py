@@ -246,6 +246,39 @@ def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, sta
         node.max_images = 0
 
 
+def test_what_is_pasted_one_after_the_other_all_goes_along(chat, stage) -> None:
+    """Browsers name every picture that is pasted "image.png"; what is still read when the message is sent is waited for."""
+    page, node = chat.page, stage.gateway.node
+    usual, node.max_model_len, node.max_images = node.max_model_len, 20000, 3
+    try:
+        page.reload()
+        expect(page.get_by_role("button", name="Add pictures or files of text")).to_be_visible()
+        page.evaluate(PASTE, [list(shade(grey)) for grey in (1, 2, 1)])
+        page.get_by_role("button", name="Send", exact=True).click()
+        chat.wait_done()
+        message = node.answers[-1].request.messages[-1]
+        assert [each.data for each in message.pictures] == [shade(2), shade(1)]
+        assert [message.content.count(letter * 20000) for letter in "ab"] == [1, 1]
+    finally:
+        node.max_model_len, node.max_images = usual, 0
+
+
+PASTE = """(pictures) => {
+  const area = document.querySelector('.composer-box textarea');
+  const paste = (fill) => {
+    const clipboardData = new DataTransfer();
+    fill(clipboardData);
+    area.dispatchEvent(new ClipboardEvent('paste', { clipboardData, bubbles: true, cancelable: true }));
+  };
+  for (const letter of 'ab') paste((data) => data.setData('text/plain', letter.repeat(20000)));
+  for (const bytes of pictures) {
+    paste((data) => data.items.add(new File([new Uint8Array(bytes)], 'image.png', { type: 'image/png' })));
+  }
+  area.value = 'What is this?';
+  area.dispatchEvent(new Event('input', { bubbles: true }));
+}"""
+
+
 def shade(grey: int, name: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (8, 6), (grey, grey, grey)).save(file, name)
