@@ -27,7 +27,6 @@ const KEEP_AFTER_MS = 400;
 export class Composer {
   #attached = Promise.resolve();
   #maxImages = 0;
-  #numPasted = 0; // texts, each with a name of its own
   #sessionId = null;
   #typedAt = -Infinity;
   #enabled = false;
@@ -91,9 +90,7 @@ export class Composer {
     const text = event.clipboardData.getData('text/plain');
     if (event.defaultPrevented || text.length < CHIP_FROM) return;
     event.preventDefault();
-    this.#numPasted += 1;
-    const number = this.#numPasted > 1 ? ` ${this.#numPasted}` : '';
-    this.#attach([new File([text], `Pasted text${number}.txt`, { type: 'text/plain' })]);
+    this.#attach([new File([text], 'Pasted text.txt', { type: 'text/plain' })]);
   }
 
   #onFiles(event, { files, types }) {
@@ -102,7 +99,6 @@ export class Composer {
     this.#attach([...files]);
   }
 
-  /** Adds files behind those that are still being read. */
   #attach(files) {
     const sessionId = this.#sessionId;
     const read = () => this.#read(files, sessionId);

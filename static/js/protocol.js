@@ -20,7 +20,7 @@ const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
  * @property {string} content
  * @property {{id: string, width?: number, height?: number}[]} pictures  of the message, as the server keeps them
  * @property {string} answer
- * @property {boolean} goesOn      its answer was cut before and is written on
+ * @property {boolean} goesOn      its answer was cut
  * @property {string} reasoning    what the model thought before its answer
  * @property {number} seq          last piece seen, 0: none
  * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
@@ -199,7 +199,7 @@ export class ChatCore {
       if (this.turns.has(id)) continue;
       const pictures = (request.pictures ?? []).map((name) => ({ id: name }));
       const turn = newTurn({ id, content, adapter, pictures, status: error ? 'failed' : 'sending' }, sessionId);
-      Object.assign(turn, { request, error, goesOn: Boolean(request.continues) });
+      Object.assign(turn, { request, error, goesOn: request.continues });
       this.turns.set(id, turn);
       if (error) this.#session(sessionId).turns.push(turn);
       else this.#place(turn);
@@ -432,7 +432,7 @@ export class ChatCore {
 
   #fail(turn, error) {
     const { sessionId, goesOn } = turn;
-    if (goesOn) { // it is what the server has of it: cut, as it was
+    if (goesOn) { // it stays as it was
       turn.status = 'lost';
       this.#owe(turn, null);
       this.#emit('problem', { ...error, sessionId });

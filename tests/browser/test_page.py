@@ -190,6 +190,45 @@ def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds
     expect(chat.page.locator(".day").first).to_have_text("Today")
 
 
+def test_a_turn_that_was_found_is_at_the_top_of_a_long_conversation(chat) -> None:
+    """Also where the turns before it have not been in sight yet, so that nobody knows how high they are."""
+    page = chat.page
+    turns = [
+        {"role": role, "content": f"needle{number} " + "word " * (500 if role == "assistant" else 1)}
+        for number in range(60)
+        for role in ("user", "assistant")
+    ]
+    whole = json.dumps({"messages": turns, "title": "Long"}).encode()
+    page.keyboard.press("Control+,")
+    page.get_by_label("File to import").set_input_files(
+        [{"name": "long.json", "mimeType": "application/json", "buffer": whole}]
+    )
+    expect(chat.turns).to_have_count(60)
+    page.keyboard.press("Escape")
+    for number in (20, 45, 3):
+        page.get_by_role("searchbox").fill(f"needle{number} word")
+        found = page.locator(".session-row", has_text=f"needle{number} word")
+        expect(found).to_have_count(1)
+        found.click()
+        assert abs(page.evaluate(OFFSET_AT_REST, f"needle{number} ")) < 2
+
+
+# How far below the top of what is seen a turn is, once that was the same for 20 frames.
+OFFSET_AT_REST = """(word) => new Promise((resolve) => {
+  const scroller = document.getElementById('scroller');
+  const turn = [...document.querySelectorAll('.turn')].find((each) => each.textContent.includes(word));
+  let [offset, frames] = [0, 0];
+  const look = () => {
+    const now = turn.getBoundingClientRect().top - scroller.getBoundingClientRect().top;
+    frames = now === offset ? frames + 1 : 0;
+    offset = now;
+    if (frames < 20) requestAnimationFrame(look);
+    else resolve(offset);
+  };
+  look();
+})"""
+
+
 def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     page = chat.page
     chooser = page.locator("#file")

@@ -8,6 +8,7 @@ import { written } from './blocks.js';
 
 const CHARS_PER_TOKEN = 4; // of English, roughly
 const SURELY = 2; // chosen: a text of so many times the model's tokens is too long, however its characters are spelled
+const PASTED = 'Pasted text.txt'; // as the composer names what is pasted
 const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte → encoding and second byte of its mark
 
 /** The files of each conversation's unsent message; they are kept until the page is left. */
@@ -61,8 +62,9 @@ export class Files {
     for (const file of files) {
       try {
         const before = () => this.#bySession.get(sessionId) ?? [];
-        const read = isPicture(file) ? await this.#store(file, before()) : { written: `${written(file.name, await this.#read(file))}\n\n` };
-        const added = { name: file.name, size: file.size, ...read };
+        const name = file.name === PASTED ? unused(before()) : file.name;
+        const read = isPicture(file) ? await this.#store(file, before()) : { written: `${written(name, await this.#read(file))}\n\n` };
+        const added = { name, size: file.size, ...read };
         this.#bySession.set(sessionId, [...before().filter((other) => !isReplacedBy(other, added)), added]);
       } catch (error) {
         problems.push(error.message);
@@ -119,6 +121,18 @@ export class Files {
     this.#draw();
     (this.list.querySelector('button') ?? { focus: this.composer.focus }).focus();
   }
+}
+
+/** A name for another text that was pasted. */
+function unused(files) {
+  const names = new Set(files.map(({ name }) => name));
+  let number = 1;
+  while (names.has(numbered(number))) number += 1;
+  return numbered(number);
+}
+
+function numbered(number) {
+  return number === 1 ? PASTED : PASTED.replace('.', ` ${number}.`);
 }
 
 /** Whether a file takes the place of another: a text of its name, or the same picture, as browsers name all that are pasted "image.png". */
