@@ -93,7 +93,18 @@ class StoredPictures:
     async def latest(
         self, owner: str, turns: Sequence[Turn], max_images: int
     ) -> tuple[list[Turn], dict[str, Picture]]:
-        """Return turns, oldest first, with the latest pictures that a prompt can hold, and these whole, by id."""
+        """Return turns, oldest first, with the latest pictures that a prompt can hold, and these whole, by id.
+
+        Raises:
+            GatewayError: `frame_too_large` where those of the last turn alone are more.
+        """
+        most = self._room.max_bytes
+        if turns and sum(each.num_bytes for each in turns[-1].pictures) > most:
+            raise GatewayError(
+                "frame_too_large",
+                f"The pictures of this message have more than {most:,.0f} bytes together (max_body_bytes). Send fewer, or smaller ones.",
+                param="pictures",
+            )
         turns = with_latest_pictures(turns, max_images, self._room)
         return turns, await self.read(owner, (each.id for turn in turns for each in turn.pictures))
 

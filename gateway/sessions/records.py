@@ -250,7 +250,7 @@ ANY_PICTURES: Final = PictureRoom()
 def with_latest_pictures(turns: Sequence[Turn], max_images: int, room: PictureRoom) -> list[Turn]:
     """Return turns, oldest first, with the latest of their pictures: at most `max_images`, and as many as there is room for.
 
-    Those of the last turn are not measured: what is just asked is read whole or refused.
+    Those of the last turn are not measured here: what is just asked is read whole or refused.
     """
     kept: list[Turn] = []
     num_pixels = num_bytes = 0

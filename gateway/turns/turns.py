@@ -594,6 +594,6 @@ def _usage(live: LiveTurn, final: Delta | None) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = to_builtins(final.usage)
     if live.question.answer and (before := live.question.usage):
-        found["prompt_tokens"] = before["prompt_tokens"]
-        found["completion_tokens"] += before["completion_tokens"]
+        num_tokens = found["completion_tokens"] + before["completion_tokens"]
+        found = before | {"completion_tokens": num_tokens, "cached_tokens": found["cached_tokens"]}
     return found

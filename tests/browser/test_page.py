@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -198,13 +199,7 @@ def test_a_turn_that_was_found_is_at_the_top_of_a_long_conversation(chat) -> Non
         for number in range(60)
         for role in ("user", "assistant")
     ]
-    whole = json.dumps({"messages": turns, "title": "Long"}).encode()
-    page.keyboard.press("Control+,")
-    page.get_by_label("File to import").set_input_files(
-        [{"name": "long.json", "mimeType": "application/json", "buffer": whole}]
-    )
-    expect(chat.turns).to_have_count(60)
-    page.keyboard.press("Escape")
+    chat.bring_in({"messages": turns, "title": "Long"}, 60)
     for number in (20, 45, 3):
         page.get_by_role("searchbox").fill(f"needle{number} word")
         found = page.locator(".session-row", has_text=f"needle{number} word")
@@ -281,6 +276,28 @@ def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, sta
         chat.wait_done()
         again = node.answers[-1].request.messages[-1]
         assert again.content == "What is it?" and again.pictures == sent.pictures
+    finally:
+        node.max_images = 0
+
+
+def test_pictures_are_read_when_they_come_into_sight(chat, stage) -> None:
+    page, node = chat.page, stage.gateway.node
+    node.max_images, read = 1, []
+    page.on("request", lambda request: read.append(request.url) if "/api/pictures/" in request.url else None)
+    turns = [
+        {"id": f"{number}", "parent": f"{number - 1}" if number else None, "content": f"number {number}"}
+        | {"answer": "word " * 500, "status": "done"}
+        | {"pictures": [{"media_type": "image/png", "data": base64.b64encode(shade(number)).decode()}]}
+        for number in range(30)
+    ]
+    whole = {"format": "overture-conversation", "version": 1, "title": "Pictures", "turns": turns}
+    try:
+        chat.bring_in(whole, 30)
+        expect(page.get_by_role("img", name="Picture 1,").last).to_have_js_property("naturalWidth", 8)
+        assert 0 < len(read) < 10
+        page.locator("#scroller").evaluate("(scroller) => { scroller.scrollTop = 0; }")
+        expect(page.get_by_role("img", name="Picture 1,").first).to_have_js_property("naturalWidth", 8)
+        assert len(read) < 20
     finally:
         node.max_images = 0
 

@@ -64,6 +64,17 @@ async def test_an_answer_that_was_cut_goes_on_and_keeps_what_it_had(parts: Parts
     assert (error.code, error.param, cut.is_over) == ("bad_request", "continues", True)
 
 
+async def test_an_answer_that_went_on_has_the_figures_of_both_parts(parts: Parts) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "cached_tokens": 2, "left_out_messages": 6}
+    end = {"answer": "one ", "finish_reason": "length", "usage": usage}
+    await parts.store.record_turn("ann", "s", "a", "Hello!", makes_session=True, now=0.0, **end)
+    turn = await parts.ask("a", session_id="s", continues=True)
+    (await parts.node.asked(0)).finish("two")
+    await until(lambda: turn.is_over)
+    (stored_turn,) = (await parts.store.get_session("ann", "s")).turns
+    assert stored_turn.usage == usage | {"completion_tokens": 5, "cached_tokens": 0}
+
+
 async def test_a_message_is_on_disk_before_it_is_accepted_and_its_answer_before_done(parts: Parts) -> None:
     class Broken:
         def wake(self, turn: Any) -> None:
