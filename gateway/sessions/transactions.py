@@ -332,7 +332,7 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
         tree.add(conn, row.row, seq, parent)
     else:
         tree.choose(conn, row.row, seq)
-    title = row.title or title_from(content) or ("Picture" if message.pictures else None)
+    title = _title_of(row, message)
     _touch(conn, row, title, adapter, message.now)
     conn.execute(_AS_CHAT, (row.row,))
     return BeginResult(
@@ -365,6 +365,12 @@ def _go_on(conn: Database, row: Row, turn: Turn) -> BeginResult:
         answer_token_ids=token_ids_up_to(conn, seq) if has_ids else b"",
         settings=settings.read(conn, row.row),
     )
+
+
+def _title_of(row: Row, message: NewMessage) -> str | None:
+    """Return a session's title, or one made from its new message."""
+    made = title_from(clean_text(message.content))
+    return row.title or made or ("Picture" if message.pictures else None)
 
 
 def _touch(conn: sqlite3.Connection, row: Row, title: str | None, adapter: str | None, now: float) -> None:
@@ -505,7 +511,7 @@ def record(
         )
     search.add_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
-    _touch(conn, row, row.title or title_from(content), adapter, message.now)
+    _touch(conn, row, _title_of(row, message), adapter, message.now)
     return _known(conn, row.row, message)
 
 

@@ -80,6 +80,12 @@ async def test_a_message_has_pictures_of_its_owner_alone(store: SessionStore) ->
     assert await store.pictures.read("ann", [first, theirs]) == {first: Picture("image/png", image(1))}
 
 
+async def test_a_call_with_nothing_but_a_picture_has_a_title_too(store: SessionStore) -> None:
+    shown = [await put(store, image(1))]
+    await store.record_turn("ann", "s", "t", "", answer="A", pictures=shown, makes_session=True, now=NOW)
+    assert (await store.get_session("ann", "s")).title == "Picture"
+
+
 @pytest.mark.parametrize("room", [PictureRoom(max_pixels=3 * 48), PictureRoom(max_bytes=3 * len(image(1)))])
 async def test_a_prompt_has_as_many_pictures_as_one_call_may_have(path: Path, room: PictureRoom) -> None:
     """Else a conversation with many large ones would have no more answers. Those of the question are read or refused as they are."""
