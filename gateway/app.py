@@ -17,6 +17,7 @@ from typing import NoReturn
 import uvloop
 from aiohttp import web
 
+from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
 from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.policy.nodes.session_locations import MAX_SESSIONS
@@ -78,7 +79,7 @@ from gateway.people.audit import AuditLog
 from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
-from gateway.sessions import SessionStore
+from gateway.sessions import PictureRoom, SessionStore
 from gateway.settings.config import MIB, Config, ConfigError
 from gateway.settings.logs import texts_are_ours
 from gateway.settings.lora_modules import parse_lora_modules
@@ -147,8 +148,7 @@ async def build_services(
     """Build all parts, without starting the engine. Raises ConfigError or StartupError with a text for the operator."""
     keys = await _read_keys(config)
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
-    max_bytes = config.max_stored_mib * MIB
-    store = await SessionStore.open(data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes)
+    store = await _open_store(config, data_dir)
     node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
@@ -250,6 +250,14 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     by_node = NodeCollector()
     metrics.registry.register(by_node)
     return by_node
+
+
+async def _open_store(config: Config, data_dir: Path) -> SessionStore:
+    room = PictureRoom(LARGEST_IN_A_CALL * config.max_image_mpixels * 1e6, config.max_body_bytes)
+    max_bytes = config.max_stored_mib * MIB
+    return await SessionStore.open(
+        data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes, picture_room=room
+    )
 
 
 async def _make_node(config: Config) -> Node:

@@ -23,6 +23,8 @@ MAX_TOKENS_PER_CHARACTER = 4
 # Chosen: from the whole history, which mostly matches, down to the token. A history of n tokens that stops to match somewhere costs
 # n/256 + 16 + 16 short decodes.
 STEPS_TOKENS = (256, 16, 1)
+# Behind an answer that was stopped: what the engine held back as the beginning of a character or of a stop text. Chosen.
+UNTOLD_CHARS = 100
 
 
 class TextTokenizer(Protocol):
@@ -91,6 +93,16 @@ def continue_between_tokens(
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         return Continued(rendered, "rendered", 0)
     return Continued(ids, "kept" if num_kept == len(history) else "cut", num_kept)
+
+
+def ends_with(text: str, answer: str) -> bool:
+    """Return whether a text ends with an answer, but for characters that are not whole and a few that were not told yet."""
+    told = _whole(answer)
+    return told in _whole(text)[-len(told) - UNTOLD_CHARS :]
+
+
+def _whole(text: str) -> str:
+    return text.replace(INCOMPLETE, "").replace("\0", "")  # stored texts have the one for the other
 
 
 def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence[int], int | None]]:

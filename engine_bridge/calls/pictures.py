@@ -14,6 +14,9 @@ from typing import Any
 
 from engine_bridge.protocol.errors import InvalidRequest
 
+# All pictures of a call together, in the pixels of the largest one that is read. Chosen: the decoded pictures of a call take 600 MB at most.
+LARGEST_IN_A_CALL = 4
+
 _MESSAGES = ("messages", "input")
 # The fields of each kind of picture. Not vLLM's `uuid`: one name could stand for two pictures, and for another tenant's.
 _FIELDS: Mapping[str, frozenset[str]] = {

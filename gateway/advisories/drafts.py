@@ -21,7 +21,7 @@ from gateway.access.auth import tenant_of
 from gateway.access.shares import Shares
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
-from gateway.sessions import NextPrompt, SessionStore, messages_of, with_latest_pictures
+from gateway.sessions import NextPrompt, SessionStore, messages_of
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +185,7 @@ class Drafts:
         owner, session_id = key
         history: list[ChatMessage] = []
         if outlook is not None:
-            turns = with_latest_pictures(outlook.history, self._node.max_images)
-            pictures = await self._store.pictures.of(owner, turns)
+            turns, pictures = await self._store.pictures.latest(owner, outlook.history, self._node.max_images)
             history = messages_of(turns, outlook.settings, pictures)
         if work.text is None and not history:
             work.then = lambda: None

@@ -20,6 +20,7 @@ from gateway.sessions.records import (
     FinishResult,
     NextPrompt,
     Origin,
+    PictureRoom,
     ResponseHistory,
     Session,
     SessionId,
@@ -33,7 +34,6 @@ from gateway.sessions.records import (
     TurnStatus,
     messages_of,
     question_of,
-    with_latest_pictures,
 )
 from gateway.sessions.schema import SCHEMA_VERSION
 from gateway.sessions.store import SessionStore
@@ -46,6 +46,7 @@ __all__ = [
     "FinishResult",
     "NextPrompt",
     "Origin",
+    "PictureRoom",
     "ResponseHistory",
     "Session",
     "SessionId",
@@ -63,5 +64,4 @@ __all__ = [
     "messages_of",
     "question_of",
     "title_from",
-    "with_latest_pictures",
 ]

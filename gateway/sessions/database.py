@@ -368,14 +368,18 @@ def _prepare(conn: Database, file: Path, full_text: bool) -> None:
 
 
 def _settle(conn: Database) -> None:
-    """Mark turns that ran when the last process died as failed. They are over now, so they enter the index."""
+    """Mark turns that ran when the last process died as failed, those whose answer went on as cut, as before. They are over now: they are indexed."""
     if not conn.is_indexing:
         search.forget_all(conn)
     running = conn.execute(
         """SELECT t.seq, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session JOIN owners o ON o.name = s.owner
            WHERE t.status = 'running'"""
     ).fetchall()
-    conn.execute("UPDATE turns SET status = 'failed' WHERE status = 'running'")
+    # While a turn runs, only an answer that goes on has the reason of its earlier end.
+    conn.execute(
+        """UPDATE turns SET status = CASE finish_reason WHEN 'length' THEN 'done' WHEN 'stopped' THEN 'stopped' ELSE 'failed' END
+           WHERE status = 'running'"""
+    )
     for seq, owner, is_indexed in running:
         search.add_turns(conn, search.SearchOwner(owner, bool(is_indexed)), "seq = ?", (seq,))
 

@@ -18,7 +18,7 @@ from engine_bridge.protocol.engine_request import Picture
 from gateway.errors import GatewayError
 from gateway.sessions import quota, search
 from gateway.sessions.connection import Database, SqliteConnection
-from gateway.sessions.records import StoredPicture, Turn
+from gateway.sessions.records import PictureRoom, StoredPicture, Turn, with_latest_pictures
 from gateway.sessions.schema import TURN_BYTES
 
 # Chosen: a message is written and sent within an hour of the first picture that was put to it.
@@ -41,9 +41,9 @@ def describe(data: bytes, max_pixels: float) -> StoredPicture:
     """
     try:
         with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:
-            name, (width, height) = image.format or "", image.size
+            media_type, (width, height) = _media_type(image), image.size
     except Image.DecompressionBombError:
-        name, width, height = "PNG", 1 << 31, 1
+        media_type, width, height = "", 1 << 31, 1
     except Exception as error:  # PIL's readers fail in many ways
         raise GatewayError(
             "bad_request",
@@ -56,7 +56,12 @@ def describe(data: bytes, max_pixels: float) -> StoredPicture:
             f"The picture has more pixels than this server reads: {max_pixels / 1e6:g} million (max_image_mpixels). Make it smaller.",
             param="picture",
         )
-    return StoredPicture(hashlib.sha256(data).hexdigest(), MEDIA_TYPES[name], width, height, len(data))
+    return StoredPicture(hashlib.sha256(data).hexdigest(), media_type, width, height, len(data))
+
+
+def _media_type(image: Image.Image) -> str:
+    """Return the type of a picture's file. A JPEG with more pictures behind the first one, such as phones take, has a format of its own in PIL."""
+    return MEDIA_TYPES["JPEG" if image.format == "MPO" else str(image.format)]
 
 
 class StoredPictures:
@@ -65,11 +70,15 @@ class StoredPictures:
     Args:
         reader: reads them.
         write: runs a transaction that changes what an owner has stored.
+        room: what a prompt can hold.
     """
 
-    def __init__(self, reader: SqliteConnection, write: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self, reader: SqliteConnection, write: Callable[..., Awaitable[Any]], room: PictureRoom
+    ) -> None:
         self._reader = reader
         self._write = write
+        self._room = room
 
     async def put(self, owner: str, picture: StoredPicture, data: bytes, now: float) -> None:
         """Store a picture that `describe` has described, for a message that will show it. Raises GatewayError `quota_exceeded`."""
@@ -81,9 +90,23 @@ class StoredPictures:
         found: dict[str, Picture] = await self._reader.transact(_read, owner, wanted) if wanted else {}
         return found
 
-    async def of(self, owner: str, turns: Iterable[Turn]) -> dict[str, Picture]:
-        """Return the pictures of these turns, whole, by id."""
-        return await self.read(owner, (each.id for turn in turns for each in turn.pictures))
+    async def latest(
+        self, owner: str, turns: Sequence[Turn], max_images: int
+    ) -> tuple[list[Turn], dict[str, Picture]]:
+        """Return turns, oldest first, with the latest pictures that a prompt can hold, and these whole, by id.
+
+        Raises:
+            GatewayError: `frame_too_large` where those of the last turn alone are more.
+        """
+        most = self._room.max_bytes
+        if turns and sum(each.num_bytes for each in turns[-1].pictures) > most:
+            raise GatewayError(
+                "frame_too_large",
+                f"The pictures of this message have more than {most:,.0f} bytes together (max_body_bytes). Send fewer, or smaller ones.",
+                param="pictures",
+            )
+        turns = with_latest_pictures(turns, max_images, self._room)
+        return turns, await self.read(owner, (each.id for turn in turns for each in turn.pictures))
 
 
 def put(conn: Database, owner: str, picture: StoredPicture, data: bytes, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 
@@ -236,12 +237,33 @@ def question_of(turn: Turn, pictures: Mapping[str, Picture]) -> ChatMessage:
     return ChatMessage("user", turn.content, shown)
 
 
-def with_latest_pictures(turns: Sequence[Turn], max_images: int) -> list[Turn]:
-    """Return turns, oldest first, with the latest `max_images` of their pictures: a prompt can have no more of them."""
+class PictureRoom(NamedTuple):
+    """What a prompt can hold of its conversation's pictures: pixels and bytes of all together."""
+
+    max_pixels: float = math.inf
+    max_bytes: float = math.inf
+
+
+ANY_PICTURES: Final = PictureRoom()
+
+
+def with_latest_pictures(turns: Sequence[Turn], max_images: int, room: PictureRoom) -> list[Turn]:
+    """Return turns, oldest first, with the latest of their pictures: at most `max_images`, and as many as there is room for.
+
+    Those of the last turn are not measured here: what is just asked is read whole or refused.
+    """
     kept: list[Turn] = []
+    num_pixels = num_bytes = 0
     for turn in reversed(turns):
-        shown = turn.pictures[max(len(turn.pictures) - max_images, 0) :]
-        max_images -= len(shown)
+        shown: list[StoredPicture] = []
+        for each in reversed(turn.pictures):
+            num_pixels += each.width * each.height
+            num_bytes += each.num_bytes
+            is_over = bool(kept) and (num_pixels > room.max_pixels or num_bytes > room.max_bytes)
+            max_images = 0 if is_over else max_images
+            if max_images > 0:
+                shown.insert(0, each)
+            max_images -= 1
         kept.append(
             turn if len(shown) == len(turn.pictures) else msgspec.structs.replace(turn, pictures=shown)
         )

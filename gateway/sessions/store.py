@@ -21,6 +21,7 @@ from gateway.sessions.database import check_log, lock, open_reader, open_writer,
 from gateway.sessions.health import Health
 from gateway.sessions.pictures import StoredPictures
 from gateway.sessions.records import (
+    ANY_PICTURES,
     NO_CHANGES,
     BeginResult,
     End,
@@ -28,6 +29,7 @@ from gateway.sessions.records import (
     NewMessage,
     NextPrompt,
     Origin,
+    PictureRoom,
     Session,
     SessionId,
     SessionSummary,
@@ -60,6 +62,7 @@ class SessionStore:
         file: Path,
         lock_fd: int,
         wal_lost_frames: int,
+        picture_room: PictureRoom,
     ) -> None:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
@@ -72,19 +75,24 @@ class SessionStore:
         self._searches = search.Searches()
         self.responses = StoredResponses(self._reader, self._write)
         self.rows = listing.Rows(self._reader)
-        self.pictures = StoredPictures(self._reader, self._write)
+        self.pictures = StoredPictures(self._reader, self._write, picture_room)
         self._lock_fd: int | None = lock_fd
 
     @classmethod
     async def open(
-        cls, path: str | os.PathLike[str], *, full_text: bool = True, max_owner_bytes: int = 0
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        full_text: bool = True,
+        max_owner_bytes: int = 0,
+        picture_room: PictureRoom = ANY_PICTURES,
     ) -> SessionStore:
         """Open or make the file at `path` (its folder must exist) and bring its schema up to date.
 
         Turns that were running when the last process died become ``failed``. full_text: keep a search index where this SQLite can
         (3.34 or newer with FTS5); without it a search reads every text of its owner. max_owner_bytes: how much text one owner may store;
-        0: no limit. Raises StartupError, with a text for the operator, if the file is
-        damaged, from a newer version, not ours, in use by another process, or cannot be opened.
+        0: no limit. picture_room: what a prompt can hold of a conversation's pictures. Raises StartupError, with a text for the operator, if the
+        file is damaged, from a newer version, not ours, in use by another process, or cannot be opened.
         """
         file = Path(path)
         health = Health(file)
@@ -108,7 +116,9 @@ class SessionStore:
                 raise unusable(file, error) from error
             raise
         await asyncio.to_thread(reserve.take_back)
-        return cls(writer, (readers[0], readers[1]), health, reserve, file, lock_fd, wal_lost_frames)
+        return cls(
+            writer, (readers[0], readers[1]), health, reserve, file, lock_fd, wal_lost_frames, picture_room
+        )
 
     async def close(self) -> None:
         """Finish the transactions under way and close the file. A second call does nothing; any other call afterwards raises `draining`."""

@@ -53,6 +53,10 @@ _VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOI
 TURN_COLUMNS = f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}, {pictures.OF_TURN}"
 
 
+# A person goes on with the session.
+_AS_CHAT = "UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'"
+
+
 def turn_from(columns: Sequence[Any]) -> Turn:
     """Return the turn in a row of TURN_COLUMNS."""
     (
@@ -314,6 +318,7 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
     known = _known(conn, row.row, message)
     if known is not None and known.status != "failed":
         if message.continues and known.can_go_on:
+            quota.check(conn, owner, 0, message.now)
             return _go_on(conn, row, known)
         return BeginResult(turn=known, outcome="existing", title=row.title, history=[])
     _refuse_second(conn, row.row)
@@ -327,9 +332,9 @@ def begin(conn: Database, owner: str, session_id: str, message: NewMessage) -> B
         tree.add(conn, row.row, seq, parent)
     else:
         tree.choose(conn, row.row, seq)
-    title = row.title or title_from(content) or ("Picture" if message.pictures else None)
+    title = _title_of(row, message)
     _touch(conn, row, title, adapter, message.now)
-    conn.execute("UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'", (row.row,))
+    conn.execute(_AS_CHAT, (row.row,))
     return BeginResult(
         turn=turn_from(conn.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
         outcome="new" if known is None else "retried",
@@ -348,6 +353,7 @@ def _go_on(conn: Database, row: Row, turn: Turn) -> BeginResult:
         raise GatewayError("bad_request", "Only the last answer of a session can go on.", param="continues")
     search.drop_turns(conn, row.owner, "seq = ?", (seq,))
     conn.execute("UPDATE turns SET status = 'running' WHERE seq = ?", (seq,))
+    conn.execute(_AS_CHAT, (row.row,))
     parent = tree.parent_of(conn, seq)
     (has_ids,) = conn.execute("SELECT token_ids IS NOT NULL FROM turns WHERE seq = ?", (seq,)).fetchone()
     return BeginResult(
@@ -359,6 +365,12 @@ def _go_on(conn: Database, row: Row, turn: Turn) -> BeginResult:
         answer_token_ids=token_ids_up_to(conn, seq) if has_ids else b"",
         settings=settings.read(conn, row.row),
     )
+
+
+def _title_of(row: Row, message: NewMessage) -> str | None:
+    """Return a session's title, or one made from its new message."""
+    made = title_from(clean_text(message.content))
+    return row.title or made or ("Picture" if message.pictures else None)
 
 
 def _touch(conn: sqlite3.Connection, row: Row, title: str | None, adapter: str | None, now: float) -> None:
@@ -439,7 +451,9 @@ def finish(
     seq, status, row, title, is_deleted, keeper, is_indexed = found
     if status == "running":
         # In a deleted session, too: a turn must not be `running` after `restore` when nothing answers it.
-        sql = "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ?, reasoning = ? WHERE seq = ?"
+        # The ids of an answer that went on are those of its earlier part.
+        sql = """UPDATE turns SET answer = ?1, status = ?2, finish_reason = ?3, usage = ?4, timings = ?5, reasoning = ?6,
+            token_ids = CASE answer WHEN ?1 THEN token_ids END WHERE seq = ?7"""
         conn.execute(sql, (*_cleaned(end), seq))
         if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
             store_token_ids(conn, row, seq, token_ids)
@@ -497,7 +511,7 @@ def record(
         )
     search.add_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
-    _touch(conn, row, row.title or title_from(content), adapter, message.now)
+    _touch(conn, row, _title_of(row, message), adapter, message.now)
     return _known(conn, row.row, message)
 
 

@@ -12,15 +12,14 @@ import itertools
 import logging
 import sys
 import time
-import uuid
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 from msgspec import UnsetType, structs, to_builtins
 from opentelemetry.trace import StatusCode
 
 from engine_bridge.predict.hints import read_conversation
-from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.engine_request import ANONYMOUS, ChatMessage, EngineRequest, Sampling
 from engine_bridge.protocol.errors import (
     BridgeError,
 )
@@ -42,9 +41,9 @@ from gateway.sessions import (
     clean_text,
     messages_of,
     question_of,
-    with_latest_pictures,
 )
 from gateway.turns.failures import from_bridge, unavailable
+from gateway.turns.live_turn import AnswerPiece, Follower, LiveTurn
 from gateway.turns.protocol import Message
 
 log = logging.getLogger(__name__)
@@ -53,103 +52,6 @@ KEEP_FINISHED_S = 120.0  # docs/protocol.md, rule 4
 KEEP_UNFOLLOWED_S = 30.0  # docs/protocol.md, rule 4
 # Chosen: how long to wait between tries to store the end of an answer on a disk that is full or locked.
 STORE_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-class Follower(Protocol):
-    """A socket that wants to know when a turn has more to send."""
-
-    def wake(self, turn: LiveTurn) -> None:
-        """Note that the turn has more to send, or is over."""
-
-
-class AnswerPiece(NamedTuple):
-    """A piece of an answer as the engine gave it: text, reasoning before it, or the end of the reasoning and the beginning of the text."""
-
-    text: str
-    reasoning: str = ""
-
-    @classmethod
-    def joined(cls, pieces: Iterable[AnswerPiece]) -> AnswerPiece:
-        """Return these pieces as one."""
-        pieces = list(pieces)
-        return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
-
-
-class LiveTurn:
-    """A turn under way, or over for less than KEEP_FINISHED_S.
-
-    Attributes:
-        pieces: the answer and its reasoning so far.
-        base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. A socket that has seen text up to there has seen the pieces
-            of an earlier try, or of the answer before it was read back from disk.
-        done: the fields of its `done` frame once it is over and stored.
-        error: the error that ended it instead.
-        generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
-    """
-
-    __slots__ = (
-        "base_seq",
-        "done",
-        "error",
-        "followers",
-        "generated",
-        "id",
-        "owner",
-        "pieces",
-        "question",
-        "request_id",
-        "session_id",
-        "title",
-        "unfollowed",
-        "versions",
-    )
-
-    def __init__(self, owner: str, session_id: str, turn: Turn, title: str | None) -> None:
-        self.owner = owner
-        self.session_id = session_id
-        self.id: str = turn.id
-        self.question = turn
-        self.title = title
-        self.versions = turn.versions
-        self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
-        self.pieces: list[AnswerPiece] = []
-        self.generated: list[int] = []
-        self.base_seq = 0
-        self.done: dict[str, Any] | None = None
-        self.error: GatewayError | None = None
-        self.followers: set[Follower] = set()
-        self.unfollowed: asyncio.TimerHandle | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the turn has ended, and how it ended is stored."""
-        return self.done is not None or self.error is not None
-
-    @property
-    def seq(self) -> int:
-        """The `seq` of a socket that has all pieces so far."""
-        return self.base_seq + len(self.pieces)
-
-    def can_resume(self, seq: int) -> bool:
-        """Return whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
-        return seq == 0 or self.base_seq < seq <= self.seq
-
-    def after(self, seq: int) -> AnswerPiece:
-        """Return all pieces, as one, that a socket which has seen up to `seq` (see `can_resume`) has not seen yet."""
-        return AnswerPiece.joined(self.pieces[max(seq - self.base_seq, 0) :])
-
-    @property
-    def whole(self) -> AnswerPiece:
-        """The pieces so far, as one."""
-        return AnswerPiece.joined(self.pieces)
-
-    def wake_followers(self) -> None:
-        """Tell all sockets that follow the answer that there is more of it."""
-        for follower in list(self.followers):
-            try:
-                follower.wake(self)
-            except Exception:
-                log.exception("a socket could not be told of more of %s", self.request_id)
 
 
 class Turns:
@@ -425,8 +327,8 @@ class Turns:
         with self._metrics.turn_running(), tracing as span:
             try:
                 request = structs.replace(request, traceparent=traceparent_of(span))
-                turns = with_latest_pictures([*begun.history, begun.turn], self._node.max_images)
-                pictures = await self._store.pictures.of(live.owner, turns)
+                turns = [*begun.history, begun.turn]
+                turns, pictures = await self._store.pictures.latest(live.owner, turns, self._node.max_images)
                 said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
                 if goes_on := begun.outcome == "continued":
                     said = (*said, ChatMessage("assistant", begun.turn.answer))
@@ -463,9 +365,7 @@ class Turns:
         """Store how the turn ended, then tell: never the other way round."""
         if self.usage is not None:
             self.usage.add(live.owner, spent_by_turn(final, live.question.content, len(live.generated)))
-        status: TurnStatus = (
-            "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
-        )
+        how = _how_ended(live, final, error)
         try:
             stored = await self._store.finish_turn(
                 live.owner,
@@ -473,10 +373,10 @@ class Turns:
                 live.id,
                 answer=live.whole.text,
                 reasoning=live.whole.reasoning,
-                status=status,
-                finish_reason=error.code if error else final.finish_reason if final else None,
-                usage=_usage(live, final),
-                timings=to_builtins(final.timings) if final and final.timings else None,
+                status=how.status,
+                finish_reason=how.finish_reason,
+                usage=how.usage,
+                timings=how.timings,
                 token_ids=_token_ids(live, final) if final and not error else b"",
                 home=self._home_of(tenant_of(live.owner), live.session_id),
                 now=self._now(),
@@ -497,12 +397,13 @@ class Turns:
             live.done = _done_fields(live, stored.turn)
             live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
         self._drafts.renew(live.owner, live.session_id)
-        self._metrics.turn_ended(live.error.code if live.error else status, final)
+        self._metrics.turn_ended(live.error.code if live.error else how.status, final)
         live.wake_followers()
         self._forget_later(live)
 
     async def _store_failure(self, live: LiveTurn) -> None:
         """Mark as failed a turn whose end could not be stored; until that succeeds its session takes no other."""
+        how = _how_ended(live, None, GatewayError("storage_failed", ""))
         for wait_s in itertools.chain(STORE_AGAIN_S, itertools.repeat(STORE_AGAIN_S[-1])):
             await asyncio.sleep(wait_s)
             try:
@@ -512,7 +413,10 @@ class Turns:
                     live.id,
                     answer=live.whole.text,
                     reasoning=live.whole.reasoning,
-                    status="failed",
+                    status=how.status,
+                    finish_reason=how.finish_reason,
+                    usage=how.usage,
+                    timings=how.timings,
                     now=self._now(),
                 )
             except GatewayError as failure:
@@ -579,12 +483,31 @@ def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:
     }
 
 
+class _Ended(NamedTuple):
+    status: TurnStatus
+    finish_reason: str | None
+    usage: dict[str, Any] | None
+    timings: dict[str, Any] | None
+
+
+def _how_ended(live: LiveTurn, final: Delta | None, error: GatewayError | None) -> _Ended:
+    """Return how a turn is stored that ended so. An answer that could not go on stays one that was cut, and may go on another time."""
+    before = live.question
+    if error is not None and before.can_go_on:
+        return _Ended(before.status, before.finish_reason, before.usage, before.timings)
+    timings = to_builtins(final.timings) if final and final.timings else None
+    reason = final.finish_reason if final else None
+    if error is not None:
+        return _Ended("failed", error.code, _usage(live, final), timings)
+    return _Ended("stopped" if reason == "stopped" else "done", reason, _usage(live, final), timings)
+
+
 def _usage(live: LiveTurn, final: Delta | None) -> dict[str, Any] | None:
     """Return the token counts of a turn; one whose answer went on has those of both parts."""
     if final is None or final.usage is None:
         return None
     found: dict[str, Any] = to_builtins(final.usage)
     if live.question.answer and (before := live.question.usage):
-        found["prompt_tokens"] = before["prompt_tokens"]
-        found["completion_tokens"] += before["completion_tokens"]
+        num_tokens = found["completion_tokens"] + before["completion_tokens"]
+        found = before | {"completion_tokens": num_tokens, "cached_tokens": found["cached_tokens"]}
     return found

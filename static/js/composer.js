@@ -9,8 +9,6 @@ const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of
 const DRAFT_EVERY_MS = 400; // the same, where it reads along
 const BYTES_SPARE = 1024; // what the frame needs around the text
 const CHIP_FROM = 20000; // chosen: a paste of so many characters is a file, not a question
-const KEEP_LATER_FROM = 20000; // chosen: a draft of so many characters is kept once nothing was typed for a moment
-const KEEP_AFTER_MS = 400;
 
 /**
  * @typedef {object} ComposerActions
@@ -25,7 +23,7 @@ const KEEP_AFTER_MS = 400;
 
 /** The composer at the bottom of the page. */
 export class Composer {
-  #attached = null;
+  #attached = Promise.resolve();
   #maxImages = 0;
   #sessionId = null;
   #typedAt = -Infinity;
@@ -34,7 +32,6 @@ export class Composer {
   #isSendable = false; // what is written, once the server is ready
   #waits = false; // it was sent, and goes once the server is ready
   #draftTimer = 0;
-  #keepTimer = 0;
 
   /**
    * @param {HTMLFormElement} form
@@ -90,8 +87,7 @@ export class Composer {
     const text = event.clipboardData.getData('text/plain');
     if (event.defaultPrevented || text.length < CHIP_FROM) return;
     event.preventDefault();
-    const number = this.files?.numPasted ?? 0;
-    this.#attach([new File([text], `Pasted text${number ? ` ${number + 1}` : ''}.txt`, { type: 'text/plain' })]);
+    this.#attach([new File([text], 'Pasted text.txt', { type: 'text/plain' })]);
   }
 
   #onFiles(event, { files, types }) {
@@ -101,15 +97,17 @@ export class Composer {
   }
 
   #attach(files) {
-    this.#attached = this.#read(files);
+    const sessionId = this.#sessionId;
+    const read = () => this.#read(files, sessionId);
+    this.#attached = this.#attached.then(read, read);
   }
 
-  async #read(files) {
+  async #read(files, sessionId) {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
       maxTokens: () => this.maxTokens, maxImages: () => this.maxImages, upload: this.actions.upload });
-    await this.files.add(files);
+    await this.files.add(files, sessionId);
   }
 
   /** What would be sent: the files, then the text. */
@@ -218,19 +216,11 @@ export class Composer {
 
   #onInput() {
     this.#waits = false;
-    this.#keepDraft();
+    writeDraft(this.#sessionId, this.area.value);
     this.#changed();
     if (!this.#content.trim()) return;
     if (this.#readsAlong) this.#sendDraftSoon();
     else this.#announce(TYPING_EVERY_MS);
-  }
-
-  #keepDraft() {
-    clearTimeout(this.#keepTimer);
-    const [sessionId, text] = [this.#sessionId, this.area.value];
-    const keep = () => this.#sessionId === sessionId && writeDraft(sessionId, this.area.value);
-    if (text.length < KEEP_LATER_FROM) keep();
-    else this.#keepTimer = setTimeout(keep, KEEP_AFTER_MS);
   }
 
   /** Whether the user lets the server read a question while it is typed. */

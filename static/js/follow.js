@@ -45,8 +45,17 @@ export class Follower {
 
   /** Puts an element at the top, and stays there as `hold` does. */
   show(element) {
+    const { scroller } = this;
+    let [top, frames] = [scroller.scrollTop, 10];
+    // What comes into sight is laid out with the next frames, and moves the element away.
+    const place = () => {
+      if (scroller.scrollTop !== top) return;
+      scroller.scrollTop += element.getBoundingClientRect().top - scroller.getBoundingClientRect().top;
+      top = scroller.scrollTop;
+      if (frames--) requestAnimationFrame(place);
+    };
     this.hold();
-    this.scroller.scrollTop += element.getBoundingClientRect().top - this.scroller.getBoundingClientRect().top;
+    place();
   }
 
   #onScroll() {

@@ -1,4 +1,4 @@
-/** Code highlighting for the languages that chat answers usually hold. The code for a language is loaded when one is shown. */
+/** Code highlighting. The code for a language is loaded when one is shown. */
 
 // Each grammar's names in Markdown beside its own.
 const LANGUAGES = {
@@ -21,12 +21,13 @@ export function highlight(code, language) {
   return null;
 }
 
-/** Loads a grammar, and highlights what was shown plain meanwhile. */
+/** Loads a grammar, for pages those of their parts, and highlights what is plain. */
 async function load(name) {
-  const [core, grammar] = await Promise.all([
-    import('../vendor/highlight/core.min.js'), import(`../vendor/highlight/languages/${name}.min.js`)]);
+  const parts = name === 'xml' ? ['css', 'javascript', name] : [name];
+  const [core, ...grammars] = await Promise.all([import('../vendor/highlight/core.min.js'),
+    ...parts.map((each) => import(`../vendor/highlight/languages/${each}.min.js`))]);
   hljs = core.default;
-  hljs.registerLanguage(name, grammar.default);
+  parts.forEach((each, index) => hljs.registerLanguage(each, grammars[index].default));
   for (const code of document.querySelectorAll('pre > code[class^="language-"]')) {
     const html = names.get(code.className.slice('language-'.length)) === name ? highlight(code.textContent, name) : null;
     if (html !== null) code.innerHTML = html;

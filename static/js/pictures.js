@@ -5,6 +5,14 @@ import { addStyle } from './sheet/style.js';
 
 const TAKEN = new Set(['image/png', 'image/jpeg', 'image/webp', 'image/gif']);
 const urls = new Map(); // id → promise of an address of the picture in this page
+const loads = new WeakMap(); // element → what loads its picture, once it is almost in sight
+const sight = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    sight.unobserve(target);
+    loads.get(target)();
+  }
+}, { root: document.getElementById('scroller'), rootMargin: '100%' });
 
 /** A picture as the server takes it; other kinds that this browser can show become PNG. */
 export async function forServer(file) {
@@ -30,9 +38,11 @@ export function gallery(pictures, read, grown) {
     const label = `Picture ${index + 1}${width ? `, ${width} × ${height} pixels` : ''}`;
     const image = h('img', { alt: label, width, height, on: { load: grown } });
     const link = h('a', { target: '_blank', rel: 'noopener', title: 'Open the picture' }, image);
-    address(id, read).then((url) => Object.assign(image, { src: url }) && Object.assign(link, { href: url }),
-      () => link.replaceWith(h('span', { class: 'note' }, `${label} could not be loaded.`)));
-    return h('li', {}, link);
+    const item = h('li', {}, link);
+    loads.set(item, () => address(id, read).then((url) => Object.assign(image, { src: url }) && Object.assign(link, { href: url }),
+      () => link.replaceWith(h('span', { class: 'note' }, `${label} could not be loaded.`))));
+    sight.observe(item);
+    return item;
   });
   return h('ul', { class: 'pictures', 'aria-label': 'Pictures' }, ...items);
 }

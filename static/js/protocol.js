@@ -20,6 +20,7 @@ const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
  * @property {string} content
  * @property {{id: string, width?: number, height?: number}[]} pictures  of the message, as the server keeps them
  * @property {string} answer
+ * @property {boolean} goesOn      its answer was cut
  * @property {string} reasoning    what the model thought before its answer
  * @property {number} seq          last piece seen, 0: none
  * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
@@ -200,7 +201,7 @@ export class ChatCore {
       if (this.turns.has(id)) continue;
       const pictures = (request.pictures ?? []).map((name) => ({ id: name }));
       const turn = newTurn({ id, content, adapter, pictures, status: error ? 'failed' : 'sending' }, sessionId);
-      Object.assign(turn, { request, error });
+      Object.assign(turn, { request, error, goesOn: request.continues });
       this.turns.set(id, turn);
       if (error) this.#session(sessionId).turns.push(turn);
       else this.#place(turn);
@@ -225,7 +226,7 @@ export class ChatCore {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
     // The server sends the answer from its beginning.
-    Object.assign(turn, { answer: '', reasoning: '', seq: 0, status: 'sending', sends: 0, stopRequested: false });
+    Object.assign(turn, { answer: '', reasoning: '', seq: 0, status: 'sending', sends: 0, stopRequested: false, goesOn: true });
     this.#owe(turn, { ...messageFrame(turn), continues: true });
     this.#emit('turn', { turn });
     this.#transmit(turn);
@@ -386,7 +387,7 @@ export class ChatCore {
     if (turn && isLive(turn)) {
       const stopped = frame.finish_reason === 'stopped';
       Object.assign(turn, { status: stopped ? 'stopped' : 'done', usage: frame.usage,
-        timings: frame.timings, advisory: frame.advisory, finishReason: frame.finish_reason });
+        timings: frame.timings, advisory: frame.advisory, finishReason: frame.finish_reason, goesOn: false });
       this.#owe(turn, null);
       this.#emit('turn', { turn });
       if (frame.seq > turn.seq) this.#emit('stale', { sessionId: frame.session_id });
@@ -434,15 +435,23 @@ export class ChatCore {
   // ---------------------------------------------------------------- turns and sessions
 
   #fail(turn, error) {
+    const { sessionId, goesOn } = turn;
+    if (goesOn) { // it stays as it was
+      turn.status = 'lost';
+      this.#owe(turn, null);
+      this.#emit('problem', { ...error, sessionId });
+      this.#emit('stale', { sessionId });
+      return;
+    }
     turn.status = 'failed';
     turn.error = error;
     this.#owe(turn, turn.request);
     if (turn.replaced.length) {
-      const { turns } = this.sessions.get(turn.sessionId);
+      const { turns } = this.sessions.get(sessionId);
       turns.splice(turns.indexOf(turn), 0, ...turn.replaced);
       turn.replaced = [];
     }
-    this.#emit('session', { sessionId: turn.sessionId });
+    this.#emit('session', { sessionId });
     this.#emit('turn', { turn });
   }
 
@@ -578,6 +587,7 @@ function fromServer(raw) {
     timings: raw.timings ?? null,
     finishReason: raw.finish_reason ?? null,
     error: null,
+    goesOn: false,
   };
 }
 

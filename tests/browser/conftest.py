@@ -314,6 +314,14 @@ class Chat:
         field.fill(text)
         field.press("Enter")
 
+    def bring_in(self, whole: object, num_turns: int) -> None:
+        """Import a conversation of so many turns, which is then open."""
+        file = {"name": "it.json", "mimeType": "application/json", "buffer": json.dumps(whole).encode()}
+        self.page.keyboard.press("Control+,")
+        self.page.get_by_label("File to import").set_input_files([file])
+        expect(self.turns).to_have_count(num_turns)
+        self.page.keyboard.press("Escape")
+
     def open(self, hash_: str = "") -> Chat:
         self.page.goto(f"{self.url}/{hash_}")
         expect(self.picker).to_be_enabled()

@@ -295,6 +295,15 @@ def test_formulas_are_set_and_their_code_is_loaded_with_the_first_one(scripted) 
     expect(answer.locator("math[display=block]")).to_have_count(2)
 
 
+def test_scripts_and_styles_within_a_page_are_highlighted(scripted) -> None:
+    chat, answer = scripted()
+    page = "<style>a { color: red; }</style>\n<script>const one = 1;</script>"
+    answer.finish(f"```html\n{page}\n```")
+    code = chat.answers.first.locator("code")
+    expect(code.locator(".language-css .hljs-attribute")).to_have_text("color")
+    expect(code.locator(".language-javascript .hljs-keyword")).to_have_text("const")
+
+
 def test_own_script_and_style_stay_small() -> None:
     own = [
         path

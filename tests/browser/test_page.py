@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -190,6 +191,39 @@ def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds
     expect(chat.page.locator(".day").first).to_have_text("Today")
 
 
+def test_a_turn_that_was_found_is_at_the_top_of_a_long_conversation(chat) -> None:
+    """Also where the turns before it have not been in sight yet, so that nobody knows how high they are."""
+    page = chat.page
+    turns = [
+        {"role": role, "content": f"needle{number} " + "word " * (500 if role == "assistant" else 1)}
+        for number in range(60)
+        for role in ("user", "assistant")
+    ]
+    chat.bring_in({"messages": turns, "title": "Long"}, 60)
+    for number in (20, 45, 3):
+        page.get_by_role("searchbox").fill(f"needle{number} word")
+        found = page.locator(".session-row", has_text=f"needle{number} word")
+        expect(found).to_have_count(1)
+        found.click()
+        assert abs(page.evaluate(OFFSET_AT_REST, f"needle{number} ")) < 2
+
+
+# How far below the top of what is seen a turn is, once that was the same for 20 frames.
+OFFSET_AT_REST = """(word) => new Promise((resolve) => {
+  const scroller = document.getElementById('scroller');
+  const turn = [...document.querySelectorAll('.turn')].find((each) => each.textContent.includes(word));
+  let [offset, frames] = [0, 0];
+  const look = () => {
+    const now = turn.getBoundingClientRect().top - scroller.getBoundingClientRect().top;
+    frames = now === offset ? frames + 1 : 0;
+    offset = now;
+    if (frames < 20) requestAnimationFrame(look);
+    else resolve(offset);
+  };
+  look();
+})"""
+
+
 def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     page = chat.page
     chooser = page.locator("#file")
@@ -244,6 +278,61 @@ def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, sta
         assert again.content == "What is it?" and again.pictures == sent.pictures
     finally:
         node.max_images = 0
+
+
+def test_pictures_are_read_when_they_come_into_sight(chat, stage) -> None:
+    page, node = chat.page, stage.gateway.node
+    node.max_images, read = 1, []
+    page.on("request", lambda request: read.append(request.url) if "/api/pictures/" in request.url else None)
+    turns = [
+        {"id": f"{number}", "parent": f"{number - 1}" if number else None, "content": f"number {number}"}
+        | {"answer": "word " * 500, "status": "done"}
+        | {"pictures": [{"media_type": "image/png", "data": base64.b64encode(shade(number)).decode()}]}
+        for number in range(30)
+    ]
+    whole = {"format": "overture-conversation", "version": 1, "title": "Pictures", "turns": turns}
+    try:
+        chat.bring_in(whole, 30)
+        expect(page.get_by_role("img", name="Picture 1,").last).to_have_js_property("naturalWidth", 8)
+        assert 0 < len(read) < 10
+        page.locator("#scroller").evaluate("(scroller) => { scroller.scrollTop = 0; }")
+        expect(page.get_by_role("img", name="Picture 1,").first).to_have_js_property("naturalWidth", 8)
+        assert len(read) < 20
+    finally:
+        node.max_images = 0
+
+
+def test_what_is_pasted_one_after_the_other_all_goes_along(chat, stage) -> None:
+    """Browsers name every picture that is pasted "image.png"; what is still read when the message is sent is waited for."""
+    page, node = chat.page, stage.gateway.node
+    usual, node.max_model_len, node.max_images = node.max_model_len, 20000, 3
+    try:
+        page.reload()
+        expect(page.get_by_role("button", name="Add pictures or files of text")).to_be_visible()
+        page.evaluate(PASTE, [list(shade(grey)) for grey in (1, 2, 1)])
+        page.get_by_role("button", name="Send", exact=True).click()
+        chat.wait_done()
+        message = node.answers[-1].request.messages[-1]
+        assert [each.data for each in message.pictures] == [shade(2), shade(1)]
+        assert [message.content.count(letter * 20000) for letter in "ab"] == [1, 1]
+    finally:
+        node.max_model_len, node.max_images = usual, 0
+
+
+PASTE = """(pictures) => {
+  const area = document.querySelector('.composer-box textarea');
+  const paste = (fill) => {
+    const clipboardData = new DataTransfer();
+    fill(clipboardData);
+    area.dispatchEvent(new ClipboardEvent('paste', { clipboardData, bubbles: true, cancelable: true }));
+  };
+  for (const letter of 'ab') paste((data) => data.setData('text/plain', letter.repeat(20000)));
+  for (const bytes of pictures) {
+    paste((data) => data.items.add(new File([new Uint8Array(bytes)], 'image.png', { type: 'image/png' })));
+  }
+  area.value = 'What is this?';
+  area.dispatchEvent(new Event('input', { bubbles: true }));
+}"""
 
 
 def shade(grey: int, name: str = "PNG") -> bytes:

@@ -78,6 +78,17 @@ CASES = {
             [["a", "done", "A"], ["b", "done", "B"]],
         ],
     ),
+    "an answer that cannot go on is what the server has of it, refused or broken off": (
+        """begin({ ...stored('a', 'done', 'one'), finish_reason: 'length' }); const seen = [];
+        for (const fail of [() => {}, () => { accepted('a'); delta('a', 5, 'one two'); }]) {
+          core.goOn('a'); fail(); core.drain(); error('overloaded', 'a');
+          const { events, frames } = core.drain(); seen.push(events.map(({ type }) => type), frames);
+          core.reread('s'); core.receive(ready(session({ ...stored('a', 'done', 'one'), finish_reason: 'length' })));
+          seen.push(shown(), core.canGoOn(core.turns.get('a')));
+        }
+        return seen;""",
+        [["unsent", "problem", "stale"], [], [["a", "done", "one"]], True] * 2,
+    ),
     "a stop while the socket is down is sent later": (
         """begin(); ask('a'); accepted('a'); core.closed(1006, 0); core.drain(); core.stop('a'); core.connecting(); core.opened();
         core.receive(ready(session(stored('a', 'running')))); return sent().filter((frame) => frame.type === 'stop');""",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.protocol.node import unpack_token_ids
+from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.app import Server
 from gateway.sessions.token_ids import token_ids_up_to
 from gateway.sessions.tree import tip
@@ -102,6 +102,20 @@ async def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(
     assert (turn.answer, turn.status) == (told_whole.answer, "done")
     assert seen.last == seen.prompts[-1] + ids[110:] and seen.prompts[-1][-110:] == ids[:110]
     assert done.usage.cached_tokens >= (len(seen.prompts[-1]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("ids", [[5] * 20, [10_000_000] * 20])
+async def test_an_answer_of_another_model_goes_on_from_its_text(
+    conversation: Conversation, seen: Seen, server: Server, node: SharedNode, ids: list[int]
+) -> None:
+    """Sessions outlive a change of the model: the ids that they have are then other words, or none of the vocabulary."""
+    turn_id = conversation.session_id = uuid.uuid4().hex
+    end = {"answer": "It is old", "finish_reason": "length", "token_ids": pack_token_ids(ids)}
+    record = server.services.store.record_turn
+    await record("local", turn_id, turn_id, "And the harbour?", makes_session=True, now=0.0, **end)
+    await conversation.ask("And the harbour?", turn_id=turn_id, continues=True)
+    text = tokenizer_of(node).decode(seen.prompts[-1])
+    assert "And the harbour?" in text and text.endswith("It is old")
 
 
 async def test_a_chat_goes_on_with_what_was_seen(

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
 from engine_bridge.driver.vllm_api import (
     MEDIA_CONNECTOR_REGISTRY,
     MediaConnector,
@@ -19,8 +20,6 @@ from engine_bridge.protocol.errors import InvalidRequest
 GIVEN: Final = "given"
 """The value of VLLM_MEDIA_CONNECTOR by which vLLM finds the class below."""
 PICTURE_MESSAGE: Final = "A picture cannot be read: it is damaged, or too narrow for this model."
-# All pictures of a call together, in the pixels of the largest one that is read. Chosen: the decoded pictures of a call take 600 MB at most.
-LARGEST_IN_A_CALL = 4
 # Where errors of reading a picture are raised.
 _READERS = (
     "PIL.",

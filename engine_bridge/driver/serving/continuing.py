@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
-from engine_bridge.calls.continuity import Continued, continue_between_tokens, continue_prompt
+from engine_bridge.calls.continuity import Continued, continue_between_tokens, continue_prompt, ends_with
 from engine_bridge.protocol.node import unpack_token_ids
 
 
@@ -41,6 +42,21 @@ class Continuing:
         return await asyncio.get_running_loop().run_in_executor(
             self._renderer._executor, self._continued, history, text, rendered, may_be_cut
         )
+
+    async def spells(self, token_ids: Sequence[int], answer: str) -> bool:
+        """Return whether ids end with an answer in the served model's words: its session may be older than the model."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._renderer._executor, self._spells, list(token_ids), answer
+        )
+
+    def _spells(self, token_ids: list[int], answer: str) -> bool:
+        from engine_bridge.driver.vllm_api import VLLMError
+
+        try:
+            self._renderer.validate_token_ids(token_ids)
+        except VLLMError:
+            return False
+        return ends_with(self._renderer.get_tokenizer().decode(token_ids, skip_special_tokens=True), answer)
 
     def _continued(self, packed: bytes, text: str, rendered: list[int], may_be_cut: bool) -> Continued:
         from engine_bridge.driver.vllm_api import VLLMError

@@ -374,10 +374,14 @@ class Serving:
         lora_request = self.lora_request(request.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
-        if request.prompt_token_ids is not None:
+        ids = request.prompt_token_ids
+        if ids is not None and request.goes_on:
+            is_spelled = await self._client.continuing.spells(ids, request.messages[-1].content)
+            ids = ids if is_spelled else None
+        if ids is not None:
             chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
-            engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
-            stream.prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
+            engine_input: Any = {"prompt_token_ids": list(ids)}
+            stream.prompt = Prompt(pack_token_ids(ids), "given")
         else:
             chat_request, engine_input, dropped = await self._render_turn(request, sampling)
             stream.prompt = await self._continue(request, engine_input, dropped)

@@ -22,6 +22,7 @@ from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.services import SERVICES, OpenSocket, Services
 from gateway.settings.priorities import checked_priority
 from gateway.turns.failures import unavailable
+from gateway.turns.live_turn import LiveTurn
 from gateway.turns.protocol import (
     PROTOCOL_VERSION,
     Hello,
@@ -35,7 +36,6 @@ from gateway.turns.protocol import (
     encode,
     frame_id,
 )
-from gateway.turns.turns import LiveTurn
 from overture_client import __version__
 
 log = logging.getLogger(__name__)

@@ -62,17 +62,29 @@ async def static_file(request: web.Request) -> web.StreamResponse:
 async def _sent(request: web.Request, path: Path) -> web.StreamResponse:
     """Return a file, packed where it is a text and the client unpacks it: a third of the bytes."""
     kind = _TEXTS.get(path.suffix)
-    if kind is None or "gzip" not in request.headers.get("Accept-Encoding", ""):
-        return web.FileResponse(path, headers=PAGE_HEADERS | ({"Content-Type": kind} if kind else {}))
+    if kind is None:
+        return web.FileResponse(path, headers=PAGE_HEADERS)
+    varied = PAGE_HEADERS | {"Vary": "Accept-Encoding"}
+    if not _unpacks(request.headers.get("Accept-Encoding", "")):
+        return web.FileResponse(path, headers=varied | {"Content-Type": kind})
     state = await asyncio.to_thread(path.stat)
     packed = await asyncio.to_thread(_packed, path, state.st_mtime_ns, state.st_size)
-    tag = f'"{state.st_mtime_ns:x}-{state.st_size:x}-gz"'
-    headers = PAGE_HEADERS | {"ETag": tag, "Vary": "Accept-Encoding"}
-    if request.headers.get("If-None-Match") == tag:
+    tag = f"{state.st_mtime_ns:x}-{state.st_size:x}-gz"
+    headers = varied | {"ETag": f'"{tag}"'}
+    if any(each.value in (tag, "*") for each in request.if_none_match or ()):
         return web.Response(status=304, headers=headers)
     return web.Response(
         body=packed, content_type=kind, charset="utf-8", headers=headers | {"Content-Encoding": "gzip"}
     )
+
+
+def _unpacks(accepted: str) -> bool:
+    """Return whether a client that sends this `Accept-Encoding` takes gzip; `q=0` says that it does not."""
+    for part in accepted.lower().split(","):
+        name, _, weight = part.replace(" ", "").partition(";")
+        if name == "gzip":
+            return weight.rstrip("0.") not in ("q=", "q")
+    return False
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,8 @@ import { addStyle } from '../sheet/style.js';
 import { written } from './blocks.js';
 
 const CHARS_PER_TOKEN = 4; // of English, roughly
+const SURELY = 2; // chosen: a text of so many times the model's tokens is too long, however its characters are spelled
+const PASTED = 'Pasted text.txt'; // as the composer names what is pasted
 const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte → encoding and second byte of its mark
 
 /** The files of each conversation's unsent message; they are kept until the page is left. */
@@ -37,11 +39,6 @@ export class Files {
     return this.#files.map((file) => file.written ?? '').join('');
   }
 
-  /** How many of them were pasted as text. */
-  get numPasted() {
-    return this.#files.filter(({ name }) => name.startsWith('Pasted text')).length;
-  }
-
   /** The pictures of the message, as the server keeps them. */
   get pictures() {
     return this.#files.filter((file) => file.picture).map((file) => file.picture);
@@ -59,15 +56,16 @@ export class Files {
     this.#draw();
   }
 
-  /** Reads files and adds them; says of each that cannot be added why. */
-  async add(files) {
-    const sessionId = this.#sessionId;
+  /** Reads files and adds them to the message of a conversation; says of each that cannot be added why. */
+  async add(files, sessionId) {
     const problems = [];
     for (const file of files) {
       try {
-        const others = () => (this.#bySession.get(sessionId) ?? []).filter(({ name }) => name !== file.name);
-        const read = isPicture(file) ? await this.#store(file, others()) : { written: `${written(file.name, await this.#read(file))}\n\n` };
-        this.#bySession.set(sessionId, [...others(), { name: file.name, size: file.size, ...read }]);
+        const before = () => this.#bySession.get(sessionId) ?? [];
+        const name = file.name === PASTED ? unused(before()) : file.name;
+        const read = isPicture(file) ? await this.#store(file, before()) : { written: `${written(name, await this.#read(file))}\n\n` };
+        const added = { name, size: file.size, ...read };
+        this.#bySession.set(sessionId, [...before().filter((other) => !isReplacedBy(other, added)), added]);
       } catch (error) {
         problems.push(error.message);
       }
@@ -103,7 +101,7 @@ export class Files {
     if (text === null) throw new Error(`${file.name} is not a file of text.`);
     if (!text.trim()) throw new Error(`${file.name} is empty.`);
     const numTokens = Math.round(text.length / CHARS_PER_TOKEN);
-    if (numTokens > this.composer.maxTokens()) {
+    if (numTokens > SURELY * this.composer.maxTokens()) {
       throw new Error(`${file.name} has about ${count(numTokens)} tokens, and the model reads ${count(this.composer.maxTokens())}.`);
     }
     return text;
@@ -123,6 +121,23 @@ export class Files {
     this.#draw();
     (this.list.querySelector('button') ?? { focus: this.composer.focus }).focus();
   }
+}
+
+/** A name for another text that was pasted. */
+function unused(files) {
+  const names = new Set(files.map(({ name }) => name));
+  let number = 1;
+  while (names.has(numbered(number))) number += 1;
+  return numbered(number);
+}
+
+function numbered(number) {
+  return number === 1 ? PASTED : PASTED.replace('.', ` ${number}.`);
+}
+
+/** Whether a file takes the place of another: a text of its name, or the same picture, as browsers name all that are pasted "image.png". */
+function isReplacedBy(old, file) {
+  return old.picture && file.picture ? old.picture.id === file.picture.id : old.name === file.name;
 }
 
 /** Whether a file is shown as a picture. A drawing in SVG is read as text. */

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from engine_bridge.calls.continuity import INCOMPLETE, continue_between_tokens, continue_prompt
+from engine_bridge.calls.continuity import INCOMPLETE, continue_between_tokens, continue_prompt, ends_with
 from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -51,6 +51,18 @@ def make_byte_tokens() -> list[list[int]]:
 
 
 BYTES = make_byte_tokens()
+
+
+@pytest.mark.parametrize("num_left", range(12))
+def test_ids_of_a_cut_answer_are_known_by_their_end(num_left: int) -> None:
+    """Also where the cut is within a character; those of other words are not, nor those of an answer that has gone on since."""
+    ids = [*DEMO.encode(FIRST), *spelt_out(ANSWER)]
+    ids = ids[: len(ids) - num_left]
+    said = DEMO.decode(ids)
+    assert ends_with(said, said.removeprefix(FIRST))
+    assert ends_with(said, said.removeprefix(FIRST)[:-3].rstrip(INCOMPLETE)), "some of it was not told"
+    assert not ends_with(said, said.removeprefix(FIRST) + "And more."), "these are of its beginning"
+    assert not ends_with("x" * len(said), said.removeprefix(FIRST))
 
 
 def check(history: Sequence[int], text: str) -> tuple[str, int, list[int]]:

@@ -14,8 +14,9 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
+from gateway.turns.live_turn import LiveTurn
 from gateway.turns.protocol import Message
-from gateway.turns.turns import LiveTurn, Turns
+from gateway.turns.turns import Turns
 
 from .fake_node import PATIENCE_S, FakeNode
 

@@ -13,7 +13,8 @@ from gateway.app import Server
 from gateway.doors.chat.socket import ChatConnection
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
-from gateway.turns.turns import KEEP_FINISHED_S, LiveTurn
+from gateway.turns.live_turn import LiveTurn
+from gateway.turns.turns import KEEP_FINISHED_S
 
 from .fake_node import PATIENCE_S
 from .front import Gateway, Gateways

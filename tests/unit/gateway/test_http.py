@@ -363,9 +363,14 @@ async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gatewa
                 assert (
                     reply.headers["Content-Encoding"] == "gzip" and reply.headers["Vary"] == "Accept-Encoding"
                 )
-            async with http.get(path, headers={"Accept-Encoding": "identity"}) as reply:
-                assert (
-                    await reply.read() == gzip.decompress(packed) and "Content-Encoding" not in reply.headers
-                )
-            async with http.get(path, headers={"Accept-Encoding": "gzip", "If-None-Match": tag}) as reply:
-                assert (reply.status, await reply.read()) == (304, b"")
+            for accepted in ("identity", "gzip;q=0", "br, gzip; Q=0.00", "x-gzip", ""):
+                async with http.get(path, headers={"Accept-Encoding": accepted}) as reply:
+                    assert await reply.read() == gzip.decompress(packed), accepted
+                    assert "Content-Encoding" not in reply.headers and reply.headers["Vary"]
+            for accepted in ("GZIP", "br, gzip;q=0.5", "gzip;q=0.10"):
+                async with http.get(path, headers={"Accept-Encoding": accepted}) as reply:
+                    assert await reply.read() == packed, accepted
+            for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+                headers = {"Accept-Encoding": "gzip", "If-None-Match": known}
+                async with http.get(path, headers=headers) as reply:
+                    assert (reply.status, await reply.read()) == (304, b""), known

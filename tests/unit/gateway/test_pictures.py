@@ -1,16 +1,18 @@
 """Pictures of messages: stored once for their owner, shown to the model as far as it reads them, and gone with the last turn that has them."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from PIL import Image
 
 from engine_bridge.protocol.engine_request import Picture
 from gateway.errors import GatewayError
-from gateway.sessions import RESTORE_WINDOW_S, SessionStore
+from gateway.sessions import RESTORE_WINDOW_S, PictureRoom, SessionStore
 from gateway.sessions.pictures import KEEP_UNUSED_S, describe
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
@@ -49,6 +51,11 @@ def test_a_picture_is_known_by_its_head(name: str) -> None:
         describe(image(1, name), 47)
 
 
+def test_a_phones_jpeg_with_more_pictures_behind_it_is_a_jpeg() -> None:
+    more = [Image.new("RGB", (8, 6), (2, 2, 2))]
+    assert describe(image(1, "MPO", save_all=True, append_images=more), 48).media_type == "image/jpeg"
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", image(1, "TIFF")]
 )
@@ -71,6 +78,34 @@ async def test_a_message_has_pictures_of_its_owner_alone(store: SessionStore) ->
     await end(store, "s", "t")
     assert (await store.get_session("ann", "s")).turns[0].pictures == begun.turn.pictures
     assert await store.pictures.read("ann", [first, theirs]) == {first: Picture("image/png", image(1))}
+
+
+async def test_a_call_with_nothing_but_a_picture_has_a_title_too(store: SessionStore) -> None:
+    shown = [await put(store, image(1))]
+    await store.record_turn("ann", "s", "t", "", answer="A", pictures=shown, makes_session=True, now=NOW)
+    assert (await store.get_session("ann", "s")).title == "Picture"
+
+
+@pytest.mark.parametrize("room", [PictureRoom(max_pixels=3 * 48), PictureRoom(max_bytes=3 * len(image(1)))])
+async def test_a_prompt_has_as_many_pictures_as_one_call_may_have(path: Path, room: PictureRoom) -> None:
+    """Else a conversation with many large ones would have no more answers. Those of the question are read or refused as they are."""
+    store = await SessionStore.open(path, picture_room=room)
+    names = [await put(store, image(shade)) for shade in range(1, 6)]
+    await store.create_session("ann", session_id="s", now=NOW)
+    for turn, shown in (("a", names[:2]), ("b", names[2:4]), ("c", names[4:])):
+        await ask(store, "s", turn, pictures=shown)
+        await end(store, "s", turn)
+    turns = (await store.get_session("ann", "s")).turns
+    found, whole = await store.pictures.latest("ann", turns, 16)
+    assert [[each.id for each in turn.pictures] for turn in found] == [[], names[2:4], names[4:]]
+    assert set(whole) == set(names[2:])
+    large = [*turns, msgspec.structs.replace(turns[0], pictures=[p for t in turns for p in t.pictures])]
+    if room.max_bytes == math.inf:
+        found, _ = await store.pictures.latest("ann", large, 16)
+        assert [len(turn.pictures) for turn in found] == [0, 0, 0, 5], "the node says what is wrong with them"
+    else:
+        assert (await refused(store.pictures.latest("ann", large, 16))).code == "frame_too_large"
+    await store.close()
 
 
 async def test_a_picture_counts_once_and_goes_with_its_last_turn(store: SessionStore, path: Path) -> None:

@@ -35,10 +35,11 @@ async def test_an_answer_under_way_is_kept_whole(store: SessionStore) -> None:
     """What was accepted is finished, above the limit if it must be; the next message is refused, a known one is still answered."""
     await store.create_session("ann", session_id="s", now=NOW)
     await ask(store, "s", "t", "question")
-    over = await end(store, "s", "t", "y" * (2 * LIMIT))
+    over = await end(store, "s", "t", "y" * (2 * LIMIT), finish_reason="length")
     assert over is not None and len(over.answer) == 2 * LIMIT
-    for options in ({}, {"after": "t"}):
-        error = await refused(ask(store, "s", "u", "more", **options))
+    asks = [("u", "more", {}), ("u", "more", {"after": "t"}), ("t", "question", {"continues": True})]
+    for turn, content, options in asks:
+        error = await refused(ask(store, "s", turn, content, **options))
         assert (error.code, error.http_status, error.retryable) == ("quota_exceeded", 429, False)
         assert "1 MiB" in error.message and "Delete conversations" in error.message
     assert not (await ask(store, "s", "t", "question")).is_new

@@ -30,7 +30,7 @@ from gateway.sessions.search import AFTER_CHARS, BEFORE_CHARS, MATCH_CHARS, exce
 
 from .machine import Machine, action
 from .parts import IN_MEMORY, NOW, refused
-from .stores import ask, chat, rows_of, talk, turn_ids
+from .stores import ask, chat, end, pack, rows_of, talk, turn_ids
 
 
 @pytest_asyncio.fixture(params=[True, False], ids=["index", "no-index"])
@@ -81,6 +81,29 @@ async def test_sessions_of_calls_are_listed_apart_until_a_person_goes_on(store: 
     assert await listed(origin="chat") == {"mine", "agent-1"}
     await store.record_turn("ann", "mine", "t", "hello", answer="hi", makes_session=True, now=NOW)
     assert await listed(origin="api") == {"agent-2"}, "a call makes no chat its own"
+
+
+@pytest.mark.parametrize(("status", "reason"), [("done", "length"), ("stopped", "stopped")])
+async def test_an_answer_that_went_on_is_still_a_cut_one_after_a_crash(
+    path: Path, status: Any, reason: str
+) -> None:
+    """It is found by its words, may go on once more, and has no ids of an earlier part once its text is longer."""
+    store = await SessionStore.open(path)
+    await store.record_turn("ann", "s", "t", "hello", answer="one", makes_session=True, now=NOW)
+    await ask(store, "s", "u")
+    await end(store, "s", "u", "begun", status=status, finish_reason=reason, token_ids=pack([1, 2, 3]))
+    begun = await ask(store, "s", "u", continues=True)
+    assert (begun.outcome, begun.answer_token_ids) == ("continued", pack([1, 2, 3]))
+    assert [each.id for each in (await store.list_sessions("ann", origin="chat"))[0]] == ["s"]
+    await store.close()
+    store = await SessionStore.open(path)
+    (_, turn) = (await store.get_session("ann", "s")).turns
+    assert (turn.answer, turn.status, turn.finish_reason) == ("begun", status, reason)
+    assert len((await store.list_sessions("ann", q="begun"))[0]) == 1
+    assert (await ask(store, "s", "u", continues=True)).answer_token_ids == pack([1, 2, 3])
+    await end(store, "s", "u", "begun and more", status=status, finish_reason=reason)
+    assert (await ask(store, "s", "u", continues=True)).answer_token_ids == b""
+    await store.close()
 
 
 async def test_a_long_session_keeps_each_id_once(store: SessionStore, path: Path) -> None:

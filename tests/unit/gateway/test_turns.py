@@ -8,7 +8,8 @@ import pytest
 from engine_bridge.protocol.engine_request import ChatMessage
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
-from gateway.turns.turns import KEEP_UNFOLLOWED_S, AnswerPiece
+from gateway.turns.live_turn import AnswerPiece
+from gateway.turns.turns import KEEP_UNFOLLOWED_S
 
 from .fake_node import PATIENCE_S
 from .parts import Parts, passes, refused, until
@@ -49,13 +50,30 @@ async def test_an_answer_that_was_cut_goes_on_and_keeps_what_it_had(parts: Parts
     answer.say("two")
     answer.fail(RuntimeError("the engine is gone"))
     await until(lambda: again.is_over)
-    assert await stored(parts, turn.session_id) == [("a", "failed", "one two")]
+    assert await stored(parts, turn.session_id) == [("a", "done", "one two")]
+    assert again.error is not None and again.error.code == "internal", "those who follow it are told"
+    third = await parts.ask("a", session_id=turn.session_id, continues=True)
+    assert (await parts.node.asked(2)).request.messages[-1] == ChatMessage("assistant", "one two")
+    (await parts.node.asked(2)).finish("three")
+    await until(lambda: third.is_over)
+    assert await stored(parts, turn.session_id) == [("a", "done", "one twothree")]
     ended = await parts.answered("b", "whole", session_id=turn.session_id)
     assert (await parts.ask("b", session_id=turn.session_id, continues=True)).whole == ended.whole
     cut = await parts.answered("c", "cut", session_id=turn.session_id, reason="length")
     await parts.answered("d", "later", session_id=turn.session_id)
     error = await refused(parts.ask("c", session_id=turn.session_id, continues=True))
     assert (error.code, error.param, cut.is_over) == ("bad_request", "continues", True)
+
+
+async def test_an_answer_that_went_on_has_the_figures_of_both_parts(parts: Parts) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "cached_tokens": 2, "left_out_messages": 6}
+    end = {"answer": "one ", "finish_reason": "length", "usage": usage}
+    await parts.store.record_turn("ann", "s", "a", "Hello!", makes_session=True, now=0.0, **end)
+    turn = await parts.ask("a", session_id="s", continues=True)
+    (await parts.node.asked(0)).finish("two")
+    await until(lambda: turn.is_over)
+    (stored_turn,) = (await parts.store.get_session("ann", "s")).turns
+    assert stored_turn.usage == usage | {"completion_tokens": 5, "cached_tokens": 0}
 
 
 async def test_a_message_is_on_disk_before_it_is_accepted_and_its_answer_before_done(parts: Parts) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant
 from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
-from gateway.turns.turns import LiveTurn
+from gateway.turns.live_turn import LiveTurn
 
 from .fake_node import Answer
 from .machine import Machine, action
