@@ -83,6 +83,11 @@ class EmbeddingNode:
         """The longest input in tokens; 0 until the model is up."""
         return self._client.model_config.max_model_len if self._client is not None else 0
 
+    @property
+    def max_images(self) -> int:
+        """No picture: texts and token ids are embedded."""
+        return 0
+
     def figures(self) -> NodeFigures:
         """Return how often the engine was rebuilt."""
         return NodeFigures(num_steps=self._thread.num_steps, num_rebuilds=self._thread.num_rebuilds)
