@@ -197,15 +197,24 @@ class Services:
             {"id": info.name, "adapter": True, "rank": info.rank} for info in self.node.adapters()
         ]
 
-    def tell_shown(self, owner: str, session_id: str, turn_id: str, *, but: OpenSocket | None = None) -> None:
+    def tell_shown(
+        self,
+        owner: str,
+        session_id: str,
+        turn_id: str,
+        *,
+        but: OpenSocket | None = None,
+        is_changed: bool = False,
+    ) -> None:
         """Tell the owner's sockets that have read this session which turn of it is shown now.
 
-        The socket that asked for the change is left out.
+        The socket that asked for the change is left out. is_changed: the turn was shown before, and its answer goes on.
         """
+        shown = {"type": "shown", "session_id": session_id, "turn_id": turn_id, "is_changed": is_changed}
         self.list_feed.changed(owner, session_id, but=but)
         for socket in self.connections:
             if socket.has_read(session_id) and socket.owner == owner and socket is not but:
-                socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})
+                socket.tell(shown)
 
     def user_info(self, principal: Principal) -> dict[str, Any] | None:
         """Return who is signed in, for a page that connects; None where no keys are asked for."""

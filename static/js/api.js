@@ -75,12 +75,12 @@ export class Api {
     return this.call('POST', `${sessionPath(id)}/restore`);
   }
 
-  /** Stores a picture for a message; resolves to its id and size. */
+  /** Stores a picture; resolves to its id and size. */
   storePicture(file) {
     return this.call('POST', 'api/pictures', file);
   }
 
-  /** A picture of a message, as a Blob. */
+  /** A stored picture, as a Blob. */
   async picture(id) {
     const response = await this.#fetch('GET', `api/pictures/${id}`);
     if (!response.ok) throw new ApiError(response.status, 'The picture is gone.');

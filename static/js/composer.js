@@ -7,13 +7,13 @@ import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 
 const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of it
 const DRAFT_EVERY_MS = 400; // the same, where it reads along
-const BYTES_SPARE = 1024; // what the frame needs around the text
-const CHIP_FROM = 20000; // chosen: a paste of so many characters is a file, not a question
+const BYTES_SPARE = 1024; // for the frame
+const CHIP_FROM = 20000; // chosen: so long a paste is a file
 
 /**
  * @typedef {object} ComposerActions
  * @property {(text: string, pictures: object[]) => void} send
- * @property {(file: Blob) => Promise<object>} upload  stores a picture; resolves to what the server says of it
+ * @property {(file: Blob) => Promise<object>} upload  stores a picture
  * @property {() => void} stop
  * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
@@ -81,7 +81,7 @@ export class Composer {
     });
   }
 
-  /** Files, and a text so long that it would be in the way of what is asked about it. */
+  /** Files, and a text so long that it would be in the way. */
   #onPaste(event) {
     this.#onFiles(event, event.clipboardData);
     const text = event.clipboardData.getData('text/plain');
@@ -257,7 +257,7 @@ export class Composer {
     this.warmth.hidden = !isWarm;
   }
 
-  /** Says, quietly, how full the model's context is; null: there is much room. */
+  /** Says, quietly, how full the context is (null: there is much room). */
   showFullness(full, maxTokens) {
     this.fullness.hidden = !full;
     if (!full) return;

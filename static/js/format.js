@@ -33,9 +33,9 @@ export function summary({ adapter, timings }) {
   return [adapter, first, rate(timings.tpot_ms)].filter(Boolean).join(' · ');
 }
 
-const FULL_FROM = 0.75; // chosen: there is room for some more turns then
+const FULL_FROM = 0.75; // chosen
 
-/** How full the model's context is behind the last of these turns, as {share, used}; null where there is much room. */
+/** How full the context is behind these turns, as {share, used}; null where there is much room. */
 export function fullness(turns, maxTokens) {
   const usage = turns?.findLast((turn) => turn.usage)?.usage;
   const used = usage ? usage.prompt_tokens + usage.completion_tokens : 0;

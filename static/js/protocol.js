@@ -272,9 +272,9 @@ export class ChatCore {
   }
 
   /** Another version of a message was chosen, on this page or another one. */
-  #onShown({ session_id: sessionId, turn_id: turnId }) {
+  #onShown({ session_id: sessionId, turn_id: turnId, is_changed: isChanged }) {
     const session = this.sessions.get(sessionId);
-    if (session?.loaded && !session.turns.some((turn) => turn.id === turnId)) this.#emit('stale', { sessionId });
+    if (session?.loaded && (isChanged || !session.turns.some((turn) => turn.id === turnId))) this.#emit('stale', { sessionId });
   }
 
   /** A conversation is new, changed or gone. */
@@ -287,7 +287,8 @@ export class ChatCore {
   load(raw) {
     const session = this.#session(raw.id);
     const unstored = session.turns.filter((turn) => turn.request);
-    const before = new Set(session.turns);
+    const before = session.turns;
+    const followed = new Set(before.filter(isLive));
     Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true, isStale: false });
     session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
     for (const turn of before) if (!session.turns.includes(turn) && !turn.request) this.turns.delete(turn.id);
@@ -295,7 +296,7 @@ export class ChatCore {
     this.#emit('session', { sessionId: raw.id });
     this.#emit('listed', { sessionId: raw.id, title: raw.title, adapter: raw.adapter,
       updatedAt: raw.updated_at });
-    this.#follow(session, before);
+    this.#follow(session, followed);
   }
 
   /** A session has another title. */
@@ -530,9 +531,9 @@ export class ChatCore {
     return turn;
   }
 
-  #follow(session, before) {
+  #follow(session, followed) {
     const resume = session.turns
-      .filter((turn) => turn.status === 'running' && !before.has(turn))
+      .filter((turn) => turn.status === 'running' && !followed.has(turn))
       .map(({ id }) => ({ id, seq: 0 }));
     if (resume.length) this.#hello({ session_id: session.id, resume });
   }

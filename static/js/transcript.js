@@ -10,16 +10,15 @@ import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
 const FAILED = {
-  prompt_too_long: 'This conversation is longer than the model can read. Start a new chat, or edit an earlier message to make it shorter.',
+  prompt_too_long: 'This conversation is longer than the model can read. Start a new chat, or shorten an earlier message.',
   null: 'The server stopped before this answer was finished.',
 };
-const FAILED_OTHERWISE = 'This answer could not be finished.';
 
 /**
  * @typedef {object} TranscriptActions
- * @property {(id: string) => Promise<Blob>} picture  reads a picture of a message
+ * @property {(id: string) => Promise<Blob>} picture  reads one
  * @property {(turn: object) => boolean} canGoOn
- * @property {(turn: object) => void} goOn  lets an answer that was cut go on
+ * @property {(turn: object) => void} goOn  lets a cut answer go on
  * @property {(turn: object) => void} regenerate
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
@@ -163,7 +162,7 @@ class TurnView {
     const code = turn.error?.code ?? turn.finishReason;
     const tooLong = code === 'prompt_too_long';
     return h('div', { class: 'failure', role: 'alert' },
-      h('p', {}, turn.error?.message ?? FAILED[code] ?? FAILED_OTHERWISE),
+      h('p', {}, turn.error?.message ?? FAILED[code] ?? 'This answer could not be finished.'),
       h('div', { class: 'failure-buttons' },
         !tooLong && h('button', { type: 'button', class: 'button retry', on: { click: () => actions.retry(turn) } }, 'Try again'),
         turn.request && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));

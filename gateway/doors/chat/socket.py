@@ -286,8 +286,10 @@ class ChatConnection:
         self._send_accepted(live)
         self._follow(live, 0)
         self._note_read(live.session_id)
-        if not is_known:
-            self._services.tell_shown(self._owner, live.session_id, live.id, but=self)
+        if not is_known or frame.continues:
+            self._services.tell_shown(
+                self._owner, live.session_id, live.id, but=self, is_changed=frame.continues
+            )
 
     def _note_read(self, session_id: str) -> None:
         self._read.pop(session_id, None)
