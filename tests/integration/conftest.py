@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.trust import Trust
+from engine_bridge.driver.background import is_background
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.node import Node
 from gateway.app import Server, build_services, node_config
@@ -332,7 +333,7 @@ class Seen:
         self.generated.clear()
         self.cached.clear()
         await call
-        return self.cached[next(name for name in self.generated if not name.startswith("draft-"))]
+        return self.cached[next(name for name in self.generated if not is_background(name))]
 
 
 @pytest.fixture
