@@ -77,11 +77,22 @@ class ReadJob:
 
     Attributes:
         begun_by: the stage that began the read; the bytes count for it.
+        num_users: stages that wait for it; num_asked: those of requests that have come.
         num_left: layers, over all blocks, that have not come.
         is_stopped: whether the read was told to end, because for a moment no stage wanted it.
     """
 
-    __slots__ = ("begun_by", "blocks", "first_layer", "is_stopped", "num_left", "num_users", "supply", "task")
+    __slots__ = (
+        "begun_by",
+        "blocks",
+        "first_layer",
+        "is_stopped",
+        "num_asked",
+        "num_left",
+        "num_users",
+        "supply",
+        "task",
+    )
 
     def __init__(
         self, supply: Supply, begun_by: Stage, blocks: list[Block], first_layer: int, num_layers: int
@@ -91,7 +102,7 @@ class ReadJob:
         self.blocks = blocks
         self.first_layer = first_layer
         self.num_left = len(blocks) * (num_layers - first_layer)
-        self.num_users = 0
+        self.num_users = self.num_asked = 0
         self.is_stopped = False
         self.task: Task | None = None
 
@@ -127,6 +138,7 @@ class Stage:
         slots: `slots[i][l]` is the slot of layer `l` of block `i`.
         origins: where each block was found.
         bytes_before: bytes that each of its supplies had read before it.
+        gives_way: whether it is for a request that may come: its reads and its memory give way to those of requests.
         is_revoked: whether it gave way to a stage or save that needed its memory; it holds no block any more.
         bytes_read: by the reads that it began, also the stopped ones.
         num_readings: number of these reads that have not ended. Both change on the I/O thread, also after the release.
@@ -136,6 +148,7 @@ class Stage:
         "blocks",
         "bytes_before",
         "bytes_read",
+        "gives_way",
         "is_revoked",
         "jobs",
         "num_readings",
@@ -143,7 +156,8 @@ class Stage:
         "started_s",
     )
 
-    def __init__(self, started_s: float) -> None:
+    def __init__(self, started_s: float, *, gives_way: bool = False) -> None:
+        self.gives_way = gives_way
         self.blocks: list[Block] = []
         self.origins: list[Origin] = []
         self.jobs: set[ReadJob] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvtiers.blocks import Block, Group, GroupId, Stage
@@ -11,6 +12,7 @@ from kvtiers.io.host_pool import HostPool
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
 from kvtiers.policy.fairness import floors, is_abandoned
+from kvtiers.policy.regret import LessRegretted
 from kvtiers.policy.returns import Returns
 from kvtiers.stats import HostStats
 
@@ -73,7 +75,7 @@ class HostTier:
         self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
-        self._eviction = eviction
+        self._eviction = LessRegretted(eviction, self.pool.num_slots // shape.num_layers)
         self._is_on_disk = is_on_disk
         self._clock = clock
 
@@ -113,7 +115,10 @@ class HostTier:
         if self.live[group] <= 0:
             del self.live[group]
             self.running.pop(group, None)
-            self._returns.left(group, self._clock())
+            now = self._clock()
+            self._returns.left(group, now)
+            facts = self._facts(Group(*group), None)
+            self._eviction.left(replace(facts, group=_name_of(group), last_used_s=now), now)
 
     def keep(self, group: GroupId, keep_s: float, *, is_shared: bool) -> None:
         """Prefer a session to others of its tenant for this many seconds, whether or not it has blocks yet; 0: no longer."""
@@ -140,6 +145,14 @@ class HostTier:
                 num[group.tenant] += group.num_slots
                 found.add(group_id)
         return found
+
+    def asked(self, group: GroupId, num_wanted: int) -> None:
+        """Note that a request needs so many of a session's blocks from the tiers."""
+        self._eviction.asked(_name_of(group), num_wanted)
+
+    def saved(self, group: GroupId, num_blocks: int) -> None:
+        """Note that a session has so many blocks that no tier held."""
+        self._eviction.saved(_name_of(group), num_blocks)
 
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
         """Return the session's group, marked as used now; a new one is known from its first block on. is_guess: its request is only expected."""
@@ -279,16 +292,18 @@ class HostTier:
         self._take(tenant, groups.get(tenant, ()), goal, 0)
 
     def _facts(self, group: Group, expected_s: float | None) -> GroupFacts:
+        usual_pause_s, pause_spread = self._returns.pause_of(group.id)
         return GroupFacts(
             group=group.name,
             num_bytes=group.num_slots * self.shape.layer_bytes,
             last_used_s=group.last_used_s,
-            num_uses=self._returns.num_requests(group.id),
+            goes_on=self._returns.goes_on(group.id),
             is_over=group.is_over,
             is_live=group.id in self.live,
             is_waiting=self.live.get(group.id, 0) > self.running.get(group.id, 0),
             expected_s=expected_s,
-            usual_pause_s=self._returns.usual_pause_s,
+            usual_pause_s=usual_pause_s,
+            pause_spread=pause_spread,
         )
 
     def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
@@ -387,3 +402,8 @@ class HostTier:
         assert +held == +self._held
         assert all(0 <= block.ready <= len(block.slots) for block in self.blocks.values())
         assert all(block.pins >= 0 for block in self.blocks.values())
+
+
+def _name_of(group: GroupId) -> str:
+    """Return a name of a tenant's session that no other tenant's has."""
+    return "\0".join(group)

@@ -13,6 +13,7 @@ from kvtiers.blocks import Block, Origin, ReadJob, Stage, StageProgress, count_w
 from kvtiers.host_tier import HostTier
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
+from kvtiers.io.turns import ReadTurns, Turn
 from kvtiers.keys import BlockKey
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
@@ -42,8 +43,9 @@ class BlockSource(Protocol):
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
         on_bytes: Callable[[int], None],
+        turn: Turn,
     ) -> object:
-        """Read blocks, layer by layer."""
+        """Read blocks, layer by layer. turn: is waited for before each portion that is asked for by itself."""
 
 
 FindPeer = Callable[[str], BlockSource | None]
@@ -80,6 +82,7 @@ class Reader:
     def __init__(self, source: BlockSource | None, origin: Origin, around: Surroundings) -> None:
         self.source, self.origin = source, origin
         self.jobs: set[ReadJob] = set()
+        self.turns = ReadTurns()
         self.bytes_done = 0
         self.num_hits = 0
         """Blocks that were read for stages."""
@@ -98,9 +101,18 @@ class Reader:
 
     # -- under the lock ----------------------------------------------------------------------------------------------
 
-    def bytes_left(self) -> int:
-        """Return the bytes still to come of all reads under way."""
-        return sum(job.num_left for job in self.jobs) * self._host.shape.layer_bytes
+    def bytes_left(self, *, is_asked: bool) -> int:
+        """Return the bytes still to come of all reads under way. is_asked: only of those that requests wait for."""
+        num_left = sum(job.num_left for job in self.jobs if job.num_asked or not is_asked)
+        return num_left * self._host.shape.layer_bytes
+
+    def join(self, job: ReadJob, stage: Stage) -> None:
+        """Have a stage wait for a read. One that gave way goes first from now on, if the stage's request has come."""
+        job.num_users += 1
+        if not stage.gives_way:
+            job.num_asked += 1
+            if job.num_asked == 1:
+                self._around.io.loop.call_soon_threadsafe(self.turns.settle)
 
     def plan(self, stage: Stage, blocks: list[Block]) -> list[ReadJob]:
         """Give slots to the blocks of a stage that are to be read, and return one job for each number of layers that blocks have already."""
@@ -166,14 +178,16 @@ class Reader:
         job.task = asyncio.current_task()
         try:
             if job.num_users:
-                await source.read(
-                    [block.key for block in blocks],
-                    part,
-                    first_layer=job.first_layer,
-                    on_layer=on_layer,
-                    on_bad=on_bad,
-                    on_bytes=on_bytes,
-                )
+                with Turn(self.turns, lambda: not job.num_asked) as turn:
+                    await source.read(
+                        [block.key for block in blocks],
+                        part,
+                        first_layer=job.first_layer,
+                        on_layer=on_layer,
+                        on_bad=on_bad,
+                        on_bytes=on_bytes,
+                        turn=turn,
+                    )
             else:
                 job.is_stopped = True
         except Exception:
@@ -252,6 +266,11 @@ class Readers:
         """Whether a read that no stage wants is still under way."""
         return any(job.num_users == 0 for reader in self._all() for job in reader.jobs)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request waits for a read that is under way."""
+        return any(job.num_asked for reader in self._all() for job in reader.jobs)
+
     def _all(self) -> list[Reader]:
         return [self.disk, *self._peers.values()]
 
@@ -295,7 +314,8 @@ class Readers:
                 reader.num_hits += 1
         stage.jobs = {block.job for block in stage.blocks if block.job is not None}
         for job in stage.jobs:
-            job.num_users += 1
+            assert isinstance(job.supply, Reader)
+            job.supply.join(job, stage)
         stage.bytes_before = {
             reader: reader.bytes_done for reader in (self.disk, *(j.supply for j in stage.jobs))
         }
@@ -334,7 +354,11 @@ class Readers:
                 assert isinstance(reader, Reader)
                 left[reader] = left.get(reader, 0) + (shape.num_layers - block.ready) * shape.layer_bytes
         readers = list(left) or [self.disk]
-        ahead = {each: max(each.bytes_left() - left.get(each, 0), 0) for each in readers}
+        # Reads that no request waits for are not ahead of those that one waits for.
+        ahead = {
+            each: max(each.bytes_left(is_asked=not stage.gives_way) - left.get(each, 0), 0)
+            for each in readers
+        }
         # Two sources that read at once are taken to read one after the other: the cautious guess.
         rates = {each: each.rate.at(now) for each in readers}
         seconds = sum((left.get(each, 0) + ahead[each]) / rates[each] for each in readers)

@@ -111,6 +111,8 @@ class KvStore:
             num_fitting = min(self.pool.num_free // num_layers, len(positions))
             self._host.stats.num_dropped_saves += len(positions) - num_fitting
             owner = self._host.find(tenant, group) if again else self._host.touch(tenant, group)
+            if not again:
+                self._host.saved(owner.id, len(positions))
             blocks = [self._host.new_block(keys[index], owner) for index in positions[:num_fitting]]
             self._host.deal(blocks, 0)
             if again:
@@ -170,11 +172,12 @@ class KvStore:
             keys: its blocks, in the order of the conversation.
             tenant: the session's tenant.
             peer: the address of a node that is asked for the blocks that no tier here has; blocks that it lacks are later marked bad.
-            gives_way: whether saves and other stages may take its memory. It is then revoked, and must still be released.
+            gives_way: whether its request has not come yet: reads of other stages go first, and these and saves may take its memory. It is then
+                revoked, and must still be released.
         """
         num_layers = self.shape.num_layers
         with self._lock:
-            stage = Stage(self._clock())
+            stage = Stage(self._clock(), gives_way=gives_way)
             owner = self._host.touch(tenant, group, is_guess=gives_way)
             num_wanted = next((i for i, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
             reader = self._readers.peer(peer) if num_wanted < len(keys) else None
@@ -182,6 +185,8 @@ class KvStore:
                 num_wanted = len(keys)
             self._host.stats.num_misses += len(keys) - num_wanted
             num_wanted = min(num_wanted, self.pool.num_slots // num_layers)
+            if not gives_way:
+                self._host.asked(owner.id, num_wanted)
             # Pinned before room is made, or they would make room for one another.
             for key in keys[:num_wanted]:
                 block = self._host.blocks.get(key) or self._host.new_block(key, owner, pins=0)
@@ -223,6 +228,12 @@ class KvStore:
         """Whether reads that no stage wants are still under way. Their memory comes back when they end, which `on_progress` tells."""
         with self._lock:
             return self._readers.is_stopping
+
+    @property
+    def is_reading_for_requests(self) -> bool:
+        """Whether requests wait for reads that are under way."""
+        with self._lock:
+            return self._readers.is_asked
 
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Return the bytes of these held blocks that must be read; blocks in host memory or being saved need no read."""
@@ -281,6 +292,7 @@ class KvStore:
             self._host.unpin(block)
         for job in stage.jobs:
             job.num_users -= 1
+            job.num_asked -= not stage.gives_way
         self._readers.give_up_unwanted(stage.jobs)
         stage.jobs = set()
 

@@ -1,6 +1,6 @@
 """How good is the host tier's eviction policy? Recorded traffic against the live store, in virtual time.
 
-    python -m bench.emulated host_tier [--quick] [--seed N] [--jobs N]
+    python -m bench.emulated host_tier [--part recorded|made ...] [--quick] [--seed N] [--jobs N]
 
 What runs: `KvStore` itself, with its groups, bands, batches and pins, on a virtual clock; only bytes are missing (one for each layer and block) and
 the disk, which remembers keys, answers at once and never forgets. Both policies see the same requests: `ByValue`, which serves, and `Lru`.
@@ -8,8 +8,9 @@ the disk, which remembers keys, answers at once and never forgets. Both policies
 Traffic: Mooncake's conversation trace (FAST'25, Apache-2.0): 12,031 requests in an hour, prompts as chained ids of 512-token blocks, spread over the
 trace's ticks of 3 s by `--seed`. Its 41,000 prompt tokens a second are split over four nodes by the first block that tells prompts apart, and each
 node is replayed by itself. Sessions are inferred: a request continues the session whose latest prompt, all its full blocks (at least one behind the
-block that all prompts share), is the beginning of this one; any other request starts a session. In front of the store, the device caches the latest
-750 blocks. Left out: blocks of answers, which have no ids; the block that all prompts share, always on the device.
+block that all prompts share), is the beginning of this one; any other request starts a session. Made traffic (`MADE`): sessions of several laws of
+turns and pauses, one node. In front of the store, the device caches the latest 750 blocks (of made traffic a fifth of host memory). Left out: blocks
+of answers, which have no ids; the block that all prompts share, always on the device.
 
 Cost: Llama-3-8B in bf16 (32 layers, 128 KiB of KV per token) on an A100 (10,000 tokens/s: half of 312 TFLOPS at 16 GFLOP a token) or an L4
 (3,750), host to device at 25 GB/s, disk at 3 or 1 GB/s for each request alone. A layer of the new text is computed when those before it are, and
@@ -18,19 +19,22 @@ Where prefilling all that host memory does not hold whole is faster than the dis
 new text alone: the part of the time to first token that a larger host tier would save.
 
 The last line is JSON. `stall_vs_lru.ByValue`: mean stall over that of `Lru` with as much host memory (a share of the distinct KV in a node's trace),
-the worst of the devices and disks, over all requests that restore anything; `stall_mean_ms`: by policy, share, device and disk.
+the worst of the devices and disks, over all requests that restore anything; `stall_mean_ms`: by policy, share, device and disk. `worst_vs_lru`: the
+worst of all single nodes and made traffic; `mooncake_3pct`: all nodes together, of the recorded traffic, with the smaller host memory.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from bench.data import MOONCAKE, are_recorded, lines_of
 from bench.emulated.core.clock import Clock
@@ -110,6 +114,56 @@ def requests_of_node(node: int, seed: int) -> list[Request]:
     return [request for request in requests if zlib.crc32(request.keys[0]) % NUM_NODES == node]
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Sessions of one kind. continues: the probability of another turn; num_turns: exactly so many instead. spread: of a pause's logarithm."""
+
+    pause_s: float
+    spread: float
+    continues: float = 0.0
+    num_turns: int = 0
+
+    def turns(self, rng: random.Random) -> int:
+        """Return the number of a session's requests."""
+        num = self.num_turns or 1
+        while not self.num_turns and num < MOST_TURNS and rng.random() < self.continues:
+            num += 1
+        return num
+
+
+# Of each traffic: its kinds of sessions, of which as many of each begin.
+MADE = {
+    "quick": (Made(2.0, 0.8, continues=0.8),),
+    "short": (Made(30.0, 1.0, continues=0.25),),
+    "three turns": (Made(60.0, 0.8, num_turns=3),),
+    "two turns, quick": (Made(4.0, 0.5, num_turns=2),),
+    "long": (Made(60.0, 1.5, continues=0.92),),
+    "agents and people": (Made(1.5, 0.6, continues=0.9), Made(120.0, 1.0, continues=0.7)),
+}
+MADE_REQUESTS, MADE_SPAN_S, MOST_TURNS = 3000, 1800.0, 40
+FIRST_TOKENS, MORE_TOKENS = (4000, 1.0), (1200, 0.8)  # medians and spreads of the logarithm
+
+
+@cache
+def made_requests(name: str, seed: int) -> list[Request]:
+    """Return requests of made sessions, which begin evenly over the span."""
+    rng, made, requests, next_id = random.Random(f"{name} {seed}"), MADE[name], list[Request](), 1
+    while len(requests) < MADE_REQUESTS:
+        kind, at_s, session = rng.choice(made), rng.random() * MADE_SPAN_S, f"s{next_id}"
+        num_tokens, keys = rng.lognormvariate(math.log(FIRST_TOKENS[0]), FIRST_TOKENS[1]), list[BlockKey]()
+        for _ in range(kind.turns(rng)):
+            num_new = int(num_tokens) // BLOCK_TOKENS - len(keys)
+            keys = [
+                *keys,
+                *(BlockKey(number.to_bytes(4, "big")) for number in range(next_id, next_id + num_new)),
+            ]
+            next_id += num_new + 1
+            requests.append(Request(at_s, session, int(num_tokens), keys))
+            num_tokens += rng.lognormvariate(math.log(MORE_TOKENS[0]), MORE_TOKENS[1])
+            at_s += rng.lognormvariate(math.log(kind.pause_s), kind.spread)
+    return sorted((each for each in requests if each.keys), key=lambda request: request.at_s)
+
+
 # -- the store in virtual time -----------------------------------------------------------------------------------------
 
 
@@ -144,6 +198,7 @@ class MemoryDisk:
         on_layer: Callable[[int], None],
         on_bad: object,
         on_bytes: Callable[[int], None],
+        turn: object,
     ) -> None:
         """Give the blocks at once."""
         self.read_keys.update(keys)
@@ -187,9 +242,11 @@ class Restore:
     num_new_tokens: int
 
 
-def replay(requests: Sequence[Request], policy: EvictionPolicy, num_host_blocks: int) -> list[Restore]:
+def replay(
+    requests: Sequence[Request], policy: EvictionPolicy, num_host_blocks: int, num_device_blocks: int
+) -> list[Restore]:
     """Stage and save every request's blocks in the live store. Return a `Restore` for each request of whose blocks a tier had any."""
-    clock, disk, device = Clock(), MemoryDisk(), DeviceCache(NUM_DEVICE_BLOCKS)
+    clock, disk, device = Clock(), MemoryDisk(), DeviceCache(num_device_blocks)
     io = VirtualIo(clock)
     host_bytes = num_host_blocks * SHAPE.block_bytes
     store = KvStore(SHAPE, host_bytes, io, disk, policy, clock=lambda: clock.now)  # type: ignore[arg-type]
@@ -266,45 +323,78 @@ HOST_SHARES = (0.03, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One replay of a node's requests. host_share: of the distinct KV, that host memory holds."""
+    """One replay of a node's requests, or of made ones. host_share: of the distinct KV, that host memory holds."""
 
     policy: str
     host_share: float
-    node: int
+    node: int = 0
+    made: str = ""
     seed: int = 0
 
 
 def serve(point: Point) -> list[Restore]:
     """Replay one point."""
-    requests = requests_of_node(point.node, point.seed)
+    requests = (
+        made_requests(point.made, point.seed) if point.made else requests_of_node(point.node, point.seed)
+    )
     num_blocks = int(point.host_share * len({key for request in requests for key in request.keys}))
-    return replay(requests, POLICIES[point.policy](), num_blocks)
+    num_device_blocks = num_blocks // 5 if point.made else NUM_DEVICE_BLOCKS
+    return replay(requests, POLICIES[point.policy](), num_blocks, num_device_blocks)
 
 
-def stalls_part(bench: Bench) -> None:
+def mean_stalls(found: Iterable[Sequence[Restore]]) -> dict[Cost, float]:
+    """Return the mean stall over these replays, in seconds."""
+    restores = [restore for each in found for restore in each]
+    return {cost: statistics.mean(cost.stall_s(restore) for restore in restores) for cost in COSTS}
+
+
+def worst_vs_lru(bench: Bench, points: Iterable[Point]) -> float:
+    """Return the mean stall with the policy that serves over that with `Lru`, over these replays together, the worst of all devices."""
+    ours, lru = (
+        mean_stalls([found for point in points for found in bench.of(replace(point, policy=name))])
+        for name in ("ByValue", "Lru")
+    )
+    return max(ours[cost] / lru[cost] for cost in COSTS)
+
+
+def recorded_part(bench: Bench) -> None:
     """Find the mean stalls with each policy and size of host memory, and the worst over LRU's."""
     bench.note(("is_recorded",), are_recorded(MOONCAKE))
     nodes = range(int(bench.size))
     bench.play(Point(name, share, node) for share in HOST_SHARES for name in POLICIES for node in nodes)
     for share in HOST_SHARES:
-        means = {}
         for name in POLICIES:
-            restores = [
-                restore for node in nodes for found in bench.of(Point(name, share, node)) for restore in found
-            ]
+            found = mean_stalls(found for node in nodes for found in bench.of(Point(name, share, node)))
             for cost in COSTS:
-                means[name, cost] = statistics.mean(cost.stall_s(restore) * 1e3 for restore in restores)
                 place = ("stall_mean_ms", f"{share:.0%}", name, cost.name)
-                bench.figure(place, [round(means[name, cost], 1)], unit="ms")
-        worst = max(round(means["ByValue", cost], 1) / round(means["Lru", cost], 1) for cost in COSTS)
-        bench.figure(("stall_vs_lru", "ByValue", f"{share:.0%}"), [worst], 1.0, unit="ratio")
+                bench.figure(place, [round(found[cost] * 1e3, 1)], unit="ms")
+        together = worst_vs_lru(bench, [Point("", share, node) for node in nodes])
+        bench.figure(("stall_vs_lru", "ByValue", f"{share:.0%}"), [together], 1.0, unit="ratio")
+        if share == HOST_SHARES[0]:
+            bench.figure(("mooncake_3pct",), [together], 0.85, unit="ratio")
+
+
+def made_part(bench: Bench) -> None:
+    """Find the worst over LRU's of made traffic, and of single nodes of the recorded one."""
+    made = [
+        Point(name, share, made=traffic) for traffic in MADE for share in HOST_SHARES for name in POLICIES
+    ]
+    bench.play(made)
+    worst = []
+    for traffic, share in product(MADE, HOST_SHARES):
+        ratio = worst_vs_lru(bench, [Point("", share, made=traffic)])
+        worst.append(bench.figure(("made", traffic, f"{share:.0%}"), [ratio], unit="ratio"))
+    for node, share in product(range(int(bench.size)), HOST_SHARES):
+        ratio = worst_vs_lru(bench, [Point("", share, node)])
+        worst.append(bench.figure(("nodes", f"{node}", f"{share:.0%}"), [ratio], unit="ratio"))
+    bench.figure(("worst_vs_lru",), [max(worst)], 1.01, unit="ratio")
 
 
 TABLE = Table(
     "emulated-hosttier",
     "Host tier, replayed",
     serve,
-    {"stalls": stalls_part},
+    {"recorded": recorded_part, "made": made_part},
     (NUM_NODES, 1),
     "one node of four",
     seeds=1,

@@ -36,6 +36,7 @@ from engine_bridge.cluster.wire import (
 from engine_bridge.policy.costs.decay import FadingShare
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
+from kvtiers.io.turns import Turn
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.lending import Chunk, Loan
 from kvtiers.stats import PeerStats
@@ -210,9 +211,11 @@ class Peer:
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
         on_bytes: Callable[[int], None],
+        turn: Turn,
     ) -> None:
         """See `kvtiers.reader.BlockSource`. Raises nothing for a peer's faults: blocks that are missing when this returns will not come."""
         stats = self._peering.stats
+        await turn.wait()
         async with self._turns:
             nonce = secrets.token_bytes(CHALLENGE_BYTES)
             question = BorrowerSide(

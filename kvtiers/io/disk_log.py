@@ -45,6 +45,7 @@ from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Part, Record
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_paths
 from kvtiers.io.segment import Segment
+from kvtiers.io.turns import Turn
 from kvtiers.io.workers import FileWorkers, to_the_end
 from kvtiers.keys import BlockKey, BlockShape
 
@@ -207,6 +208,7 @@ class DiskLog:
         on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
         is_use: bool = True,
+        turn: Turn | None = None,
     ) -> ReadResult:
         """Fill `part(i, layer)` for every key i and every layer from `first_layer` to before `end_layer` (None: to the last), in that order.
 
@@ -224,6 +226,7 @@ class DiskLog:
             on_bytes: called with the number of further bytes read, as `stats` counts them.
             max_bytes_in_flight: bounds the memory of reads under way.
             is_use: whether the read counts as a use, for the order of eviction; a peer's read does not.
+            turn: is waited for before each batch; None: the read never gives way.
         """
         started_s = self._now()
         entries = [self._contents.index.get(key) for key in keys]
@@ -231,7 +234,7 @@ class DiskLog:
             if entry is not None and is_use:
                 entry.last_read_s = self._contents.used_s[entry.record.owner] = started_s
         return await self._reader.read(
-            keys, entries, part, first_layer, end_layer, on_layer, on_bad, on_bytes, max_bytes_in_flight
+            keys, entries, part, first_layer, end_layer, on_layer, on_bad, on_bytes, max_bytes_in_flight, turn
         )
 
     # Writing.

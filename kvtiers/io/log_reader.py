@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from kvtiers.io.log_contents import BlockLocation, LogIndex
 from kvtiers.io.read_plan import BlockPlace, ReadOp, plan_reads
 from kvtiers.io.records import Part
 from kvtiers.io.segment import Segment
+from kvtiers.io.turns import Turn
 from kvtiers.io.workers import FileWorkers
 from kvtiers.keys import BlockKey, BlockShape
 
@@ -108,6 +109,7 @@ class LogReader:
         on_bad: Callable[[int], None] = ignore,
         on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+        turn: Turn | None = None,
     ) -> ReadResult:
         """Read blocks as `DiskLog.read` says. entries: their places; None for a block that is not there."""
         started_s = self._now()
@@ -123,18 +125,22 @@ class LogReader:
                 if place is None:
                     reading.mark_bad(block)
             reading.settle()
-            await self._run(reading, keys, entries)
+            await self._run(reading, keys, entries, turn)
         return ReadResult(tuple(sorted(reader.bad)), reading.bytes_read, self._now() - started_s)
 
     async def _run(
-        self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[BlockLocation | None]
+        self,
+        reading: _Reading,
+        keys: Sequence[BlockKey],
+        entries: Sequence[BlockLocation | None],
+        turn: Turn | None,
     ) -> None:
         async def lane() -> None:
             """Read batches until none is left."""
             for ops in reading.batches:
                 result = BatchResult({})
                 try:
-                    async with self._read_slots:
+                    async with self._slot(turn):
                         await self._workers.run(reading.reader.read_batch, ops, result)
                 finally:  # bytes of a cancelled read count, too
                     self._take(reading, result, keys, entries)
@@ -146,6 +152,21 @@ class LogReader:
         async with asyncio.TaskGroup() as lanes:
             for _ in range(min(reading.num_batches, READS_IN_FLIGHT)):
                 lanes.create_task(lane())
+
+    @asynccontextmanager
+    async def _slot(self, turn: Turn | None) -> AsyncIterator[None]:
+        """Have one of the reads in flight within the context, when it is this one's turn."""
+        while True:
+            if turn is not None:
+                await turn.wait()
+            await self._read_slots.acquire()
+            if turn is None or turn.is_now:
+                break
+            self._read_slots.release()  # a request has come to wait for another read meanwhile
+        try:
+            yield
+        finally:
+            self._read_slots.release()
 
     def _take(
         self,

@@ -9,7 +9,9 @@ from bench.emulated.core.clock import Clock
 from bench.emulated.core.links import SharedLink
 from bench.emulated.core.virtual_io import VirtualLoop
 from kvtiers.io.log_contents import DiskStats
+from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT
 from kvtiers.io.records import Record
+from kvtiers.io.turns import Turn
 from kvtiers.keys import BlockKey, BlockShape
 
 
@@ -59,12 +61,17 @@ class EmulatedDisk:
         on_layer: Callable[[int], None],
         on_bad: object,
         on_bytes: Callable[[int], None],
+        turn: Turn,
     ) -> None:
-        """Read one layer of all blocks after the other, as records lie on the disk."""
+        """Read one layer of all blocks after the other, as records lie on the disk, in portions, before each of which the read may give way."""
         for layer in range(first_layer, self._shape.num_layers):
-            num_bytes = len(keys) * self._shape.layer_bytes
-            on_bytes(num_bytes)
-            await self._move(self.reader, num_bytes)
+            num_left = len(keys) * self._shape.layer_bytes
+            while num_left:
+                await turn.wait()
+                num_bytes = min(num_left, MAX_BYTES_IN_FLIGHT)
+                on_bytes(num_bytes)
+                await self._move(self.reader, num_bytes)
+                num_left -= num_bytes
             on_layer(layer)
 
     async def _move(self, link: SharedLink, num_bytes: int) -> None:

@@ -214,13 +214,33 @@ class EmulatedNode:
         self.wake()
 
     def advise(
-        self, session: str, arrival_s: float | None = None, priority: int = 0, lifetime_s: float = 60.0
-    ) -> None:
-        """Announce a request of this session for `arrival_s` seconds from now or later; None: at an unknown time. It is waited for `lifetime_s`."""
+        self,
+        session: str,
+        arrival_s: float | None = None,
+        priority: int = 0,
+        lifetime_s: float = 60.0,
+        probability: float = 1.0,
+    ) -> str:
+        """Announce a request of this session, and return the advisory's id.
+
+        Args:
+            session: the session.
+            arrival_s: the request comes in so many seconds or later; None: at an unknown time.
+            priority: as of advisories.
+            lifetime_s: for how long the order of requests counts on it.
+            probability: that it comes.
+        """
         if self.scheduling is not None:
             self.scheduling.announced(session, lifetime_s)
+        if self.tiers is None:
+            return ""
+        self.wake()
+        return self.tiers.advise(session, arrival_s, priority, probability)
+
+    def retract(self, advisory_id: str) -> None:
+        """Note that an advisory's lifetime has passed."""
         if self.tiers is not None:
-            self.tiers.advise(session, arrival_s, priority)
+            self.tiers.promoter.retract(advisory_id, is_expired=True)
             self.wake()
 
     def submit_ahead(self, arrival: Arrival) -> None:

@@ -208,16 +208,18 @@ class EmulatedTiers(KvTiers):
             LastSaves(pool, self, num_leaving(scheduler, self.layout)) if not self._is_plain else Idle()
         )
 
-    def advise(self, session: str, arrival_s: float | None, priority: int) -> None:
-        """Announce a request of a session for `arrival_s` seconds from now or later; None: at an unknown time."""
+    def advise(self, session: str, arrival_s: float | None, priority: int, probability: float) -> str:
+        """Announce a request of a session for `arrival_s` seconds from now or later; None: at an unknown time. Return the advisory's id."""
         self._num_advised += 1
         advisory = Advisory(
             advisory_id=str(self._num_advised),
             session_id=session,
             expected_arrival_s=arrival_s,
             priority=priority,
+            probability=probability,
         )
         self.promoter.advise(advisory, (), None, self._note)
+        return advisory.advisory_id
 
     def _note(self, report: AdvisoryReport) -> None:
         if report.state in ADVISORY_ENDS:

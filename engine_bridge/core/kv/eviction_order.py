@@ -84,11 +84,17 @@ class EvictionOrder:
         self._is_loss_told = False
         self._waiting: dict[str, Refresh] = {}  # by request id
         self._waiting_blocks: Counter[bytes] = Counter()
+        self._awaited: dict[str, int] = {}  # by request id, of those that wait: blocks that it will take
 
     @property
     def num_waiting_blocks(self) -> int:
         """The number of blocks on the device for requests that wait. A block that several of them begin with counts once."""
         return len(self._waiting_blocks)
+
+    @property
+    def num_awaited_blocks(self) -> int:
+        """The number of blocks that waiting requests will take when they start, with those that are on the device for them already."""
+        return max(sum(self._awaited.values()), self.num_waiting_blocks)
 
     @property
     def waiting_blocks(self) -> Collection[Entry]:
@@ -100,13 +106,17 @@ class EvictionOrder:
         """Whether blocks are to be moved as soon as the pace allows."""
         return self._is_disturbed or bool(self._pending)
 
+    def awaits(self, request_id: str, num_blocks: int) -> None:
+        """Note that a request waits to start, for which it takes so many blocks."""
+        self._awaited[request_id] = num_blocks
+
     def came(self, request_id: str, entries: Entries) -> Refresh | None:
         """Note that a request waits, or that more of the KV that it needs has come.
 
         Returns:
             The move that keeps its blocks on the device; None if it has no block there.
         """
-        self.left(request_id)
+        self._let_go(request_id)
         num_there = self._device.resident(entries, len(entries)).num_blocks
         if not num_there:
             return None
@@ -116,6 +126,11 @@ class EvictionOrder:
 
     def left(self, request_id: str) -> None:
         """Note that the request no longer waits."""
+        self._awaited.pop(request_id, None)
+        self._let_go(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        """Keep no block for this request any longer."""
         kept = self._waiting.pop(request_id, None)
         for block in kept.entries if kept is not None else ():
             self._waiting_blocks[block] -= 1

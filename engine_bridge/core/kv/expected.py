@@ -80,6 +80,10 @@ class ExpectedSession:
         self.entries, self.num_tokens = entries, num_tokens
         self.limit, self.is_known = len(entries), False
 
+    def waited_s(self, now: float) -> float:
+        """Return for how many seconds its request could have come; 0 before the time that was announced for it."""
+        return max(now - (self.arrival_s or self.issued_s), 0.0)
+
     def tokens_of(self, num_blocks: int) -> int:
         """Return the tokens that this many of its blocks stand for."""
         return num_blocks * self.num_tokens // max(len(self.entries), 1)

@@ -92,6 +92,11 @@ class Restores:
 
     # -- a request waits -----------------------------------------------------------------------------------------------
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether requests wait for host memory through which their KV is restored."""
+        return any(known.waits_for for known in self._known.values())
+
     def enter(self, request: NewRequest) -> None:
         """Note that a request is in the engine: its KV is worth keeping in host memory even while it runs, as it may be preempted."""
         known = self._known[request.request_id] = Known(request)

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from engine_bridge.core.kv.cache_moves import CopiesUnderWay, Copy, Refresh
 from engine_bridge.core.kv.eviction_order import Device, EvictionOrder
 from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnChange, OpenAccounts, Whose
+from engine_bridge.core.kv.guess_worth import GuessWorth
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.copy_share import WorkShare
-from engine_bridge.policy.kv.guesses import GuessFacts, Target, due_s, plan
+from engine_bridge.policy.kv.guesses import Target, due_s, plan
 from engine_bridge.policy.kv.kv_layout import Entry, Held, KvLayout
 from engine_bridge.protocol.node import Advisory, AdvisoryState
 from kvtiers.blocks import Stage, StageProgress, count_while
@@ -62,6 +63,7 @@ class Promotions:
         layout: what a prefix needs of the engine's layers.
         host_bytes_per_s: returns the measured speed of copies between the two.
         prefill_s_per_token: returns the time to compute KV instead; None before it was measured.
+        are_waiting: returns whether requests wait for host memory to restore their KV through.
     """
 
     def __init__(
@@ -71,12 +73,15 @@ class Promotions:
         layout: KvLayout,
         host_bytes_per_s: Callable[[], float],
         prefill_s_per_token: Callable[[], float | None] = lambda: None,
+        are_waiting: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._are_waiting = are_waiting
         self._device = device
         self._store = store
         self._layout = layout
         self._block_bytes = store.shape.block_bytes
         self._host_bytes_per_s = host_bytes_per_s
+        self._worth = GuessWorth(store, host_bytes_per_s, is_divisible=layout.is_divisible)
         self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, ExpectedSession] = {}  # by advisory id
         self._copying = CopiesUnderWay()  # by advisory id
@@ -144,6 +149,9 @@ class Promotions:
         """
         guess = self._expected.pop((session, salt), None)
         kept = None
+        self._order.awaits(
+            request_id, round(len(hashes) * self._layout.hash_tokens * self._layout.blocks_per_token)
+        )
         if guess is not None or self._guesses:
             _, entries = prefix_of(self._layout, hashes, self._device.holds)
             kept = self._order.came(request_id, entries)
@@ -163,8 +171,9 @@ class Promotions:
         if resident >= min(guess.limit, common):
             guess.report("hit", lead_s=lead_s)
         else:
-            late_s = sum(self._seconds_of(min(guess.limit, common) - resident))
+            late_s = sum(self._worth.seconds_of(min(guess.limit, common) - resident))
             guess.report("late", lead_s=lead_s, late_s=late_s)
+        self._worth.came(guess, now)
         return kept
 
     def carried(self, request_id: str, entries: Sequence[Entry]) -> None:
@@ -246,11 +255,9 @@ class Promotions:
         self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
         if self._order.has_lost():
             self._look_from_s = now
-        facts = [self._facts(guess) for guess in self._guesses.values()]
+        facts = [self._worth.facts(guess, now) for guess in self._guesses.values()]
         # Blocks that are being copied, and those before them, are held until they have come.
-        num_free = (
-            self._device.num_free_blocks() + self._copying.num_held_blocks - self._order.num_waiting_blocks
-        )
+        num_free = self._num_free_blocks() + self._copying.num_held_blocks
         targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now, is_busy=beside.is_busy):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
@@ -295,28 +302,14 @@ class Promotions:
                 guess.looked_s = now
                 self._restage(guess, self._device.resident(guess.entries, guess.limit).num_blocks)
 
-    def _facts(self, guess: ExpectedSession) -> GuessFacts:
-        """Return the facts that rank a guess. It is read from where it lay at first: a guess that is half done is worth no less."""
-        advisory, (copy_s, read_s) = guess.advisory, self._seconds_of(guess.limit)
-        return GuessFacts(
-            name=advisory.advisory_id,
-            tenant=advisory.tenant,
-            num_blocks=guess.limit,
-            probability=advisory.probability,
-            priority=guess.priority,
-            is_ordered=advisory.is_ordered,
-            is_divisible=self._layout.is_divisible,
-            is_pin=advisory.is_pin,
-            arrival_s=guess.arrival_s,
-            issued_s=guess.issued_s,
-            saved_s=copy_s + read_s * guess.is_far,
-            copy_s=copy_s,
-        )
+    @property
+    def _may_read(self) -> bool:
+        """Whether no request waits for the disk or for host memory, which all have what guesses would take of it."""
+        return not (self._store.is_reading_for_requests or self._are_waiting())
 
-    def _seconds_of(self, num_blocks: int) -> tuple[float, float]:
-        """Return the seconds to copy this many blocks to the device, and the seconds to read them from disk."""
-        num_bytes = num_blocks * self._block_bytes
-        return num_bytes / self._host_bytes_per_s(), num_bytes / self._store.disk_bytes_per_s()
+    def _num_free_blocks(self) -> int:
+        """Return the device's blocks that no running request holds, without those that waiting requests will take when they start."""
+        return max(self._device.num_free_blocks() - self._order.num_awaited_blocks, 0)
 
     def _next_look(self, now: float, beside: Beside) -> float | None:
         """Return when something changes even without an event: a guess becomes due, or promoted blocks are to be looked at."""
@@ -324,7 +317,7 @@ class Promotions:
         is_short = any(guess.state == "staging" and guess.stage is None for guess in self._guesses.values())
         times = [now + LOOK_EVERY_S] if self._guesses and (beside.is_busy or is_short) else []
         for guess in self._guesses.values():
-            due = due_s(self._facts(guess))
+            due = due_s(self._worth.facts(guess, now))
             if due is not None and due > now:
                 times.append(due)
         return min(times, default=None)
@@ -370,7 +363,7 @@ class Promotions:
             self._end(guess, "unknown")
             return
         end = min(guess.first + progress.num_ready_blocks, target.num_device_blocks, num_there + room)
-        num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
+        num_free = self._num_free_blocks()
         num_wanted = min(end - num_there, num_free - resident.num_unused)
         num_copied = num_wanted if guess.is_urgent else self._order.num_unexpected(num_wanted)
         if num_copied <= 0 < num_wanted:
@@ -415,6 +408,7 @@ class Promotions:
             not guess.is_urgent
             and _num_staged(self._guesses.values()) >= self._store.num_host_blocks * STAGED_SHARE
         )
+        is_full = is_full or not (guess.is_urgent or self._may_read)
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant

@@ -62,6 +62,10 @@ class TierStore(Protocol):
     def are_held(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether the tiers hold it."""
 
+    @property
+    def is_reading_for_requests(self) -> bool:
+        """Whether requests wait for reads that are under way."""
+
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Return the size of the blocks that are not in host memory."""
 

@@ -148,7 +148,12 @@ class Promoter:
         self._clock = clock
         self._has_carried = False
         self._core = Promotions(
-            self._cache, tiers.store, tiers.layout, tiers.host_bytes_per_s, tiers.prefill_s_per_token
+            self._cache,
+            tiers.store,
+            tiers.layout,
+            tiers.host_bytes_per_s,
+            tiers.prefill_s_per_token,
+            lambda: tiers.restores is not None and tiers.restores.are_waiting,
         )
 
     # -- what comes in -----------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_blocks: blocks of its prefix that any tier holds.
-        probability: that the request comes while it is expected.
+        probability: that the request comes while it is expected, when that began.
+        left: the part of this probability that is left, since it has not come yet.
         priority: lower is earlier, as for requests.
         is_divisible: whether a part of its prefix is of use.
         is_pin: whether it counts for its tenant's share of pins.
@@ -49,6 +50,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     issued_s: float
     saved_s: float
     copy_s: float
+    left: float = 1.0
     is_divisible: bool = True
     is_pin: bool = False
     is_ordered: bool = False
@@ -117,7 +119,7 @@ def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
     for own in by_tenant.values():
         own.sort(key=_merit)
         _put_in_order(own)
-        likely = max(guess.probability for guess in own)
+        likely = max(guess.probability * guess.left for guess in own)
         placed += [(likely / (place + 1), place, guess) for place, guess in enumerate(own)]
     placed.sort(key=lambda item: (not is_urgent(item[2].priority), -item[0], item[1], item[2].issued_s))
     return [guess for _, _, guess in placed]
@@ -139,7 +141,8 @@ def _merit(guess: GuessFacts) -> tuple[int, int, float]:
     """Return the sort key of a guess, the least for the best: priority, then seconds saved per block to within a factor of two, then age.
 
     No finer, because estimates are not: guesses that take turns at being the best would push each other out. The user typing for longest
-    will ask soonest, so the oldest guess is first.
+    will ask soonest, so the oldest guess is first, until half of the probability that it comes is gone.
     """
     per_block = guess.probability * guess.saved_s / max(guess.num_blocks, 1)
-    return guess.priority, -round(math.log2(max(per_block, 1e-12))), guess.issued_s
+    num_halved = int(-math.log2(max(guess.left, 1e-12)))
+    return guess.priority, num_halved - round(math.log2(max(per_block, 1e-12))), guess.issued_s

@@ -115,10 +115,10 @@ def turns_in_rotation(num_sessions: int, num_rounds: int) -> list[Request]:
 
 @pytest.mark.parametrize("policy", [Lru(), ByValue(), ByValue(band_weight=0.0)])
 def test_what_does_not_fit_is_read_and_counted(policy: EvictionPolicy) -> None:
-    restores = replay(turns_in_rotation(4, 3), policy, 2 * NUM_BLOCKS)
+    restores = replay(turns_in_rotation(4, 3), policy, 2 * NUM_BLOCKS, NUM_DEVICE_BLOCKS)
     assert len(restores) == 8 and any(sum(restore.num_read) for restore in restores)
     assert all(restore.num_read[0] <= restore.num_read[-1] <= restore.num_blocks for restore in restores)
-    whole = replay(turns_in_rotation(4, 3), policy, 4 * NUM_BLOCKS)
+    whole = replay(turns_in_rotation(4, 3), policy, 4 * NUM_BLOCKS, NUM_DEVICE_BLOCKS)
     assert not any(sum(restore.num_read) for restore in whole), "where all fits"
 
 

@@ -80,7 +80,8 @@ class Shelf:
         return self.peers.get(address)
 
     def stage(self, group: str, keys: Sequence[BlockKey], *, peer: str = "", **options: Any) -> Stage:
-        stage, owner = Stage(0.0), Group(options.get("tenant", ""), group)
+        stage = Stage(0.0, gives_way=options.get("gives_way", False))
+        owner = Group(options.get("tenant", ""), group)
         num_held = sum(len(each.blocks) for each in self.stages)
         for key in keys:
             if (key not in self.on_disk and not peer) or num_held + len(stage.blocks) == self.room:
@@ -100,6 +101,10 @@ class Shelf:
 
     def are_held(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [key in self.on_disk for key in keys]
+
+    @property
+    def is_reading_for_requests(self) -> bool:
+        return any(stage.num_readings and not stage.gives_way for stage in self.stages)
 
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         return sum(self.on_disk[key] for key in keys) * SHAPE.block_bytes

@@ -77,7 +77,10 @@ class Cache:
 class Bench:
     def __init__(self) -> None:
         self.shelf, self.cache = Shelf(), Cache()
-        self.promotions = Promotions(self.cache, self.shelf, ONE_GROUP, lambda: BYTES_PER_S)
+        self.are_waiting = False  # requests, for host memory
+        self.promotions = Promotions(
+            self.cache, self.shelf, ONE_GROUP, lambda: BYTES_PER_S, are_waiting=lambda: self.are_waiting
+        )
         self.reports: list[AdvisoryReport] = []
         self.now = 100.0
         self.is_late = False  # copies run beside the steps
@@ -132,6 +135,47 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_what_waiting_requests_will_take_of_the_device_is_no_room_for_others(bench: Bench) -> None:
+    bench.arrive("waits", 60)
+    bench.expect("guessed", 60)
+    bench.settle()
+    assert bench.num_there("guessed", 60) == 35  # of 100, less the margin
+    bench.promotions.started("waits?")
+    bench.settle()
+    assert bench.num_there("guessed", 60) == 60
+
+
+@pytest.mark.parametrize("needs", ["disk", "host memory"])
+def test_nothing_is_read_for_others_while_requests_wait_for_it(bench: Bench, needs: str) -> None:
+    bench.shelf.put(keys_of("asked", 4), on_disk=True)
+    if needs == "disk":
+        asked = bench.shelf.stage("asked", keys_of("asked", 4))  # type: ignore[arg-type]
+    bench.are_waiting = needs == "host memory"
+    bench.expect("guessed", 8, on_disk=True)
+    bench.settle()
+    assert [stage for stage in bench.shelf.stages if stage.gives_way] == []
+    if needs == "disk":
+        asked.num_readings = 0
+    bench.are_waiting = False
+    bench.promotions.staged()
+    bench.settle()
+    assert [len(stage.blocks) for stage in bench.shelf.stages if stage.gives_way] == [8]
+
+
+def test_who_types_for_long_without_asking_makes_room_for_who_began_later(bench: Bench) -> None:
+    """The device has room for one of them: for who began first, until that has taken longer than people take."""
+    bench.expect("first", 60, probability=0.7)
+    bench.settle()
+    bench.now += 5.0
+    bench.expect("second", 60, probability=0.7)
+    bench.settle()
+    assert (bench.num_there("first", 60), bench.num_there("second", 60)) == (60, 35)
+    bench.now += 70.0
+    bench.expect("third", 60, probability=0.7)
+    bench.settle(num=60)
+    assert bench.num_there("third", 60) == 60
 
 
 def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies_behind(bench: Bench) -> None:

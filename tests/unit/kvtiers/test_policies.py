@@ -13,8 +13,8 @@ from tests.unit.facts import restore_facts
 MIB = 1 << 20
 
 
-def group(name: str, idle_s: float, num_bytes: int = MIB, num_uses: int = 1, **facts: object) -> GroupFacts:
-    return GroupFacts(name, num_bytes, 1000.0 - idle_s, num_uses, **facts)  # type: ignore[arg-type]
+def group(name: str, idle_s: float, num_bytes: int = MIB, **facts: object) -> GroupFacts:
+    return GroupFacts(name, num_bytes, 1000.0 - idle_s, **facts)  # type: ignore[arg-type]
 
 
 def order(*groups: GroupFacts) -> list[Victim]:
@@ -25,13 +25,13 @@ def test_what_is_over_goes_first_and_what_is_expected_last_and_last_layers_befor
     assert [each.keep_layers for each in order(group("a", 1), group("b", 1))] == [6, 6, 4, 4, 2, 2, 0, 0]
     assert [each.group for each in order(group("new", 1), group("old", 500))[::4]] == ["old", "new"]
     expected = group("expected", 5000, expected_s=1002.0)
-    victims = order(expected, group("fresh", 0, num_uses=50), group("over", 0, is_over=True))
+    victims = order(expected, group("fresh", 0, goes_on=0.95), group("over", 0, is_over=True))
     assert victims[0] == Victim("over", 0)
     assert [victim.group for victim in victims[-NUM_BANDS:]] == ["expected"] * NUM_BANDS
 
 
 def test_every_layer_of_a_request_in_the_engine_outlives_the_same_layer_of_others() -> None:
-    live, chat = group("live", 500, is_live=True), group("chat", 0, num_uses=1000)
+    live, chat = group("live", 500, is_live=True), group("chat", 0, goes_on=1.0)
     victims = order(live, chat)
     for band in range(NUM_BANDS):
         keep = first_layer(band, 8)
@@ -48,7 +48,7 @@ def test_every_layer_of_a_request_in_the_engine_outlives_the_same_layer_of_other
             group=st.uuids().map(str),
             num_bytes=st.integers(1, 1 << 40),
             last_used_s=st.floats(0, 2000),
-            num_uses=st.integers(0, 1000),
+            goes_on=st.floats(0.01, 1.0),
             is_over=st.booleans(),
             expected_s=st.none() | st.floats(0, 3000),
         ),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtiers.blocks import Stage
+from kvtiers.io import log_reader
 from kvtiers.io.files import Files
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
@@ -169,6 +170,49 @@ def test_a_stage_that_joins_a_reading_as_it_is_stopped_gets_all_blocks(make: Cal
     assert tiers.check(second, KEYS[:4]) == 4
     tiers.store.release(second)
     tiers.end_reads()
+
+
+class NotedReads(HeldReads):
+    """Notes where each read begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.offsets.append(offset)
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("is_guessed", [False, True])
+def test_what_a_request_waits_for_is_read_before_what_may_be_asked_for(
+    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch, is_guessed: bool
+) -> None:
+    """A request comes while much is read for others that may come. is_guessed: that was begun for it, too, last of all."""
+    monkeypatch.setattr(log_reader, "MAX_READ_BYTES", SHAPE.layer_bytes)  # a read is one part of a block
+    files = NotedReads()
+    tiers = make(host_blocks=40, files=files)
+    tiers.put_on_disk("guessed", KEYS[:8])
+    tiers.put_on_disk("asked", KEYS[8:12])  # lies behind them
+    tiers.store.drop_host()
+    guesses = [tiers.store.stage("guessed", KEYS[:8], gives_way=True)]
+    if is_guessed:
+        guesses.append(tiers.store.stage("asked", KEYS[8:12], gives_way=True))
+    assert files.has_begun.wait(SETTLE_S) and not tiers.store.is_reading_for_requests
+    asked = tiers.store.stage("asked", KEYS[8:12])
+    assert tiers.store.is_reading_for_requests and tiers.store.progress(asked).disk_bytes_ahead == 0
+    files.may_go_on.set()
+    assert tiers.check(guesses[0], KEYS[:8]) == 8 and tiers.check(asked, KEYS[8:12]) == 4
+    first_asked = max(files.offsets) - 4 * SHAPE.num_layers * SHAPE.layer_bytes
+    last_of_asked = max(at for at, offset in enumerate(files.offsets) if offset > first_asked)
+    num_before = sum(offset < first_asked for offset in files.offsets[:last_of_asked])
+    assert (
+        num_before <= 2 * log_reader.READS_IN_FLIGHT < sum(offset < first_asked for offset in files.offsets)
+    )
+    for stage in (asked, *guesses):
+        tiers.store.release(stage)
+    tiers.end_reads()
+    assert not tiers.store.is_reading_for_requests
 
 
 def test_what_is_half_read_is_lent_as_the_disk_has_it(make: Callable[..., Tiers]) -> None:
