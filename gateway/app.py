@@ -61,6 +61,7 @@ from gateway.doors.rest import (
     transfers,
     usage,
 )
+from gateway.doors.rest.trusted_user import named_by_proxy
 from gateway.errors import StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -76,6 +77,7 @@ from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
+from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
@@ -287,6 +289,7 @@ def build_app(services: Services) -> web.Application:
             web_policy.errors,
             watched(connections),
             web_policy.origins,
+            named_by_proxy(TrustedHeader(services.config)),
             web_policy.end_without_slash,
         ],
     )

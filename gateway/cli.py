@@ -59,6 +59,7 @@ _METAVARS = {
     "tenant_weights": "NAME=WEIGHT",
     "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
+    "trusted_user_header": "HEADER",
     "uds": "PATH",
 }
 

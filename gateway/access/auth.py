@@ -236,6 +236,10 @@ class KeyRing:
         named = {owner: lines[0].name for owner, lines in self._by_owner.items()}
         return {_owner(key, entry): entry.name for key, entry in self._known.items()} | named
 
+    def owners_named(self, name: str) -> list[str]:
+        """Return the owner ids of the people of this name, as far as lines name them."""
+        return [owner for owner, lines in self._by_owner.items() if lines[0].name == name]
+
     def name_of(self, owner: str) -> str:
         """Return the name of a person by owner id; the id itself where no line names its owner so."""
         lines = self._by_owner.get(owner) or [

@@ -27,8 +27,10 @@ ID_CHARS = (
 _SCHEME = "sha256"
 NO_KEY = "no-key"
 _OWNER = r"k_[0-9a-f]{32}"
+_NAME = r"[^:\s]{1,64}"
+NAME_RULE = "a name has 1 to 64 characters, none of them a space or a colon"
 _LINE = re.compile(
-    r"(?P<name>[^:\s]{1,64}):"
+    rf"(?P<name>{_NAME}):"
     rf"(?:(?P<none>{NO_KEY})|{_SCHEME}\$(?P<salt>(?:[0-9a-f]{{2}}){{1,64}})\$(?P<digest>[0-9a-f]{{64}}))"
     rf"(?P<fields>(?::(?:operator|disabled|owner={_OWNER}))*)"
 )
@@ -120,8 +122,8 @@ def line_for(name: str, key: str, *, is_operator: bool = False, owner: str = "")
         is_operator=is_operator,
         owner=owner or owner_of(key),
     )
-    if parse_line(line.text) is None:
-        raise ValueError("a name has 1 to 64 characters, none of them a space or a colon")
+    if not is_name(name):
+        raise ValueError(NAME_RULE)
     return line
 
 
@@ -148,6 +150,16 @@ def parse_line(text: str) -> KeyLine | None:
         is_disabled="disabled" in fields,
         owner=owner,
     )
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be a person's name: see NAME_RULE. One that begins a comment or cannot be printed can be none."""
+    return re.fullmatch(_NAME, text) is not None and text.isprintable() and not text.startswith("#")
+
+
+def new_owner() -> str:
+    """Return a random owner id, for a person who has no key that could give one."""
+    return "k_" + secrets.token_hex(16)
 
 
 def is_owner(text: str) -> bool:

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.access.auth import generate_key
-from gateway.access.key_file import KeyLine, is_blank, is_owner, line_for, parsed, read_text
+from gateway.access.key_file import (
+    NAME_RULE,
+    KeyLine,
+    is_blank,
+    is_name,
+    is_owner,
+    line_for,
+    new_owner,
+    parsed,
+    read_text,
+)
 from gateway.errors import StartupError
 
 _FIRST_LINE = "# People and their keys; see `overture users --help`. Only hashes of keys are kept."
@@ -117,6 +127,14 @@ class Roll:
         key = generate_key()
         self.rows.append(_line_for(name, key, is_operator=is_operator, owner=""))
         return key
+
+    def add_without_key(self, name: str) -> Person:
+        """Add a member without a key, whom somebody else signs in, and return the person. Raises RollError for a malformed name."""
+        line = KeyLine(name, owner=new_owner())
+        if not is_name(name):
+            raise RollError(f"{name!r} cannot be a name: {NAME_RULE}.")
+        self.rows.append(line)
+        return self.find(line.owner)
 
     def add_key(self, person: Person) -> str:
         """Add another key of a person whose owner is known, and return it. Raises RollError."""

@@ -320,6 +320,18 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine.",
         ),
     ] = ()
+    trusted_user_header: Annotated[
+        str,
+        setting(
+            "Access",
+            "Header by which a reverse proxy names the person whom it has signed in, such as X-Forwarded-User; "
+            "read from this machine and from --trusted-proxy only. Empty: no header is believed.",
+        ),
+    ] = ""
+    add_trusted_users: Annotated[
+        bool,
+        setting("Access", "Add a person whom the proxy names for the first time, as a member."),
+    ] = False
     head_timeout_s: Annotated[
         float, setting("Access", "Seconds in which a request's head must have arrived.", gt=0)
     ] = 10.0

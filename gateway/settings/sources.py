@@ -36,6 +36,9 @@ DEFAULT_CONFIG_FILE = "overture.toml"
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
+_HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Headers that say who asks in another way, or what nobody vouches for.
+_OTHER_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-api-key", "user-agent"})
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _TRUE_WORDS = {"1", "true", "yes", "on"}
 _FALSE_WORDS = {"0", "false", "no", "off"}
@@ -124,10 +127,31 @@ def _check(config: Config) -> None:
             ipaddress.ip_network(proxy, strict=False)
         except ValueError as error:
             raise ConfigError(f"trusted_proxies: {error} ({config.sources['trusted_proxies']})") from error
+    _check_sign_in(config)
     if config.length_predictor is not None and not _MODULE_AND_NAME.fullmatch(config.length_predictor):
         raise ConfigError(
             f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
         )
+
+
+def _check_sign_in(config: Config) -> None:
+    """Check the settings by which others sign people in."""
+    header = config.trusted_user_header
+    if header and not _HEADER.fullmatch(header):
+        raise ConfigError(
+            f"trusted_user_header: expected the name of a header, got {header!r} ({config.sources['trusted_user_header']})"
+        )
+    if header.lower() in _OTHER_HEADERS:
+        raise ConfigError(
+            f"trusted_user_header: {header} says something else: have the proxy send another header"
+        )
+    if header and config.api_key_file is None:
+        raise ConfigError(
+            "trusted_user_header: people stand in a key file, so name one with api_key_file; "
+            "`overture users add NAME --operator --key-file FILE` makes it"
+        )
+    if config.add_trusted_users and not header:
+        raise ConfigError("add_trusted_users: no proxy names people: set trusted_user_header, too")
 
 
 def _check_engine(config: Config) -> None:
