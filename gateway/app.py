@@ -28,6 +28,7 @@ from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSet
 from engine_bridge.tracing import Traces
 from gateway.access.auth import KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets
+from gateway.access.person_limits import in_force
 from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
@@ -150,7 +151,7 @@ async def build_services(
     """Build all parts, without starting the engine. Raises ConfigError or StartupError with a text for the operator."""
     keys = await _read_keys(config)
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
-    store = await _open_store(config, data_dir)
+    store = await _open_store(config, data_dir, keys)
     node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
@@ -159,7 +160,7 @@ async def build_services(
     prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
-    budgets = await _make_budgets(config, metrics)
+    budgets = await _make_budgets(config, metrics, keys)
     used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
     traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
@@ -168,7 +169,6 @@ async def build_services(
         metrics,
         drafts,
         advisories,
-        budgets=budgets,
         prompt_chars=prompt_chars,
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
@@ -222,9 +222,9 @@ def _make_embeddings(config: Config) -> EmbeddingModel | None:
     return EmbeddingModel(engine, config.log_format, config.log_level)
 
 
-async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
+async def _make_budgets(config: Config, metrics: Metrics, keys: KeyRing) -> RequestBudgets:
     engine = await asyncio.to_thread(engine_config, config)  # which device there is stands in files
-    return RequestBudgets.of(config, metrics, engine.sure_seqs)
+    return RequestBudgets.of(config, metrics, engine.sure_seqs, keys)
 
 
 def _traces(config: Config) -> Traces:
@@ -254,11 +254,15 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     return by_node
 
 
-async def _open_store(config: Config, data_dir: Path) -> SessionStore:
+async def _open_store(config: Config, data_dir: Path, keys: KeyRing) -> SessionStore:
     room = PictureRoom(LARGEST_IN_A_CALL * config.max_image_mpixels * 1e6, config.max_body_bytes)
-    max_bytes = config.max_stored_mib * MIB
+
+    def max_bytes_of(owner: str) -> int:
+        """Return what an owner may store."""
+        return in_force(keys.limits_of(owner).stored_mib, config.max_stored_mib) * MIB
+
     return await SessionStore.open(
-        data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes, picture_room=room
+        data_dir / "sessions.sqlite3", max_bytes_of=max_bytes_of, picture_room=room
     )
 
 

@@ -116,7 +116,7 @@ class Services:
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )
-        self.turns.usage = self.usage
+        self.turns.usage, self.turns.budgets = self.usage, self.budgets
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:

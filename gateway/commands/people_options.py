@@ -70,11 +70,11 @@ class Place:
 
         return changing(self.key_file, known_owners(self.data_dir), makes=makes)
 
-    def note(self, what: Any, person: Any, key: str = "") -> None:
+    def note(self, what: Any, person: Any, key: str = "", about: str = "") -> None:
         """Write a change to the audit log."""
         from gateway.people.audit import note_command
 
-        note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key)
+        note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key, about=about)
 
 
 def show_key(key: str, name: str) -> None:

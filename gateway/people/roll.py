@@ -17,11 +17,13 @@ from gateway.access.key_file import (
     is_blank,
     is_name,
     is_owner,
+    limits_of,
     line_for,
     new_owner,
     parsed,
     read_text,
 )
+from gateway.access.person_limits import PersonLimits
 from gateway.errors import StartupError
 
 _FIRST_LINE = "# People and their keys; see `overture users --help`. Only hashes of keys are kept."
@@ -46,6 +48,11 @@ class Person:
     def keys(self) -> tuple[KeyLine, ...]:
         """The lines that hold a key."""
         return tuple(line for line in self.lines if line.digest)
+
+    @property
+    def limits(self) -> PersonLimits:
+        """What an operator has set for the person."""
+        return limits_of(self.lines)
 
     @property
     def is_operator(self) -> bool:
@@ -182,6 +189,11 @@ class Roll:
         for line in person.lines:
             self._swap(line, replace(line, is_disabled=is_disabled))
 
+    def set_limits(self, person: Person, limits: PersonLimits) -> None:
+        """Give a person these limits, and no others."""
+        for line in person.lines:
+            self._swap(line, replace(line, limits=limits))
+
     def remove(self, person: Person) -> None:
         """Remove a person with all keys."""
         for line in person.lines:
@@ -189,7 +201,7 @@ class Roll:
 
     def _new_line(self, person: Person, key: str) -> KeyLine:
         line = _line_for(person.name, key, is_operator=person.is_operator, owner=_owner_of(person))
-        return replace(line, is_disabled=person.is_disabled)
+        return replace(line, is_disabled=person.is_disabled, limits=person.limits)
 
     def _drop_empty(self, person: Person) -> None:
         for line in person.lines:

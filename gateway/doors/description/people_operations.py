@@ -65,7 +65,7 @@ PEOPLE_OPERATIONS: tuple[Operation, ...] = (
         "/v1/admin/people/{id}",
         "patch_person",
         OPERATE,
-        "Disable or enable a person",
+        "Disable or enable a person, or change the person's limits",
         f"All keys of a disabled person are refused, and what is open with them ends. {_OPERATORS}",
         parameters=(_PERSON,),
         body=Body(shape=ChangedPerson, example={"state": "disabled"}),

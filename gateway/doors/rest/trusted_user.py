@@ -49,7 +49,10 @@ async def _person(services: Services, name: str, peer: str) -> NamedByProxy:
 
 
 async def _made(services: Services, name: str, peer: str) -> Person:
-    """Return a person whose lines name the owner from now on, who is added where that is allowed. Raises GatewayError `conflict`, `storage_failed`."""
+    """Return a person, whose lines name the owner from now on, and who is added where that is allowed.
+
+    Raises GatewayError `conflict`, `storage_failed`.
+    """
     may_add = services.config.add_trusted_users
     is_new = False
 

@@ -67,7 +67,7 @@ class Gateway(Parts):
         audit = AuditLog(config.data_dir / AUDIT)
         gatekeeper = Gatekeeper(keys, self.metrics, on_refused=audit.refused)
         bounds = (
-            RequestBudgets.of(config, self.metrics, num_seqs=64),
+            RequestBudgets.of(config, self.metrics, 64, keys),
             gatekeeper,
             self.usage,
             SignIns(self.usage.ledger, keys),
