@@ -25,6 +25,7 @@ DEPENDENCIES = (
     "orjson>=3.10",
     "pillow>=12",
     "prometheus_client>=0.18",
+    "PyJWT[crypto]>=2.10",
     "python-json-logger>=3",
     "safetensors>=0.6.2",
     "scikit-learn>=1.6",

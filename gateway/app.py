@@ -55,6 +55,7 @@ from gateway.doors.rest import (
     engine,
     kv_hints,
     nodes,
+    oidc,
     people,
     pictures,
     sessions,
@@ -79,6 +80,7 @@ from gateway.nodes.router import Router
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
 from gateway.people.named_by_proxy import TrustedHeader
+from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
@@ -195,6 +197,7 @@ async def build_services(
         _tell_of(node, metrics),
         traces,
         embeddings,
+        await asyncio.to_thread(OidcProvider.of, config),
     )
 
 
@@ -310,6 +313,7 @@ def build_app(services: Services) -> web.Application:
     nodes.add_routes(app)
     people.add_routes(app)
     sign_in.add_routes(app)
+    oidc.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
     usage.add_routes(app)

@@ -50,6 +50,8 @@ _METAVARS = {
     "max_stored_mib": "MIB",
     "model": "PATH|NAME",
     "length_predictor": "MODULE:NAME",
+    "oidc_client_secret_file": "FILE",
+    "oidc_issuer": "URL",
     "operator_keys": "KEY",
     "port": "PORT",
     "ray_address": "HOST:PORT",

@@ -26,6 +26,7 @@ from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.people.audit import AuditLog, Entry
 from gateway.people.named_by_proxy import NAMED_BY_PROXY
+from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import COOKIE, SignIns
 from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
@@ -101,6 +102,7 @@ class Services:
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
     embeddings: EmbeddingModel | None = None
+    oidc: OidcProvider | None = None
     calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
     connections: set[OpenSocket] = field(default_factory=set)

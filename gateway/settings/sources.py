@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -37,6 +38,7 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 _HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_PEOPLE_STAND = "people stand in a key file, so name one with api_key_file; `overture users add NAME --operator --key-file FILE` makes it"
 # Headers that say who asks in another way, or what nobody vouches for.
 _OTHER_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-api-key", "user-agent"})
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
@@ -92,6 +94,7 @@ def _check(config: Config) -> None:
         "api_key_file",
         "cluster_cert",
         "cluster_key",
+        "oidc_client_secret_file",
         "ssl_certfile",
         "ssl_keyfile",
     ):
@@ -146,12 +149,32 @@ def _check_sign_in(config: Config) -> None:
             f"trusted_user_header: {header} says something else: have the proxy send another header"
         )
     if header and config.api_key_file is None:
+        raise ConfigError(f"trusted_user_header: {_PEOPLE_STAND}")
+    issuer = config.oidc_issuer
+    if bool(issuer) is not bool(config.oidc_client_id):
+        raise ConfigError("oidc_issuer and oidc_client_id go together: give both, or neither")
+    if issuer and not is_tls_or_local(issuer):
         raise ConfigError(
-            "trusted_user_header: people stand in a key file, so name one with api_key_file; "
-            "`overture users add NAME --operator --key-file FILE` makes it"
+            f"oidc_issuer: expected an https address, got {issuer!r} ({config.sources['oidc_issuer']})"
         )
-    if config.add_trusted_users and not header:
-        raise ConfigError("add_trusted_users: no proxy names people: set trusted_user_header, too")
+    if issuer and config.api_key_file is None:
+        raise ConfigError(f"oidc_issuer: {_PEOPLE_STAND}")
+    if config.add_trusted_users and not header and not issuer:
+        raise ConfigError(
+            "add_trusted_users: nobody names people: set trusted_user_header or oidc_issuer, too"
+        )
+
+
+def is_tls_or_local(url: str) -> bool:
+    """Return whether what is sent to an address stays between the two ends: by TLS, or on this machine."""
+    try:
+        split = urlsplit(url)
+        host = split.hostname or ""
+    except ValueError:
+        return False
+    return bool(host) and (
+        split.scheme == "https" or (split.scheme == "http" and host in ("127.0.0.1", "::1", "localhost"))
+    )
 
 
 def _check_engine(config: Config) -> None:

@@ -26,21 +26,33 @@ def named_by_proxy(header: TrustedHeader) -> Callable[..., Awaitable[web.StreamR
         name = header.person_in(request.headers.getall(header.name, []), request.remote or "")
         if name is not None and extract_key(request.headers) is None:
             services = request.app[SERVICES]
-            request[NAMED_BY_PROXY] = await _person(services, name, request.remote or "")
+            request[NAMED_BY_PROXY] = await person_named(
+                services, name, request.remote or "", "named by the proxy"
+            )
         return await handler(request)
 
     return middleware
 
 
-async def _person(services: Services, name: str, peer: str) -> NamedByProxy:
-    """Return the person of this name. Raises GatewayError `storage_failed` where the key file cannot be read or written."""
+async def person_named(services: Services, name: str, peer: str, by: str) -> NamedByProxy:
+    """Return the person of this name, who is added where that is allowed.
+
+    Args:
+        services: have the people.
+        name: as it stands in the key file.
+        peer: the address that asks, for the audit log.
+        by: who vouches for the name, in words, for the audit log.
+
+    Raises:
+        GatewayError: `storage_failed` where the key file cannot be read or written.
+    """
     owners = services.keys.owners_named(name)
     if len(owners) == 1:
         return NamedByProxy(name, owners[0])
     if owners:
         return NamedByProxy(name, "", f"Several people of this server are named {name!r}.")
     try:
-        person = await _made(services, name, peer)
+        person = await _made(services, name, peer, by)
     except GatewayError as error:
         if error.code != "conflict":
             raise
@@ -48,7 +60,7 @@ async def _person(services: Services, name: str, peer: str) -> NamedByProxy:
     return NamedByProxy(name, person.owner)
 
 
-async def _made(services: Services, name: str, peer: str) -> Person:
+async def _made(services: Services, name: str, peer: str, by: str) -> Person:
     """Return a person, whose lines name the owner from now on, and who is added where that is allowed.
 
     Raises GatewayError `conflict`, `storage_failed`.
@@ -73,8 +85,7 @@ async def _made(services: Services, name: str, peer: str) -> Person:
             )
     person = await change(services, work)
     if is_new:
-        about = "named by the proxy"
         services.audit.note(
-            Entry(what="person_added", place=peer, whom=person.name, whom_owner=person.owner, about=about)
+            Entry(what="person_added", place=peer, whom=person.name, whom_owner=person.owner, about=by)
         )
     return person
