@@ -96,9 +96,10 @@ class SignInLink(Struct, frozen=True):
 
 
 class ErasedPerson(Struct, frozen=True):
-    """The data that was erased: conversations. KV on disk is never asked for again, and goes with time or with `overture users delete`."""
+    """The data that was erased: conversations, and blocks of KV on the disks of all nodes."""
 
     num_sessions: int
+    num_kv_blocks: int
 
 
 async def list_people(request: web.Request) -> web.Response:
@@ -187,9 +188,9 @@ async def delete_person(request: web.Request) -> web.Response:
         return person
 
     person = await change(services, work)
-    num_sessions = await erase(services, person)
+    erased = await erase(services, person)
     _note(request, principal, "person_erased", person)
-    return json_reply(ErasedPerson(num_sessions))
+    return json_reply(ErasedPerson(*erased))
 
 
 async def add_key(request: web.Request) -> web.Response:

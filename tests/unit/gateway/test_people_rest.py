@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import generate_key
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.ledger import Spent
@@ -202,7 +203,8 @@ async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_ke
             packed = zipfile.ZipFile(io.BytesIO(await reply.read()))
         assert len(packed.namelist()) == 3 and json.loads(packed.read("person.json"))["owner"] == bob
         erased = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
-        assert (erased.status, erased.body) == (200, {"num_sessions": 2})
+        assert (erased.status, erased.body) == (200, {"num_sessions": 2, "num_kv_blocks": 3})
+        assert gateway.node.erased == [bob]
         assert answer.is_cancelled
         frames = [frame async for frame in _until_closed(socket)]
         assert frames[-1]["code"] == "unauthorized"
@@ -212,11 +214,24 @@ async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_ke
     for trace in (b"re: one", b"ask two", b"never answered", bob.encode()):
         assert trace not in everything, trace
     assert b"re: three" in everything
-    assert (await gateway.call("DELETE", f"{ADMIN}/{bob}", key=KEY)).body == {"num_sessions": 0}, (
-        "again is nothing"
-    )
+    assert (await gateway.call("DELETE", f"{ADMIN}/{bob}", key=KEY)).body == {
+        "num_sessions": 0,
+        "num_kv_blocks": 3,
+    }, "again is nothing"
     back = generate_key()
     assert back != OTHER and not await is_let_in(gateway, back)
+
+
+async def test_an_erasure_whose_engine_is_away_says_so_and_is_ended_later(gateway: Gateway) -> None:
+    assert await is_let_in(gateway, OTHER)
+    gateway.node.erase_error = EngineUnavailable("the node n2 is away")
+    refused = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
+    assert (refused.status, refused.body["error"]["code"]) == (503, "overloaded")
+    assert "All is erased but KV" in refused.body["error"]["message"]
+    assert not await is_let_in(gateway, OTHER)
+    gateway.node.erase_error = None
+    again = await gateway.call("DELETE", f"{ADMIN}/{owner_of(OTHER)}", key=KEY)
+    assert (again.status, gateway.node.erased) == (200, [owner_of(OTHER)])
 
 
 async def _until_closed(socket: Any) -> Any:
