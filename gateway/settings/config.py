@@ -280,7 +280,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     api_key_file: Annotated[
-        Path | None, setting("Access", "File of hashed keys, one a line, from `overture keys new`.")
+        Path | None, setting("Access", "File of people and their hashed keys, from `overture users add`.")
     ] = None
     operator_keys: Annotated[
         tuple[NonEmpty, ...],
