@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from gateway.commands.backup_command import backup, restore
 from gateway.commands.keys_command import keys
 from gateway.commands.kv_command import kv
 from gateway.commands.nodes_command import nodes
@@ -190,6 +191,7 @@ def cli() -> None:
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture users add alice --key-file keys
+    Keep a copy of it all   overture backup FOLDER
     Measure this machine    overture profile
     Ask what is wrong       overture doctor
     """
@@ -362,11 +364,13 @@ def doctor(
     sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
 
+cli.add_command(backup)
 cli.add_command(chat)
 cli.add_command(completion)
 cli.add_command(keys)
 cli.add_command(kv)
 cli.add_command(nodes)
+cli.add_command(restore)
 cli.add_command(users)
 
 

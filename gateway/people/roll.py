@@ -326,6 +326,9 @@ def _take_rights(path: Path, fd: int) -> None:
     try:
         status = path.stat()
     except FileNotFoundError:
+        folder = path.parent.stat()
+        if os.geteuid() == 0:  # root's command makes it for whoever the folder belongs to
+            os.fchown(fd, folder.st_uid, folder.st_gid)
         return
     mine = os.fstat(fd)
     if (status.st_uid, status.st_gid) != (mine.st_uid, mine.st_gid):
