@@ -13,7 +13,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-FILES = ("static", "demo/model", "demo/adapters", "docs/*.md")
+FILES = ("static", "demo/model", "demo/adapters", "docs/*.md", "docs/operations/*.md")
 DEPENDENCIES = (
     "aiofiles>=24.1",
     "aiohttp>=3.14.3",

@@ -249,7 +249,7 @@ def _check_machine(config: Config) -> None:
     cls=SettingsCommand,
     epilog="""\b
 Give it the model and the settings that the gateway's own nodes have, and the
-cluster's token, certificate and key (docs/operations.md, "Several nodes").
+cluster's token, certificate and key (docs/operations/nodes.md).
 
 \b
 Examples:

@@ -1,4 +1,4 @@
-"""The settings of the group "Limits": what one request and one key may ask for. docs/operations.md, "Limits", says what each one bounds."""
+"""The settings of the group "Limits": what one request and one key may ask for. docs/operations/limits.md says what each one bounds."""
 
 from typing import Annotated
 

@@ -280,7 +280,7 @@ def _check_cluster(config: Config) -> None:
     if not is_loopback and config.cluster_cert is None:
         raise ConfigError(
             f"cluster_host: nodes on {config.cluster_host} need TLS: give --cluster-cert and --cluster-key, "
-            'the same on all machines (docs/operations.md, "Several nodes")'
+            "the same on all machines (docs/operations/nodes.md)"
         )
     if config.nodes == 0 and config.ray_address is None and is_loopback:
         raise ConfigError("nodes: 0 is for a cluster that others join: give --ray-address or --cluster-host")
