@@ -225,7 +225,8 @@ class OidcProvider:
         if found.get("issuer") != self.issuer or not all(
             isinstance(place, str) and is_tls_or_local(place) for place in places
         ):
-            raise _unreachable("its discovery document is of another issuer, or names places without TLS")
+            why = "its discovery document is of another issuer, or names places without TLS"
+            raise _unreachable() from ValueError(why)
         self._metadata, self._metadata_since_s = found, self._clock()
         return found
 
@@ -255,14 +256,12 @@ class OidcProvider:
                     raise ValueError(f"it answered {reply.status}")
                 return found
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise _unreachable(str(error)) from error
+            raise _unreachable() from error
 
 
 def _refused(message: str) -> GatewayError:
     return GatewayError("unauthorized", message)
 
 
-def _unreachable(why: str) -> GatewayError:
-    error = GatewayError("overloaded", "The sign-in provider cannot be asked now. The server's log says why.")
-    error.__cause__ = StartupError(why)
-    return error
+def _unreachable() -> GatewayError:
+    return GatewayError("overloaded", "The sign-in provider cannot be asked now. The server's log says why.")

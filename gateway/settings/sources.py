@@ -38,7 +38,6 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 _HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_PEOPLE_STAND = "people stand in a key file, so name one with api_key_file; `overture users add NAME --operator --key-file FILE` makes it"
 # Headers that say who asks in another way, or what nobody vouches for.
 _OTHER_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-api-key", "user-agent"})
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
@@ -54,6 +53,7 @@ def load_config(
     *,
     config_file: str | os.PathLike[str] | None = None,
     cwd: Path | None = None,
+    needs_key_file: bool = True,
 ) -> Config:
     """Load the settings from file, environment and flags; later sources win.
 
@@ -63,6 +63,7 @@ def load_config(
         config_file: must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is read if it exists. Relative
             paths in the file count from the file's folder, others from `cwd`.
         cwd: the folder in which the command runs.
+        needs_key_file: whether `api_key_file` must be there; not for commands that are about to make it.
 
     Raises:
         ConfigError: names the source, the setting and the expected value.
@@ -81,6 +82,8 @@ def load_config(
             sources[name] = source
     config = Config(**values, sources=sources)
     _check(config)
+    if needs_key_file:
+        _check_key_file(config)
     return config
 
 
@@ -91,16 +94,13 @@ def _check(config: Config) -> None:
     _check_embeddings(config)
     for name in (
         "chat_template",
-        "api_key_file",
         "cluster_cert",
         "cluster_key",
         "oidc_client_secret_file",
         "ssl_certfile",
         "ssl_keyfile",
     ):
-        path = getattr(config, name)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+        _check_is_file(config, name)
     if (
         "adapters_dir" in config.sources
         and config.adapters_dir is not None
@@ -148,8 +148,6 @@ def _check_sign_in(config: Config) -> None:
         raise ConfigError(
             f"trusted_user_header: {header} says something else: have the proxy send another header"
         )
-    if header and config.api_key_file is None:
-        raise ConfigError(f"trusted_user_header: {_PEOPLE_STAND}")
     issuer = config.oidc_issuer
     if bool(issuer) is not bool(config.oidc_client_id):
         raise ConfigError("oidc_issuer and oidc_client_id go together: give both, or neither")
@@ -157,12 +155,27 @@ def _check_sign_in(config: Config) -> None:
         raise ConfigError(
             f"oidc_issuer: expected an https address, got {issuer!r} ({config.sources['oidc_issuer']})"
         )
-    if issuer and config.api_key_file is None:
-        raise ConfigError(f"oidc_issuer: {_PEOPLE_STAND}")
     if config.add_trusted_users and not header and not issuer:
         raise ConfigError(
             "add_trusted_users: nobody names people: set trusted_user_header or oidc_issuer, too"
         )
+
+
+def _check_key_file(config: Config) -> None:
+    """Check that the key file is there, where one is named, and where people are signed in by others."""
+    _check_is_file(config, "api_key_file")
+    for name in ("trusted_user_header", "oidc_issuer"):
+        if getattr(config, name) and config.api_key_file is None:
+            raise ConfigError(
+                f"{name}: people stand in a key file, so name one with api_key_file; "
+                "`overture users add NAME --operator --key-file FILE` makes it"
+            )
+
+
+def _check_is_file(config: Config, name: str) -> None:
+    path = getattr(config, name)
+    if path is not None and not path.is_file():
+        raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
 
 
 def is_tls_or_local(url: str) -> bool:

@@ -150,6 +150,23 @@ def test_limits_of_a_person_are_of_all_their_keys_and_stay_when_keys_change(run:
         run("users", "limit", "ada", "--stored-mib", "many")
 
 
+def test_the_first_person_is_added_though_settings_already_need_the_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERTURE_TRUSTED_USER_HEADER", "X-Forwarded-User")
+    monkeypatch.delenv("OVERTURE_API_KEY_FILE")
+    (tmp_path / "overture.toml").write_text('api_key_file = "team/keys"\n')
+    (tmp_path / "team").mkdir()
+    with pytest.raises(Refused, match="there is no file"):
+        run("config")
+    key = run("users", "add", "ada", "--operator").strip()
+    assert KeyRing(key_file=tmp_path / "team" / "keys").authenticate(key).name == "ada"
+    run("config")
+    with pytest.raises(Refused, match="Which key file"):
+        (tmp_path / "overture.toml").unlink()
+        run("users", "list")
+
+
 def test_what_is_listed_is_what_stands_in_the_file(run: Run, tmp_path: Path) -> None:
     old, key = generate_key(), generate_key()
     (tmp_path / "keys").write_text(f"{old_line('old', old)}\n{key_file_line('new', key)}:disabled\n")
