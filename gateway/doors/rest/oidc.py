@@ -109,10 +109,12 @@ def _redirect_uri(request: web.Request) -> str:
 
 
 def _problem(request: web.Request, error: GatewayError) -> web.Response:
-    """Return a page that says why nobody is signed in: a person reads it, not a program."""
+    """Return a page that says why nobody is signed in, to a browser; for any other client raise the error."""
     log.warning("a sign-in by OIDC failed: %s", error.__cause__ or error.message)
     if error.code == "unauthorized":
         request.app[SERVICES].audit.refused(request.remote or "", error.message)
+    if "text/html" not in request.headers.get("Accept", ""):
+        raise error
     root = html.escape(request.app[SERVICES].config.root_path)
     text = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"

@@ -141,7 +141,8 @@ class Browser:
 
     async def get(self, url: str) -> tuple[int, str, str]:
         """Status, where it leads to, and text."""
-        async with self.http.get(url, allow_redirects=False) as reply:
+        headers = {"Accept": "text/html,*/*;q=0.8"}
+        async with self.http.get(url, allow_redirects=False, headers=headers) as reply:
             return reply.status, reply.headers.get("Location", ""), await reply.text()
 
     async def sign_in(self, gateway: Gateway) -> tuple[int, str, str]:
@@ -308,6 +309,8 @@ async def test_a_provider_that_is_not_who_it_says_or_is_away_is_not_asked(
     assert (await browser.get(f"{gateway.server.url}/v1/sign-in/oidc"))[0] == 503
     without = await gateways(api_key_file=tmp_path / "keys")
     assert (await browser.get(f"{without.server.url}/v1/sign-in/oidc"))[0] == 404
+    refused = await without.call("GET", "/v1/sign-in/oidc")
+    assert (refused.status, refused.body["error"]["code"]) == (404, "not_found"), "programs read no pages"
     assert (await without.call("GET", "/v1/sign-in")).body == {"ways": ["key", "link"]}
     assert (await (await gateways()).call("GET", "/v1/sign-in")).body == {"ways": []}
 
