@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Three processes on two cores, because a third of the time a test waits for a process or a page; a file's tests all in one of them (they share an engine), in the order that the engines need.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients models results wheels pins gpu-kit vllm-names browser clean
+.PHONY: help venv serve ray node test fuzz dockerfile docs-check lint format bench bench-sim clients models results wheels pins gpu-kit vllm-names browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -38,7 +38,7 @@ serve: $(RUNTIME) $(if $(SEVERAL),$(RAY)) ## start the gateway (HOST= PORT= MODE
 
 ray: $(RUNTIME) $(RAY) ## install Ray, for clusters of several machines
 
-node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-address HOST:PORT …'; docs/operations.md)
+node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-address HOST:PORT …'; docs/operations/nodes.md)
 	@exec .venv/bin/overture node $(if $(MODEL),--model $(MODEL)) --device $(DEVICE) $(ARGS)
 
 # Lint runs beside the tests, as it has one process and they wait a third of their time. What it says is shown if it fails, after the tests.
@@ -54,6 +54,9 @@ fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minut
 dockerfile: ## lint the Dockerfile by hadolint and build it by Docker (docs/deploy.md)
 	hadolint Dockerfile
 	docker build --target cpu $(ARGS) .
+
+docs-check: $(RUNTIME) $(TESTING) ## run every block of commands in README and docs that can run here, and follow their links (make test does, too)
+	$(PY) -m pytest -q tests/integration/test_docs.py tests/lint/test_docs.py
 
 lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, rules of our own (tests/lint), whether the results are up to date
 	$(PY) -m ruff check .

@@ -13,7 +13,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-FILES = ("static", "demo/model", "demo/adapters", "docs/*.md")
+FILES = ("static", "demo/model", "demo/adapters", "docs/*.md", "docs/operations/*.md")
 DEPENDENCIES = (
     "aiofiles>=24.1",
     "aiohttp>=3.14.3",
@@ -25,6 +25,7 @@ DEPENDENCIES = (
     "orjson>=3.10",
     "pillow>=12",
     "prometheus_client>=0.18",
+    "PyJWT[crypto]>=2.10",
     "python-json-logger>=3",
     "safetensors>=0.6.2",
     "scikit-learn>=1.6",

@@ -55,7 +55,6 @@ from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, 
 from engine_bridge.sleeping import Sleep, why_never
 from engine_bridge.tracing import Traces
 from kvtiers.closing import close_all, going_on
-from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
@@ -153,7 +152,10 @@ class LocalNode:
             log.warning("this engine cannot be put to sleep: %s", never)
         try:
             # Before the engine, so that a predictor that cannot be loaded is reported at once.
-            self._lengths = await _open_lengths(self._config, self._report)
+            if engine.scheduling_policy != "vllm":
+                self._report("reading what is known of answer lengths")
+                known = (self._config.state_dir, engine.model, self._config.length_predictor)
+                self._lengths = await asyncio.to_thread(NodeLengths.open, *known)
             await self._thread.start()
             await self._build_serving()
         except Exception as error:
@@ -293,7 +295,7 @@ class LocalNode:
             **asdict(counts),
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
-            kv_tiers=self._kv_tiers(),
+            kv_tiers=self._tiers.stats() if self._tiers is not None else None,
         )
 
     def figures(self) -> NodeFigures:
@@ -303,7 +305,7 @@ class LocalNode:
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
             num_ranks=self._config.engine.tensor_parallel_size,
-            kv_tiers=self._kv_tiers(),
+            kv_tiers=self._tiers.stats() if self._tiers is not None else None,
             adapter_stats=self._watch.told(self._residency().stats()),
             tokenizer_stats=self._tokenizer.stats(),
             grammar_stats=self._grammars.stats() if self._grammars is not None else None,
@@ -336,9 +338,6 @@ class LocalNode:
             return None
         return msgspec.structs.replace(load.facts(), is_open=self.state == "ready")
 
-    def _kv_tiers(self) -> TierStats | None:
-        return self._tiers.stats() if self._tiers is not None else None
-
     def hint_session(self, hint: SessionHint) -> None:
         """Note what the KV of a session is worth; see `Node`."""
         store = self._tiers.store if self._tiers is not None else None
@@ -353,6 +352,13 @@ class LocalNode:
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
             self._thread.submit(lambda driver: driver.promoter.forget(session_id, tenant))
+
+    async def erase_kv(self, tenant: str) -> int:
+        """Erase a tenant's KV; see `Node`."""
+        from engine_bridge.driver.kv.erasing import erase_kv
+
+        self._ready()
+        return await erase_kv(self._thread, self._tiers, tenant)
 
     @property
     def peer_address(self) -> str:
@@ -537,15 +543,6 @@ def _told(error: Exception) -> BridgeError:
     from engine_bridge.driver.apis.failures import as_bridge_error
 
     return as_bridge_error(error)
-
-
-async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) -> NodeLengths | None:
-    """Return the learned answer lengths; None for vLLM's own queue. Raises what a user's own predictor raises when it is loaded."""
-    if config.engine.scheduling_policy == "vllm":
-        return None
-    report("reading what is known of answer lengths")
-    known = (config.state_dir, config.engine.model, config.length_predictor)
-    return await asyncio.to_thread(NodeLengths.open, *known)
 
 
 def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:

@@ -28,6 +28,7 @@ from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSet
 from engine_bridge.tracing import Traces
 from gateway.access.auth import KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets
+from gateway.access.person_limits import in_force
 from gateway.advisories import learned_file
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
@@ -54,6 +55,7 @@ from gateway.doors.rest import (
     engine,
     kv_hints,
     nodes,
+    oidc,
     people,
     pictures,
     sessions,
@@ -61,6 +63,7 @@ from gateway.doors.rest import (
     transfers,
     usage,
 )
+from gateway.doors.rest.trusted_user import named_by_proxy
 from gateway.errors import StartupError
 from gateway.metrics.adapters import AdapterCollector
 from gateway.metrics.kv import KvCollector
@@ -76,6 +79,8 @@ from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
+from gateway.people.named_by_proxy import TrustedHeader
+from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
@@ -148,7 +153,7 @@ async def build_services(
     """Build all parts, without starting the engine. Raises ConfigError or StartupError with a text for the operator."""
     keys = await _read_keys(config)
     data_dir = await asyncio.to_thread(config.prepare_data_dir)
-    store = await _open_store(config, data_dir)
+    store = await _open_store(config, data_dir, keys)
     node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
@@ -157,7 +162,7 @@ async def build_services(
     prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
-    budgets = await _make_budgets(config, metrics)
+    budgets = await _make_budgets(config, metrics, keys)
     used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
     traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
     turns = Turns(
@@ -166,7 +171,6 @@ async def build_services(
         metrics,
         drafts,
         advisories,
-        budgets=budgets,
         prompt_chars=prompt_chars,
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
@@ -193,6 +197,7 @@ async def build_services(
         _tell_of(node, metrics),
         traces,
         embeddings,
+        await asyncio.to_thread(OidcProvider.of, config),
     )
 
 
@@ -220,9 +225,9 @@ def _make_embeddings(config: Config) -> EmbeddingModel | None:
     return EmbeddingModel(engine, config.log_format, config.log_level)
 
 
-async def _make_budgets(config: Config, metrics: Metrics) -> RequestBudgets:
+async def _make_budgets(config: Config, metrics: Metrics, keys: KeyRing) -> RequestBudgets:
     engine = await asyncio.to_thread(engine_config, config)  # which device there is stands in files
-    return RequestBudgets.of(config, metrics, engine.sure_seqs)
+    return RequestBudgets.of(config, metrics, engine.sure_seqs, keys)
 
 
 def _traces(config: Config) -> Traces:
@@ -252,11 +257,15 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     return by_node
 
 
-async def _open_store(config: Config, data_dir: Path) -> SessionStore:
+async def _open_store(config: Config, data_dir: Path, keys: KeyRing) -> SessionStore:
     room = PictureRoom(LARGEST_IN_A_CALL * config.max_image_mpixels * 1e6, config.max_body_bytes)
-    max_bytes = config.max_stored_mib * MIB
+
+    def max_bytes_of(owner: str) -> int:
+        """Return what an owner may store."""
+        return in_force(keys.limits_of(owner).stored_mib, config.max_stored_mib) * MIB
+
     return await SessionStore.open(
-        data_dir / "sessions.sqlite3", max_owner_bytes=max_bytes, picture_room=room
+        data_dir / "sessions.sqlite3", max_bytes_of=max_bytes_of, picture_room=room
     )
 
 
@@ -287,6 +296,7 @@ def build_app(services: Services) -> web.Application:
             web_policy.errors,
             watched(connections),
             web_policy.origins,
+            named_by_proxy(TrustedHeader(services.config)),
             web_policy.end_without_slash,
         ],
     )
@@ -303,6 +313,7 @@ def build_app(services: Services) -> web.Application:
     nodes.add_routes(app)
     people.add_routes(app)
     sign_in.add_routes(app)
+    oidc.add_routes(app)
     openapi.add_routes(app)
     transfers.add_routes(app)
     usage.add_routes(app)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
 
+from gateway.commands.backup_command import backup, restore
 from gateway.commands.keys_command import keys
 from gateway.commands.kv_command import kv
 from gateway.commands.nodes_command import nodes
 from gateway.commands.users_command import users
 from gateway.errors import StartupError
 from gateway.settings.config import SETTINGS, Config
-from gateway.settings.declared import Setting
+from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
 from gateway.settings.vllm_flags import FlagRefusal, translate
 from overture_client import __version__
@@ -50,6 +52,8 @@ _METAVARS = {
     "max_stored_mib": "MIB",
     "model": "PATH|NAME",
     "length_predictor": "MODULE:NAME",
+    "oidc_client_secret_file": "FILE",
+    "oidc_issuer": "URL",
     "operator_keys": "KEY",
     "port": "PORT",
     "ray_address": "HOST:PORT",
@@ -59,12 +63,24 @@ _METAVARS = {
     "tenant_weights": "NAME=WEIGHT",
     "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
+    "trusted_user_header": "HEADER",
     "uds": "PATH",
 }
 
 
+# The settings that the help shows by itself. Chosen: what a first server, a larger model and a server for a team need.
+MAIN_SETTINGS = frozenset(
+    """
+    model host port data_dir device max_model_len max_num_seqs gpu_memory_utilization kv_host_gib kv_disk_gib adapters_dir api_key_file
+    ssl_certfile ssl_keyfile nodes
+    """.split()
+)
+ALL = "all"
+_SHOWN = "gateway.cli: groups of settings that the help shows"
+
+
 class SettingsCommand(click.Command):
-    """A command that takes every setting of `Config` as a flag; its help shows them in groups."""
+    """A command that takes every setting of `Config` as a flag; its help shows the main ones, and others by groups (`--help GROUP`)."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -82,18 +98,54 @@ class SettingsCommand(click.Command):
             hint = "If it is an engine argument of vLLM's, give it as --engine-arg NAME=VALUE."
             raise click.UsageError(f"{error.format_message()} {hint}", ctx) from error
 
+    def get_help_option(self, ctx: click.Context) -> click.Option:
+        """Return `--help`, behind which a group of settings may stand."""
+        return click.Option(
+            self.get_help_option_names(ctx),
+            is_flag=False,
+            flag_value="",
+            metavar="[GROUP]",
+            expose_value=False,
+            is_eager=True,
+            callback=_show_help,
+            help=f"Show this, or the settings of a group: {', '.join(_words(GROUPS))}, or {ALL}.",
+        )
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in the groups of their settings."""
-        group_of = {setting.name: setting.group for setting in SETTINGS}
-        groups: dict[str, list[tuple[str, str]]] = {setting.group: [] for setting in SETTINGS}
-        groups["General"] = []
+        """Write the command's own options, then settings: the main ones, or those of the groups that were asked for."""
+        shown = ctx.meta.get(_SHOWN)
+        by_name = {setting.name: setting for setting in SETTINGS}
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                groups[group_of.get(param.name or "", "General")].append(record)
+            setting, record = by_name.get(param.name or ""), param.get_help_record(ctx)
+            if record is None or isinstance(param, click.Argument):
+                continue
+            if setting is None:
+                groups["Options"].append(record)
+            elif setting.group in shown if shown is not None else setting.name in MAIN_SETTINGS:
+                groups.setdefault(setting.group if shown is not None else "Main settings", []).append(record)
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Print the help, of the groups that `value` names, and end the command. Raises UsageError for an unknown group."""
+    if value is None or ctx.resilient_parsing:
+        return
+    if value:
+        asked = _words([value])[0]
+        ctx.meta[_SHOWN] = {group for group in GROUPS if asked in (ALL, *_words([group]))}
+        if not ctx.meta[_SHOWN]:
+            known = ", ".join((*_words(GROUPS), ALL))
+            raise click.UsageError(f"{value!r} is no group of settings. Groups: {known}.", ctx)
+    click.echo(ctx.get_help(), color=ctx.color)
+    ctx.exit()
+
+
+def _words(groups: Iterable[str]) -> list[str]:
+    """Return groups as they are written behind `--help`: "KV tiers" is kv."""
+    return [group.lower().partition(" ")[0] for group in groups]
 
 
 def _option(setting: Setting) -> click.Option:
@@ -139,6 +191,7 @@ def cli() -> None:
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture users add alice --key-file keys
+    Keep a copy of it all   overture backup FOLDER
     Measure this machine    overture profile
     Ask what is wrong       overture doctor
     """
@@ -149,11 +202,12 @@ def cli() -> None:
     epilog="""\b
 Every setting can also stand in the config file (max_num_seqs = 32) or in the
 environment (OVERTURE_MAX_NUM_SEQS=32). Flags win over the environment, and
-that wins over the file.
+that wins over the file. `--help all` shows all settings.
 
 \b
 Examples:
   overture serve
+  overture serve --help access
   overture serve ./my-model --adapters-dir ./my-adapters
   overture serve --host 0.0.0.0 --api-key-file keys.txt --log-format json
 """,
@@ -195,7 +249,7 @@ def _check_machine(config: Config) -> None:
     cls=SettingsCommand,
     epilog="""\b
 Give it the model and the settings that the gateway's own nodes have, and the
-cluster's token, certificate and key (docs/operations.md, "Several nodes").
+cluster's token, certificate and key (docs/operations/nodes.md).
 
 \b
 Examples:
@@ -310,11 +364,13 @@ def doctor(
     sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
 
+cli.add_command(backup)
 cli.add_command(chat)
 cli.add_command(completion)
 cli.add_command(keys)
 cli.add_command(kv)
 cli.add_command(nodes)
+cli.add_command(restore)
 cli.add_command(users)
 
 

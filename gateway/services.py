@@ -25,6 +25,8 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.people.audit import AuditLog, Entry
+from gateway.people.named_by_proxy import NAMED_BY_PROXY
+from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import COOKIE, SignIns
 from gateway.people.usage import Usage
 from gateway.recognition.recognition import Recognition
@@ -38,6 +40,8 @@ from gateway.turns.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.
 UPGRADES_AT_ONCE = 16
+# How `Principal.key` begins of a person whom a proxy names.
+BY_PROXY = "proxy "
 # Of a path in the audit log. Chosen: names of nodes and adapters fit.
 MAX_AUDITED_CHARS = 300
 
@@ -98,6 +102,7 @@ class Services:
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
     embeddings: EmbeddingModel | None = None
+    oidc: OidcProvider | None = None
     calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
     connections: set[OpenSocket] = field(default_factory=set)
@@ -113,7 +118,7 @@ class Services:
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"
         )
-        self.turns.usage = self.usage
+        self.turns.usage, self.turns.budgets = self.usage, self.budgets
         self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:
@@ -121,9 +126,25 @@ class Services:
 
         Raises GatewayError `unauthorized`, `rate_limited` (wrong keys).
         """
-        if (signed_in := self.by_cookie(request)) is not None:
+        if (signed_in := self.signed_in(request)) is not None:
             return signed_in
         return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
+
+    def signed_in(self, request: web.Request) -> Principal | None:
+        """Return the person who is signed in without a key: whom a trusted proxy names, else whose cookie the browser sent; None if there is none.
+
+        Raises GatewayError `unauthorized` where the proxy names somebody who may not be let in.
+        """
+        named = request.get(NAMED_BY_PROXY)
+        if named is None or not _is_own_page(request):
+            return self.by_cookie(request)
+        person = self.keys.signed_in(named.owner, BY_PROXY + named.owner) if named.owner else None
+        if person is None:
+            why_not = (
+                named.why_not or f"{named.name} is disabled. The server's operator can enable {named.name}."
+            )
+            raise GatewayError("unauthorized", why_not)
+        return person
 
     def by_cookie(self, request: web.Request) -> Principal | None:
         """Return the person whose browser is signed in and sent the request; None for a request with a key, and for one of another origin's page.
@@ -132,12 +153,7 @@ class Services:
         another port say, are kept out here, because an operator may have allowed their origin for use with keys.
         """
         cookie = request.cookies.get(COOKIE)
-        if cookie is None or extract_key(request.headers) is not None:
-            return None
-        origin = request.headers.get("Origin")
-        # Browsers say themselves whether a page of the same origin asks, to servers that they reach by HTTPS or on this machine.
-        is_own = request.headers.get("Sec-Fetch-Site") == "same-origin"
-        if not is_own and origin is not None and netloc(origin) != request.headers.get("Host", "").lower():
+        if cookie is None or extract_key(request.headers) is not None or not _is_own_page(request):
             return None
         return self.sign_ins.principal(cookie)
 
@@ -221,7 +237,8 @@ class Services:
         if self.keys.is_open:
             return None
         role = "operator" if principal.is_operator else "member"
-        return {"owner": principal.owner, "name": principal.name, "role": role}
+        can_sign_out = not principal.key.startswith(BY_PROXY)
+        return {"owner": principal.owner, "name": principal.name, "role": role, "can_sign_out": can_sign_out}
 
     def server_info(self, version: str) -> dict[str, Any]:
         """Return the server's facts for a page that connects."""
@@ -233,6 +250,14 @@ class Services:
             "drafts": self.drafts.accepts_drafts,
             "max_images": self.node.max_images,
         }
+
+
+def _is_own_page(request: web.Request) -> bool:
+    """Return whether a page of this server sent a request, or a program did."""
+    origin = request.headers.get("Origin")
+    # Browsers say themselves whether a page of the same origin asks, to servers that they reach by HTTPS or on this machine.
+    is_own = request.headers.get("Sec-Fetch-Site") == "same-origin"
+    return is_own or origin is None or netloc(origin) == request.headers.get("Host", "").lower()
 
 
 SERVICES = web.AppKey("services", Services)

@@ -226,8 +226,21 @@ class HostTier:
         self._count(block.group, -len(block.slots))
         self._forget(block)
         if block.pins == 0:
-            self.pool.free(block.slots)
-            block.slots = []
+            self._free_bad(block)
+
+    def _free_bad(self, block: Block) -> None:
+        """Free a spoiled block's slots, overwritten: it may be spoiled because its tenant's data is erased."""
+        for slot in block.slots:
+            self.pool.region[slot] = 0
+        self.pool.free(block.slots)
+        block.slots = []
+
+    def erase(self, tenant: str) -> None:
+        """Take all that a tenant has out of memory. Blocks in use go with their last use; none may wait to be written."""
+        for group in [group for group in self.groups.values() if group.tenant == tenant]:
+            self._kept.pop(group.id, None)
+            for block in list(group.blocks.values()):
+                self.spoil(block)
 
     def empty(self, block: Block) -> None:
         """Free the slots of a spoiled block though it is pinned: no reader and no writer uses them."""
@@ -259,8 +272,7 @@ class HostTier:
         """End one use of a block. A spoiled block's slots are freed with its last use."""
         block.pins -= 1
         if block.pins == 0 and block.is_bad:
-            self.pool.free(block.slots)
-            block.slots = []
+            self._free_bad(block)
 
     def _count(self, group: Group, num_slots: int) -> None:
         """Count `num_slots` more for a group and its tenant."""

@@ -126,7 +126,8 @@ class KvStore:
             for block in save.blocks:
                 block.ready = self.shape.num_layers
                 self._host.stats.num_saved += 1
-                if self._writer is not None and (self._disk is None or block.key not in self._disk):
+                is_new = self._disk is None or block.key not in self._disk
+                if self._writer is not None and is_new and not block.is_bad:
                     self._writer.add(block, now)
                 self._host.unpin(block)
         if self._writer is not None and save.blocks:
@@ -395,6 +396,17 @@ class KvStore:
         """Note that this session has ended for good: its KV leaves host memory first."""
         with self._lock:
             self._host.end((tenant, group))
+
+    def erase(self, tenant: str) -> int:
+        """Erase all that a tenant has in host memory and on disk, and return the number of its blocks there.
+
+        What its requests still use goes with its last use, so end them before. Do not call it on the engine's or the I/O thread. Raises OSError.
+        """
+        with self._lock:
+            if self._writer is not None:
+                self._writer.drop(tenant)
+            self._host.erase(tenant)
+        return self._io.start(self._writer.erase(tenant)).result() if self._writer is not None else 0
 
     # -- as a whole (any thread) -------------------------------------------------------------------------------------
 

@@ -68,6 +68,19 @@ class WriteBehind:
         """Return the longest wait of a queued block, in seconds."""
         return now - min((queue[0][0] for queue in self._unwritten.values() if queue), default=now)
 
+    def drop(self, tenant: str) -> None:
+        """Take a tenant's blocks out of the queue; those that are being written right now are not in it."""
+        for group, queue in list(self._unwritten.items()):
+            # A block may have come to another session since.
+            left = [entry for entry in queue if entry[1].group.tenant != tenant]
+            for _, block in queue:
+                if block.group.tenant == tenant:
+                    block.is_unwritten = False
+                    self.num_unwritten -= 1
+            self._unwritten[group] = left
+            if not left:
+                del self._unwritten[group]
+
     # -- on the I/O thread -------------------------------------------------------------------------------------------
 
     async def _write_on(self) -> None:
@@ -82,6 +95,11 @@ class WriteBehind:
         async with self._writing:
             while records := self._next_unwritten():
                 await self._write(records)
+
+    async def erase(self, tenant: str) -> int:
+        """Erase a tenant's blocks on disk, behind what is being written, and return their number. Raises OSError."""
+        async with self._writing:
+            return await self._disk.erase(owner_tag(tenant))
 
     def _next_unwritten(self) -> list[list[Block]]:
         """Return the blocks of the next records, each of one session, so that reading it is sequential.

@@ -74,7 +74,7 @@ def install_server(commands_of: Path, wheels: Path) -> Path:
     """Run the commands for a CPU that docs/install.md has in an empty environment; return its `overture`."""
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     section = text.split("On a CPU", 1)[1].split("With an NVIDIA GPU", 1)[0]
-    for line in re.findall(r"^    pip (install .+)$", section, re.MULTILINE):
+    for line in re.findall(r"^pip (install .+)$", section, re.MULTILINE):
         arguments = shlex.split(line)
         if "--index-url" in arguments:
             # A mirror may have the build as well, and may be all that is reachable: requirements/install.sh asks it first, too.

@@ -231,6 +231,10 @@ class RemoteNode:
         if self._link is not None:
             self._link.notice("end_session", tenant, session_id)
 
+    async def erase_kv(self, tenant: str) -> int:
+        """Have the node erase a tenant's KV."""
+        return int(await self._call("erase_kv", tenant))
+
     async def models(self) -> JsonReply:
         """Ask for the list of models."""
         return cast(JsonReply, await self._call("models"))

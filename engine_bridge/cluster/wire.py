@@ -196,6 +196,7 @@ METHODS: dict[str, Method] = {
     "pin_adapter": Method(tuple[str, bool], AdapterInfo | None),
     "engine_state": Method(tuple[str, int], EngineState),
     "drain": Method(tuple[float], bool),
+    "erase_kv": Method(tuple[str], int),
     "sleep": Method(tuple[SleepMode, float]),
     "wake_up": Method(tuple[()]),
 }

@@ -441,6 +441,17 @@ class Advice(Protocol):
     def end_session(self, tenant: str, session_id: str) -> None:
         """Note that no request will begin any more as this tenant's session did: the KV of it may go first. tenant: as in `EngineRequest`."""
 
+    async def erase_kv(self, tenant: str) -> int:
+        """Overwrite the KV of a tenant whose requests have ended: on the device with all that is free there, in host memory and on disk.
+
+        Returns:
+            The number of blocks that were on disk.
+
+        Raises:
+            EngineUnavailable: the engine is not up, or a node is away; then KV may be left, and it may be tried again.
+            InternalFailure: a file cannot be written.
+        """
+
 
 class Adapters(Protocol):
     """The LoRA adapters that requests may name."""

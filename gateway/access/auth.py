@@ -27,9 +27,11 @@ from gateway.access.key_file import (
     KeyLine,
     digest_of,
     key_bytes,
+    limits_of,
     owner_of,
     read_key_file,
 )
+from gateway.access.person_limits import SERVERS, PersonLimits
 from gateway.errors import GatewayError, StartupError
 
 logger = logging.getLogger(__name__)
@@ -138,9 +140,9 @@ class KeyRing:
         self._given += [replace(_hashed(key, salt), is_operator=True) for key in operator_keys]
         self._given_salt = salt
         self._key_file = key_file
-        self._use(self.read())
         # The line by which each key was let in, by `Principal.key`, because an owner may be known only from a key.
         self._known: dict[str, KeyLine] = {}
+        self._use(self.read())
         # The keys among them that the present lines have let in.
         self._let_in: set[str] = set()
         # The owners of browsers that are signed in and were seen, by `Principal.key`.
@@ -195,6 +197,8 @@ class KeyRing:
             )
         self._known[key] = entry
         self._let_in.add(key)
+        if not entry.owner:
+            self._limits[key] = entry.limits
         return self._principal(key, entry)
 
     def current(self, principal: Principal) -> Principal:
@@ -235,6 +239,14 @@ class KeyRing:
         """Return the names of all people whose owner id is known, by that id: from the key file, and from keys that were used."""
         named = {owner: lines[0].name for owner, lines in self._by_owner.items()}
         return {_owner(key, entry): entry.name for key, entry in self._known.items()} | named
+
+    def limits_of(self, owner: str) -> PersonLimits:
+        """Return the limits that an operator has set for a person. It may be called from any thread."""
+        return self._limits.get(owner, SERVERS)
+
+    def owners_named(self, name: str) -> list[str]:
+        """Return the owner ids of the people of this name, as far as lines name them."""
+        return [owner for owner, lines in self._by_owner.items() if lines[0].name == name]
 
     def name_of(self, owner: str) -> str:
         """Return the name of a person by owner id; the id itself where no line names its owner so."""
@@ -291,6 +303,8 @@ class KeyRing:
                 found.append(f"{_shown(line)} {'disabled' if line.is_disabled else 'enabled'}")
             if was.is_operator != line.is_operator:
                 found.append(f"{_shown(line)} {'operator' if line.is_operator else 'member'}")
+            if was.limits != line.limits:
+                found.append(f"{_shown(line)} limits {' '.join(line.limits.fields) or 'of the server'}")
             if was.owner != line.owner:
                 found.append(f"{_shown(line)} given to {line.owner or 'the owner of its key'}")
         return sorted(found)
@@ -303,10 +317,15 @@ class KeyRing:
         """Look keys and people up in these lines from now on."""
         self._entries = entries
         self._lines = self._lines_of(entries)
-        self._by_owner: dict[str, list[KeyLine]] = {}
+        by_owner: dict[str, list[KeyLine]] = {}
         for entry in entries:
             if entry.owner:
-                self._by_owner.setdefault(entry.owner, []).append(entry)
+                by_owner.setdefault(entry.owner, []).append(entry)
+        self._by_owner = by_owner
+        # Made before it is put in place, because the thread that stores conversations looks at it, too.
+        self._limits = {key: entry.limits for key, entry in self._known.items() if not entry.owner} | {
+            owner: limits_of(lines) for owner, lines in by_owner.items()
+        }
 
     def _lines_of(self, entries: list[KeyLine]) -> _Lines:
         lines = _Lines(entry for entry in entries if entry.salt != self._given_salt)

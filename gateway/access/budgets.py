@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from gateway.access.addresses import address_of
 from gateway.access.auth import MIN_KEY_CHARS, KeyRing, Principal
-from gateway.access.rates import Concurrency, Rates
+from gateway.access.person_limits import SERVERS, PersonLimits, in_force
+from gateway.access.rates import Concurrency, Rate, Rates
 from gateway.errors import CloseCode, GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
@@ -21,6 +22,8 @@ BURST_S = 5.0
 CONCURRENT_PER_SEQ, MIN_CONCURRENT = 4, 64
 # Without keys all users of the machine are one owner, so that owner gets as much as this number of keys. Chosen.
 KEYLESS_SHARE = 10
+MINUTE_S = 60.0
+NO_LIMIT = 1 << 40  # of places at once: more than can be there
 # Wrong keys of one address: the burst, and the rate after it. Chosen: people mistype less, and 2 000 guesses an hour find nothing.
 WRONG_KEYS, WRONG_KEYS_PER_S = 20, 0.5
 TOO_MANY = "Too many wrong API keys came from this address."
@@ -51,7 +54,8 @@ class RequestBudgets:
     """Requests of each owner, by rate and by number.
 
     Args:
-        per_s, max_concurrent: of one owner.
+        per_s, per_min, max_concurrent: of one owner; per_min 0: no limit.
+        limits_of: what an operator has set for one owner, which goes before these.
         clock: monotonic seconds.
     """
 
@@ -60,24 +64,39 @@ class RequestBudgets:
         metrics: Metrics,
         *,
         per_s: float = REQUESTS_PER_S,
+        per_min: int = 0,
         max_concurrent: int = MIN_CONCURRENT,
+        limits_of: Callable[[str], PersonLimits] = lambda owner: SERVERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._rates = Rates(per_s, max(per_s * BURST_S, 1))
+        self._per_min = per_min
+        self._by_minute = Rates(1 / MINUTE_S, 1)
         self._concurrency = Concurrency(max_concurrent)
+        self._limits_of = limits_of
         self.clock = clock
 
     @staticmethod
-    def of(config: Config, metrics: Metrics, num_seqs: int) -> RequestBudgets:
-        """Make the budgets of the settings, with defaults for unset ones. num_seqs: how many requests a batch may hold."""
+    def of(config: Config, metrics: Metrics, num_seqs: int, keys: KeyRing) -> RequestBudgets:
+        """Make the budgets of the settings, with defaults for unset ones.
+
+        num_seqs: how many requests a batch may hold. keys: know people's own limits.
+        """
         share = 1 if config.has_api_keys else KEYLESS_SHARE
         most = max(CONCURRENT_PER_SEQ * num_seqs, MIN_CONCURRENT) * share
         return RequestBudgets(
             metrics,
             per_s=config.max_requests_per_s or REQUESTS_PER_S * share,
+            per_min=config.max_requests_per_min,
             max_concurrent=config.max_concurrent_requests or most,
+            limits_of=keys.limits_of,
         )
+
+    @property
+    def max_concurrent(self) -> int:
+        """Requests under way that each owner may have for whom nothing else is set."""
+        return self._concurrency.limit
 
     def count(self, owner: str) -> None:
         """Count a request. Raises GatewayError `rate_limited`; then it is not counted."""
@@ -86,20 +105,38 @@ class RequestBudgets:
             self._metrics.refused.labels("rate").inc()
             raise GatewayError(
                 "rate_limited",
-                f"More than {self._rates.per_s:g} requests a second with this key: send them more slowly "
+                f"More than {self._rates.rate.per_s:g} requests a second with this key: send them more slowly "
                 "(the operator's limit is --max-requests-per-s).",
+                retry_after_s=wait_s,
+            )
+
+    def ask(self, owner: str) -> None:
+        """Count a request that the model is to answer, within the owner's minute. Raises GatewayError `rate_limited`; then it is not counted."""
+        own = self._limits_of(owner).requests_per_min
+        limit = in_force(own, self._per_min)
+        if not limit:
+            return
+        wait_s = self._by_minute.take(owner, self.clock(), Rate(limit / MINUTE_S, limit))
+        if wait_s:
+            self._metrics.refused.labels("rate").inc()
+            raise GatewayError(
+                "rate_limited",
+                f"You may ask {limit:,} times a minute, and have done so: wait {wait_s:.0f} s before the next request "
+                f"({_who_set(own, '--max-requests-per-min')}).",
                 retry_after_s=wait_s,
             )
 
     def enter(self, owner: str) -> Admitted:
         """Take a place for a request; leave it when the request is over. Raises GatewayError `rate_limited`."""
-        wait_s = self._concurrency.enter(owner)
+        own = self._limits_of(owner).concurrent_requests
+        limit = self._concurrency.limit if own is None else own or NO_LIMIT
+        wait_s = self._concurrency.enter(owner, limit)
         if wait_s:
             self._metrics.refused.labels("concurrency").inc()
             raise GatewayError(
                 "rate_limited",
-                f"{self._concurrency.limit} requests with this key are under way already: wait for one to end "
-                "(the operator's limit is --max-concurrent-requests).",
+                f"{limit} requests with this key are under way already: wait for one to end "
+                f"({_who_set(own, '--max-concurrent-requests')}).",
                 retry_after_s=wait_s,
             )
         return Admitted(self, owner)
@@ -162,6 +199,10 @@ class Gatekeeper:
             retry_after_s=wait_s,
             close_code=CloseCode.UNAUTHORIZED,
         )
+
+
+def _who_set(own: int | None, flag: str) -> str:
+    return f"the operator's limit is {flag}" if own is None else "an operator set this limit for you"
 
 
 def retry_after(wait_s: float) -> int:

@@ -3,6 +3,7 @@
     ada:sha256$SALT$HASH:operator:owner=k_…    a key of an operator, of the person who owns what stands under k_…
     bob:sha256$SALT$HASH                       a key whose owner comes from the key itself
     eve:no-key:disabled:owner=k_…              a person without a key, who is disabled
+    bob:sha256$SALT$HASH:tokens-per-day=50000  a key of a person with a limit of the person's own (`person_limits.py`)
 
 A person is an owner id. Lines with the same owner are keys of one person, so a key can be replaced and what it owned stays.
 """
@@ -13,9 +14,11 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway.access.person_limits import FIELD_NAMES, SERVERS, PersonLimits
 from gateway.errors import StartupError
 
 KEY_PREFIX = "ov-"
@@ -27,10 +30,12 @@ ID_CHARS = (
 _SCHEME = "sha256"
 NO_KEY = "no-key"
 _OWNER = r"k_[0-9a-f]{32}"
+_NAME = r"[^:\s]{1,64}"
+NAME_RULE = "a name has 1 to 64 characters, none of them a space or a colon"
 _LINE = re.compile(
-    r"(?P<name>[^:\s]{1,64}):"
+    rf"(?P<name>{_NAME}):"
     rf"(?:(?P<none>{NO_KEY})|{_SCHEME}\$(?P<salt>(?:[0-9a-f]{{2}}){{1,64}})\$(?P<digest>[0-9a-f]{{64}}))"
-    rf"(?P<fields>(?::(?:operator|disabled|owner={_OWNER}))*)"
+    rf"(?P<fields>(?::(?:operator|disabled|owner={_OWNER}|(?:{'|'.join(FIELD_NAMES)})=[0-9]{{1,12}}))*)"
 )
 _MADE = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")  # as `gateway.access.auth.generate_key` makes them
 
@@ -45,6 +50,7 @@ class KeyLine:
         is_operator: whether the key may see and change what concerns everybody.
         is_disabled: whether the key is refused.
         owner: the id of the person that the key belongs to; "" where that is `owner_of` the key, which the line does not tell.
+        limits: of the person.
     """
 
     name: str
@@ -53,6 +59,7 @@ class KeyLine:
     is_operator: bool = False
     is_disabled: bool = False
     owner: str = ""
+    limits: PersonLimits = SERVERS
 
     @property
     def id(self) -> bytes | None:
@@ -76,6 +83,7 @@ class KeyLine:
         key = f"{_SCHEME}${self.salt.hex()}${self.digest.hex()}" if self.digest else NO_KEY
         fields = ["operator"] * self.is_operator + ["disabled"] * self.is_disabled
         fields += [f"owner={self.owner}"] if self.owner else []
+        fields += self.limits.fields
         return ":".join([self.name, key, *fields])
 
     def is_of(self, presented: bytes) -> bool:
@@ -120,8 +128,8 @@ def line_for(name: str, key: str, *, is_operator: bool = False, owner: str = "")
         is_operator=is_operator,
         owner=owner or owner_of(key),
     )
-    if parse_line(line.text) is None:
-        raise ValueError("a name has 1 to 64 characters, none of them a space or a colon")
+    if not is_name(name):
+        raise ValueError(NAME_RULE)
     return line
 
 
@@ -136,9 +144,9 @@ def parse_line(text: str) -> KeyLine | None:
     if match is None:
         return None
     fields = match["fields"].split(":")[1:]
-    names = [field.partition("=")[0] for field in fields]
-    owner = next((field.partition("=")[2] for field in fields if "=" in field), "")
-    if len(set(names)) != len(names) or (match["none"] and not owner):
+    values = {name: value for name, _, value in (field.partition("=") for field in fields)}
+    owner = values.get("owner", "")
+    if len(values) != len(fields) or (match["none"] and not owner):
         return None
     return KeyLine(
         match["name"],
@@ -147,7 +155,25 @@ def parse_line(text: str) -> KeyLine | None:
         is_operator="operator" in fields,
         is_disabled="disabled" in fields,
         owner=owner,
+        limits=PersonLimits(
+            **{name.replace("-", "_"): int(values[name]) for name in FIELD_NAMES if name in values}
+        ),
     )
+
+
+def limits_of(lines: Iterable[KeyLine]) -> PersonLimits:
+    """Return the limits of the person of these lines: of the first line that has any."""
+    return next((line.limits for line in lines if line.limits != SERVERS), SERVERS)
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be a person's name: see NAME_RULE. One that begins a comment or cannot be printed can be none."""
+    return re.fullmatch(_NAME, text) is not None and text.isprintable() and not text.startswith("#")
+
+
+def new_owner() -> str:
+    """Return a random owner id, for a person who has no key that could give one."""
+    return "k_" + secrets.token_hex(16)
 
 
 def is_owner(text: str) -> bool:
@@ -166,7 +192,7 @@ def parsed(path: Path, number: int, text: str) -> KeyLine:
     if line is None:
         raise StartupError(
             f"The key file {path}, line {number}, is not of the form name:{_SCHEME}$salt$hash (salt and hash in hex; "
-            f"':operator', ':disabled' and ':owner=k_…' may follow) or name:{NO_KEY}:owner=k_…."
+            f"':operator', ':disabled', ':owner=k_…' and limits such as ':{FIELD_NAMES[0]}=60' may follow) or name:{NO_KEY}:owner=k_…."
         )
     return line
 

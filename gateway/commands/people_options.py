@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,6 @@ from gateway.errors import StartupError
 from gateway.settings.sources import load_config
 
 F = Callable[..., Any]
-KEY_FILE_VARIABLE = "OVERTURE_API_KEY_FILE"
 
 
 def place_options(command: F) -> F:
@@ -39,13 +37,11 @@ class Place:
     """The key file and the data folder that a command works on, from its options or from the server's settings."""
 
     def __init__(self, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
-        # The settings refuse a key file that is not there yet, which `users add` is about to make.
-        environ = {name: value for name, value in os.environ.items() if name != KEY_FILE_VARIABLE}
-        config = load_config({"data_dir": data_dir}, environ, config_file=config_file)
-        named = key_file or os.environ.get(KEY_FILE_VARIABLE)
-        self.config = config
-        self.data_dir: Path = config.data_dir
-        self.given_file = Path(named).expanduser() if named else config.api_key_file
+        flags = {"data_dir": data_dir, "api_key_file": key_file}
+        # `users add` and `restore` are about to make the key file.
+        self.config = load_config(flags, config_file=config_file, needs_key_file=False)
+        self.data_dir: Path = self.config.data_dir
+        self.given_file = self.config.api_key_file
 
     @property
     def key_file(self) -> Path:
@@ -70,11 +66,11 @@ class Place:
 
         return changing(self.key_file, known_owners(self.data_dir), makes=makes)
 
-    def note(self, what: Any, person: Any, key: str = "") -> None:
+    def note(self, what: Any, person: Any, key: str = "", about: str = "") -> None:
         """Write a change to the audit log."""
         from gateway.people.audit import note_command
 
-        note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key)
+        note_command(self.data_dir, what, whom=person.name, whom_owner=person.owner, key=key, about=about)
 
 
 def show_key(key: str, name: str) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
+from gateway.access.person_limits import MAX_LIMIT, NAMES
 from gateway.commands.people_options import Place, place_options, role_of, show_key, state_of, table
 from gateway.errors import StartupError
+
+SERVERS_OWN = "server"
 
 
 @click.group(
@@ -18,6 +23,7 @@ Examples:
   overture users add ada --key-file keys
   overture users list --key-file keys
   overture users disable ada --key-file keys
+  overture users limit ada --tokens-per-day 100000 --key-file keys
   overture users export ada --to ada.zip --key-file keys
   overture users delete ada --key-file keys
 
@@ -25,7 +31,7 @@ A server that runs follows its key file within two seconds.
 """
 )
 def users() -> None:
-    """Add, list, disable, export and delete the people who may use a server.
+    """Add, list, limit, disable, export and delete the people who may use a server.
 
     People stand in the server's key file, a text file with one line for each key: NAME, a hash of the key, and whose it is.
     """
@@ -85,6 +91,7 @@ def _as_json(person: Any) -> dict[str, Any]:
         "state": state_of(person.is_disabled),
         "num_keys": len(person.keys),
         "owner": person.owner or None,
+        "limits": structs.asdict(person.limits),
     }
 
 
@@ -110,6 +117,57 @@ def _set_disabled(name: str, is_disabled: bool, place: Place) -> None:
         roll.set_disabled(person, is_disabled)
     place.note("person_disabled" if is_disabled else "person_enabled", person)
     click.echo(f"{person.name} is {state_of(is_disabled)}.")
+
+
+def _limit_value(text: str) -> int | str:
+    """Return the number that an option gives, or "server" as it is. Raises BadParameter."""
+    if text == SERVERS_OWN:
+        return text
+    if text.isascii() and text.isdecimal() and int(text) <= MAX_LIMIT:
+        return int(text)
+    raise click.BadParameter(f"expected a whole number up to {MAX_LIMIT}, or {SERVERS_OWN!r}, got {text!r}")
+
+
+def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
+    return click.option(f"--{name.replace('_', '-')}", name, type=_limit_value, metavar="N", help=what)
+
+
+@users.command()
+@click.argument("name")
+@_limit_option("requests_per_min", "API calls and chat messages a minute.")
+@_limit_option("concurrent_requests", "API calls and chat messages at once.")
+@_limit_option("stored_mib", "What conversations may take, in MiB.")
+@_limit_option("tokens_per_day", "Tokens of prompts and answers a UTC day.")
+@place_options
+def limit(
+    name: str,
+    key_file: str | None,
+    data_dir: str | None,
+    config_file: str | None,
+    **given: int | str | None,
+) -> None:
+    """Set what one person may ask for and store; without options, show it.
+
+    N is a number, 0 for no limit, or `server` for the limit that the server's settings give everybody.
+    """
+    place = Place(key_file, data_dir, config_file)
+    changes = {
+        each: None if value == SERVERS_OWN else value for each, value in given.items() if value is not None
+    }
+    if changes:
+        with place.changing() as roll:
+            person = roll.find(name)
+            limits = structs.replace(person.limits, **changes)
+            roll.set_limits(person, limits)
+        place.note("person_limited", person, about=" ".join(limits.fields) or "limits of the server")
+    else:
+        limits = place.roll().find(name).limits
+    rows = [(each.replace("_", "-"), _shown(getattr(limits, each))) for each in NAMES]
+    table(("LIMIT", "VALUE"), rows)
+
+
+def _shown(limit: int | None) -> str:
+    return "the server's" if limit is None else f"{limit:,}" if limit else "none"
 
 
 @users.command()

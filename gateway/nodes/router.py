@@ -196,6 +196,15 @@ class Router:
         for node in self._members.all():
             node.end_session(tenant, session_id)
 
+    async def erase_kv(self, tenant: str) -> int:
+        """Have all nodes erase a tenant's KV, and return the number of blocks on their disks. Raises as `Node` does, after all have tried."""
+        nodes = self._members.all()
+        found = await asyncio.gather(*(node.erase_kv(tenant) for node in nodes), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return sum(each for each in found if isinstance(each, int))
+
     def hint_session(self, hint: SessionHint) -> None:
         """Tell all nodes what a session's KV is worth: it may be on any of them, and may move."""
         for node in self._members.all():

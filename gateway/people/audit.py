@@ -28,6 +28,7 @@ What = Literal[
     "person_added",
     "person_disabled",
     "person_enabled",
+    "person_limited",
     "person_erased",
     "person_exported",
     "key_added",
@@ -82,7 +83,9 @@ def append(path: Path, entries: list[Entry]) -> None:
         os.close(fd)
 
 
-def note_command(data_dir: Path, what: What, *, whom: str, whom_owner: str, key: str = "") -> None:
+def note_command(
+    data_dir: Path, what: What, *, whom: str, whom_owner: str, key: str = "", about: str = ""
+) -> None:
     """Write what a command did, where there is a data folder. This blocks. A log that cannot be written is said in the log on stderr."""
     try:
         who = getpass.getuser()
@@ -96,6 +99,7 @@ def note_command(data_dir: Path, what: What, *, whom: str, whom_owner: str, key:
         whom=whom,
         whom_owner=whom_owner,
         key=key,
+        about=about,
     )
     try:
         if data_dir.is_dir():

@@ -11,7 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.access.auth import generate_key
-from gateway.access.key_file import KeyLine, is_blank, is_owner, line_for, parsed, read_text
+from gateway.access.key_file import (
+    NAME_RULE,
+    KeyLine,
+    is_blank,
+    is_name,
+    is_owner,
+    limits_of,
+    line_for,
+    new_owner,
+    parsed,
+    read_text,
+)
+from gateway.access.person_limits import PersonLimits
 from gateway.errors import StartupError
 
 _FIRST_LINE = "# People and their keys; see `overture users --help`. Only hashes of keys are kept."
@@ -36,6 +48,11 @@ class Person:
     def keys(self) -> tuple[KeyLine, ...]:
         """The lines that hold a key."""
         return tuple(line for line in self.lines if line.digest)
+
+    @property
+    def limits(self) -> PersonLimits:
+        """What an operator has set for the person."""
+        return limits_of(self.lines)
 
     @property
     def is_operator(self) -> bool:
@@ -118,6 +135,14 @@ class Roll:
         self.rows.append(_line_for(name, key, is_operator=is_operator, owner=""))
         return key
 
+    def add_without_key(self, name: str) -> Person:
+        """Add a member without a key, whom somebody else signs in, and return the person. Raises RollError for a malformed name."""
+        line = KeyLine(name, owner=new_owner())
+        if not is_name(name):
+            raise RollError(f"{name!r} cannot be a name: {NAME_RULE}.")
+        self.rows.append(line)
+        return self.find(line.owner)
+
     def add_key(self, person: Person) -> str:
         """Add another key of a person whose owner is known, and return it. Raises RollError."""
         key = generate_key()
@@ -164,6 +189,11 @@ class Roll:
         for line in person.lines:
             self._swap(line, replace(line, is_disabled=is_disabled))
 
+    def set_limits(self, person: Person, limits: PersonLimits) -> None:
+        """Give a person these limits, and no others."""
+        for line in person.lines:
+            self._swap(line, replace(line, limits=limits))
+
     def remove(self, person: Person) -> None:
         """Remove a person with all keys."""
         for line in person.lines:
@@ -171,7 +201,7 @@ class Roll:
 
     def _new_line(self, person: Person, key: str) -> KeyLine:
         line = _line_for(person.name, key, is_operator=person.is_operator, owner=_owner_of(person))
-        return replace(line, is_disabled=person.is_disabled)
+        return replace(line, is_disabled=person.is_disabled, limits=person.limits)
 
     def _drop_empty(self, person: Person) -> None:
         for line in person.lines:
@@ -296,6 +326,9 @@ def _take_rights(path: Path, fd: int) -> None:
     try:
         status = path.stat()
     except FileNotFoundError:
+        folder = path.parent.stat()
+        if os.geteuid() == 0:  # root's command makes it for whoever the folder belongs to
+            os.fchown(fd, folder.st_uid, folder.st_gid)
         return
     mine = os.fstat(fd)
     if (status.st_uid, status.st_gid) != (mine.st_uid, mine.st_gid):

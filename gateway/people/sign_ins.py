@@ -89,6 +89,16 @@ class SignIns:
         owner = await _stored(self._ledger.take_link, _mark(token), self._clock())
         if owner is None or self._keys.person(owner) is None:
             raise refused
+        return await self.begin(owner)
+
+    async def begin(self, owner: str) -> tuple[str, Principal]:
+        """Return the cookie for a new browser of a person, and who is signed in.
+
+        Raises GatewayError `unauthorized` for somebody who is disabled or no longer there, `storage_failed`.
+        """
+        refused = GatewayError("unauthorized", "You may not sign in: the server's operator has disabled you.")
+        if self._keys.person(owner) is None:
+            raise refused
         cookie, expires_s = secrets.token_urlsafe(TOKEN_BYTES), self._clock() + SESSION_LASTS_S
         mark = _mark(cookie)
         own = [other for other, session in self._sessions.items() if session.owner == owner]

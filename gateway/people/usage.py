@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from engine_bridge.protocol.node import CallFigures, Delta
 from gateway.access.auth import KeyRing
+from gateway.access.person_limits import in_force
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.people.ledger import NAME, Day, Ledger, Spent
@@ -103,15 +104,17 @@ class Usage:
 
         Answers that are under way are not cut, so a person can exceed the limit by these. Raises GatewayError `quota_exceeded`.
         """
-        limit = self.max_tokens_per_day
+        own = self._keys.limits_of(owner).tokens_per_day
+        limit = in_force(own, self.max_tokens_per_day)
         used = self.today(owner).num_tokens
         if not limit or used < limit:
             return
         wait_s = DAY_S - self._clock() % DAY_S
+        who_set = "--max-tokens-per-day" if own is None else "an operator set this limit for you"
         self._metrics.refused.labels("tokens").inc()
         raise GatewayError(
             "quota_exceeded",
-            f"You have used {used:,} tokens today, and {limit:,} a day are yours (--max-tokens-per-day). "
+            f"You have used {used:,} tokens today, and {limit:,} a day are yours ({who_set}). "
             f"The next day begins at 00:00 UTC, in {int(wait_s) // 3600} h {int(wait_s) % 3600 // 60} min.",
             retry_after_s=wait_s,
         )

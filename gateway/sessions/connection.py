@@ -20,11 +20,11 @@ _T = TypeVar("_T")
 class Database(sqlite3.Connection):
     """A connection to the session file, with the settings of its transactions.
 
-    is_indexing: whether this process keeps the search index. max_owner_bytes: what one owner may store; 0: no limit.
+    is_indexing: whether this process keeps the search index. max_bytes_of: how much an owner may store; 0: no limit.
     """
 
     is_indexing = False
-    max_owner_bytes = 0
+    max_bytes_of: Callable[[str], int] = staticmethod(lambda owner: 0)
 
 
 class SqliteConnection(aiosqlite.Connection):

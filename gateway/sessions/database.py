@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -244,7 +245,7 @@ def _connect(file: Path, *, makes: bool = False) -> Database:
     return conn
 
 
-def open_writer(file: Path, full_text: bool, max_owner_bytes: int) -> Database:
+def open_writer(file: Path, full_text: bool, max_bytes_of: Callable[[str], int]) -> Database:
     """Make or check the file and bring it up to date. Raises StartupError or sqlite3.Error."""
     # Conversations are private. SQLite gives its log files the mode of the database file, so that is made first.
     try:
@@ -252,7 +253,7 @@ def open_writer(file: Path, full_text: bool, max_owner_bytes: int) -> Database:
     except OSError:
         pass  # It is there already; or it cannot be made, which SQLite is about to say.
     conn = _connect(file, makes=True)
-    conn.max_owner_bytes = max_owner_bytes
+    conn.max_bytes_of = max_bytes_of
     try:
         _check_file(conn, file)
         # Of a new file only; an older one is rewritten (`_allow_shrinking`).

@@ -23,11 +23,11 @@ def check(conn: Database, owner: str, added_bytes: int, now: float) -> None:
     Raises:
         GatewayError: `quota_exceeded`.
     """
-    limit = conn.max_owner_bytes
+    limit = conn.max_bytes_of(owner)
     if limit and stored_bytes(conn, owner, now) + added_bytes > limit:
         raise GatewayError(
             "quota_exceeded",
-            f"Your conversations take all of the {limit // _MIB} MiB that this server keeps for one user (--max-stored-mib). Delete "
+            f"Your conversations take all of the {limit // _MIB} MiB that this server keeps for you (--max-stored-mib, or your own limit). Delete "
             f"conversations that you no longer need: {RESTORE_WINDOW_S:.0f} s later their room is yours again.",
         )
 

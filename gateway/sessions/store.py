@@ -84,15 +84,15 @@ class SessionStore:
         path: str | os.PathLike[str],
         *,
         full_text: bool = True,
-        max_owner_bytes: int = 0,
+        max_bytes_of: Callable[[str], int] = lambda owner: 0,
         picture_room: PictureRoom = ANY_PICTURES,
     ) -> SessionStore:
         """Open or make the file at `path` (its folder must exist) and bring its schema up to date.
 
         Turns that were running when the last process died become ``failed``. full_text: keep a search index where this SQLite can
-        (3.34 or newer with FTS5); without it a search reads every text of its owner. max_owner_bytes: how much text one owner may store;
-        0: no limit. picture_room: what a prompt can hold of a conversation's pictures. Raises StartupError, with a text for the operator, if the
-        file is damaged, from a newer version, not ours, in use by another process, or cannot be opened.
+        (3.34 or newer with FTS5); without it a search reads every text of its owner. max_bytes_of: how much an owner may store,
+        0: no limit; called in another thread. picture_room: what a prompt can hold of a conversation's pictures. Raises StartupError, with a text
+        for the operator, if the file is damaged, from a newer version, not ours, in use by another process, or cannot be opened.
         """
         file = Path(path)
         health = Health(file)
@@ -100,7 +100,7 @@ class SessionStore:
         lock_fd = await asyncio.to_thread(lock, file)
         try:
             wal_lost_frames = await asyncio.to_thread(check_log, file)
-            open_file = partial(open_writer, file, full_text, max_owner_bytes)
+            open_file = partial(open_writer, file, full_text, max_bytes_of)
             writer = await _opened(open_file, "BEGIN IMMEDIATE", health, reserve)
             readers: list[SqliteConnection] = []
             try:

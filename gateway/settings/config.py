@@ -280,7 +280,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     api_key_file: Annotated[
-        Path | None, setting("Access", "File of hashed keys, one a line, from `overture keys new`.")
+        Path | None, setting("Access", "File of people and their hashed keys, from `overture users add`.")
     ] = None
     operator_keys: Annotated[
         tuple[NonEmpty, ...],
@@ -320,6 +320,41 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine.",
         ),
     ] = ()
+    trusted_user_header: Annotated[
+        str,
+        setting(
+            "Access",
+            "Header by which a reverse proxy names the person whom it has signed in, such as X-Forwarded-User; "
+            "read from this machine and from --trusted-proxy only. Empty: no header is believed.",
+        ),
+    ] = ""
+    add_trusted_users: Annotated[
+        bool,
+        setting(
+            "Access",
+            "Add a person whom the proxy or the OIDC provider names for the first time, as a member.",
+        ),
+    ] = False
+    oidc_issuer: Annotated[
+        str,
+        setting(
+            "Access",
+            "OpenID Connect provider at which people may sign in, such as https://login.example.org; its settings must list "
+            "this server's /v1/sign-in/oidc/callback. Empty: none.",
+        ),
+    ] = ""
+    oidc_client_id: Annotated[str, setting("Access", "What the provider calls this server.")] = ""
+    oidc_client_secret_file: Annotated[
+        Path | None, setting("Access", "File of this server's secret there; unset: it has none (PKCE alone).")
+    ] = None
+    oidc_claim: Annotated[
+        NonEmpty,
+        setting(
+            "Access",
+            "What the provider says of a person that is the person's name here: email (verified ones only), or another that people "
+            "cannot change by themselves.",
+        ),
+    ] = "email"
     head_timeout_s: Annotated[
         float, setting("Access", "Seconds in which a request's head must have arrived.", gt=0)
     ] = 10.0

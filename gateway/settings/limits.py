@@ -1,4 +1,4 @@
-"""The settings of the group "Limits": what one request and one key may ask for. docs/operations.md, "Limits", says what each one bounds."""
+"""The settings of the group "Limits": what one request and one key may ask for. docs/operations/limits.md says what each one bounds."""
 
 from typing import Annotated
 
@@ -70,6 +70,14 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
             "Requests a second with one key, and five times as many at once; unset: 100, without keys 1000.",
         ),
     ] = None
+    max_requests_per_min: Annotated[
+        int,
+        setting(
+            "Limits",
+            "API calls and chat messages a minute that the model answers one person, as many of which may come at once; 0: no limit.",
+            ge=0,
+        ),
+    ] = 0
     max_tokens_per_day: Annotated[
         int,
         setting(

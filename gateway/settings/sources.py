@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -36,6 +37,9 @@ DEFAULT_CONFIG_FILE = "overture.toml"
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
+_HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Headers that say who asks in another way, or what nobody vouches for.
+_OTHER_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-api-key", "user-agent"})
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _TRUE_WORDS = {"1", "true", "yes", "on"}
 _FALSE_WORDS = {"0", "false", "no", "off"}
@@ -49,6 +53,7 @@ def load_config(
     *,
     config_file: str | os.PathLike[str] | None = None,
     cwd: Path | None = None,
+    needs_key_file: bool = True,
 ) -> Config:
     """Load the settings from file, environment and flags; later sources win.
 
@@ -58,6 +63,7 @@ def load_config(
         config_file: must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is read if it exists. Relative
             paths in the file count from the file's folder, others from `cwd`.
         cwd: the folder in which the command runs.
+        needs_key_file: whether `api_key_file` must be there; not for commands that are about to make it.
 
     Raises:
         ConfigError: names the source, the setting and the expected value.
@@ -76,6 +82,8 @@ def load_config(
             sources[name] = source
     config = Config(**values, sources=sources)
     _check(config)
+    if needs_key_file:
+        _check_key_file(config)
     return config
 
 
@@ -86,15 +94,13 @@ def _check(config: Config) -> None:
     _check_embeddings(config)
     for name in (
         "chat_template",
-        "api_key_file",
         "cluster_cert",
         "cluster_key",
+        "oidc_client_secret_file",
         "ssl_certfile",
         "ssl_keyfile",
     ):
-        path = getattr(config, name)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+        _check_is_file(config, name)
     if (
         "adapters_dir" in config.sources
         and config.adapters_dir is not None
@@ -124,10 +130,64 @@ def _check(config: Config) -> None:
             ipaddress.ip_network(proxy, strict=False)
         except ValueError as error:
             raise ConfigError(f"trusted_proxies: {error} ({config.sources['trusted_proxies']})") from error
+    _check_sign_in(config)
     if config.length_predictor is not None and not _MODULE_AND_NAME.fullmatch(config.length_predictor):
         raise ConfigError(
             f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
         )
+
+
+def _check_sign_in(config: Config) -> None:
+    """Check the settings by which others sign people in."""
+    header = config.trusted_user_header
+    if header and not _HEADER.fullmatch(header):
+        raise ConfigError(
+            f"trusted_user_header: expected the name of a header, got {header!r} ({config.sources['trusted_user_header']})"
+        )
+    if header.lower() in _OTHER_HEADERS:
+        raise ConfigError(
+            f"trusted_user_header: {header} says something else: have the proxy send another header"
+        )
+    issuer = config.oidc_issuer
+    if bool(issuer) is not bool(config.oidc_client_id):
+        raise ConfigError("oidc_issuer and oidc_client_id go together: give both, or neither")
+    if issuer and not is_tls_or_local(issuer):
+        raise ConfigError(
+            f"oidc_issuer: expected an https address, got {issuer!r} ({config.sources['oidc_issuer']})"
+        )
+    if config.add_trusted_users and not header and not issuer:
+        raise ConfigError(
+            "add_trusted_users: nobody names people: set trusted_user_header or oidc_issuer, too"
+        )
+
+
+def _check_key_file(config: Config) -> None:
+    """Check that the key file is there, where one is named, and where people are signed in by others."""
+    _check_is_file(config, "api_key_file")
+    for name in ("trusted_user_header", "oidc_issuer"):
+        if getattr(config, name) and config.api_key_file is None:
+            raise ConfigError(
+                f"{name}: people stand in a key file, so name one with api_key_file; "
+                "`overture users add NAME --operator --key-file FILE` makes it"
+            )
+
+
+def _check_is_file(config: Config, name: str) -> None:
+    path = getattr(config, name)
+    if path is not None and not path.is_file():
+        raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+
+
+def is_tls_or_local(url: str) -> bool:
+    """Return whether what is sent to an address stays between the two ends: by TLS, or on this machine."""
+    try:
+        split = urlsplit(url)
+        host = split.hostname or ""
+    except ValueError:
+        return False
+    return bool(host) and (
+        split.scheme == "https" or (split.scheme == "http" and host in ("127.0.0.1", "::1", "localhost"))
+    )
 
 
 def _check_engine(config: Config) -> None:
@@ -233,7 +293,7 @@ def _check_cluster(config: Config) -> None:
     if not is_loopback and config.cluster_cert is None:
         raise ConfigError(
             f"cluster_host: nodes on {config.cluster_host} need TLS: give --cluster-cert and --cluster-key, "
-            'the same on all machines (docs/operations.md, "Several nodes")'
+            "the same on all machines (docs/operations/nodes.md)"
         )
     if config.nodes == 0 and config.ray_address is None and is_loopback:
         raise ConfigError("nodes: 0 is for a cluster that others join: give --ray-address or --cluster-host")

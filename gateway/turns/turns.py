@@ -65,7 +65,6 @@ class Turns:
         advisories: gives the outcome of a session's advisory.
         now: wall clock in seconds, for times that are stored.
         prompt_chars: returns the length of the longest prompt that is accepted, in characters.
-        budgets: turns count among the requests of their owner that are under way; None: there is no bound.
         keeps_questions: whether a user's own length predictor reads the question.
         home_of: returns the node that has the KV of a tenant's session, "" where that is not known.
         traces: where the span of each turn goes.
@@ -80,7 +79,6 @@ class Turns:
         advisories: Advisories,
         now: Callable[[], float] = time.time,
         prompt_chars: Callable[[], int] = lambda: sys.maxsize,
-        budgets: RequestBudgets | None = None,
         keeps_questions: bool = False,
         home_of: Callable[[str, str], str] = lambda tenant, session_id: "",
         traces: Traces = NO_TRACES,
@@ -92,10 +90,11 @@ class Turns:
         self._advisories = advisories
         self._now = now
         self._prompt_chars = prompt_chars
-        self._budgets = budgets
         self._keeps_questions = keeps_questions
         self._home_of = home_of
         self._traces = traces
+        self.budgets: RequestBudgets | None = None
+        """Counts turns among the requests of their owner; None: there is no bound."""
         self.usage: Usage | None = None
         """Counts what turns use, and refuses turns to people who have used all tokens of the day; None: nothing is counted."""
         self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
@@ -218,8 +217,9 @@ class Turns:
         with contextlib.ExitStack() as place:
             if self.usage is not None:
                 self.usage.check(owner)
-            if self._budgets is not None:
-                place.enter_context(self._budgets.enter(owner))
+            if self.budgets is not None:
+                self.budgets.ask(owner)
+                place.enter_context(self.budgets.enter(owner))
             return await self._start(owner, message, adapter, earlier, request, place)
 
     def _check_pictures(self, num_pictures: int) -> None:

@@ -41,6 +41,7 @@ from kvtiers.io.log_contents import NEVER, BlockLocation, DiskStats, LogIndex
 from kvtiers.io.log_evictor import Evictor, reordered
 from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT, READS_IN_FLIGHT, LogReader, ReadResult, ignore
 from kvtiers.io.log_writer import WRITE_BUFFER_BYTES, LogWriter
+from kvtiers.io.overwrite import overwrite
 from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Part, Record
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_paths
@@ -370,6 +371,33 @@ class DiskLog:
         self._room.fit(await self._workers.run(self._look_for_room), self._contents.num_bytes)
 
     # The rest.
+
+    async def erase(self, owner: int) -> int:
+        """Forget and overwrite all blocks of an owner, and return how many there were. A cancelled erasure is finished first.
+
+        owner: `owner_tag` of the tenant; what another tenant with the same tag has goes as well. Raises OSError for a segment that cannot be written;
+        its blocks are forgotten all the same.
+        """
+        return await to_the_end(self._erase(owner))
+
+    async def _erase(self, owner: int) -> int:
+        num_blocks = 0
+        async with self._write_lock:
+            for segment in list(self._contents.segments.values()):
+                own = [(place, keys) for place, keys in segment.records if place.owner == owner]
+                if not own:
+                    continue
+                if self._writer.active is not None and self._writer.active[0] is segment:
+                    await self._writer.seal()
+                for place, keys in own:
+                    self._contents.forget([key for key in keys if self._contents.is_at(key, place)])
+                try:
+                    await self._workers.run(overwrite, segment.path, [place.offset for place, _ in own])
+                except FileNotFoundError:
+                    pass  # somebody has removed it, and what it held
+                segment.records = [record for record in segment.records if record[0].owner != owner]
+                num_blocks += sum(place.num_blocks for place, _ in own)
+        return num_blocks
 
     async def close(self) -> None:
         """End the reads under way and release the folder. Afterwards the store is empty: reads miss, and appends are refused."""

@@ -11,11 +11,9 @@ from msgspec import Struct
 
 from kvtiers.errors import StoreBusy
 from kvtiers.io.files import DESCRIPTION_NAME, LOCK_NAME, Files, claim, read_regular
-from kvtiers.io.records import ALIGNMENT_BYTES, decode_head, encode_prelude, owner_tag
+from kvtiers.io.overwrite import overwrite
+from kvtiers.io.records import owner_tag
 from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
-from kvtiers.keys import KEY_BYTES, BlockKey
-
-_ZEROS_BYTES = 1 << 20  # Chosen: what is written at once over blocks that are erased.
 
 
 class StoreInfo(Struct, frozen=True, kw_only=True):
@@ -87,15 +85,15 @@ def prune(
     return Pruned(num_segments=num_removed, bytes=removed_bytes, bytes_left=left)
 
 
-def erase(directory: Path, tenant: str) -> int:
+def erase(directory: Path, tenant: str, *, skips_held: bool = False) -> int:
     """Overwrite the blocks of one tenant in the stores under `directory`, or in the store that it is, and return how many there were.
 
-    Their records stay as records of zeros under keys that nobody asks for, so that the records behind them are still found. Blocks of another
-    tenant with the same tag go as well; those are computed again.
+    Blocks of another tenant with the same tag go as well; those are computed again.
 
     Args:
         directory: a store, or a folder of stores.
         tenant: whose blocks are to go; not "", which is everybody's.
+        skips_held: leave out stores that a live process holds, which erases there by itself.
 
     Raises:
         StoreBusy: a live process holds one of the stores; then nothing is erased.
@@ -105,36 +103,23 @@ def erase(directory: Path, tenant: str) -> int:
         raise ValueError("the tenant without a name is everybody")
     num_blocks = 0
     with ExitStack() as held:
-        folders = list(_stores(directory))
-        for folder in folders:
-            held.callback(claim(folder).release)
+        folders = []
+        for folder in _stores(directory):
+            try:
+                held.callback(claim(folder).release)
+            except StoreBusy:
+                if not skips_held:
+                    raise
+            else:
+                folders.append(folder)
         for folder in folders:
             for number, path in segment_paths(folder):
                 places = [place for place, _ in scan_segment(Files(), number, path).records]
                 own = [place for place in places if place.owner == owner_tag(tenant)]
                 if own:
-                    _overwrite(path, [place.offset for place in own])
+                    overwrite(path, [place.offset for place in own])
                 num_blocks += sum(place.num_blocks for place in own)
     return num_blocks
-
-
-def _overwrite(path: Path, offsets: list[int]) -> None:
-    """Replace the records that begin at these bytes of a segment by records of zeros."""
-    with path.open("r+b") as segment:
-        for offset in offsets:
-            segment.seek(offset)
-            head = decode_head(segment.read(ALIGNMENT_BYTES))
-            assert head is not None  # it was found a moment ago, and the store is ours
-            keys = [BlockKey(os.urandom(KEY_BYTES)) for _ in range(head.num_blocks)]
-            sums = [0] * (head.num_blocks * head.shape.num_layers)
-            prelude = encode_prelude(keys, head.shape, sums)
-            segment.seek(offset)
-            segment.write(prelude)
-            left = head.record_bytes - len(prelude)
-            while left:
-                left -= segment.write(bytes(min(left, _ZEROS_BYTES)))
-        segment.flush()
-        os.fsync(segment.fileno())
 
 
 def _stores(directory: Path) -> Iterator[Path]:

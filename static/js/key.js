@@ -3,6 +3,16 @@
 import { ask, dialogWith } from './dialogs.js';
 import { h } from './dom.js';
 
+/** Resolves to whether people may sign in at a provider (OIDC). */
+async function canSignIn() {
+  try {
+    const { ways } = await (await fetch('v1/sign-in', { signal: AbortSignal.timeout(2000) })).json();
+    return ways.includes('oidc');
+  } catch {
+    return false; // a server of an earlier version, or none: the key is asked for as ever
+  }
+}
+
 /**
  * Asks for an API key until one is given.
  *
@@ -21,6 +31,6 @@ export async function askKey(wasWrong) {
       dialog.close(input.value.trim());
     } } },
     h('label', { htmlFor: 'key' }, 'API key'), input,
-    h('div', { class: 'dialog-buttons' }, h('button', { class: 'button primary' }, 'Continue'))));
+    h('div', { class: 'dialog-buttons' }, await canSignIn() && h('a', { class: 'button', href: 'v1/sign-in/oidc' }, 'Sign in without a key'), h('button', { class: 'button primary' }, 'Continue'))));
   return ask(dialog);
 }

@@ -66,7 +66,7 @@ export class ChatCore {
     /** @type {'connecting'|'offline'|'starting'|'ready'|'locked'} */
     this.phase = 'connecting';
     this.apiKey = null;
-    this.user = null; // {owner, name, role}
+    this.user = null; // {owner, name, role, can_sign_out}
     this.isAnother = false;
     this.attempt = 0;
     this.retryAt = 0;

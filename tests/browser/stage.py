@@ -99,6 +99,8 @@ class Stage:
         self.keys = {name: f"ov-key-of-{name}-for-tests-only" for name in keys}
         self.key_file = folder / "keys"
         self.operators: set[str] = set()
+        self.settings: dict[str, Any] = {}
+        """Of `Config`, beside those that each stage has."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._ended = contextlib.AsyncExitStack()
@@ -124,6 +126,7 @@ class Stage:
             drain_timeout_s=1,
             kv_host_gib=0.25,
             api_key_file=self.key_file if self.keys else None,
+            **self.settings,
         )
         self.gateway = Gateway(self.store, config)
         self.gateway.node.script = SCRIPT

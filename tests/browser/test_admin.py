@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.access.key_file import owner_of
+from gateway.access.person_limits import PersonLimits
 from gateway.people.ledger import Spent
 from tests.browser.stage import Site, Stage
 
@@ -110,6 +111,25 @@ def test_an_operator_makes_replaces_and_withdraws_keys(admin: Page, stage: Stage
     expect(admin.row("eve").locator(".mark.good")).to_be_visible()
     admin.page.get_by_role("button", name="Manage ada").click()
     expect(admin.page.get_by_role("menuitem", name="Erase")).to_have_count(0)
+
+
+def test_an_operator_sets_limits(admin: Page, stage: Stage, page_watch: Any) -> None:
+    page_watch.forgive()
+    bob = owner_of(stage.keys["bob"])
+    admin.choose("bob", "Limits")
+    admin.page.get_by_label("Tokens a day").fill("5000")
+    admin.page.get_by_label("Requests at once").fill("0")
+    admin.press("Save")
+    expect(admin.page.get_by_text("The limits of bob are saved.")).to_be_visible()
+    expected = PersonLimits(tokens_per_day=5000, concurrent_requests=0)
+    assert stage.do(lambda: stage.gateway.server.services.keys.limits_of(bob)) == expected
+    admin.choose("bob", "Limits")
+    expect(admin.page.get_by_label("Tokens a day")).to_have_value("5000")
+    expect(admin.page.get_by_label("Requests a minute")).to_have_value("")
+    admin.page.get_by_label("Tokens a day").fill("")
+    admin.press("Save")
+    expect(admin.page.get_by_role("dialog")).to_have_count(0)
+    expect(admin.page.get_by_label("Tokens a day")).to_have_count(0)
 
 
 def test_what_people_use_is_shown_exported_and_erased(

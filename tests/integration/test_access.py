@@ -156,7 +156,7 @@ async def test_guessing_keys_is_slowed_and_closes_the_socket(gateways: Gateways)
 
 
 def write_keys(path: Path, *lines: str) -> None:
-    """Replace the file whole, as docs/operations.md asks for."""
+    """Replace the file whole, as docs/operations/people.md asks for."""
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines) + "\n")
     new.chmod(0o600)

@@ -1,4 +1,4 @@
-"""What is written of the server is so: the OpenAPI document, with vLLM's own models in it, and the series that the Grafana dashboard asks for."""
+"""What is written of the server is so: the OpenAPI document, with vLLM's own models in it, and the series that dashboard and alert rules ask for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import jsonschema_rs
 import pytest
+import yaml
 from openapi_schema_validator import OAS31Validator
 from openapi_schema_validator._specifications import REGISTRY as SPECIFICATIONS
 from openapi_spec_validator import OpenAPIV31SpecValidator
@@ -26,8 +27,8 @@ from tests.conftest import ROOT
 from .conftest import Gateways, told
 from .facts import BODY, CHAT, KEYS, MODEL, Http, Patch
 
-DASHBOARD = ROOT / "docs/deploy/grafana/overture.json"
-SERIES = re.compile(r"\b(?:overture_|vllm:)\w+")
+DASHBOARD, ALERTS = ROOT / "docs/deploy/grafana/overture.json", ROOT / "docs/deploy/alerts.yml"
+SERIES = re.compile(r"\b(?:overture_|vllm:|process_)\w+")
 GROUPED = re.compile(r"by \(([\w, ]+)\)")
 SELECTED = re.compile(r'(\w+)(?:=|!=|=~|!~)"')
 # Lanes are fitted after 16 requests: told here by the same collector, of lanes that are there.
@@ -46,6 +47,8 @@ FITTED = SchedulingStats(
 def expressions() -> Iterator[str]:
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         yield from (target["expr"] for target in panel.get("targets", ()))
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"] if not rule["expr"].startswith("up{"))
 
 
 def of_text(text: str) -> Iterator[tuple[str, set[str]]]:
@@ -62,7 +65,9 @@ def of_instruments(metrics: Metrics) -> Iterator[tuple[str, set[str]]]:
                 yield found._name + ending, {*found._labelnames, *(["le"] * (ending == "_bucket"))}
 
 
-async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(server: Server, http: Http) -> None:
+async def test_dashboard_and_alerts_ask_for_series_and_labels_that_metrics_has(
+    server: Server, http: Http
+) -> None:
     await told(http.post(CHAT, json=BODY))
     text = await told(http.get("/metrics"))
     labels_of: dict[str, set[str]] = defaultdict(set)

@@ -105,6 +105,14 @@ async def test_adapters_beside_the_base_model_answer_as_in_one_process(
     assert stats is not None and stats.num_by_place["host"] > 0, "there is a slot for each of them"
 
 
+async def test_a_tenants_kv_is_erased_from_every_rank(split: Split, whole: dict[str, list[int]]) -> None:
+    said = await generate(split.node, PROMPT, session_id="s", tenant="ada")
+    assert (await generate(split.node, PROMPT, session_id="s", tenant="ada")).num_reused == REUSABLE
+    await split.node.erase_kv("ada")
+    again = await generate(split.node, PROMPT, session_id="s", tenant="ada")
+    assert again.num_reused == 0 and again.token_ids == said.token_ids == whole["prompt"]
+
+
 async def test_a_rank_that_ends_fails_the_engine_and_host_memory_outlives_it(
     split: Split, whole: dict[str, list[int]]
 ) -> None:

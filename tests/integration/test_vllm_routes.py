@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
 import ssl
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +119,37 @@ async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(http: Http
         assert isinstance((await told(http.post(path, json=body), status))["error"]["code"], str)
 
 
+def break_off(port: int, trust: ssl.SSLContext) -> None:
+    """Begin handshakes of TLS and of the chat socket, and leave at several points, also with a reset."""
+    upgrade = (
+        b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    to_server = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        trust.wrap_bio(ssl.MemoryBIO(), to_server, server_hostname="127.0.0.1").do_handshake()
+    for linger_s in (None, 0):
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(50), to_server.read() or b"\x16\x03\x01"):
+            with socket.create_connection(("127.0.0.1", port)) as plain:
+                plain.sendall(data)
+                _end(plain, linger_s)
+        for data in (b"", upgrade):
+            inside = trust.wrap_socket(
+                socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1"
+            )
+            with inside:
+                inside.sendall(data)
+                _end(inside, linger_s)
+
+
+def _end(connection: socket.socket, linger_s: int | None) -> None:
+    """Have the connection end with a reset if it lingers for no time."""
+    if linger_s is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, linger_s))
+
+
 async def test_over_tls_api_and_socket_work_and_plain_http_does_not(
-    gateways: Gateways, tmp_path: Path
+    gateways: Gateways, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A certificate that is none stops the start."""
     made = certified(tmp_path, "here", "127.0.0.1")
@@ -127,12 +159,16 @@ async def test_over_tls_api_and_socket_work_and_plain_http_does_not(
     async with Http(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as http:
         answer = await complete(http, "Hello", max_tokens=2)
         assert answer["usage"]["completion_tokens"] == 2
-        async with http.ws_connect("/ws") as socket:
-            await socket.send_json({"type": "hello"})
-            assert (await socket.receive_json())["type"] == "ready"
+        async with http.ws_connect("/ws") as chat:
+            await chat.send_json({"type": "hello"})
+            assert (await chat.receive_json())["type"] == "ready"
     async with Http() as plain:
         with pytest.raises(aiohttp.ClientError):
             await plain.get(server.url.replace("https", "http") + "/healthz")
+    await asyncio.to_thread(break_off, server.port, trust)
+    async with Http(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as http:
+        await told(http.get("/healthz"))
+    assert not [record for record in caplog.records if record.exc_info], "who leaves early is no traceback"
     (tmp_path / "c.pem").write_text("no certificate")
     with pytest.raises(StartupError, match="ssl_certfile"):
         await gateways(ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "c.pem")

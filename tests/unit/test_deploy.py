@@ -67,3 +67,19 @@ def test_prometheus_and_grafana_find_what_they_are_told_of() -> None:
     assert set(re.findall(r'"uid": "(.*)"', dashboard)) == {source["uid"], "overture"}
     (provider,) = compose("docs/deploy/grafana/dashboards.yaml")["providers"]
     assert any(f":{provider['options']['path']}/" in each for each in services["grafana"]["volumes"])
+
+
+def test_the_unit_has_the_key_file_as_a_credential_and_names_settings() -> None:
+    unit = (ROOT / "docs/deploy/overture.service").read_text()
+    named = set(re.findall(r"\b(OVERTURE_[A-Z_]+)=", unit))
+    assert named and named <= VARIABLES
+    credentials = re.findall(r"^LoadCredential=(\w+):", unit, re.MULTILINE)
+    assert credentials == re.findall(r"=%d/(\w+)$", unit, re.MULTILINE) == ["keys"]
+
+
+def test_prometheus_reads_the_alert_rules() -> None:
+    volumes = compose()["services"]["prometheus"]["volumes"]
+    for name in compose("docs/deploy/prometheus.yml")["rule_files"]:
+        assert f"./docs/deploy/{name}:/etc/prometheus/{name}:ro" in volumes
+    (group,) = compose("docs/deploy/alerts.yml")["groups"]
+    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in group["rules"])

@@ -20,7 +20,7 @@ restart, from another node, after an advisory, under adapters, and in one batch 
 
 The numbers are prompt tokens that were not computed again, of a prompt of {tokens}; at another node and after an advisory, of the second turn of a
 conversation of some 390. What a family goes without, and why, is what the server says in
-`/v1/nodes`, and `overture doctor --model` before the start ([operations.md](operations.md), "What a model cannot have").
+`/v1/nodes`, and `overture doctor --model` before the start ([operations/models.md](operations/models.md#what-a-model-cannot-have)).
 
 {versions}, {num} families, {wrong} with wrong tokens.
 

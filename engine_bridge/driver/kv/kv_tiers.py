@@ -28,6 +28,7 @@ from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.host_pool import HostPool
+from kvtiers.io.inspect import erase
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import Namespace
 from kvtiers.policy.eviction import ByValue
@@ -302,6 +303,17 @@ class KvTiers:
         if self.peering is not None:
             with going_on("what lends KV to other nodes"):
                 self.peering.close()
+
+    def erase(self, tenant: str) -> int:
+        """Erase all that a tenant has in host memory, on disk, and in stores of other models there; return the number of blocks on disk.
+
+        Not on the engine's thread. Raises OSError.
+        """
+        num_blocks = self.store.erase(tenant) if self.store is not None else 0
+        folder = self.config.folder
+        return num_blocks + (
+            erase(folder, tenant, skips_held=True) if folder is not None and folder.is_dir() else 0
+        )
 
     def peer_address(self) -> str:
         """Return the address where other nodes may ask for KV from now on; "" if they may not. Raises OSError."""

@@ -105,6 +105,14 @@ class Rank:
         fill_kv(caches)
         return len(caches), layer_bytes(caches[0])
 
+    @answered
+    def overture_zero(self, blocks: list[int]) -> None:
+        """Overwrite these blocks of this rank's KV cache."""
+        from engine_bridge.driver.kv.erasing import zero
+        from engine_bridge.driver.memory.block_copy import distinct
+
+        zero(distinct(self.model_runner.kv_caches), blocks)
+
     def _copies(self) -> RankCopies:
         from engine_bridge.driver.vllm_api import get_kv_transfer_group
 

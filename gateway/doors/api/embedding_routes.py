@@ -31,6 +31,7 @@ async def embeddings(request: web.Request) -> web.Response:
     if model is None:
         raise GatewayError("not_found", NO_MODEL)
     services.usage.check(principal.owner)
+    services.budgets.ask(principal.owner)
     model.check_is_up()
     # Before the body is read: waiting bodies take memory, too.
     with services.budgets.enter(principal.owner), services.metrics.embedding_s.time():

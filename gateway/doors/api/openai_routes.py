@@ -72,6 +72,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         principal = services.admit(request)
         if api not in COUNTING_APIS:
             services.usage.check(principal.owner)
+            services.budgets.ask(principal.owner)
         # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
             async with services.calls.of(principal.key):

@@ -122,14 +122,14 @@ def _who_says(
         known: the holder of the socket's key, if there was a good hello before.
         key: from the upgrade request.
         services: have the keys.
-        request: that opened the socket, which may have the cookie of a browser that is signed in.
+        request: that opened the socket, which may have the cookie of a browser that is signed in, or a trusted proxy's word of who asks.
 
     Raises:
         GatewayError: `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
     """
     if not hello.api_key and known is not None:
         return services.keys.current(known)
-    if not hello.api_key and (signed_in := services.by_cookie(request)) is not None:
+    if not hello.api_key and (signed_in := services.signed_in(request)) is not None:
         return signed_in
     return services.gatekeeper.authenticate(hello.api_key or key, request.remote)
 

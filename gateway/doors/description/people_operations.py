@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.doors.description.operation import OPERATE, Body, Operation, Parameter, ReplyShape
+from gateway.doors.rest.oidc import WaysIn
 from gateway.doors.rest.people import (
     ChangedPerson,
     ErasedPerson,
@@ -65,7 +66,7 @@ PEOPLE_OPERATIONS: tuple[Operation, ...] = (
         "/v1/admin/people/{id}",
         "patch_person",
         OPERATE,
-        "Disable or enable a person",
+        "Disable or enable a person, or change the person's limits",
         f"All keys of a disabled person are refused, and what is open with them ends. {_OPERATORS}",
         parameters=(_PERSON,),
         body=Body(shape=ChangedPerson, example={"state": "disabled"}),
@@ -126,6 +127,38 @@ PEOPLE_OPERATIONS: tuple[Operation, ...] = (
         parameters=(_PERSON,),
         replies={204: ReplyShape(description="No browser is signed in as this person.")},
         errors=(404, 409, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/sign-in",
+        "ways_in",
+        OPERATE,
+        "See how people may sign in",
+        "Without keys there is no way, and none is needed.",
+        replies={200: ReplyShape(description="The ways.", shape=WaysIn)},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/v1/sign-in/oidc",
+        "begin",
+        OPERATE,
+        "Sign a browser in at the OIDC provider",
+        "Sends the browser there (`--oidc-issuer`).",
+        replies={302: ReplyShape(description="To the provider.")},
+        errors=(404, 429, 503),
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/v1/sign-in/oidc/callback",
+        "callback",
+        OPERATE,
+        "Come back from the OIDC provider",
+        "The provider sends the browser here. The reply sets the cookie that a sign-in link gives.",
+        replies={302: ReplyShape(description="To the chat page, signed in.")},
+        errors=(401, 404, 429, 503),
+        is_public=True,
     ),
     Operation(
         "post",

@@ -143,7 +143,7 @@ def error_reply(
 
 @web.middleware
 async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Keep other web pages out, and answer CORS where the operator has allowed an origin. Source: docs/operations.md, "People and keys".
+    """Keep other web pages out, and answer CORS where the operator has allowed an origin. Source: docs/operations/people.md.
 
     A browser sends `Origin` with every websocket and every request that could change something, so a page elsewhere cannot talk to a
     server on the user's own machine. Requests without `Origin` come from programs and pass.

@@ -7,10 +7,11 @@ import tempfile
 from typing import IO, Literal
 
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from gateway.access.auth import Principal
 from gateway.access.key_file import ID_CHARS, KeyLine
+from gateway.access.person_limits import Limit, PersonLimits
 from gateway.doors.http.bodies import _struct_body, json_reply
 from gateway.doors.http.key_changes import cut_off
 from gateway.doors.rest.people_changes import change, erase, key_file_of, people_of, person_of
@@ -37,13 +38,14 @@ class KeyEntry(Struct, frozen=True):
 
 
 class PersonEntry(Struct, frozen=True, kw_only=True):
-    """A person. owner: null until a key of an earlier version was used. Tokens and bytes are null with it."""
+    """A person. owner: null until a key of an earlier version was used. Tokens and bytes are null with it. limits: null where the server's hold."""
 
     name: str
     owner: str | None
     role: Role
     state: State
     keys: list[KeyEntry]
+    limits: PersonLimits
     tokens_today: int | None
     num_sessions: int | None
     num_stored_bytes: int | None
@@ -63,10 +65,20 @@ class NewPerson(Struct, frozen=True, forbid_unknown_fields=True):
     role: Role = "member"
 
 
-class ChangedPerson(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `PATCH /v1/admin/people/{id}`."""
+class ChangedLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Limits of a person to change. null: the server's; 0: no limit; what is left out stays."""
 
-    state: State
+    requests_per_min: Limit | None | UnsetType = UNSET
+    concurrent_requests: Limit | None | UnsetType = UNSET
+    stored_mib: Limit | None | UnsetType = UNSET
+    tokens_per_day: Limit | None | UnsetType = UNSET
+
+
+class ChangedPerson(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `PATCH /v1/admin/people/{id}`; what is left out stays."""
+
+    state: State | UnsetType = UNSET
+    limits: ChangedLimits | UnsetType = UNSET
 
 
 class NewKey(Struct, frozen=True):
@@ -84,9 +96,10 @@ class SignInLink(Struct, frozen=True):
 
 
 class ErasedPerson(Struct, frozen=True):
-    """The data that was erased: conversations. KV on disk is never asked for again, and goes with time or with `overture users delete`."""
+    """The data that was erased: conversations, and blocks of KV on the disks of all nodes."""
 
     num_sessions: int
+    num_kv_blocks: int
 
 
 async def list_people(request: web.Request) -> web.Response:
@@ -106,6 +119,7 @@ def _entry(services: Services, person: Person, stored: dict[str, tuple[int, int]
         owner=owner,
         role=_role(person.is_operator),
         state=_state(person.is_disabled),
+        limits=person.limits,
         keys=[KeyEntry(key.shown_id, _role(key.is_operator), _state(key.is_disabled)) for key in person.keys],
         tokens_today=services.usage.today(person.owner).num_tokens if owner else None,
         num_sessions=num_sessions if owner else None,
@@ -129,21 +143,33 @@ async def add_person(request: web.Request) -> web.Response:
 
 
 async def patch_person(request: web.Request) -> web.Response:
-    """Handle `PATCH /v1/admin/people/{id}`: disable or enable a person."""
+    """Handle `PATCH /v1/admin/people/{id}`: disable or enable a person, or change the person's limits."""
     services, principal = _operator(request)
-    is_disabled = (await _struct_body(request, ChangedPerson)).state == "disabled"
+    body: ChangedPerson = await _struct_body(request, ChangedPerson)
 
-    def work(roll: Roll) -> tuple[Person, Person]:
-        """Change the person and return it as it was and as it is."""
+    def work(roll: Roll) -> Person:
+        """Change the person and return it as it is then."""
         person = roll.find(request.match_info["id"])
-        _check_other(person, principal)
         place = roll.people().index(person)
-        roll.set_disabled(person, is_disabled)
-        return person, roll.people()[place]
+        if body.state is not UNSET:
+            _check_other(person, principal)
+            roll.set_disabled(person, body.state == "disabled")
+            person = roll.people()[place]
+        if body.limits is not UNSET:
+            roll.set_limits(person, structs.replace(person.limits, **_set_ones(body.limits)))
+        return roll.people()[place]
 
-    person, changed = await change(services, work)
-    _note(request, principal, "person_disabled" if is_disabled else "person_enabled", person)
-    return json_reply(_entry(services, changed, await services.store.rows.stored()))
+    person = await change(services, work)
+    if body.state is not UNSET:
+        _note(request, principal, "person_disabled" if body.state == "disabled" else "person_enabled", person)
+    if body.limits is not UNSET:
+        about = " ".join(person.limits.fields) or "limits of the server"
+        _note(request, principal, "person_limited", person, about=about)
+    return json_reply(_entry(services, person, await services.store.rows.stored()))
+
+
+def _set_ones(changed: ChangedLimits) -> dict[str, int | None]:
+    return {name: value for name, value in structs.asdict(changed).items() if value is not UNSET}
 
 
 async def delete_person(request: web.Request) -> web.Response:
@@ -162,9 +188,9 @@ async def delete_person(request: web.Request) -> web.Response:
         return person
 
     person = await change(services, work)
-    num_sessions = await erase(services, person)
+    erased = await erase(services, person)
     _note(request, principal, "person_erased", person)
-    return json_reply(ErasedPerson(num_sessions))
+    return json_reply(ErasedPerson(*erased))
 
 
 async def add_key(request: web.Request) -> web.Response:
@@ -314,7 +340,9 @@ def _key_reply(key: str) -> web.Response:
     return response
 
 
-def _note(request: web.Request, principal: Principal, what: What, person: Person, key: str = "") -> None:
+def _note(
+    request: web.Request, principal: Principal, what: What, person: Person, key: str = "", about: str = ""
+) -> None:
     entry = Entry(
         what=what,
         who=principal.name,
@@ -323,6 +351,7 @@ def _note(request: web.Request, principal: Principal, what: What, person: Person
         whom=person.name,
         whom_owner=person.owner,
         key=key,
+        about=about,
     )
     request.app[SERVICES].audit.note(entry)
 

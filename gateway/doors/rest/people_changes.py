@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import tenant_of
 from gateway.doors.http.key_changes import read_again
 from gateway.errors import GatewayError, StartupError
+from gateway.people.estate import Erased
 from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
 from gateway.services import Services
 
@@ -80,11 +82,11 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
         raise GatewayError("storage_failed", message) from error
 
 
-async def erase(services: Services, person: Person) -> int:
-    """Erase all that a person has, who is no longer in the key file, and return the number of conversations.
+async def erase(services: Services, person: Person) -> Erased:
+    """Erase all that a person has, who is no longer in the key file: conversations, usage, what was learned, and KV on all nodes.
 
-    KV leaves memory and disk first of all, but is not overwritten: nobody can ask for it any more. Raises GatewayError `overloaded` if something of
-    the person's does not end, and then it may be tried again.
+    Raises GatewayError `overloaded` if something of the person's does not end, or an engine is not up, whose KV is then left; then it may be tried
+    again.
     """
     owner = person.owner
     keys = services.keys.keys_of(owner)
@@ -99,7 +101,11 @@ async def erase(services: Services, person: Person) -> int:
     await services.sign_ins.forget(owner)
     await services.usage.forget(owner)
     await services.learned.forget(owner)
-    return num_sessions
+    try:
+        return Erased(num_sessions, await services.node.erase_kv(tenant_of(owner)))
+    except EngineUnavailable as error:
+        message = "All is erased but KV, of an engine that is not up or a node that is away. Try it again when it is back."
+        raise GatewayError("overloaded", message) from error
 
 
 async def _until_ended(services: Services, owner: str, keys: frozenset[str]) -> None:

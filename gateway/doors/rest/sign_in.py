@@ -48,8 +48,15 @@ async def sign_in(request: web.Request) -> web.Response:
         if error.code == "unauthorized":
             services.audit.refused(request.remote or "", error.message)
         raise
-    _note(request, "signed_in", principal)
+    note_sign_in(request, principal, "link")
     response = json_reply(SignedInAs(principal.name, "operator" if principal.is_operator else "member"))
+    set_cookie(request, response, cookie)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def set_cookie(request: web.Request, response: web.Response, cookie: str) -> None:
+    """Give a browser the cookie that stands for a person."""
     response.set_cookie(
         COOKIE,
         cookie,
@@ -57,11 +64,13 @@ async def sign_in(request: web.Request) -> web.Response:
         path="/",
         httponly=True,
         samesite="Strict",
-        # A proxy in front may speak HTTPS while it speaks HTTP to us.
-        secure=request.secure or request.headers.get("X-Forwarded-Proto", "").lower() == "https",
+        secure=is_secure(request),
     )
-    response.headers["Cache-Control"] = "no-store"
-    return response
+
+
+def is_secure(request: web.Request) -> bool:
+    """Return whether the browser speaks HTTPS, to us or to a proxy in front that speaks HTTP to us."""
+    return request.secure or request.headers.get("X-Forwarded-Proto", "").lower() == "https"
 
 
 async def _body(request: web.Request) -> SignIn:
@@ -93,8 +102,15 @@ async def sign_out(request: web.Request) -> web.Response:
     return response
 
 
-def _note(request: web.Request, what: What, principal: Principal) -> None:
-    entry = Entry(what=what, who=principal.name, owner=principal.owner, place=request.remote or "")
+def note_sign_in(request: web.Request, principal: Principal, way: str) -> None:
+    """Write into the audit log that a person has signed in. way: "link" or "oidc"."""
+    _note(request, "signed_in", principal, way)
+
+
+def _note(request: web.Request, what: What, principal: Principal, about: str = "") -> None:
+    entry = Entry(
+        what=what, who=principal.name, owner=principal.owner, place=request.remote or "", about=about
+    )
     request.app[SERVICES].audit.note(entry)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import Struct
 
+from gateway.access.person_limits import PersonLimits, in_force
 from gateway.doors.http.bodies import json_reply
 from gateway.errors import GatewayError
 from gateway.people.ledger import Day
@@ -23,18 +24,22 @@ class DayUsage(Struct, frozen=True, kw_only=True):
 
 
 class PersonUsage(Struct, frozen=True, kw_only=True):
-    """The usage of one person, and the bytes that the person's conversations take. name: "" for somebody whom the key file no longer has."""
+    """The usage of one person, and the bytes that the person's conversations take. name: "" for somebody whom the key file no longer has.
+
+    limits: those in force for the person, an operator's or the server's; null: no limit.
+    """
 
     name: str
     owner: str
     tokens_today: int
     num_sessions: int
     num_stored_bytes: int
+    limits: PersonLimits
     days: list[DayUsage]
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """The usage of the caller, or for an operator of everybody, the caller first. Limits are of each person; null: no limit."""
+    """The usage of the caller, or for an operator of everybody, the caller first. Limits here are those of the server; null: no limit."""
 
     today: str
     max_tokens_per_day: int | None
@@ -73,10 +78,21 @@ async def report_of(services: Services, owner: str, num_days: int, *, sees_all: 
                 tokens_today=usage.today(each).num_tokens,
                 num_sessions=stored.get(each, (0, 0))[1],
                 num_stored_bytes=stored.get(each, (0, 0))[0],
+                limits=_limits_in_force(services, each),
                 days=[DayUsage(day=day, **spent._asdict()) for _, day, spent in by_owner.get(each, ())],
             )
             for each in shown
         ],
+    )
+
+
+def _limits_in_force(services: Services, owner: str) -> PersonLimits:
+    own, config = services.keys.limits_of(owner), services.config
+    return PersonLimits(
+        requests_per_min=in_force(own.requests_per_min, config.max_requests_per_min) or None,
+        concurrent_requests=in_force(own.concurrent_requests, services.budgets.max_concurrent) or None,
+        stored_mib=in_force(own.stored_mib, config.max_stored_mib) or None,
+        tokens_per_day=in_force(own.tokens_per_day, services.usage.max_tokens_per_day) or None,
     )
 
 

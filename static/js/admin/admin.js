@@ -93,6 +93,7 @@ export class Admin {
       if (person.state === 'active') entries.push(['Sign-in link', () => this.#makeLink(person.name, `${path}/sign-in-link`)]);
       entries.push(['Sign out everywhere', () => this.#endSignIns(person.name, `${path}/sign-ins`)], ['Export', () => this.#export(path)]);
     }
+    entries.push(['Limits', () => this.#limit(person, path)]);
     if (!isMe) {
       const isActive = person.state === 'active';
       entries.push([isActive ? 'Disable' : 'Enable', () => this.#setState(path, isActive ? 'disabled' : 'active')]);
@@ -130,6 +131,11 @@ export class Admin {
     if (await questions.confirm(`Withdraw ${id}?`, `The key of ${name} stops working at once. What ${name} has stays.`, 'Withdraw')) {
       await this.#do('DELETE', path);
     }
+  }
+
+  async #limit(person, path) {
+    const limits = await questions.askLimits(person.name, person.limits);
+    if (limits && await this.#do('PATCH', path, { limits })) toast(`The limits of ${person.name} are saved.`);
   }
 
   #setState(path, state) {

@@ -15,6 +15,27 @@ export async function askPerson() {
   return answer === 'yes' ? { name: name.value.trim(), role: role.value } : null;
 }
 
+const LIMITS = [
+  ['requests_per_min', 'Requests a minute', 'API calls and chat messages.'],
+  ['concurrent_requests', 'Requests at once', 'API calls and chat messages under way.'],
+  ['stored_mib', 'Stored, in MiB', 'All conversations together.'],
+  ['tokens_per_day', 'Tokens a day', 'Of prompts and answers, by UTC days.'],
+];
+
+/** Asks for the limits of a person; resolves to them, null for the server's own, or to null. */
+export async function askLimits(name, limits) {
+  const inputs = new Map();
+  const fields = LIMITS.flatMap(([id, label, note]) => {
+    const input = h('input', { id: `limit-${id}`, type: 'number', min: '0', max: '999999999999', step: '1', value: limits[id] ?? '',
+      placeholder: 'as the server has it', 'aria-describedby': `limit-${id}-note` });
+    inputs.set(id, input);
+    return [h('label', { htmlFor: input.id }, label), input, h('p', { id: `limit-${id}-note` }, note)];
+  });
+  const note = h('p', {}, 'Empty: as the server’s settings have it for everybody. 0: no limit.');
+  if (await asked(`Limits of ${name}`, 'Save', [note, ...fields]) !== 'yes') return null;
+  return Object.fromEntries([...inputs].map(([id, input]) => [id, input.value === '' ? null : input.valueAsNumber]));
+}
+
 /** Asks whether to do something; resolves to whether it was confirmed. */
 export async function confirm(title, text, label) {
   return await asked(title, label, [h('p', {}, text)]) === 'yes';

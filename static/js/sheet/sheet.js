@@ -87,7 +87,7 @@ export class Sheet {
     this.name = h('p', { class: 'sheet-name' });
     this.toPeople = h('p', { class: 'note' }, h('a', { href: 'admin' }, 'People of this server'));
     this.account = h('section', { 'aria-labelledby': 'sheet-account' }, h('h3', { id: 'sheet-account' }, 'You'), this.name,
-      h('button', { type: 'button', class: 'button', on: { click: leave } }, 'Sign out'), this.toPeople);
+      this.signOut = h('button', { type: 'button', class: 'button', on: { click: leave } }, 'Sign out'), this.toPeople);
     return this.account;
   }
 
@@ -117,6 +117,7 @@ export class Sheet {
     const { user } = this.settings.core;
     this.account.hidden = !user;
     this.name.textContent = user ? `Signed in as ${user.name}` : '';
+    this.signOut.hidden = user?.can_sign_out === false;
     this.toPeople.hidden = user?.role !== 'operator';
     if (NARROW.matches) this.element.showModal();
     else this.element.show();

@@ -129,6 +129,8 @@ class FakeNode:
         self.refusal: BaseException | None = None
         self.advise_error: BridgeError | None = None
         self.prefill_error: BridgeError | None = None
+        self.erase_error: BridgeError | None = None
+        self.erased: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.answers: list[Answer] = []
@@ -230,6 +232,12 @@ class FakeNode:
 
     def end_session(self, tenant: str, session_id: str) -> None:
         self.ended_sessions.append((tenant, session_id))
+
+    async def erase_kv(self, tenant: str) -> int:
+        if self.erase_error is not None:
+            raise self.erase_error
+        self.erased.append(tenant)
+        return 3
 
     def adapters(self) -> list[AdapterInfo]:
         return [AdapterInfo(name, 8, place=self.adapter_place) for name in self.adapter_names]

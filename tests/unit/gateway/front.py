@@ -24,6 +24,7 @@ from gateway.people.audit import NAME as AUDIT
 from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.ledger import Ledger
+from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import Services
@@ -67,7 +68,7 @@ class Gateway(Parts):
         audit = AuditLog(config.data_dir / AUDIT)
         gatekeeper = Gatekeeper(keys, self.metrics, on_refused=audit.refused)
         bounds = (
-            RequestBudgets.of(config, self.metrics, num_seqs=64),
+            RequestBudgets.of(config, self.metrics, 64, keys),
             gatekeeper,
             self.usage,
             SignIns(self.usage.ledger, keys),
@@ -77,7 +78,9 @@ class Gateway(Parts):
         maintenance = NodeMaintenance(self.nodes, config.drain_timeout_s)
         node_metrics = NodeCollector()
         self.metrics.registry.register(node_metrics)
-        self.server = Server(Services(config, node, store, *parts, *bounds, maintenance, node_metrics))
+        oidc = OidcProvider.of(config)
+        services = Services(config, node, store, *parts, *bounds, maintenance, node_metrics, oidc=oidc)
+        self.server = Server(services)
 
     async def call(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> Reply:
         """Call the HTTP API, on a connection of its own."""

@@ -22,6 +22,7 @@ from gateway.access.auth import LOCAL, KeyRing, Principal, Withdrawn, extract_ke
 from gateway.access.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, retry_after
 from gateway.access.key_file import key_file_line, line_for, owner_of, parse_line
 from gateway.access.open_calls import OpenCalls
+from gateway.access.person_limits import PersonLimits
 from gateway.access.rates import Rates
 from gateway.access.shares import Shares
 from gateway.doors.http.web_policy import error_reply
@@ -303,6 +304,62 @@ def test_names_are_forgotten_before_they_take_memory_and_the_busiest_last() -> N
         rates.take(f"n{number}", 0.0)
         assert len(rates) <= 10
     assert rates.take("busy", 0.0) == 1
+
+
+def test_a_persons_own_limits_go_before_the_servers() -> None:
+    own = {"a": PersonLimits(requests_per_min=2, concurrent_requests=2), "free": PersonLimits(0, 0)}
+    clock = Clock()
+    found = Counted()
+    budgets = RequestBudgets(
+        found,
+        per_min=1,
+        max_concurrent=1,
+        limits_of=lambda owner: own.get(owner, PersonLimits()),
+        clock=clock,
+    )
+
+    def num_asked(owner: str) -> int:
+        for number in range(5):
+            try:
+                budgets.ask(owner)
+            except GatewayError as error:
+                assert error.code == "rate_limited" and error.retry_after_s is not None
+                return number
+        return 5
+
+    assert [num_asked(owner) for owner in ("a", "other", "free")] == [2, 1, 5]
+    clock.now_s += 30
+    assert [num_asked(owner) for owner in ("a", "other")] == [1, 0]
+    with pytest.raises(
+        GatewayError, match=r"2 times a minute.*wait 30 s.*an operator set this limit for you"
+    ):
+        budgets.ask("a")
+    with pytest.raises(GatewayError, match="--max-requests-per-min"):
+        budgets.ask("other")
+    for owner in ("a", "a", "other", "free", "free"):
+        budgets.enter(owner)
+    with pytest.raises(GatewayError, match=r"2 requests with this key.*an operator set"):
+        budgets.enter("a")
+    with pytest.raises(GatewayError, match="--max-concurrent-requests"):
+        budgets.enter("other")
+    assert found.num_refused("rate") == 6 and found.num_refused("concurrency") == 2
+
+
+def test_limits_stand_on_lines_and_are_followed(tmp_path: Path) -> None:
+    line = key_file_line("ada", KEY) + ":tokens-per-day=5:stored-mib=0"
+    bob = old_line("bob", OTHER) + ":requests-per-min=3"
+    ring = ring_of(tmp_path, line, bob)
+    assert ring.limits_of(owner_of(KEY)) == PersonLimits(tokens_per_day=5, stored_mib=0)
+    assert ring.limits_of(owner_of(OTHER)) == PersonLimits(), "whose it is only the key tells"
+    ring.authenticate(OTHER)
+    assert ring.limits_of(owner_of(OTHER)) == PersonLimits(requests_per_min=3)
+    key_file(tmp_path, key_file_line("ada", KEY), bob)
+    entries = ring.read()
+    ring.take_over(entries)
+    assert ring.limits_of(owner_of(KEY)) == PersonLimits()
+    assert ring.limits_of(owner_of(OTHER)) == PersonLimits(requests_per_min=3)
+    for wrong in (":stored-mib=-1", ":stored-mib=x", ":stored-mib=", ":stored-mib=1:stored-mib=2", ":mib=1"):
+        assert parse_line(line.split(":tokens")[0] + wrong) is None
 
 
 def test_a_place_is_given_back_once() -> None:

@@ -45,6 +45,27 @@ def test_the_help_loads_none_of_the_slow_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def flags_in(text: str) -> set[str]:
+    """The flags that a help lists."""
+    return {line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")}
+
+
+def test_the_help_shows_what_most_people_need_and_the_rest_by_groups() -> None:
+    short = run("serve", "--help").stdout
+    assert len(flags_in(short)) < 18 and {"--model", "--port", "--api-key-file"} <= flags_in(short)
+    assert short.index("--config") < short.index("Main settings:") < short.index("--port")
+    own = run("doctor", "-h").stdout
+    assert own.index("--vllm-source") < own.index("--host")
+    access = run("serve", "--help", "access").stdout
+    assert "--trusted-user-header" in access and "--port" not in access and "Main settings" not in access
+    assert "--kv-host-gib" in run("node", "--help=KV").stdout
+    every = run("serve", "--help", "all").stdout
+    assert {setting.flag for setting in SETTINGS if not setting.is_bool} <= flags_in(every)
+    assert all(f"--no-{setting.flag[2:]}" in every for setting in SETTINGS if setting.is_bool)
+    wrong = run("serve", "--help", "nope")
+    assert wrong.exit_code == 2 and "no group of settings" in wrong.stderr and "scheduling" in wrong.stderr
+
+
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
     from gateway.access.auth import KeyRing
 

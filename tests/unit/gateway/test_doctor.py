@@ -96,7 +96,7 @@ def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:
     assert "make venv DEVICE=cuda" in missing.remedy and "make venv DEVICE=cuda" in gone.remedy
     (missing,) = remedies.about_vllm("No module", [], "cpu", is_checkout=False)
     documented = (Path(remedies.__file__).parents[2] / "docs" / "install.md").read_text()
-    assert all(step in missing.remedy and f"    {step}\n" in documented for step in remedies.CPU_STEPS)
+    assert all(step in missing.remedy and f"\n{step}\n" in documented for step in remedies.CPU_STEPS)
     no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, 1, is_checkout=True)
     assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
     assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD, 1, is_checkout=True))

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from gateway import cli
 from gateway.access.auth import KeyRing, generate_key
 from gateway.access.key_file import key_file_line, owner_of
+from gateway.access.person_limits import NAMES, PersonLimits
 from gateway.advisories import learned_file
 from gateway.advisories.followers import SavedOwner
 from gateway.errors import GatewayError, StartupError
@@ -122,13 +123,71 @@ def test_a_person_keeps_what_is_theirs_over_all_their_keys(run: Run, tmp_path: P
     ]
 
 
+def test_limits_of_a_person_are_of_all_their_keys_and_stay_when_keys_change(run: Run, tmp_path: Path) -> None:
+    first = run("users", "add", "ada").strip()
+    ada = owner_of(first)
+    shown = run("users", "limit", "ada", "--tokens-per-day", "5000", "--stored-mib", "0")
+    assert [line.split() for line in shown.splitlines()[1:]] == [
+        ["requests-per-min", "the", "server's"],
+        ["concurrent-requests", "the", "server's"],
+        ["stored-mib", "none"],
+        ["tokens-per-day", "5,000"],
+    ]
+    run("keys", "new", "--name", "ada", "--key-file", "keys")
+    run("keys", "replace", "ada", "--key", first[:11])
+    run("users", "limit", "ada", "--stored-mib", "server", "--requests-per-min", "60")
+    assert run("users", "limit", ada) == run("users", "limit", "ada"), "showing changes nothing"
+    limits = PersonLimits(requests_per_min=60, tokens_per_day=5000)
+    assert ring(tmp_path).limits_of(ada) == limits
+    lines = (tmp_path / "keys").read_text().splitlines()[1:]
+    assert len(lines) == 2 and all("requests-per-min=60:tokens-per-day=5000" in line for line in lines)
+    run("keys", "revoke", "ada", "--all")
+    assert ring(tmp_path).limits_of(ada) == limits
+    noted = [json.loads(line) for line in (tmp_path / "data" / "audit.jsonl").read_text().splitlines()]
+    about = [entry["about"] for entry in noted if entry["what"] == "person_limited"]
+    assert about == ["stored-mib=0 tokens-per-day=5000", "requests-per-min=60 tokens-per-day=5000"]
+    with pytest.raises(Refused, match="a whole number"):
+        run("users", "limit", "ada", "--stored-mib", "many")
+
+
+def test_the_first_person_is_added_though_settings_already_need_the_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERTURE_TRUSTED_USER_HEADER", "X-Forwarded-User")
+    monkeypatch.delenv("OVERTURE_API_KEY_FILE")
+    (tmp_path / "overture.toml").write_text('api_key_file = "team/keys"\n')
+    (tmp_path / "team").mkdir()
+    with pytest.raises(Refused, match="there is no file"):
+        run("config")
+    key = run("users", "add", "ada", "--operator").strip()
+    assert KeyRing(key_file=tmp_path / "team" / "keys").authenticate(key).name == "ada"
+    run("config")
+    with pytest.raises(Refused, match="Which key file"):
+        (tmp_path / "overture.toml").unlink()
+        run("users", "list")
+
+
 def test_what_is_listed_is_what_stands_in_the_file(run: Run, tmp_path: Path) -> None:
     old, key = generate_key(), generate_key()
     (tmp_path / "keys").write_text(f"{old_line('old', old)}\n{key_file_line('new', key)}:disabled\n")
     shown = [json.loads(line) for line in run("users", "list", "--json").splitlines()]
     assert shown == [
-        {"name": "old", "role": "member", "state": "active", "num_keys": 1, "owner": None},
-        {"name": "new", "role": "member", "state": "disabled", "num_keys": 1, "owner": owner_of(key)},
+        {
+            "name": "old",
+            "role": "member",
+            "state": "active",
+            "num_keys": 1,
+            "owner": None,
+            "limits": dict.fromkeys(NAMES),
+        },
+        {
+            "name": "new",
+            "role": "member",
+            "state": "disabled",
+            "num_keys": 1,
+            "owner": owner_of(key),
+            "limits": dict.fromkeys(NAMES),
+        },
     ]
     assert [line.split()[:3] for line in run("keys", "list").splitlines()[1:]] == [
         [old[:11], "old", "member"],

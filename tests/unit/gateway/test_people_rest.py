@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import generate_key
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.ledger import Spent
@@ -81,6 +82,47 @@ async def test_keys_are_made_replaced_and_withdrawn_at_once(gateway: Gateway, tm
     ]
     text = (tmp_path / "audit.jsonl").read_text() + (tmp_path / "keys").read_text()
     assert not any(key in text for key in (first, second, third))
+
+
+async def test_limits_of_a_person_are_set_shown_and_applied_in_each_protocols_form(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    made = await gateway.call("POST", ADMIN, {"name": "eve"}, key=KEY)
+    eve = made.body["key"]
+    limits = {"requests_per_min": 1, "tokens_per_day": 5, "stored_mib": 3}
+    changed = await gateway.call("PATCH", f"{ADMIN}/eve", {"limits": limits}, key=KEY)
+    assert changed.body["limits"] == limits | {"concurrent_requests": None}
+    changed = await gateway.call("PATCH", f"{ADMIN}/eve", {"limits": {"tokens_per_day": None}}, key=KEY)
+    assert (changed.body["limits"]["tokens_per_day"], changed.body["limits"]["stored_mib"]) == (None, 3)
+    assert (await people(gateway))["eve"]["limits"] == changed.body["limits"]
+    assert (await gateway.call("GET", "/v1/usage", key=eve)).body["people"][0]["limits"] == {
+        "requests_per_min": 1,
+        "concurrent_requests": 256,
+        "stored_mib": 3,
+        "tokens_per_day": None,
+    }
+    async with gateway.socket(key=eve, hello={}) as socket:
+        await socket.ask("a")
+        (await gateway.node.asked(0)).finish("Hi")
+        assert (await socket.rest())[1]["type"] == "done"
+        refused = await socket.ask("b")
+        assert (refused["code"], refused["retryable"]) == ("rate_limited", True)
+        assert "1 times a minute" in refused["message"] and refused["retry_after_s"] > 0
+    message = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello!"}]}
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        reply = await gateway.call("POST", path, message, key=eve)
+        assert (reply.status, reply.body["error"]["type"]) == (429, "rate_limit_error"), path
+        assert (
+            int(reply.headers["Retry-After"]) > 0 and "an operator set this" in reply.body["error"]["message"]
+        )
+    assert (await gateway.call("GET", "/api/sessions", key=eve)).status == 200, "the page goes on"
+    for wrong in ({"limits": {"stored_mib": -1}}, {"limits": {"x": 1}}, {"limits": None}):
+        assert (await gateway.call("PATCH", f"{ADMIN}/eve", wrong, key=KEY)).status == 400
+    assert (await gateway.call("PATCH", f"{ADMIN}/eve", {"limits": limits}, key=eve)).status == 403
+    found = [
+        entry["about"] for entry in await written(gateway, tmp_path) if entry["what"] == "person_limited"
+    ]
+    assert found[0] == "requests-per-min=1 stored-mib=3 tokens-per-day=5" and len(found) == 2
 
 
 async def test_only_operators_may_and_not_against_themselves(gateway: Gateway, gateways: Gateways) -> None:
@@ -161,7 +203,8 @@ async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_ke
             packed = zipfile.ZipFile(io.BytesIO(await reply.read()))
         assert len(packed.namelist()) == 3 and json.loads(packed.read("person.json"))["owner"] == bob
         erased = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
-        assert (erased.status, erased.body) == (200, {"num_sessions": 2})
+        assert (erased.status, erased.body) == (200, {"num_sessions": 2, "num_kv_blocks": 3})
+        assert gateway.node.erased == [bob]
         assert answer.is_cancelled
         frames = [frame async for frame in _until_closed(socket)]
         assert frames[-1]["code"] == "unauthorized"
@@ -171,11 +214,24 @@ async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_ke
     for trace in (b"re: one", b"ask two", b"never answered", bob.encode()):
         assert trace not in everything, trace
     assert b"re: three" in everything
-    assert (await gateway.call("DELETE", f"{ADMIN}/{bob}", key=KEY)).body == {"num_sessions": 0}, (
-        "again is nothing"
-    )
+    assert (await gateway.call("DELETE", f"{ADMIN}/{bob}", key=KEY)).body == {
+        "num_sessions": 0,
+        "num_kv_blocks": 3,
+    }, "again is nothing"
     back = generate_key()
     assert back != OTHER and not await is_let_in(gateway, back)
+
+
+async def test_an_erasure_whose_engine_is_away_says_so_and_is_ended_later(gateway: Gateway) -> None:
+    assert await is_let_in(gateway, OTHER)
+    gateway.node.erase_error = EngineUnavailable("the node n2 is away")
+    refused = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
+    assert (refused.status, refused.body["error"]["code"]) == (503, "overloaded")
+    assert "All is erased but KV" in refused.body["error"]["message"]
+    assert not await is_let_in(gateway, OTHER)
+    gateway.node.erase_error = None
+    again = await gateway.call("DELETE", f"{ADMIN}/{owner_of(OTHER)}", key=KEY)
+    assert (again.status, gateway.node.erased) == (200, [owner_of(OTHER)])
 
 
 async def _until_closed(socket: Any) -> Any:

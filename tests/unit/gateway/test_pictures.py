@@ -138,7 +138,7 @@ async def test_a_picture_that_no_message_came_for_is_kept_an_hour(store: Session
 
 
 async def test_pictures_count_against_the_quota(path: Path) -> None:
-    store = await SessionStore.open(path, max_owner_bytes=4096)
+    store = await SessionStore.open(path, max_bytes_of=lambda owner: 4096)
     await put(store, image(1))
     large = b"\xff" + bytes(5000)
     picture = describe(image(2), 1e6)

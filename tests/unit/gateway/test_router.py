@@ -86,6 +86,16 @@ async def test_a_hint_about_a_session_reaches_each_node_that_it_may_be_on() -> N
         await until(lambda: all(node.session_hints == [hint] for node in placement.inner.values()))
 
 
+async def test_kv_is_erased_on_all_nodes_and_one_that_cannot_is_told() -> None:
+    async with routed("a", "b") as (router, placement):
+        assert await router.erase_kv("t") == 6
+        assert [node.erased for node in placement.inner.values()] == [["t"], ["t"]]
+        placement.inner["a"].erase_error = EngineUnavailable("the engine is starting", code="starting")
+        with pytest.raises(EngineUnavailable, match="starting"):
+            await router.erase_kv("t")
+        assert placement.inner["b"].erased == ["t", "t"], "the others have erased all the same"
+
+
 async def test_an_advisory_is_taken_back_where_its_request_does_not_come() -> None:
     reports: list[AdvisoryReport] = []
     async with routed("a", "b") as (router, placement):

@@ -22,7 +22,7 @@ HALF = "x" * (LIMIT // 2)
 
 @pytest.fixture
 async def store(path: Path) -> AsyncIterator[SessionStore]:
-    store = await SessionStore.open(path, max_owner_bytes=LIMIT)
+    store = await SessionStore.open(path, max_bytes_of=lambda owner: LIMIT)
     yield store
     await store.close()
 
@@ -43,6 +43,19 @@ async def test_an_answer_under_way_is_kept_whole(store: SessionStore) -> None:
         assert (error.code, error.http_status, error.retryable) == ("quota_exceeded", 429, False)
         assert "1 MiB" in error.message and "Delete conversations" in error.message
     assert not (await ask(store, "s", "t", "question")).is_new
+
+
+async def test_each_owner_has_a_room_of_its_own(path: Path) -> None:
+    rooms = {"bob": 0, "eve": LIMIT}
+    store = await SessionStore.open(path, max_bytes_of=lambda owner: rooms.get(owner, 1))
+    for owner in rooms:
+        await store.create_session(owner, session_id="s", now=NOW)
+    await store.begin_turn("bob", "s", "t", HALF * 4, now=NOW)
+    assert (await refused(store.begin_turn("eve", "s", "t", HALF * 4, now=NOW))).code == "quota_exceeded"
+    assert (await refused(store.create_session("ann", session_id="s", now=NOW))).code == "quota_exceeded"
+    rooms["eve"] = 0
+    await store.begin_turn("eve", "s", "t", HALF * 4, now=NOW)
+    await store.close()
 
 
 async def test_what_is_deleted_is_free_once_nobody_can_restore_it(store: SessionStore, path: Path) -> None:

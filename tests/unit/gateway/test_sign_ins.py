@@ -111,7 +111,7 @@ async def test_what_is_open_ends_with_the_sign_in(gateway: Gateway, how: str) ->
     ):
         await socket.send_json({"type": "hello"})
         ready = await socket.receive_json()
-        assert ready["user"] == {"owner": BOB, "name": "bob", "role": "member"}
+        assert ready["user"] == {"owner": BOB, "name": "bob", "role": "member", "can_sign_out": True}
         if how == "sign out":
             async with http.post("/v1/sign-out") as reply:
                 assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]

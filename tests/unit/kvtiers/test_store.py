@@ -299,6 +299,42 @@ def test_what_others_share_stays_with_the_session_that_is_kept_for_it(make: Call
     assert tiers.restore("another", KEYS[:3]) == (3, 0)
 
 
+def test_what_a_tenant_has_is_erased_from_memory_and_disk_and_nothing_else(
+    make: Callable[..., Tiers], tmp_path: Path
+) -> None:
+    def leaves(key: BlockKey) -> bool:
+        """Whether a layer of this block's content is in memory or in a file."""
+        disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        everywhere = bytes(tiers.store.pool.memory) + disk
+        return any(tiers.content(key, layer) in everywhere for layer in range(SHAPE.num_layers))
+
+    tiers = Tiers(tmp_path, host_blocks=12)
+    tiers.save("s", KEYS[:3], tenant="gone")
+    tiers.save("s", KEYS[3:6], tenant="stays")
+    assert tiers.store.flush()
+    stage = tiers.store.stage("s", KEYS[:1], tenant="gone")  # in use meanwhile
+    late = tiers.store.begin_save("s", KEYS[6:7], tenant="gone")
+    tiers.save("s", KEYS[7:8], tenant="gone")  # waits for the disk
+    assert leaves(KEYS[0]) and leaves(KEYS[7])
+    assert tiers.store.erase("gone") >= 3
+    tiers.store.commit(late)
+    tiers.store.release(stage)
+    assert tiers.store.flush()
+    assert not any(leaves(key) for key in KEYS[:3] + KEYS[6:8])
+    assert tiers.store.num_held(KEYS[:1]) == 0
+    assert tiers.restore("s", KEYS[3:6], tenant="stays") == (3, 0)
+    tiers.store.check_invariants()
+    tiers.store.drop_host()
+    assert tiers.restore("s", KEYS[3:6], tenant="stays") == (3, 3), "records behind erased ones are found"
+    tiers.save("s", KEYS[:1], tenant="gone")
+    assert tiers.store.flush() and leaves(KEYS[0]), "whoever comes back is stored as anybody"
+    assert tiers.store.erase("gone") == 1 and tiers.store.erase("gone") == 0
+    tiers.close()
+    tiers = make(host_blocks=12)
+    assert tiers.restore("s", KEYS[3:6], tenant="stays") == (3, 3)
+    assert tiers.restore("s", KEYS[:1], tenant="gone")[0] == 0
+
+
 def test_the_kv_of_a_request_that_waits_outlives_that_of_one_that_runs(make: Callable[..., Tiers]) -> None:
     tiers = make(host_blocks=8, disk_bytes=0)
     for name, first in (("runs", 0), ("waits", 4)):
@@ -424,6 +460,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(group=groups, tenant=tenants, keep_s=st.sampled_from([0.0, 1e-6, 60.0]), is_shared=st.booleans())
     def keep_session(self, group: str, tenant: str, keep_s: float, is_shared: bool) -> None:
         self.tiers.store.keep(group, keep_s, tenant=tenant, is_shared=is_shared)
+
+    @rule(tenant=tenants)
+    def erase(self, tenant: str) -> None:
+        self.tiers.store.erase(tenant)
 
     @precondition(lambda self: not self.held)
     @rule()

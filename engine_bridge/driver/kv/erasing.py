@@ -1,0 +1,57 @@
+"""Erasing what the device's free blocks hold: KV of somebody whose data is erased must not lie there until the memory is used again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.driver.in_process import kv_caches_of, ranks_of, scheduler_of
+from engine_bridge.protocol.errors import InternalFailure
+from kvtiers.io.host_pool import runs_of
+
+if TYPE_CHECKING:
+    from engine_bridge.bridge import EngineThread
+    from engine_bridge.driver.engine.engine import VllmDriver
+    from engine_bridge.driver.kv.kv_tiers import KvTiers
+
+
+async def erase_kv(thread: EngineThread[VllmDriver], tiers: KvTiers | None, tenant: str) -> int:
+    """Erase a tenant's KV on the device and in the tiers, and return the number of blocks on disk. On the event loop. Raises as `Node.erase_kv`."""
+    await thread.call(erase_free_blocks)
+    if tiers is None:
+        return 0
+    try:
+        return await asyncio.to_thread(tiers.erase, tenant)
+    except OSError as error:
+        raise InternalFailure(f"KV on disk cannot be overwritten: {error.strerror or error}") from error
+
+
+def erase_free_blocks(driver: VllmDriver) -> int:
+    """Forget what the free blocks of the device hold, overwrite it with zeros, and return their number. On the engine thread, between two steps.
+
+    A block does not say whose it is, so these are everybody's: what the tiers have of it comes back from there. Blocks of running requests stay.
+    Raises RankError.
+    """
+    manager = scheduler_of(driver.engine).kv_cache_manager
+    queue = manager.block_pool.free_block_queue
+    block, numbers = queue.fake_free_list_head.next_free_block, []
+    while block is not None and block is not queue.fake_free_list_tail:
+        if block.block_hash is not None:
+            numbers.append(int(block.block_id))
+        block = block.next_free_block
+    manager.evict_blocks(set(numbers))
+    ranks = ranks_of(driver.engine)
+    if ranks is not None:
+        ranks.call("overture_zero", numbers)
+    else:
+        zero(kv_caches_of(driver.engine), numbers)
+    return len(numbers)
+
+
+def zero(kv_caches: Iterable[Any], blocks: Sequence[int]) -> None:
+    """Overwrite these blocks in each tensor of a KV cache, whose first dimension is the block."""
+    runs = list(runs_of(sorted(blocks)))
+    for cache in kv_caches:
+        for start, length in runs:
+            cache[start : start + length].zero_()

@@ -1,0 +1,187 @@
+"""A copy of all that a server keeps for its people, made while it runs, and a server's data made of such a copy.
+
+Databases are copied by SQLite's online backup: each is as it was at one moment, and nobody waits for it. What can be computed again is left out: KV,
+measurements, compiled kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import msgspec
+
+from gateway.advisories import learned_file
+from gateway.errors import StartupError
+from gateway.people.audit import NAME as AUDIT
+from gateway.people.estate import SESSIONS_NAME
+from gateway.people.ledger import NAME as LEDGER
+from overture_client import __version__
+
+ADAPTERS, CLUSTER_TOKEN = "adapters.db", "cluster-token"
+DATABASES = (SESSIONS_NAME, LEDGER, ADAPTERS)
+LENGTHS = "lengths-*.msgpack"
+KEYS = "keys"
+LIST_NAME, FORMAT = "backup.json", 1
+BUSY_TIMEOUT_S = 60.0  # Chosen: for a server that just rewrites its file, as after an upgrade.
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """`backup.json`: what the backup holds. files: the SHA-256 of each file, by its name; made_at: seconds since the epoch."""
+
+    format: int
+    overture: str
+    made_at: float
+    files: dict[str, str]
+
+
+def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
+    """Copy a server's data, which may be running, into a new folder for its owner only. What fails leaves no folder.
+
+    The key file comes last, so that nobody who has a conversation in the backup is missing in it. This blocks. Raises StartupError.
+    """
+    if os.path.lexists(to):
+        raise StartupError(f"{to} is there already, and nothing is overwritten: name a folder that is new.")
+    if not (data_dir / SESSIONS_NAME).is_file():
+        raise StartupError(
+            f"There are no conversations in {data_dir}: which server? Name its folder with --data-dir."
+        )
+    new = to.with_name(f".{to.name}.new-{os.getpid()}")
+    try:
+        new.mkdir(mode=0o700)
+        for name in DATABASES:
+            if (data_dir / name).is_file():
+                _copy_database(data_dir / name, new / name)
+        for path in (
+            data_dir / AUDIT,
+            data_dir / learned_file.NAME,
+            data_dir / CLUSTER_TOKEN,
+            *data_dir.glob(LENGTHS),
+        ):
+            _copy_if_there(path, new / path.name)
+        if key_file is not None:
+            _copy(key_file, new / KEYS)
+        files = {path.name: _digest(path) for path in sorted(new.iterdir())}
+        contents = Contents(FORMAT, __version__, time.time(), files)
+        _write(new / LIST_NAME, msgspec.json.format(msgspec.json.encode(contents)))
+        new.rename(to)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, (OSError, sqlite3.Error)):
+            raise StartupError(f"The backup could not be made: {error}.") from error
+        raise
+    return contents
+
+
+def restore(backup: Path, data_dir: Path, key_file: Path | None) -> Contents:
+    """Make a server's data of a backup. Nothing is overwritten, and what fails leaves nothing behind. This blocks.
+
+    Args:
+        backup: the folder that `back_up` made.
+        data_dir: the data folder, which is made if missing; it may hold nothing that the backup has.
+        key_file: where the key file goes, if the backup has one.
+
+    Raises:
+        StartupError: the backup is no backup, of a newer version, or damaged; or something is there already.
+    """
+    contents = _contents_of(backup)
+    places = {name: data_dir / name for name in contents.files if name != KEYS}
+    if KEYS in contents.files:
+        if key_file is None:
+            raise StartupError("The backup has a key file: say where it goes with --key-file.")
+        places[KEYS] = key_file
+    for name, digest in contents.files.items():
+        if not (backup / name).is_file() or _digest(backup / name) != digest:
+            raise StartupError(
+                f"The backup is damaged: {name} is missing, or not as it was. Nothing was restored."
+            )
+    for place in places.values():
+        if os.path.lexists(place):
+            raise StartupError(
+                f"{place} is there already, and nothing is overwritten. Move it away, or name other places."
+            )
+    made: list[Path] = []
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, place in places.items():
+            made.append(place)
+            _copy(backup / name, place)
+    except BaseException as error:
+        for place in made:
+            place.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StartupError(f"The backup could not be restored: {error}.") from error
+        raise
+    return contents
+
+
+def _contents_of(backup: Path) -> Contents:
+    def refuse(error: Exception) -> NoReturn:
+        """Say that this is no backup."""
+        raise StartupError(
+            f"{backup} is no backup of `overture backup`: {LIST_NAME} cannot be read."
+        ) from error
+
+    try:
+        contents = msgspec.json.decode((backup / LIST_NAME).read_bytes(), type=Contents)
+    except (OSError, ValueError) as error:
+        refuse(error)
+    if contents.format > FORMAT:
+        raise StartupError(
+            f"{backup} was made by a newer version of Overture ({contents.overture}). Upgrade first."
+        )
+    if any(Path(name).name != name or name.startswith(".") for name in contents.files):
+        refuse(ValueError("a file outside of the backup"))
+    return contents
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Copy a database that may be in use. Raises OSError, sqlite3.Error."""
+    _write(target, b"")
+    with (
+        closing(
+            sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
+        ) as old,
+        closing(sqlite3.connect(target)) as new,
+    ):
+        old.backup(new)
+        # One file by itself, without a log beside it.
+        new.execute("PRAGMA journal_mode = DELETE").fetchall()
+
+
+def _copy_if_there(source: Path, target: Path) -> None:
+    try:
+        _copy(source, target)
+    except FileNotFoundError:
+        target.unlink(missing_ok=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, for its owner only; root's copy belongs to whoever owns the folder. Raises OSError."""
+    with source.open("rb") as old, _made(target) as new:
+        shutil.copyfileobj(old, new)
+        new.flush()
+        folder = target.parent.stat()
+        if os.geteuid() == 0 and folder.st_uid != 0:
+            os.fchown(new.fileno(), folder.st_uid, folder.st_gid)
+        os.fsync(new.fileno())
+
+
+def _write(target: Path, data: bytes) -> None:
+    with _made(target) as file:
+        file.write(data)
+
+
+def _made(target: Path) -> BinaryIO:
+    return os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

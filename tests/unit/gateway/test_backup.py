@@ -1,0 +1,111 @@
+"""`overture backup` while a server runs, and `overture restore`: the restored server has the people, their keys and their conversations."""
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.access.key_file import key_file_line
+from gateway.app import Server, build_services
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import Config
+from gateway.turns.protocol import Message
+
+from .fake_node import FakeNode
+from .front import bearer
+from .test_access import KEY, key_file
+from .test_people import Refused, Run, run  # noqa: F401 - a fixture
+
+
+@asynccontextmanager
+async def serving(data_dir: Path, keys: Path) -> AsyncIterator[tuple[Server, FakeNode]]:
+    """A server as `overture serve` builds it, but for its node."""
+    node: Any = FakeNode()
+    config = Config(port=0, data_dir=data_dir, api_key_file=keys, drain_timeout_s=1)
+    services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
+    async with Server(services) as server:
+        yield server, node
+
+
+async def get(server: Server, path: str, key: str = KEY) -> Any:
+    async with aiohttp.ClientSession(server.url, headers=bearer(key)) as http, http.get(path) as reply:
+        assert reply.status == 200, path
+        return await reply.json()
+
+
+async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conversations(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    await asyncio.to_thread(key_file, tmp_path, key_file_line("ada", KEY, is_operator=True))
+    async with serving(tmp_path / "data", tmp_path / "keys") as (server, node):
+        turns = server.services.turns
+        (me,) = (await get(server, "/v1/usage"))["people"]
+        done = await turns.ask(me["owner"], Message(id="m1", content="What is a hen?"))
+        (await node.asked(0)).finish("A bird.")
+        while turns.is_busy(me["owner"]):
+            await asyncio.sleep(0)
+        await turns.ask(me["owner"], Message(id="m2", content="Under way."))
+        await node.asked(1)
+        said = await asyncio.to_thread(run, "backup", "copy")
+        assert "sessions.sqlite3" in said and "keys" in said
+        async with (
+            aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http,
+            http.post("/api/sessions", json={"title": "Later"}) as reply,
+        ):
+            assert reply.status == 201, "the server went on"
+        with pytest.raises(Refused, match="is there already"):
+            await asyncio.to_thread(run, "backup", "copy")
+        node.cut_off()
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "copy").iterdir()}
+    assert {"sessions.sqlite3", "people.sqlite3", "keys", "backup.json"} <= found.keys()
+    assert set(found.values()) == {0o600} and stat.S_IMODE((tmp_path / "copy").stat().st_mode) == 0o700
+    await asyncio.to_thread(run, "restore", "copy", "--data-dir", "new", "--key-file", "new-keys")
+    async with serving(tmp_path / "new", tmp_path / "new-keys") as (server, _):
+        listed = (await get(server, "/api/sessions"))["sessions"]
+        assert {session["id"] for session in listed} >= {done.session_id} and len(listed) == 2
+        session = await get(server, f"/api/sessions/{done.session_id}")
+        assert [turn["answer"] for turn in session["turns"]] == ["A bird."]
+        (me,) = (await get(server, "/v1/usage"))["people"]
+        assert (me["name"], me["num_sessions"]) == ("ada", 2)
+
+
+def test_nothing_is_overwritten_and_nothing_half_restored(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(Refused, match="no conversations in"):
+        run("backup", "copy")
+    assert not list(tmp_path.glob("*copy*"))
+    key_file(tmp_path, key_file_line("ada", KEY))
+    data = tmp_path / "data"
+
+    async def begin() -> None:
+        async with serving(data, tmp_path / "keys"):
+            pass
+
+    asyncio.run(begin())
+    run("backup", "copy")
+    with pytest.raises(Refused, match=r"data/\S+ is there already"):
+        run("restore", "copy", "--key-file", "elsewhere")
+    with pytest.raises(Refused, match="keys is there already"):
+        run("restore", "copy", "--data-dir", "new")
+    assert not (tmp_path / "new").exists() and not (tmp_path / "elsewhere").exists()
+    (tmp_path / "copy" / "people.sqlite3").write_bytes(b"another")
+    with pytest.raises(Refused, match=r"damaged: people.sqlite3"):
+        run("restore", "copy", "--data-dir", "new", "--key-file", "new-keys")
+    for text, why in (
+        ("{}", "no backup"),
+        (json.dumps({"format": 9, "overture": "9", "made_at": 0, "files": {}}), "newer version"),
+        (json.dumps({"format": 1, "overture": "1", "made_at": 0, "files": {"../x": ""}}), "no backup"),
+    ):
+        (tmp_path / "copy" / "backup.json").write_text(text)
+        with pytest.raises(Refused, match=why):
+            run("restore", "copy", "--data-dir", "new", "--key-file", "new-keys")
+    with pytest.raises(Refused, match="no backup"):
+        run("restore", "nowhere", "--data-dir", "new", "--key-file", "new-keys")
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new-keys").exists()
