@@ -43,7 +43,7 @@ DRAFTS_BY_LOOKUP = "--speculative-config=" + json.dumps(
 )
 
 
-class Family(Struct, frozen=True, kw_only=True):
+class Family(Struct, frozen=True):
     """A family's tiny model.
 
     Attributes:
@@ -165,42 +165,34 @@ _QWEN3_VISION = _VISION | {
     "out_hidden_size": HIDDEN,
 }
 
+_WINDOW = {"sliding_window": WINDOW_TOKENS}
+_MIXED_WINDOWS = _WINDOW | {"layer_types": _LAST_IS_FULL}
+_GEMMA = _WITH_HEAD_DIM | _WINDOW | {"query_pre_attn_scalar": HEAD_DIM}
+_MAMBA2_SIZES = {f"mamba_{name}": size for name, size in _MAMBA2.items()}
+_TWICE = 2 * KV_TOKEN_BYTES
+
 FAMILIES = (
-    Family(name="llama", config_class="LlamaConfig", config=_WITH_HEAD_DIM),
-    Family(name="llama-ngram", config_class="LlamaConfig", config=_WITH_HEAD_DIM, drafted_by="ngram"),
+    Family("llama", "LlamaConfig", _WITH_HEAD_DIM),
+    Family("llama-ngram", "LlamaConfig", _WITH_HEAD_DIM, drafted_by="ngram"),
+    Family("llama-eagle", "LlamaConfig", _WITH_HEAD_DIM, drafted_by="eagle", kv_token_bytes=_TWICE),
     Family(
-        name="llama-eagle",
-        config_class="LlamaConfig",
-        config=_WITH_HEAD_DIM,
-        drafted_by="eagle",
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        "llama-draft-model", "LlamaConfig", _WITH_HEAD_DIM, drafted_by="draft_model", kv_token_bytes=_TWICE
     ),
+    Family("qwen2", "Qwen2Config", _SIZES),
+    Family("qwen3", "Qwen3Config", _WITH_HEAD_DIM),
+    Family("mistral-window", "MistralConfig", _WITH_HEAD_DIM | _WINDOW),
+    Family("phi3-window", "Phi3Config", _SIZES | _WINDOW),
     Family(
-        name="llama-draft-model",
-        config_class="LlamaConfig",
-        config=_WITH_HEAD_DIM,
-        drafted_by="draft_model",
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
-    ),
-    Family(name="qwen2", config_class="Qwen2Config", config=_SIZES),
-    Family(name="qwen3", config_class="Qwen3Config", config=_WITH_HEAD_DIM),
-    Family(
-        name="mistral-window",
-        config_class="MistralConfig",
-        config=_WITH_HEAD_DIM | {"sliding_window": WINDOW_TOKENS},
-    ),
-    Family(name="phi3-window", config_class="Phi3Config", config=_SIZES | {"sliding_window": WINDOW_TOKENS}),
-    Family(
-        name="glm4",
-        config_class="Glm4Config",
-        config=_WITH_HEAD_DIM | {"partial_rotary_factor": 0.5},
+        "glm4",
+        "Glm4Config",
+        _WITH_HEAD_DIM | {"partial_rotary_factor": 0.5},
         # vLLM takes no adapter on this model's gate_up_proj, which it packs of two that the checkpoint lacks.
         adapted=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     ),
     Family(
-        name="deepseek-mla",
-        config_class="DeepseekV3Config",
-        config=_MLA,
+        "deepseek-mla",
+        "DeepseekV3Config",
+        _MLA,
         extra=_MLA_EXTRA,
         reuses_kv=False,
         # vLLM adds nothing of an adapter to kv_b_proj, which its attention reads past the layer; the server says so of an adapter that has it.
@@ -208,110 +200,87 @@ FAMILIES = (
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     Family(
-        name="qwen2-window",
-        config_class="Qwen2Config",
-        config=_SIZES
+        "qwen2-window",
+        "Qwen2Config",
+        _SIZES
         | {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS, "max_window_layers": 0}
         | {"layer_types": ["sliding_attention"] * NUM_LAYERS},
     ),
     Family(
-        name="granite",
-        config_class="GraniteConfig",
-        config=_SIZES
-        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25},
+        "granite",
+        "GraniteConfig",
+        _SIZES | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25},
     ),
-    Family(
-        name="cohere",
-        config_class="CohereConfig",
-        config=_SIZES | {"tie_word_embeddings": True, "logit_scale": 0.5},
-    ),
+    Family("cohere", "CohereConfig", _SIZES | {"tie_word_embeddings": True, "logit_scale": 0.5}),
     # vLLM runs transformers' classes for these families.
     Family(
-        name="starcoder2-window",
-        config_class="Starcoder2Config",
-        config=_SIZES | {"sliding_window": WINDOW_TOKENS},
+        "starcoder2-window",
+        "Starcoder2Config",
+        _SIZES | _WINDOW,
         adapted=("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
     ),
-    Family(name="olmo2", config_class="Olmo2Config", config=_SIZES),
+    Family("olmo2", "Olmo2Config", _SIZES),
     Family(
-        name="phi",
-        config_class="PhiConfig",
-        config=_SIZES | {"partial_rotary_factor": 0.5},
+        "phi",
+        "PhiConfig",
+        _SIZES | {"partial_rotary_factor": 0.5},
         adapted=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
     ),
-    Family(name="stablelm", config_class="StableLmConfig", config=_SIZES, num_adapters=0),
+    Family("stablelm", "StableLmConfig", _SIZES, num_adapters=0),
     Family(
-        name="gpt-neox",  # all its heads have keys of their own
-        config_class="GPTNeoXConfig",
-        config=_SIZES | {"num_key_value_heads": NUM_HEADS},
+        "gpt-neox",  # all its heads have keys of their own
+        "GPTNeoXConfig",
+        _SIZES | {"num_key_value_heads": NUM_HEADS},
         num_adapters=0,
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        kv_token_bytes=_TWICE,
     ),
-    Family(name="smollm3", config_class="SmolLM3Config", config=_SIZES),
+    Family("smollm3", "SmolLM3Config", _SIZES),
     # Layers of two kinds, whose KV caches share memory.
+    Family("gemma2", "Gemma2Config", _GEMMA | {"tie_word_embeddings": True}),
+    Family("gemma3", "Gemma3TextConfig", _GEMMA | {"layer_types": _LAST_IS_FULL}, num_adapters=8),
     Family(
-        name="gemma2",
-        config_class="Gemma2Config",
-        config=_WITH_HEAD_DIM
-        | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True},
-    ),
-    Family(
-        name="gemma3",
-        config_class="Gemma3TextConfig",
-        config=_WITH_HEAD_DIM
-        | {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _LAST_IS_FULL},
-        num_adapters=8,
-    ),
-    Family(
-        name="cohere2",
-        config_class="Cohere2Config",
-        config=_SIZES
-        | {"sliding_window": WINDOW_TOKENS, "layer_types": _LAST_IS_FULL}
-        | {"tie_word_embeddings": True, "logit_scale": 0.5},
+        "cohere2",
+        "Cohere2Config",
+        _SIZES | _MIXED_WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.5},
         # The window leaves out the token itself, as vLLM's class says of how these models were trained.
         computed_as={"sliding_window": WINDOW_TOKENS + 1},
     ),
-    Family(
-        name="olmo3",
-        config_class="Olmo3Config",
-        config=_SIZES | {"sliding_window": WINDOW_TOKENS, "layer_types": _LAST_IS_FULL},
-    ),
+    Family("olmo3", "Olmo3Config", _SIZES | _MIXED_WINDOWS),
     # Experts.
-    Family(name="mixtral", config_class="MixtralConfig", config=_SIZES | {"num_local_experts": 4}),
-    Family(name="qwen3-moe", config_class="Qwen3MoeConfig", config=_WITH_HEAD_DIM | _EXPERTS),
+    Family("mixtral", "MixtralConfig", _SIZES | {"num_local_experts": 4}),
+    Family("qwen3-moe", "Qwen3MoeConfig", _WITH_HEAD_DIM | _EXPERTS),
+    Family("olmoe", "OlmoeConfig", _SIZES | {"num_experts": 8, "num_experts_per_tok": 2}),
     Family(
-        name="olmoe", config_class="OlmoeConfig", config=_SIZES | {"num_experts": 8, "num_experts_per_tok": 2}
-    ),
-    Family(
-        name="gpt-oss",
-        config_class="GptOssConfig",
-        config=_WITH_HEAD_DIM
-        | {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        "gpt-oss",
+        "GptOssConfig",
+        _WITH_HEAD_DIM
+        | _WINDOW
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_local_experts": 4, "num_experts_per_tok": 2},
         has_chat=False,
     ),
     Family(
-        name="llama4",
-        config_class="Llama4TextConfig",
-        config=_WITH_HEAD_DIM
+        "llama4",
+        "Llama4TextConfig",
+        _WITH_HEAD_DIM
         | {"intermediate_size_mlp": 2 * HIDDEN, "num_local_experts": 4, "num_experts_per_tok": 1}
         | {"interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW_TOKENS, "use_qk_norm": True}
         | {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "no_rope_layers": [1, 1, 1, 0]},
     ),
     Family(
-        name="deepseek-experts",
-        config_class="DeepseekV3Config",
-        config=_MLA | {"first_k_dense_replace": 1},
+        "deepseek-experts",
+        "DeepseekV3Config",
+        _MLA | {"first_k_dense_replace": 1},
         extra=_MLA_EXTRA,
         reuses_kv=False,
         adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     Family(
-        name="glm4-experts-mtp",
-        config_class="Glm4MoeConfig",
+        "glm4-experts-mtp",
+        "Glm4MoeConfig",
         # The last layer is the one that drafts.
-        config=_WITH_HEAD_DIM
+        _WITH_HEAD_DIM
         | {
             "num_hidden_layers": NUM_LAYERS + 1,
             "n_routed_experts": 8,
@@ -326,34 +295,32 @@ FAMILIES = (
     ),
     # Recurrent layers, some of them in the memory of attention's blocks.
     Family(
-        name="lfm2",
-        config_class="Lfm2Config",
-        config=_SIZES | _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 2 * HIDDEN},
+        "lfm2",
+        "Lfm2Config",
+        _SIZES | _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 2 * HIDDEN},
         adapted=("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3"),
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        kv_token_bytes=_TWICE,
     ),
     Family(
-        name="granite4",
-        config_class="GraniteMoeHybridConfig",
-        config=_SIZES
+        "granite4",
+        "GraniteMoeHybridConfig",
+        _SIZES
         | {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0}
         | {"num_experts_per_tok": 0, "shared_intermediate_size": 256, "position_embedding_type": "nope"}
-        | {f"mamba_{name}": size for name, size in _MAMBA2.items()}
+        | _MAMBA2_SIZES
         | {"mamba_expand": 2},
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        kv_token_bytes=_TWICE,
     ),
     Family(
-        name="falcon-h1",  # each layer has both
-        config_class="FalconH1Config",
-        config=_WITH_HEAD_DIM
-        | {f"mamba_{name}": size for name, size in _MAMBA2.items()}
-        | {"mamba_n_heads": 4, "mamba_d_ssm": HIDDEN},
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        "falcon-h1",  # each layer has both
+        "FalconH1Config",
+        _WITH_HEAD_DIM | _MAMBA2_SIZES | {"mamba_n_heads": 4, "mamba_d_ssm": HIDDEN},
+        kv_token_bytes=_TWICE,
     ),
     Family(
-        name="qwen3-next",  # gated delta nets, which vLLM computes in this precision alone, and without adapters
-        config_class="Qwen3NextConfig",
-        config=_WITH_HEAD_DIM
+        "qwen3-next",  # gated delta nets, which vLLM computes in this precision alone, and without adapters
+        "Qwen3NextConfig",
+        _WITH_HEAD_DIM
         | _DELTA_NETS
         | {"shared_expert_intermediate_size": 64}
         # Each token goes to all experts: rounding would send it to others.
@@ -365,31 +332,26 @@ FAMILIES = (
         },
         dtype="bfloat16",
         num_adapters=0,
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        kv_token_bytes=_TWICE,
     ),
     # Quantised weights.
-    Family(
-        name="qwen3-gptq",
-        config_class="Qwen3Config",
-        config=_WITH_HEAD_DIM,
-        dtype="bfloat16",
-        quantised="gptq",
-        operation="cpu_gemm_wna16",
+    *(
+        Family(
+            f"qwen3-{form}",
+            "Qwen3Config",
+            _WITH_HEAD_DIM,
+            dtype="bfloat16",
+            quantised=form,
+            operation="cpu_gemm_wna16",
+        )
+        for form in ("gptq", "awq")
     ),
-    Family(
-        name="qwen3-awq",
-        config_class="Qwen3Config",
-        config=_WITH_HEAD_DIM,
-        dtype="bfloat16",
-        quantised="awq",
-        operation="cpu_gemm_wna16",
-    ),
-    Family(name="qwen3-w8a8", config_class="Qwen3Config", config=_WITH_HEAD_DIM, quantised="w8a8"),
+    Family("qwen3-w8a8", "Qwen3Config", _WITH_HEAD_DIM, quantised="w8a8"),
     # Models that read pictures.
     Family(
-        name="qwen2.5-vl",
-        config_class="Qwen2_5_VLConfig",
-        config=_QWEN_TOKENS
+        "qwen2.5-vl",
+        "Qwen2_5_VLConfig",
+        _QWEN_TOKENS
         | {"text_config": _SIZES | {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}}}
         | {
             "vision_config": _VISION
@@ -399,17 +361,17 @@ FAMILIES = (
         sight="qwen2.5-vl",
     ),
     Family(
-        name="qwen3-vl",
-        config_class="Qwen3VLConfig",
-        config=_QWEN_TOKENS
+        "qwen3-vl",
+        "Qwen3VLConfig",
+        _QWEN_TOKENS
         | {"text_config": _WITH_HEAD_DIM | {"rope_parameters": _MROPE | _INTERLEAVED}}
         | {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}},
         sight="qwen3-vl",
     ),
     Family(
-        name="qwen3.5",
-        config_class="Qwen3_5Config",
-        config=_QWEN_TOKENS
+        "qwen3.5",
+        "Qwen3_5Config",
+        _QWEN_TOKENS
         | {
             "text_config": _WITH_HEAD_DIM
             | _DELTA_NETS
@@ -419,19 +381,12 @@ FAMILIES = (
         sight="qwen3-vl",
         dtype="bfloat16",
         num_adapters=0,
-        kv_token_bytes=2 * KV_TOKEN_BYTES,
+        kv_token_bytes=_TWICE,
     ),
     Family(
-        name="gemma3-vision",
-        config_class="Gemma3Config",
-        config={
-            "text_config": _WITH_HEAD_DIM
-            | {
-                "sliding_window": WINDOW_TOKENS,
-                "query_pre_attn_scalar": HEAD_DIM,
-                "layer_types": _LAST_IS_FULL,
-            }
-        }
+        "gemma3-vision",
+        "Gemma3Config",
+        {"text_config": _GEMMA | {"layer_types": _LAST_IS_FULL}}
         | {
             "vision_config": _VISION
             | {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14, "image_size": 56}
