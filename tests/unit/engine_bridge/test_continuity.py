@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from engine_bridge.calls.continuity import INCOMPLETE, continue_between_tokens, continue_prompt, ends_with
-from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.settings.config import DEMO_MODEL_DIR
 
 
@@ -143,11 +142,6 @@ def longest_by_trying(history: Sequence[int], text: str) -> int:
         if not spelt.endswith(INCOMPLETE) and text.startswith(spelt):
             return num
     return 0
-
-
-@pytest.mark.parametrize("ids", [(), (0,), (1, 2**32 - 1, 7)])
-def test_packing(ids: tuple[int, ...]) -> None:
-    assert unpack_token_ids(pack_token_ids(ids)) == ids and len(pack_token_ids(ids)) == 4 * len(ids)
 
 
 KNOWN = frozenset(DEMO.encode("<|pad|><|end|><|system|><|user|><|assistant|>"))

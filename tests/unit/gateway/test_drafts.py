@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.protocol.engine_request import EngineRequest
-from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
+from gateway.advisories.drafts import PAUSE_S, whole_words
 from gateway.sessions import SessionStore
 from gateway.settings.priorities import MAX_PRIORITY
 from gateway.turns.titles import MAX_TOKENS, QUESTION, Titles, title_of
@@ -51,45 +51,6 @@ async def test_a_draft_is_computed_after_a_pause_and_what_is_typed_meanwhile_com
     assert parts.count("overture_computed_ahead_tokens_total", what="draft") == 32
 
 
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["answered", "stopped"])
-async def test_a_draft_typed_during_an_answer_is_computed_behind_it(parts: Parts, is_stopped: bool) -> None:
-    turn = await parts.answered("a", "Yes.")
-    parts.node.prefills.clear()
-    second = await parts.ask("b", "Why?", session_id=turn.session_id)
-    answer = await parts.node.asked(1)
-    answer.say("Because")
-    listener = parts.follow(second)
-    await listener.has("Because")
-    for text in ("And what ", "And what is "):
-        parts.drafts.update("ann", turn.session_id, None, text)
-        await paused(parts)
-    assert not parts.node.prefills, "what comes behind an unfinished answer is not known"
-    if is_stopped:
-        await parts.turns.stop("ann", "b")
-    else:
-        answer.finish(" it is.")
-    await listener.over()
-    await paused(parts)
-    (request,) = parts.node.prefills
-    answered = "Because" if is_stopped else "Because it is."
-    assert said(request) == ["Hello!", "Yes.", "Why?", answered, "And what is"]
-
-
-async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_computed(parts: Parts) -> None:
-    turn = await parts.answered("a", "Yes.")
-    parts.node.gate.clear()
-    parts.drafts.update("ann", turn.session_id, None, "And what ")
-    await paused(parts)
-    await parts.store.record_turn(
-        "ann", turn.session_id, "b", "Why?", answer="So.", status="done", now=2e9, makes_session=True
-    )
-    parts.drafts.renew("ann", turn.session_id)
-    parts.drafts.renew("ann", "never heard of")
-    await paused(parts)
-    assert parts.node.cancelled_prefills == 1
-    assert said(parts.node.prefills[-1]) == ["Hello!", "Yes.", "Why?", "So.", "And what"]
-
-
 async def test_a_history_to_be_computed_waits_for_the_answer_and_tells_its_end(parts: Parts) -> None:
     turn = await parts.answered("a", "Yes.")
     second = await parts.ask("b", "Why?", session_id=turn.session_id)
@@ -103,20 +64,6 @@ async def test_a_history_to_be_computed_waits_for_the_answer_and_tells_its_end(p
     await until(lambda: done)
     (request,) = parts.node.prefills
     assert said(request) == ["Hello!", "Yes.", "Why?", "So.", ""]
-
-
-async def test_a_key_has_a_few_drafts_the_oldest_makes_room_and_closing_ends_all(parts: Parts) -> None:
-    parts.node.gate.clear()
-    for number in range(MAX_ACTIVE_OF_ONE + 1):
-        parts.drafts.update("ann", f"s{number}", None, f"draft {number} ")
-        await paused(parts)
-    assert len(parts.node.prefills) == MAX_ACTIVE_OF_ONE + 1
-    assert parts.node.cancelled_prefills == 1
-    parts.drafts.stop("ann", "s0")
-    await settled()
-    assert parts.node.cancelled_prefills == 1, "it was the oldest that had gone"
-    await parts.drafts.close()
-    assert parts.node.cancelled_prefills == MAX_ACTIVE_OF_ONE + 1
 
 
 SAID = "Where is Dalvek?"

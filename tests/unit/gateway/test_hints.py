@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.policy.kv.hints import ACTIONS, KvHint, PrefixEnd
-from gateway.hints.parsing import FIELDS, MAX_HINTS, CallHints, hints_of, seconds_of, strip
+from gateway.hints.parsing import FIELDS, MAX_HINTS, CallHints, hints_of, strip
 
 MARK = {"type": "ephemeral"}
 
@@ -147,6 +147,7 @@ def test_dynamos_hints() -> None:
         {"kv_hints": {"actions": {}}},
         {"kv_hints": envelope(("kv.pin", {"session_id": "x" * 129}))},
         {"kv_hints": envelope(("kv.pin", {"ttl_s": True}))},
+        {"kv_hints": envelope(("kv.pin", {"ttl_s": -1}))},
         {"kv_hints": envelope(("kv.pin", {"ttl_s": 10**400}))},
         {"kv_hints": envelope(("kv.retain", {"directives": [{"priority": "high"}]}))},
         {"kv_hints": envelope(("kv.sing", {}))},
@@ -176,23 +177,6 @@ def test_thousands_of_marks_and_actions_make_few_hints() -> None:
     assert len(found.hints) == 1 and len(found.noted) <= MAX_HINTS
     found = read(kv_hints=envelope(*[("kv.pin", {})] * 5000))
     assert len(found.hints) == MAX_HINTS and len(found.noted) <= MAX_HINTS
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        ("5m", 300.0),
-        ("1h", 3600.0),
-        (2, 2.0),
-        (0, 0.0),
-        ("1d", None),
-        (-1, None),
-        (float("nan"), None),
-        (True, None),
-    ],
-)
-def test_times(value: Any, seconds: float | None) -> None:
-    assert seconds_of(value) == seconds
 
 
 JSON = st.recursive(

@@ -115,27 +115,6 @@ def test_branches_and_edits_begin_sessions_of_their_own() -> None:
     assert client.ask(further, said("Yes."))[0] is first
 
 
-def test_parallel_branches_of_one_state_are_two_sessions() -> None:
-    client = Client(Conversations())
-    first, _ = client.ask([user("hi")], said("yes?"))
-    left, _ = client.begin([user("hi"), said("yes?"), user("left")])
-    right, how = client.begin([user("hi"), said("yes?"), user("right")])
-    assert left is first and how == "new" and right is not first
-
-
-def test_sub_agents_under_one_system_prompt_are_sessions_of_their_own() -> None:
-    client = Client(Conversations(), name=SessionName("run-7", "header"))
-    main, how = client.ask([SYSTEM, user("mend it")], called("task"))
-    assert how == "named" and main.session_id == "run-7"
-    helper, how = client.ask([SYSTEM, user("read the file")], called("read"))
-    assert how == "new" and helper is not main
-    assert (
-        client.ask([SYSTEM, user("read the file"), called("read"), result("read")], said("It is long."))[0]
-        is helper
-    )
-    assert client.ask([SYSTEM, user("mend it"), called("task"), result("task")], said("Mended."))[0] is main
-
-
 def test_a_named_session_may_be_compacted_and_a_shared_cache_key_joins_nothing() -> None:
     client = Client(Conversations(), name=SessionName("run-7", "header"))
     main, _ = client.ask([SYSTEM, user("mend it")], said("Mended."))

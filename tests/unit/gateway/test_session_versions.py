@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.protocol.node import unpack_token_ids
 from gateway.app import build_services
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_sync import AdapterSync
@@ -22,7 +21,7 @@ from gateway.turns.protocol import Message
 
 from .nodes import TestPlacement, routed
 from .parts import NOW
-from .stores import ask, chat, end, rows_of, talk, turn_ids
+from .stores import ask, chat, end, rows_of, turn_ids
 from .test_sessions import check_counts
 
 PHRASE = "the quarterly figures"
@@ -179,23 +178,6 @@ async def versions(store: SessionStore) -> list[list[str]]:
 
 async def choose(store: SessionStore, turn: str) -> list[str]:
     return [turn.id for turn in (await store.choose_version("ann", "s", turn)).turns]
-
-
-async def test_each_version_goes_on_from_the_token_ids_before_it(store: SessionStore) -> None:
-    await store.create_session("ann", session_id="s", now=NOW)
-
-    await talk(store, "a", 1, 2, 3)
-    await talk(store, "b", 1, 2, 3, 4, 5)
-    assert await talk(store, "c", 1, 2, 3, 6, 7, after="a") == [1, 2, 3]
-    assert await talk(store, "d", 1, 2, 3, 6, 7, 8) == [1, 2, 3, 6, 7]
-    await choose(store, "b")
-    assert list(unpack_token_ids(await store.token_ids("ann", "s"))) == [1, 2, 3, 4, 5]
-    assert await talk(store, "e", 9, 9, 9) == [1, 2, 3, 4, 5]
-    assert [turn.id for turn in (await store.outlook("ann", "s")).history] == ["a", "b", "e"]
-    assert await talk(store, "f", 1, after="d") == [1, 2, 3, 6, 7, 8]
-    # So little of what is stored on its path is repeated that only these ids are kept; no other turn may go on from what is gone.
-    for turn in ("b", "c", "d", "f"):
-        assert await talk(store, f"{turn}2", 5, after=turn) in ([], [1]), turn
 
 
 async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore) -> None:

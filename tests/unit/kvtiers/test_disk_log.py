@@ -518,17 +518,3 @@ async def test_an_owner_is_erased_from_the_disk_and_all_others_stay(opened: Open
     assert erase(tmp_path, "ada") == 0
     with pytest.raises(ValueError, match="everybody"):
         erase(tmp_path, "")
-
-
-@pytest.mark.parametrize("limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["size", "age"])
-async def test_pruning_deletes_the_oldest(opened: Opener, tmp_path: Path, limits: dict[str, float]) -> None:
-    log = await opened(segment_bytes=SEGMENT)
-    await append_each(log, range(6))
-    await log.close()
-    for written_s, path in zip((100, 200), opened.segments(), strict=True):
-        os.utime(path, (written_s, written_s))
-    prune_it: Callable[..., object] = prune
-    prune_it(tmp_path, **limits, now=201.0)
-    (info,) = inspect(opened.directory)
-    assert (info.num_segments, info.num_blocks, info.oldest_s) == (1, 2, 200.0)
-    assert await bad_of(await opened(), *range(6)) == [0, 1, 2, 3]

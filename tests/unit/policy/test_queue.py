@@ -162,13 +162,6 @@ def passing(policy: Mlq, head: Waiting = HEAD, **fields: Any) -> Decision:
     return decide(policy, [head, follower], room(free_blocks=25), [SOON])
 
 
-def test_one_that_will_be_gone_in_time_passes_a_head_without_memory() -> None:
-    decision = passing(mlq())
-    assert decision.request_ids == ("follower",)
-    assert decision.bypassed == {"follower": "head"}
-    assert decision.deferred == {"head": "no_blocks"}
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -219,16 +212,6 @@ def test_a_bypasser_that_is_late_is_squashed_where_that_lets_the_head_start() ->
     assert squashes(mlq(), LATE, free_blocks=50) == (), "the head starts anyway"
     assert squashes(mlq(), msgspec.structs.replace(LATE, is_bypasser=False)) == ()
     assert squashes(mlq(), msgspec.structs.replace(LATE, predicted_end_s=NOW)) == ()
-
-
-def test_squashes_stay_within_their_share() -> None:
-    assert squashes(Mlq(1000), LATE) == (), "nothing has been admitted yet"
-    policy = mlq()  # 100 admitted
-    for _ in range(5):
-        assert squashes(policy, LATE) == ("late",)
-        policy.squashed("late")
-        policy.ended("head")
-    assert squashes(policy, LATE) == ()
 
 
 def mlq_with(*waiting: Waiting, lanes: Lanes = TWO_LANES) -> tuple[Mlq, dict[str, Waiting]]:
