@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import anthropic
 import openai
 
 from bench.live.agents.judging import ToldCall
-from bench.live.agents.programs import LiveProgram
+from bench.live.agents.programs import LiveProgram, ToolStep
 
 FOUND_SESSION_HEADER, MODEL = "X-Overture-Session", "overture-demo"
 TOOL = "read_file"
@@ -63,13 +63,20 @@ class ToolLoop(ABC):
             self.url, self.program, self.told, is_named=self.is_named, thread=thread, after=after
         )
 
-    @abstractmethod
     def _connected(self, headers: Mapping[str, str]) -> Any:
-        """Return the SDK's client."""
+        """Return the SDK's client, which lets the heads of its replies be looked at. As it stands: OpenAI's."""
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note_session]})
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            default_headers=headers,
+            http_client=http,
+        )
 
-    @abstractmethod
     def tell(self, text: str) -> None:
         """Add a message of the user."""
+        self.history.append({"role": "user", "content": text})
 
     @abstractmethod
     def answer(self, call_ids: list[str], result: str) -> None:
@@ -102,23 +109,8 @@ class ToolLoop(ABC):
         self._session = response.headers.get(FOUND_SESSION_HEADER, "")
 
 
-def openai_client(loop: ToolLoop, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
-    """Return a client whose replies' heads are looked at."""
-    http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [loop._note_session]})
-    return openai.AsyncOpenAI(
-        base_url=f"{loop.url}/v1", api_key="none", max_retries=0, default_headers=headers, http_client=http
-    )
-
-
 class ChatLoop(ToolLoop):
     """OpenAI's SDK over chat completions."""
-
-    def _connected(self, headers: Mapping[str, str]) -> Any:
-        return openai_client(self, headers)
-
-    def tell(self, text: str) -> None:
-        """Add a message of the user."""
-        self.history.append({"role": "user", "content": text})
 
     def answer(self, call_ids: list[str], result: str) -> None:
         """Add what the tools brought."""
@@ -156,13 +148,6 @@ class ChatLoop(ToolLoop):
 
 class ResponsesLoop(ToolLoop):
     """OpenAI's SDK over responses, whose client keeps the items."""
-
-    def _connected(self, headers: Mapping[str, str]) -> Any:
-        return openai_client(self, headers)
-
-    def tell(self, text: str) -> None:
-        """Add a message of the user."""
-        self.history.append({"role": "user", "content": text})
 
     def answer(self, call_ids: list[str], result: str) -> None:
         """Add what the tools brought."""
@@ -202,10 +187,6 @@ class MessagesLoop(ToolLoop):
         return anthropic.AsyncAnthropic(
             base_url=self.url, api_key="none", max_retries=0, default_headers=headers, http_client=http
         )
-
-    def tell(self, text: str) -> None:
-        """Add a message of the user."""
-        self.history.append({"role": "user", "content": text})
 
     def answer(self, call_ids: list[str], result: str) -> None:
         """Add what the tools brought."""
@@ -265,21 +246,21 @@ async def play(loop: ToolLoop) -> None:
 async def _help(loop: ToolLoop, task: str) -> None:
     """Have a helper work under the same system prompt."""
     async with loop.beside("helper") as helper:
-        helper.tell(task)
-        for step in loop.program.steps[:2]:
-            call_ids = await helper.ask()
-            await asyncio.sleep(step.pause_s)
-            helper.answer(call_ids, step.result)
-        await helper.ask(must_call=False)
+        await _work(helper, task, loop.program.steps[:2])
 
 
 async def _branch(loop: ToolLoop, name: str, task: str) -> None:
     """Go on from a conversation with another task."""
     async with loop.beside(name, after=loop.thread) as branch:
         branch.history = [*loop.history]
-        branch.tell(task)
-        for step in loop.program.steps[loop.program.middle + 1 :]:
-            call_ids = await branch.ask()
-            await asyncio.sleep(step.pause_s)
-            branch.answer(call_ids, step.result)
-        await branch.ask(must_call=False)
+        await _work(branch, task, loop.program.steps[loop.program.middle + 1 :])
+
+
+async def _work(loop: ToolLoop, task: str, steps: Sequence[ToolStep]) -> None:
+    """Have a task done in these steps, then ask for its result."""
+    loop.tell(task)
+    for step in steps:
+        call_ids = await loop.ask()
+        await asyncio.sleep(step.pause_s)
+        loop.answer(call_ids, step.result)
+    await loop.ask(must_call=False)

@@ -120,6 +120,9 @@ def test_a_named_session_may_be_compacted_and_a_shared_cache_key_joins_nothing()
     main, _ = client.ask([SYSTEM, user("mend it")], said("Mended."))
     compacted, how = client.ask([SYSTEM, user("So far: it was mended.")], said("What next?"))
     assert compacted is main and how == "rewritten"
+    begun, _ = client.begin([SYSTEM, user("So far: nothing.")])
+    beside, how = client.begin([SYSTEM, user("So far: all of it.")])
+    assert how == "new" and beside is not begun is main, "it is being answered"
     shared = Client(client.known, name=SessionName("our-app", "prompt_cache_key"))
     one, _ = shared.ask([SYSTEM, user("one")], said("1"))
     two, how = shared.ask([SYSTEM, user("two")], said("2"))
@@ -130,6 +133,8 @@ def test_a_named_session_may_be_compacted_and_a_shared_cache_key_joins_nothing()
 def test_a_call_that_failed_is_tried_again_in_its_session() -> None:
     client = Client(Conversations())
     first, _ = client.begin([user("hi")])
+    beside, how = client.begin([user("hi")])
+    assert how == "new" and beside is not first, "the first one is still being answered"
     client.known.ended(first, None)
     again, how = client.ask([user("hi")], said("yes?"))
     assert again is first and how == "retried"
