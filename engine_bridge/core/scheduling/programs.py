@@ -93,11 +93,6 @@ class Programs:
         """Return whether a request waits to begin a program."""
         return request_id in self._outside
 
-    @property
-    def num_outside(self) -> int:
-        """The requests that wait to begin a program."""
-        return len(self._outside)
-
     def came(self, request: Waiting, now: float) -> Waiting:
         """Return a request with what the queue needs to know of its program.
 
