@@ -40,6 +40,7 @@ from bench.results.claims import CLAIMS
 from bench.results.limits import SWEEPS
 from bench.results.lookup import find
 from bench.results.runs import Run
+from engine_bridge.policy.adapters.adapter_cache import POLICIES
 
 NOWHERE = Path("there is none")
 
@@ -71,7 +72,7 @@ def of_errors(point: adaptivellm.Point) -> adaptivellm.Outcome | dict[str, float
 
 ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "class 8")
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
-    "adapter_cache": number,
+    "adapter_cache": lambda point: dict.fromkeys(POLICIES, number(point)),
     "adaptivellm": of_errors,
     "caraserve": lambda point: caraserve.Means(number(point)),
     "chameleon": lambda point: chameleon.Outcome(1.0, point.per_s / 8 * chameleon.slo_s(point.setting)),
