@@ -19,7 +19,8 @@ at once. The policy's constants were chosen on other seeds: these begin at 1,000
   jobs        15 to 50 active adapters, each for a tenth of the trace or so; 40% of requests repeat the one before besides
 
 The last line is JSON. `worst_vs_lru`: of all tempers and cache sizes, the largest mean wait for adapters over LRU's, the geometric mean over seeds;
-`vs_lru`: by temper and size. `few_misses_vs_best_fixed`: where half of all is cached, the largest wait over that of the best policy that learns nothing.
+`vs_lru`: by temper and size. `few_misses_vs_best_fixed`: where half of all is cached, the largest wait over that of any policy that learns
+nothing.
 """
 
 from __future__ import annotations
