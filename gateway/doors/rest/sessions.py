@@ -10,8 +10,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
+from gateway.doors.pages.serving import page, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
-from gateway.doors.rest.pages import admin_page, engine_page, page, static_file
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions import Origin, SettingsPatch
@@ -170,9 +170,9 @@ def add_routes(app: web.Application) -> None:
     """Add the routes of sessions and models, and the pages."""
     app.add_routes(
         [
-            web.get("/", page),
-            web.get("/engine", engine_page),
-            web.get("/admin", admin_page),
+            web.get("/", page("index.html")),
+            web.get("/engine", page("engine.html")),
+            web.get("/admin", page("admin.html")),
             web.get("/static/{path:.+}", static_file),
             web.get("/api/sessions", in_place(list_sessions)),
             web.post("/api/sessions", in_place(create_session)),
