@@ -51,6 +51,7 @@ from gateway.doors.http.unix_socket import UnixSite
 from gateway.doors.rest import (
     adapters,
     advisories,
+    documents,
     engine,
     kv_hints,
     nodes,
@@ -307,6 +308,7 @@ def build_app(services: Services) -> web.Application:
     transfers.add_routes(app)
     usage.add_routes(app)
     pictures.add_routes(app)
+    documents.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

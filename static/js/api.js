@@ -80,6 +80,11 @@ export class Api {
     return this.call('POST', 'api/pictures', file);
   }
 
+  /** Has a document read; resolves to `{kind, text, num_pages}`. Nothing is stored. */
+  readDocument(file) {
+    return this.call('POST', 'api/documents', file);
+  }
+
   /** A stored picture, as a Blob. */
   async picture(id) {
     const response = await this.#fetch('GET', `api/pictures/${id}`);

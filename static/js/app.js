@@ -87,6 +87,7 @@ export class App {
     this.composer = new Composer(byId('composer'), {
       send: (text, pictures) => this.#send(text, pictures),
       upload: (file) => this.api.storePicture(file),
+      readDocument: (file) => this.api.readDocument(file),
       stop: () => this.#stop(),
       typing: (draft) => this.#typing(draft),
       pick: (adapter) => this.#pick(adapter),
@@ -382,6 +383,7 @@ export class App {
     const { models, server } = this.core;
     loadMarkdown(); // behind the first screen, before the first answer
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
+    this.composer.maxDocumentBytes = server.max_document_bytes ?? Infinity;
     this.composer.maxImages = server.max_images ?? 0;
     this.composer.maxTokens = server.max_model_len || Infinity;
     this.composer.offersAhead = Boolean(server.drafts);

@@ -14,6 +14,7 @@ const CHIP_FROM = 20000; // chosen: so long a paste is a file
  * @typedef {object} ComposerActions
  * @property {(text: string, pictures: object[]) => void} send
  * @property {(file: Blob) => Promise<object>} upload  stores a picture
+ * @property {(file: Blob) => Promise<object>} readDocument  its text
  * @property {() => void} stop
  * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
@@ -49,6 +50,7 @@ export class Composer {
     this.fullness = form.querySelector('.fullness');
     this.offersAhead = false;
     this.maxBytes = Infinity;
+    this.maxDocumentBytes = Infinity;
     this.maxTokens = Infinity;
     this.attach = form.querySelector('.attach');
     this.maxImages = 0;
@@ -106,7 +108,8 @@ export class Composer {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
-      maxTokens: () => this.maxTokens, maxImages: () => this.maxImages, upload: this.actions.upload });
+      maxTokens: () => this.maxTokens, maxDocumentBytes: () => this.maxDocumentBytes, maxImages: () => this.maxImages, upload: this.actions.upload,
+      readDocument: this.actions.readDocument });
     await this.files.add(files, sessionId);
   }
 
@@ -118,7 +121,7 @@ export class Composer {
   /** The most pictures that a message may have; 0: the model reads none. */
   set maxImages(most) {
     this.#maxImages = most;
-    this.attach.title = most ? 'Add pictures or files of text' : 'Add files of text';
+    this.attach.title = most ? 'Add pictures, documents or texts' : 'Add documents or texts';
     this.attach.setAttribute('aria-label', this.attach.title);
   }
 

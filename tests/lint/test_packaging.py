@@ -14,7 +14,12 @@ from overture_client import __version__
 ROOT = Path(__file__).parents[2]
 OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 # Import names that are not the names of their distributions.
-DISTRIBUTIONS = {"PIL": "pillow", "pythonjsonlogger": "python-json-logger", "sklearn": "scikit-learn"}
+DISTRIBUTIONS = {
+    "docx": "python-docx",
+    "PIL": "pillow",
+    "pythonjsonlogger": "python-json-logger",
+    "sklearn": "scikit-learn",
+}
 # Come with the engine; only the driver imports them (lint-imports), and it is only loaded where there is one.
 OF_THE_ENGINE = set(
     """

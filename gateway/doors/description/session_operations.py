@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.documents.messages import Document
 from gateway.doors.description.bodies import SessionPage
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
 from gateway.doors.rest.sessions import ChooseVersion, CreateSession, PatchSession
@@ -11,6 +12,7 @@ from gateway.sessions.pictures import MEDIA_TYPES
 
 _TEXT = {"type": "string"}
 _PICTURES = tuple(MEDIA_TYPES.values())
+_DOCUMENTS = ("application/pdf", "text/html", "text/csv", "application/octet-stream")
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 
 _ARCHIVE = {
@@ -95,6 +97,17 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         parameters=(Parameter("id", "path", _TEXT, "The picture's id, as its turn has it."),),
         replies={200: ReplyShape(description="The picture.", media=_PICTURES)},
         errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/api/documents",
+        "read_document",
+        SESSIONS,
+        "Return the text of a document",
+        "PDF, DOCX, XLSX, HTML and CSV, for the text of a message. Nothing of it is kept.",
+        body=Body(media=_DOCUMENTS),
+        replies={200: ReplyShape(description="The document's kind, text and pages.", shape=Document)},
+        errors=(400, 413, 503),
     ),
     Operation(
         "post",
