@@ -367,6 +367,13 @@ class SessionStore:
         """
         return await self._writer.transact(transactions.choose, owner, session_id, turn_id)
 
+    async def discard_turn(self, owner: str, session_id: str, turn_id: str) -> Session:
+        """Remove a turn whose answer failed; what followed it follows the turn before it. Return the session as it is shown then.
+
+        Raises GatewayError `not_found` (session, turn), `conflict` (its answer did not fail).
+        """
+        return await self._writer.transact(transactions.discard, owner, session_id, turn_id)
+
     async def finish_turn(
         self,
         owner: str,

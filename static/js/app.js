@@ -80,6 +80,7 @@ export class App {
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
       discard: (turn) => this.#discard(turn),
+      sumUp: () => this.#sumUp(),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
       opened: () => this.follower.hold(),
@@ -94,6 +95,7 @@ export class App {
       // What is known of them stays when the server cannot be asked.
       adapters: () => this.api.adapters().catch(() => null),
       editLast: () => this.#editLast(),
+      sumUp: () => this.#sumUp(),
     });
     this.rail = new Rail({ list: byId('session-list'), search: byId('search'), status: byId('list-status') }, {
       open: (sessionId, turnId) => this.#openFound(sessionId, turnId),
@@ -198,9 +200,23 @@ export class App {
     this.#act(() => this.core.retry(turn.id, this.composer.adapter));
   }
 
-  /** Takes away a message that was not accepted, and with the first one its empty conversation. */
-  #discard(turn) {
-    this.#act(() => this.core.discard(turn.id));
+  /** Goes on in a new chat that begins with a summary of the open one. */
+  async #sumUp() {
+    const { chatWithSummary } = await import('./summary.js');
+    const { models, server } = this.core;
+    const model = this.composer.adapter ?? models[0].id;
+    const made = await chatWithSummary(this.api, this.#session(), { model, maxTokens: server.max_model_len });
+    if (made) location.hash = `#/s/${encodeURIComponent(made.id)}`;
+  }
+
+  /** Takes away a message that was not accepted or whose answer failed, and with the first one its empty conversation. */
+  async #discard(turn) {
+    if (turn.request) this.#act(() => this.core.discard(turn.id));
+    else {
+      const stored = await this.#tell(this.api.discard(turn.sessionId, turn.id));
+      if (!stored) return;
+      this.#act(() => this.core.load(stored));
+    }
     const session = this.core.sessions.get(turn.sessionId);
     if (!session?.loaded || session.turns.length) return;
     if (this.#forget(turn.sessionId)) this.composer.write(turn.content);

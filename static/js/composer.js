@@ -20,6 +20,7 @@ const CHIP_FROM = 20000; // chosen: so long a paste is a file
  * @property {(adapter: ?string) => void} pick
  * @property {() => Promise<?object[]>} adapters  how they are now, or null
  * @property {() => void} editLast
+ * @property {() => void} sumUp  goes on in a new chat
  */
 
 /** The composer at the bottom of the page. */
@@ -48,6 +49,7 @@ export class Composer {
     this.note = form.querySelector('#composer-note');
     this.warmth = form.querySelector('.warmth');
     this.fullness = form.querySelector('.fullness');
+    this.sumUp = form.querySelector('.sum-up');
     this.offersAhead = false;
     this.maxBytes = Infinity;
     this.maxDocumentBytes = Infinity;
@@ -62,6 +64,7 @@ export class Composer {
       event.preventDefault();
       this.#submit();
     });
+    this.sumUp.addEventListener('click', () => this.actions.sumUp());
     this.stopButton.addEventListener('click', () => this.actions.stop());
     this.area.addEventListener('input', () => this.#onInput());
     this.#listenForFiles();
@@ -263,6 +266,7 @@ export class Composer {
   /** Says, quietly, how full the context is (null: there is much room). */
   showFullness(full, maxTokens) {
     this.fullness.hidden = !full;
+    this.sumUp.hidden = !full;
     if (!full) return;
     this.fullness.textContent = `${Math.round(full.share * 100)}% full`;
     this.fullness.title = `This conversation has ${count(full.used)} of the ${count(maxTokens)} tokens that the model reads`;

@@ -2,7 +2,7 @@
  * Markdown of an untrusted author as DOM nodes.
  *
  * Three fences stand between a model and the page: the parser knows no HTML (tags stay text), the
- * result is cut down to a short list of tags, and links lead to http, https and mailto only.
+ * result is cut down to a short list of tags, and links lead to http, https, mailto and conversations only.
  *
  * Whatever the text is, it is shown: a block that is nested too deeply, is too long or cannot be
  * rendered is plain text, and the work for each block is bounded.
@@ -19,7 +19,7 @@ const MAX_WORK = 5e7; // chosen: marks in a run of text times its length, since 
 const MAX_CELLS = 20000; // chosen: of one table. Rows are filled up to the width of the head, so few characters may make millions
 const MARKS = /[*_~`[\]<!$\\@]/g; // what begins something that may have its end elsewhere
 
-const SAFE_LINK = /^(https?:|mailto:)/i;
+const SAFE_LINK = /^(https?:|mailto:|#\/s\/)/i; // the last: a conversation
 
 const SANITIZE = {
   ALLOWED_TAGS: ['a', 'blockquote', 'br', 'code', 'del', 'em', 'h3', 'h4', 'h5', 'h6', 'hr', 'li', 'ol',
@@ -217,6 +217,7 @@ function frameTable(table) {
 }
 
 function anchor(href, html) {
+  if (href.startsWith('#')) return `<a href="${escapeHtml(href)}">${html}</a>`;
   return `<a href="${escapeHtml(href)}" target="_blank" rel="noopener noreferrer">${html}</a>`;
 }
 

@@ -10,7 +10,7 @@ import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
 const FAILED = {
-  prompt_too_long: 'This conversation is longer than the model can read. Start a new chat, or shorten an earlier message.',
+  prompt_too_long: 'This conversation is longer than the model can read. Go on in a new chat, or shorten an earlier message.',
   null: 'The server stopped before this answer was finished.',
 };
 
@@ -23,6 +23,7 @@ const FAILED = {
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
  * @property {(turn: object) => void} discard
+ * @property {() => void} sumUp  goes on in a new chat
  * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
  */
@@ -165,7 +166,8 @@ class TurnView {
       h('p', {}, turn.error?.message ?? FAILED[code] ?? 'This answer could not be finished.'),
       h('div', { class: 'failure-buttons' },
         !tooLong && h('button', { type: 'button', class: 'button retry', on: { click: () => actions.retry(turn) } }, 'Try again'),
-        turn.request && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));
+        tooLong && h('button', { type: 'button', class: 'button', on: { click: () => actions.sumUp() } }, 'New chat with a summary'),
+        h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));
   }
 }
 

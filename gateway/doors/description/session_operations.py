@@ -164,6 +164,17 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         errors=(404, 503),
     ),
     Operation(
+        "delete",
+        "/api/sessions/{id}/turns/{turn_id}",
+        "discard_turn",
+        SESSIONS,
+        "Remove a message whose answer failed",
+        "What followed it follows the message before it. 409 for a message that was answered.",
+        parameters=(_SESSION, Parameter("turn_id", "path", _TEXT, "The turn's id.")),
+        replies={200: ReplyShape(description="The session as it is shown now.", shape=Session)},
+        errors=(404, 409, 503),
+    ),
+    Operation(
         "post",
         "/api/sessions/{id}/choose",
         "choose_version",

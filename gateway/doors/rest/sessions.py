@@ -124,6 +124,17 @@ async def choose_version(request: web.Request) -> web.Response:
     return json_reply(session)
 
 
+async def discard_turn(request: web.Request) -> web.Response:
+    """Handle `DELETE /api/sessions/{id}/turns/{turn_id}`: remove a message whose answer failed, and tell the owner's sockets."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    session_id, turn_id = request.match_info["id"], request.match_info["turn_id"]
+    session = await services.store.discard_turn(owner, session_id, turn_id)
+    services.advisories.end_session(owner, session_id)
+    services.tell_shown(owner, session_id, turn_id, is_changed=True)
+    return json_reply(session)
+
+
 async def delete_session(request: web.Request) -> web.Response:
     """Handle `DELETE /api/sessions/{id}`: stop its answers and delete it. It can be restored for a while."""
     services = request.app[SERVICES]
@@ -181,6 +192,7 @@ def add_routes(app: web.Application) -> None:
             web.delete("/api/sessions/{id}", in_place(delete_session)),
             web.post("/api/sessions/{id}/restore", in_place(restore_session)),
             web.post("/api/sessions/{id}/choose", in_place(choose_version)),
+            web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
             web.get("/api/models", list_models),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),
