@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
+import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 
@@ -67,6 +67,7 @@ export class App {
     this.core.keep(readUnsent());
     this.core.open(sessionFromHash());
     this.connection.connect();
+    this.composer.focus();
   }
 
   #makeViews() {
@@ -108,7 +109,7 @@ export class App {
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
       isRunning: (id) => Boolean(this.core.liveTurn(id)), isWarm: (id) => this.core.warm.has(id) }));
     this.settings = new Settings(byId('settings-button'), this.core, this.api, this.composer);
-    this.drawer = new Drawer(byId('rail'), byId('menu-button'), byId('backdrop'), byId('main'));
+    this.drawer = new Drawer(byId('rail'), { open: byId('menu-button'), close: byId('rail-close') }, byId('backdrop'), byId('main'));
     this.banner = new StatusBanner(byId('banner'), this.core, {
       retry: () => this.connection.retryNow(),
       greet: () => this.#act(() => this.core.opened()),
@@ -163,7 +164,9 @@ export class App {
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
     this.#act(() => this.core.ask(ask));
-    this.follower.toEnd();
+    const asked = this.transcript.elementOf(ask.id);
+    if (readFollow() || !asked) this.follower.toEnd();
+    else this.follower.raise(asked);
   }
 
   /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
@@ -343,6 +346,9 @@ export class App {
     } else if (chord && event.shiftKey && key === 'e') {
       event.preventDefault();
       byId('engine-link').click();
+    } else if (chord && !event.shiftKey && key === 'b') {
+      event.preventDefault();
+      this.drawer.toggle();
     } else if (chord && key === ',') {
       event.preventDefault();
       this.settings.toggle();
@@ -375,6 +381,7 @@ export class App {
     document.body.classList.toggle('locked', phase === 'locked');
     if (phase === 'locked') document.title = NAME;
     if (this.core.phase === 'offline') this.api.abandon();
+    if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
       this.api.resume();

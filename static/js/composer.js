@@ -32,7 +32,7 @@ export class Composer {
   #enabled = false;
   #running = false;
   #isSendable = false; // what is written, once the server is ready
-  #waits = false; // it was sent, and goes once the server is ready
+  #waits = false; // it was sent, and goes once the server is ready and the answer before it is finished
   #draftTimer = 0;
 
   /**
@@ -202,7 +202,7 @@ export class Composer {
     shown.hidden = false;
     other.hidden = true;
     if (hadFocus) this.focus();
-    if (enabled && this.#waits) this.#submit();
+    if (enabled && !running && this.#waits) this.#submit();
     this.#changed();
   }
 
@@ -211,12 +211,12 @@ export class Composer {
     if (matchMedia('(hover: hover)').matches) this.area.focus();
   }
 
-  /** Sends what there is, once files are read and the server is ready. */
+  /** Sends what there is, once files are read, the server is ready and no answer is being written. */
   async #submit() {
     await Promise.allSettled([this.#attached]);
-    const isWhole = !this.#running && this.#isSendable;
-    this.#waits = isWhole && !this.#enabled;
-    if (isWhole && this.#enabled) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);
+    const canGo = this.#enabled && !this.#running;
+    this.#waits = this.#isSendable && !canGo;
+    if (this.#isSendable && canGo) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);
     else this.#changed();
   }
 
@@ -289,7 +289,8 @@ export class Composer {
     this.#isSendable = !isTooLong && (content.trim() !== '' || this.files?.pictures.length > 0);
     this.note.hidden = !isTooLong && !this.#waits;
     this.note.textContent = isTooLong ? 'This message is too long for the server. Please shorten it.'
-      : this.#waits ? 'This will be sent as soon as the server is ready.' : '';
+      : !this.#waits ? '' : this.#running ? 'Queued until this answer is finished. Edit it to hold it back.'
+        : 'This will be sent as soon as the server is ready.';
     this.note.classList.toggle('is-calm', this.#waits);
     this.sendButton.disabled = !this.#enabled || !this.#isSendable;
   }

@@ -2,9 +2,6 @@
 
 const COUNT = new Intl.NumberFormat('en');
 const MONTH = new Intl.DateTimeFormat('en', { month: 'long', year: 'numeric' });
-const CLOCK = new Intl.DateTimeFormat(undefined, { timeStyle: 'short' });
-const WEEKDAY = new Intl.DateTimeFormat('en', { weekday: 'short' });
-const DAY = new Intl.DateTimeFormat('en', { day: 'numeric', month: 'short' });
 const MOMENT = new Intl.DateTimeFormat(undefined, { dateStyle: 'full', timeStyle: 'short' });
 const DAY_MS = 86400000;
 const LAST_MS = 8.64e15; // what a Date can hold
@@ -57,14 +54,7 @@ export function dayLabel(time, now) {
   return days < 31 ? 'This month' : MONTH.format(time);
 }
 
-/** When something was last used, in few characters: the time, or the day where its heading does not say it. Both times in milliseconds. */
-export function shortTime(time, now) {
-  const days = daysBetween(time, now);
-  if (days <= 1) return CLOCK.format(time);
-  return (days < 7 ? WEEKDAY : DAY).format(time);
-}
-
-/** The same in full. */
+/** A moment in full. */
 export const fullTime = (time) => MOMENT.format(time);
 
 /** When a session was last used, in milliseconds; 0 where that is no time. */

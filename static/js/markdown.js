@@ -189,6 +189,7 @@ function renderedAlone(token) {
 function rendered(tokens) {
   if (tokens.some(({ type }) => type === 'plain')) throw new RangeError('not all of it can be rendered');
   const fragment = DOMPurify.sanitize(marked.parser(tokens), SANITIZE);
+  for (const part of fragment.querySelectorAll('ul, ol, table, blockquote')) part.dir = 'auto'; // as its first letters are written
   for (const pre of fragment.querySelectorAll('pre')) frameCode(pre);
   for (const table of fragment.querySelectorAll('table')) frameTable(table);
   typeset(fragment.children);

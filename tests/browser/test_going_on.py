@@ -76,3 +76,145 @@ def test_a_message_whose_answer_failed_can_be_dismissed_also_after_a_reload(wire
     expect(chat.turns).to_have_count(0)
     expect(chat.row("Only this.")).to_have_count(0)
     expect(chat.question).to_have_value("Only this.")
+
+
+TOP = "node => node.getBoundingClientRect().top - document.getElementById('scroller').getBoundingClientRect().top"
+
+
+def test_a_question_goes_to_the_top_once_and_the_page_stays_there(wired, stage) -> None:
+    """While its answer grows past the window, too; who wants to follow says so in the settings."""
+    chat = wired(viewport={"width": 800, "height": 420})[0].open()
+    page = chat.page
+    chat.ask("One?")
+    with stage.by_hand() as next_answer:
+        chat.start("Two?")
+        answer = next_answer()
+        turn = chat.turns.last
+        page.wait_for_function(f"() => Math.abs(({TOP})(document.querySelector('.turn:last-child'))) < 2")
+        answer.say("word " * 40)
+        expect(chat.answers.last).to_contain_text("word")
+        expect(page.get_by_role("button", name="New text")).to_be_hidden()
+        answer.say("word " * 2000)
+        expect(page.get_by_role("button", name="New text")).to_be_visible()
+        assert abs(turn.evaluate(TOP)) < 2
+        answer.finish()
+        chat.wait_done()
+        assert abs(turn.evaluate(TOP)) < 2
+        page.keyboard.press("Control+,")
+        page.get_by_label("Follow answers").check()
+        page.keyboard.press("Escape")
+        chat.start("Three?")
+        answer = next_answer()
+        answer.finish("word " * 2000)
+        chat.wait_done()
+    assert page.locator("#scroller").evaluate("n => n.scrollHeight - n.scrollTop - n.clientHeight") < 2
+
+
+def test_enter_during_an_answer_queues_the_message(wired, stage) -> None:
+    """Changed, it waits for Enter again."""
+    chat, line = wired()
+    chat.open()
+    expect(chat.question).to_be_focused()
+    note = chat.page.get_by_text("Queued until this answer")
+    with stage.by_hand() as next_answer:
+        chat.start("One?")
+        chat.send("Two?")
+        expect(note).to_be_visible()
+        chat.question.press_sequentially("?")
+        expect(note).to_be_hidden()
+        chat.question.press("Enter")
+        expect(note).to_be_visible()
+        next_answer().finish("First.")
+        expect(chat.turns).to_have_count(2)
+        expect(chat.question).to_have_value("")
+        next_answer().finish("Second.")
+    chat.wait_done()
+    assert [frame["content"] for frame in line.messages] == ["One?", "Two??"]
+
+
+def test_an_unfinished_edit_is_there_when_one_comes_back(chat) -> None:
+    chat.ask("One?")
+    first = chat.session_id
+    chat.turns.first.hover()
+    chat.turns.first.get_by_role("button", name="Edit message").click()
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    field.fill("One and a half")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    expect(field).to_have_count(0)
+    chat.page.goto(f"{chat.url}/#/s/{first}")
+    expect(field).to_have_value("One and a half")
+    field.press("Escape")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.page.go_back()
+    expect(chat.page.locator(".bubble")).to_have_text("One?")
+
+
+def test_the_list_is_one_stop_for_the_keyboard_and_can_be_put_away(wired) -> None:
+    chat = wired()[0].open()
+    page = chat.page
+    for text in ("First of three", "Second of three", "Third of three"):
+        page.get_by_role("button", name="New chat", exact=True).click()
+        chat.ask(text)
+    page.get_by_role("searchbox").focus()
+    page.keyboard.press("Tab")
+    expect(chat.row("Third of three").get_by_role("link")).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(chat.row("Second of three").get_by_role("link")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("button", name="Options for Second of three")).to_be_focused()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Engine room")).to_be_focused()
+    page.keyboard.press("Control+b")
+    expect(page.locator("#rail")).to_be_hidden()
+    page.reload()
+    expect(page.locator("#rail")).to_be_hidden()
+    page.get_by_role("button", name="Conversations").click()
+    expect(page.locator("#rail")).to_be_visible()
+    expect(page.get_by_role("button", name="Hide the list")).to_be_focused()
+
+
+def test_lists_and_tables_are_read_from_the_side_of_their_script(wired, stage) -> None:
+    chat = wired()[0].open()
+    with stage.by_hand() as next_answer:
+        chat.start("Hello!")
+        next_answer().finish("- שלום\n- עולם\n\n| שם | גיל |\n|---|---|\n| דנה | 3 |\n\n1. one")
+    chat.wait_done()
+    answer, direction = chat.answers.last, "node => getComputedStyle(node).direction"
+    assert [answer.locator(tag).evaluate(direction) for tag in ("ul", "table", "ol")] == ["rtl", "rtl", "ltr"]
+
+
+def test_paper_has_the_whole_conversation_and_nothing_else(wired, stage) -> None:
+    chat = wired()[0].open()
+    page = chat.page
+    with stage.by_hand() as next_answer:
+        chat.start("Hello!")
+        next_answer().finish("\n\n".join(f"Paragraph {number}" for number in range(80)))
+    chat.wait_done()
+    page.emulate_media(media="print")
+    for part in ("#rail", "#composer", ".foot"):
+        expect(page.locator(part).first).to_be_hidden()
+    assert page.evaluate("document.documentElement.scrollHeight") > 2000
+
+
+def test_conversations_are_listed_while_the_engine_starts(wired) -> None:
+    chat, wire = wired()
+    chat.open()
+    chat.ask("Is it listed?")
+    starting = {"type": "error", "code": "starting", "message": "The engine is starting.", "retryable": True}
+    wire.on_frame = lambda frame: starting if frame["type"] == "ready" else frame
+    state = {"status": "starting", "stage": "loading_weights", "elapsed_s": 4.2}
+    chat.page.route("**/readyz", lambda route: route.fulfill(status=200, json=state))
+    chat.page.goto(chat.url + "/?again")
+    expect(chat.banner).to_contain_text("The engine is starting")
+    expect(chat.row("Is it listed?")).to_be_visible()
+
+
+def test_the_page_can_be_installed(wired) -> None:
+    page = wired()[0].open().page
+    found = page.evaluate(
+        "fetch(document.querySelector('link[rel=manifest]').href).then((reply) => reply.json())"
+    )
+    assert (found["name"], found["start_url"], found["display"]) == ("Overture", "./", "standalone")
+    icons = [page.request.get(f"{page.url.split('#')[0]}{icon['src']}").status for icon in found["icons"]]
+    assert icons == [200]

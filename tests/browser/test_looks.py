@@ -80,6 +80,7 @@ def test_the_reader_is_not_pulled_along(scripted, step_px: int) -> None:
     expect(chat.answers.first).to_contain_text("Paragraph 1.")
     scroller = chat.page.locator("#scroller")
     at_end = "node => node.scrollHeight - node.scrollTop - node.clientHeight < 2"
+    chat.page.get_by_role("button", name="New text").click()
     assert scroller.evaluate(at_end), "the text is followed while the reader is at its end"
     scroller.hover()
     for _ in range(200 // step_px):

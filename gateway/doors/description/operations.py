@@ -531,6 +531,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/manifest.webmanifest",
+        "manifest",
+        PAGE,
+        "What a browser installs the chat page by",
+        replies={200: ReplyShape(description="A web app manifest.", media=("application/manifest+json",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
         "/static/{path}",
         "static_file",
         PAGE,

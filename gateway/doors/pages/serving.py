@@ -39,6 +39,7 @@ _TEXTS = {
     ".js": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
 }
 _LEVEL = 9  # of gzip: each file is packed once
 
@@ -57,6 +58,12 @@ def page(name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
 
     handler.__doc__ = f"Send the page {name}."
     return handler
+
+
+async def manifest(request: web.Request) -> web.StreamResponse:
+    """Handle `GET /manifest.webmanifest`: what a browser installs the chat page by. At the root, where its addresses are those of the page."""
+    text = await asyncio.to_thread((STATIC_DIR / "manifest.webmanifest").read_bytes)
+    return await _sent(request, text, ".webmanifest", PAGE_HEADERS)
 
 
 async def static_file(request: web.Request) -> web.StreamResponse:

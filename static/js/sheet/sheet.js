@@ -3,7 +3,7 @@
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { importSession } from '../transfer.js';
-import { readTheme, writeTheme } from '../storage.js';
+import { readFollow, readTheme, writeFollow, writeTheme } from '../storage.js';
 import { leave } from './leave.js';
 import { addStyle } from './style.js';
 
@@ -45,7 +45,7 @@ export class Sheet {
     h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
       ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
-      themePicker(), this.#ahead()),
+      themePicker(), followBox(), this.#ahead()),
     h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Files'), ...this.#importing()),
     this.#account());
   }
@@ -241,6 +241,13 @@ function field(id, label, input, note) {
   input.setAttribute('aria-describedby', `${input.id}-note`);
   return h('div', { class: 'sheet-field' }, h('label', { htmlFor: input.id }, label), input,
     h('p', { id: `${input.id}-note`, class: 'note' }, note));
+}
+
+function followBox() {
+  const box = h('input', { type: 'checkbox', id: 'sheet-follow', checked: readFollow(), 'aria-describedby': 'sheet-follow-note',
+    on: { change: ({ target }) => writeFollow(target.checked) } });
+  return h('div', { class: 'sheet-check' }, box, h('label', { htmlFor: 'sheet-follow' }, 'Follow answers'),
+    h('p', { id: 'sheet-follow-note', class: 'note' }, 'Scrolls along while an answer is written. Otherwise your question goes to the top and stays there.'));
 }
 
 function themePicker() {
