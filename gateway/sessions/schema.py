@@ -222,6 +222,11 @@ _SCHEMA_11 = (
     f"""CREATE TRIGGER pictures_delete AFTER DELETE ON pictures BEGIN
         UPDATE owners SET num_bytes = num_bytes - ({_PICTURE_SIZE.format("old")}) WHERE row = old.owner; END""",
 )
+# Version 12: more settings of a conversation. stop: a list of strings as JSON.
+_SCHEMA_12 = tuple(
+    f"ALTER TABLE session_settings ADD COLUMN {column}"
+    for column in ("top_p REAL", "stop TEXT", "seed INTEGER")
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -234,6 +239,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_9,
     _SCHEMA_10,
     _SCHEMA_11,
+    _SCHEMA_12,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

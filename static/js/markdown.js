@@ -202,12 +202,20 @@ function frameCode(pre) {
   pre.tabIndex = 0;
   pre.setAttribute('role', 'region');
   pre.setAttribute('aria-label', language ? `Code, ${language}` : 'Code');
+  const kind = shownAs(language, pre.textContent);
   const head = h('div', { class: 'code-head' },
     h('span', {}, language || 'text'),
+    kind && h('button', { type: 'button', class: 'code-preview', 'data-kind': kind }, 'Preview'),
     h('button', { type: 'button', class: 'code-copy' }, 'Copy'));
   const frame = h('div', { class: 'code' }, head);
   pre.replaceWith(frame);
   frame.append(pre);
+}
+
+/** As what code can be shown in a frame; undefined: as nothing but code. */
+function shownAs(language, code) {
+  if (language === 'html') return 'html';
+  return language === 'svg' || (language === 'xml' && /^\s*(<\?xml[^>]*>\s*)?<svg[\s>]/.test(code)) ? 'svg' : undefined;
 }
 
 /** Lets a wide table scroll inside itself. */

@@ -267,7 +267,9 @@ export class Transcript {
     return view;
   }
 
-  #onClick({ target }) {
+  async #onClick({ target }) {
+    const preview = target.closest('.code-preview');
+    if (preview) (await import('./preview.js')).togglePreview(preview);
     const button = target.closest('.code-copy');
     if (button) copyFrom(button, button.closest('.code').querySelector('pre').textContent.replace(/\n$/, ''));
   }

@@ -540,6 +540,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/sandbox",
+        "sandbox",
+        PAGE,
+        "The frame in which the chat page shows HTML and SVG of an answer",
+        replies={200: ReplyShape(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
         "/static/{path}",
         "static_file",
         PAGE,

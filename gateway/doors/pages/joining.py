@@ -45,7 +45,7 @@ class Joined:
     """By path below `static/v-<version>/`: the texts that differ from the file of that path, or have none."""
 
     pages: Mapping[str, str]
-    """By name, such as `index.html`: the pages that load these files."""
+    """By name, such as `index.html`: the pages that have styles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ def join(texts: Mapping[str, str], version: str) -> Joined:
     shown = {}
     for name, text in pages.items():
         styles = [match["path"] for match in _STYLE.finditer(text)]
+        if not styles:
+            continue
         sheet = f"css/page-{name.removesuffix('.html')}.css"
         files[sheet] = "".join(f"/* static/{path} */\n{texts[path]}\n" for path in styles)
         shown[name] = _page(text, sheet, version)

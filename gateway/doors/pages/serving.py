@@ -23,6 +23,12 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
+# Of the frame that shows a model's HTML: programs run there, without an origin, cookies, storage, windows, forms or any network. Nor can the frame
+# lead elsewhere, because the page around it takes frames of its own origin only.
+_FRAME_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+    "media-src data: blob:; frame-ancestors 'self'; base-uri 'none'; form-action 'none'; webrtc 'block'"
+)
 PAGE_HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -58,6 +64,12 @@ def page(name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
 
     handler.__doc__ = f"Send the page {name}."
     return handler
+
+
+async def sandbox(request: web.Request) -> web.StreamResponse:
+    """Handle `GET /sandbox`: the frame in which the chat page shows HTML and SVG of an answer."""
+    text = await asyncio.to_thread((STATIC_DIR / "sandbox.html").read_bytes)
+    return await _sent(request, text, ".html", PAGE_HEADERS | {"Content-Security-Policy": _FRAME_POLICY})
 
 
 async def manifest(request: web.Request) -> web.StreamResponse:

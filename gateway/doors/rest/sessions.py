@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
-from gateway.doors.pages.serving import manifest, page, static_file
+from gateway.doors.pages.serving import manifest, page, sandbox, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
@@ -185,6 +185,7 @@ def add_routes(app: web.Application) -> None:
             web.get("/engine", page("engine.html")),
             web.get("/admin", page("admin.html")),
             web.get("/manifest.webmanifest", manifest),
+            web.get("/sandbox", sandbox),
             web.get("/static/{path:.+}", static_file),
             web.get("/api/sessions", in_place(list_sessions)),
             web.post("/api/sessions", in_place(create_session)),
