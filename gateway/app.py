@@ -58,6 +58,7 @@ from gateway.doors.rest import (
     people,
     pictures,
     sessions,
+    shelf,
     sign_in,
     transfers,
     usage,
@@ -309,6 +310,7 @@ def build_app(services: Services) -> web.Application:
     usage.add_routes(app)
     pictures.add_routes(app)
     documents.add_routes(app)
+    shelf.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

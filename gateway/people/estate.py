@@ -26,6 +26,8 @@ from gateway.sessions.database import open_reader
 from gateway.sessions.listing import ids_of
 from gateway.sessions.schema import version_of
 from gateway.sessions.transfers import export
+from gateway.shelf.store import NAME as SHELF_NAME
+from gateway.shelf.store import Shelf
 from kvtiers.errors import StoreBusy
 from kvtiers.io.inspect import erase
 
@@ -120,6 +122,7 @@ def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
             ledger.forget(owner)
         finally:
             ledger.close()
+    Shelf(data_dir / SHELF_NAME).erase(owner)
     try:
         _forget_agents(data_dir / learned_file.NAME, owner)
         num_blocks = erase(kv_dir, tenant_of(owner)) if kv_dir.is_dir() else 0

@@ -103,6 +103,7 @@ export class App {
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
       pin: (id, isPinned) => this.#pin(id, isPinned),
+      share: async (id) => this.#tell((await import('./shared.js')).shareConversation(this.api, id)),
       save: async (id, format) => (await import('./transfer.js')).exportSession(this.api, id, format),
       search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
       more: () => this.#list(false),
@@ -121,7 +122,10 @@ export class App {
   #listen() {
     document.addEventListener('typeset', () => this.follower.grown());
     addEventListener('unhandledrejection', () => toast('The server could not be reached.'));
-    addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
+    addEventListener('hashchange', () => {
+      this.#openSession(sessionFromHash());
+      this.#showShared();
+    });
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
     byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
@@ -279,6 +283,17 @@ export class App {
     if (sessionId === this.core.current) this.#showSought();
   }
 
+  /** Shows the shared conversation that the address names, if it names one, and then the reader's copy. */
+  async #showShared() {
+    if (!location.hash.startsWith('#/shared/') || this.core.phase !== 'ready') return;
+    const { showShared, tokenIn } = await import('./shared.js');
+    const token = tokenIn(location.hash);
+    if (!token) return; // it is being shown already
+    history.replaceState(null, '', location.pathname);
+    const copy = await this.#tell(showShared(this.api, token));
+    if (copy) location.hash = `#/s/${encodeURIComponent(copy.id)}`;
+  }
+
   /** Brings what a search found into view once the conversation is there, as another version if it must be. */
   async #showSought() {
     const { sessionId, turnId } = this.#sought ?? {};
@@ -386,6 +401,7 @@ export class App {
       this.#keyAsked = false;
       this.api.resume();
       this.#list(true);
+      this.#showShared();
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
     }

@@ -141,6 +141,12 @@ export class Composer {
     this.picker.adapter = adapter;
   }
 
+  /** Picks an adapter, as if it had been picked in the list. */
+  choose(adapter) {
+    this.adapter = adapter;
+    this.actions.pick(adapter);
+  }
+
   /** Offers these models and keeps the choice. */
   offer(models) {
     this.picker.offer(models);

@@ -13,6 +13,7 @@ const UNTITLED = 'New chat';
  * @property {(id: string) => void} remove
  * @property {(id: string, isPinned: boolean) => void} pin
  * @property {(id: string, format: 'json'|'markdown') => void} save
+ * @property {(id: string) => void} share  shows a link to it
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
  * @property {() => void} more  the end of the list came into view
  */
@@ -135,6 +136,7 @@ export class Rail {
       ['Rename', () => this.rename(session.id)],
       ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
       ['Export as JSON', () => this.actions.save(session.id, 'json')],
+      ['Share with the team', () => this.actions.share(session.id)],
       ['Delete', () => this.actions.remove(session.id), 'danger'],
     ]);
   }

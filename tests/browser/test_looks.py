@@ -14,7 +14,7 @@ expect = pytest.importorskip("playwright.sync_api").expect
 STATIC = Path(__file__).resolve().parents[2] / "static"
 # As they are sent: joined, and packed by gzip.
 FIRST_BYTES_MAX = 55 * 1000
-LATER_BYTES_MAX = {"each": 30 * 1000, "all": 100 * 1000}
+LATER_BYTES_MAX = {"each": 30 * 1000, "all": 120 * 1000}
 NUM_REQUESTS_MAX = 20
 MARKDOWN = "# Title\n\n- one\n- **two**\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('hi')\n```\n"
 

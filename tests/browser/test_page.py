@@ -245,7 +245,7 @@ def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     expect(folded.locator("pre")).to_have_text("print('```')")
 
 
-def test_a_document_goes_along_with_a_message_as_its_text(chat, page_watch) -> None:
+def test_a_document_goes_along_with_a_message_as_its_text(chat, page_watch, audit) -> None:
     """Its chip says how much it is and shows what will be sent; what cannot be read is said."""
     page_watch.forgive()  # the server refuses one
     page, book = chat.page, openpyxl.Workbook()
@@ -270,6 +270,7 @@ def test_a_document_goes_along_with_a_message_as_its_text(chat, page_watch) -> N
     chip.first.get_by_role("button", name="tides.xlsx", exact=True).click()
     preview = page.get_by_role("region", name="Text of tides.xlsx")
     expect(preview).to_have_text("# Sheet\nport,height\nLisbon,3.5")
+    assert audit(page) == []
     page.keyboard.press("Escape")
     chat.ask("How high?")
     asked = chat.line.messages[-1]["content"]

@@ -17,7 +17,7 @@ fetch('https://elsewhere.example/').catch(() => found.push('no network')).then((
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><title>A disc</title><circle cx="5" cy="5" r="4"/></svg>'
 
 
-def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watch) -> None:
+def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watch, audit) -> None:
     page_watch.forgive()  # what the frame tries is refused, which the console says
     chat = wired()[0].open()
     page = chat.page
@@ -30,6 +30,7 @@ def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watc
     buttons.first.click()
     frame = page.frame_locator("iframe").first
     expect(frame.locator("#said")).to_have_text("no page, no storage, no cookies, no network, no server")
+    assert audit(page) == []
     assert page_watch.foreign == [], "nothing was asked of another origin"
     page.get_by_role("button", name="Code", exact=True).click()
     expect(page.locator("iframe")).to_have_count(0)

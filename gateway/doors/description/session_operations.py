@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.documents.messages import Document
 from gateway.doors.description.bodies import SessionPage
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
+from gateway.doors.description.shelf_operations import SHELF_OPERATIONS
 from gateway.doors.rest.sessions import ChooseVersion, CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary, StoredPicture
 from gateway.sessions.archive import FORMAT, VERSION, Archive
@@ -186,4 +187,5 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         replies={200: ReplyShape(description="The session as it is shown now.", shape=Session)},
         errors=(404, 409, 503),
     ),
+    *SHELF_OPERATIONS,
 )

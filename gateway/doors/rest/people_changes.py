@@ -14,6 +14,8 @@ from gateway.doors.http.key_changes import read_again
 from gateway.errors import GatewayError, StartupError
 from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
 from gateway.services import Services
+from gateway.shelf.store import NAME as SHELF_NAME
+from gateway.shelf.store import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ async def erase(services: Services, person: Person) -> int:
     await services.sign_ins.forget(owner)
     await services.usage.forget(owner)
     await services.learned.forget(owner)
+    await asyncio.to_thread(Shelf(services.config.data_dir / SHELF_NAME).erase, owner)
     return num_sessions
 
 

@@ -4,6 +4,7 @@ import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { readFollow, readTheme, writeFollow, writeTheme } from '../storage.js';
 import { leave } from './leave.js';
+import { Presets } from './presets.js';
 import { addStyle } from './style.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
@@ -43,7 +44,7 @@ export class Sheet {
       keydown: (event) => this.#onKey(event), close: () => this.#onClose() } },
     h('div', { class: 'sheet-head' }, h('h2', { id: 'sheet-title' }, 'Settings'), this.closeButton),
     h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
-      ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
+      this.#presets(), ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
       themePicker(), followBox(), this.#ahead()),
     h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Conversations'), ...this.#importing()),
@@ -71,6 +72,26 @@ export class Sheet {
         field('stop', 'Stop at', stop, 'One text a line: an answer ends before it.'),
         field('seed', 'Seed', seed, 'The same seed and the same messages give the same answer, mostly.')),
     ];
+  }
+
+  #presets() {
+    const { settings } = this;
+    this.presets = new Presets(settings, {
+      now: async () => {
+        await this.save();
+        return { adapter: settings.composer.adapter, settings: Object.fromEntries(NAMES.map((name) => [name, settings.current[name] ?? null])) };
+      },
+      use: async (preset) => {
+        const { current } = settings.core;
+        const known = settings.core.models.some(({ id }) => id === preset.adapter);
+        settings.composer.choose(known ? preset.adapter : null);
+        await this.save();
+        this.#changes = Object.fromEntries(NAMES.map((name) => [name, preset.settings[name] ?? null]));
+        await this.save();
+        if (current === settings.core.current) this.follow(current);
+      },
+    });
+    return this.presets.element;
   }
 
   #importing() {
@@ -124,6 +145,7 @@ export class Sheet {
   #open() {
     this.#opener = document.activeElement;
     this.follow(this.settings.core.current);
+    this.presets.read();
     this.ahead.hidden = !this.settings.composer.offersAhead;
     this.aheadBox.checked = this.settings.composer.ahead;
     const { user } = this.settings.core;
