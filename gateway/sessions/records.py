@@ -149,6 +149,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     excerpt: Excerpt | None = None
     origin: Origin = "chat"
     is_pinned: bool = False
+    folder: str | None = None
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -201,6 +201,7 @@ def patch(
     title: str | None | UnsetType,
     adapter: str | None | UnsetType,
     is_pinned: bool | UnsetType,
+    folder: str | None | UnsetType,
     wanted: SettingsPatch,
     now: float,
 ) -> SessionSummary:
@@ -212,6 +213,8 @@ def patch(
     conn.execute("UPDATE sessions SET adapter = ? WHERE row = ?", (new_adapter, row.row))
     if not isinstance(is_pinned, UnsetType):
         listing.pin(conn, owner, row.row, now if is_pinned else None)
+    if not isinstance(folder, UnsetType):
+        listing.put_into(conn, owner, row.row, folder)
     _set_title(conn, row, new_title)
     summary = listing.summary_of(conn, owner, session_id)
     assert summary is not None, "it was there when this transaction began"

@@ -103,6 +103,7 @@ export class App {
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
       pin: (id, isPinned) => this.#pin(id, isPinned),
+      file: (session) => this.#file(session),
       share: async (id) => this.#tell((await import('./shared.js')).shareConversation(this.api, id)),
       save: async (id, format) => (await import('./transfer.js')).exportSession(this.api, id, format),
       search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
@@ -321,6 +322,13 @@ export class App {
     if (!await this.#tell(this.api.patch(id, { is_pinned: isPinned }))) return;
     this.rail.refreshSearch();
     this.announcer.say(isPinned ? 'Pinned.' : 'No longer pinned.');
+  }
+
+  async #file({ id, folder }) {
+    const { askFolder } = await import('./folder.js');
+    const known = [...new Set(this.index.sorted().map((session) => session.folder).filter(Boolean))].sort();
+    const wanted = await askFolder(folder, known);
+    if (wanted !== undefined && wanted !== folder) await this.#tell(this.api.patch(id, { folder: wanted }));
   }
 
   async #remove(id) {

@@ -1,7 +1,7 @@
 /** The left rail: sessions by day, search results, rename and delete. */
 
 import { contained, h, iconButton, paintDot } from './dom.js';
-import { fullTime, groupByDay, lastUsed } from './format.js';
+import { fullTime, grouped, lastUsed } from './format.js';
 
 const SEARCH_AFTER_MS = 150; // chosen: about one pause between words
 const UNTITLED = 'New chat';
@@ -13,6 +13,7 @@ const UNTITLED = 'New chat';
  * @property {(id: string) => void} remove
  * @property {(id: string, isPinned: boolean) => void} pin
  * @property {(id: string, format: 'json'|'markdown') => void} save
+ * @property {(session: object) => void} file  asks for a folder
  * @property {(id: string) => void} share  shows a link to it
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
  * @property {() => void} more  the end of the list came into view
@@ -25,6 +26,7 @@ export class Rail {
   #timer = 0;
   #searches = 0;
   #renaming = null;
+  #closed = new Set(); // folders
 
   /**
    * @param {{list: HTMLElement, search: HTMLInputElement, status: HTMLElement}} parts
@@ -48,7 +50,7 @@ export class Rail {
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
     this.#rows.clear();
-    const groups = this.#results ? [['Results', this.#results]] : groupByDay(sessions, Date.now());
+    const groups = this.#results ? [['Results', this.#results]] : grouped(sessions, Date.now());
     this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
     if (hasMore && !this.#results) this.list.append(this.sentinel);
     this.#stopAt(this.list.querySelector('.session[aria-current]') ?? this.list.querySelector('.session'));
@@ -77,7 +79,7 @@ export class Rail {
   #onArrow(event) {
     const row = event.target.closest('.session-row');
     if (!row || event.ctrlKey || event.metaKey || event.altKey || !event.target.matches('.session, .icon-button')) return;
-    const links = [...this.list.querySelectorAll('.session')];
+    const links = [...this.list.querySelectorAll('.session')].filter((each) => each.checkVisibility());
     const at = links.indexOf(row.querySelector('.session'));
     const [link, menu] = [links[at], row.querySelector('.icon-button')];
     const to = { ArrowDown: links[at + 1], ArrowUp: links[at - 1] ?? this.search, Home: links[0], End: links.at(-1), ArrowRight: menu, ArrowLeft: link }[event.key];
@@ -86,10 +88,14 @@ export class Rail {
     to.focus();
   }
 
-  #group([label, sessions]) {
+  #group([label, sessions, folder]) {
     if (!sessions.length) return [];
-    return [h('h2', { class: 'day' }, label),
-      h('ul', { class: 'sessions' }, ...sessions.map((session) => contained(() => this.#row(session), () => unusable(session))))];
+    const list = h('ul', { class: 'sessions' }, ...sessions.map((session) => contained(() => this.#row(session), () => unusable(session))));
+    const head = h('h2', { class: 'day' }, label);
+    if (!folder) return [head, list];
+    const isOpen = !this.#closed.has(folder);
+    const toggle = ({ target }) => this.#closed[target.open ? 'delete' : 'add'](folder);
+    return [h('details', { class: 'folder', open: isOpen, on: { toggle } }, h('summary', {}, head), list)];
   }
 
   #row(session) {
@@ -136,6 +142,7 @@ export class Rail {
       ['Rename', () => this.rename(session.id)],
       ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
       ['Export as JSON', () => this.actions.save(session.id, 'json')],
+      ['Move to a folder', () => this.actions.file(session)],
       ['Share with the team', () => this.actions.share(session.id)],
       ['Delete', () => this.actions.remove(session.id), 'danger'],
     ]);

@@ -218,3 +218,32 @@ def test_the_page_can_be_installed(wired) -> None:
     assert (found["name"], found["start_url"], found["display"]) == ("Overture", "./", "standalone")
     icons = [page.request.get(f"{page.url.split('#')[0]}{icon['src']}").status for icon in found["icons"]]
     assert icons == [200]
+
+
+def test_conversations_lie_in_folders(wired, visit) -> None:
+    chat = wired()[0].open()
+    page = chat.page
+    chat.ask("Of the sea")
+
+    def move(act) -> None:
+        chat.row("Of the sea").hover()
+        chat.row("Of the sea").get_by_role("button", name="Options").click()
+        page.get_by_role("menuitem", name="Move to a folder").click()
+        act(page.get_by_role("dialog", name="Move to a folder"))
+
+    def into_travel(dialog) -> None:
+        dialog.get_by_label("Folder").fill("Travel")
+        dialog.get_by_role("button", name="Move", exact=True).click()
+
+    move(into_travel)
+    folder = page.locator("details.folder")
+    expect(folder.get_by_role("heading")).to_have_text("Travel")
+    expect(folder.locator(".session-row")).to_have_count(1)
+    other = visit().page.locator("details.folder")
+    expect(other.locator(".session-title")).to_have_text("Of the sea")
+    folder.locator("summary").click()
+    expect(chat.row("Of the sea")).to_be_hidden()
+    folder.locator("summary").click()
+    move(lambda dialog: dialog.get_by_role("button", name="Take out").click())
+    expect(folder).to_have_count(0)
+    expect(chat.row("Of the sea")).to_be_visible()

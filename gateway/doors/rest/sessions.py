@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import cast, get_args
+from typing import Annotated, cast, get_args
 
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
@@ -37,6 +37,7 @@ class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
     is_pinned: bool | UnsetType = UNSET
+    folder: Annotated[str, Meta(max_length=60)] | None | UnsetType = UNSET
     settings: SettingsPatch = SettingsPatch()
 
 
@@ -98,6 +99,7 @@ async def patch_session(request: web.Request) -> web.Response:
         title=body.title,
         adapter=services.turns.known_adapter(body.adapter),
         is_pinned=body.is_pinned,
+        folder=body.folder,
         settings=body.settings,
         now=time.time(),
     )

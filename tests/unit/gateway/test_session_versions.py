@@ -294,3 +294,18 @@ async def test_a_turn_whose_answer_failed_can_be_discarded_and_no_other(store: S
     assert [turn.id for turn in (await store.discard_turn("ann", "s", "b")).turns] == ["a", "c"]
     assert await found(store, "ann", "lost words") == set()
     assert (await refused(store.discard_turn("ann", "s", "b"))).code == "not_found"
+
+
+async def test_conversations_in_folders_are_listed_at_once_after_pinned_ones(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in ("a", "b", "c"):
+        await chat(store, session, session)
+    assert (await store.patch("ann", "a", folder=" Travel ")).folder == "Travel"
+    await store.patch("ann", "b", is_pinned=True, now=NOW)
+    listed = await store.rows.pinned("ann")
+    assert [(each.id, each.folder) for each in listed] == [("b", None), ("a", "Travel")]
+    monkeypatch.setattr(listing, "MAX_FILED", 1)
+    await store.patch("ann", "a", folder="Other")
+    assert (await refused(store.patch("ann", "c", folder="Travel"))).code == "conflict"
+    assert (await store.patch("ann", "a", folder=" ")).folder is None
