@@ -189,7 +189,7 @@ function renderedAlone(token) {
 function rendered(tokens) {
   if (tokens.some(({ type }) => type === 'plain')) throw new RangeError('not all of it can be rendered');
   const fragment = DOMPurify.sanitize(marked.parser(tokens), SANITIZE);
-  for (const part of fragment.querySelectorAll('ul, ol, table, blockquote')) part.dir = 'auto'; // as its first letters are written
+  for (const part of fragment.querySelectorAll('ul, ol, blockquote')) part.dir = 'auto'; // as its first letters are written
   for (const pre of fragment.querySelectorAll('pre')) frameCode(pre);
   for (const table of fragment.querySelectorAll('table')) frameTable(table);
   typeset(fragment.children);
@@ -220,7 +220,7 @@ function shownAs(language, code) {
 
 /** Lets a wide table scroll inside itself. */
 function frameTable(table) {
-  const frame = h('div', { class: 'table', tabIndex: 0, role: 'region', 'aria-label': 'Table' });
+  const frame = h('div', { class: 'table', dir: 'auto', tabIndex: 0, role: 'region', 'aria-label': 'Table' });
   table.replaceWith(frame);
   frame.append(table);
 }

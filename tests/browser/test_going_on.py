@@ -181,7 +181,8 @@ def test_lists_and_tables_are_read_from_the_side_of_their_script(wired, stage) -
         next_answer().finish("- שלום\n- עולם\n\n| שם | גיל |\n|---|---|\n| דנה | 3 |\n\n1. one")
     chat.wait_done()
     answer, direction = chat.answers.last, "node => getComputedStyle(node).direction"
-    assert [answer.locator(tag).evaluate(direction) for tag in ("ul", "table", "ol")] == ["rtl", "rtl", "ltr"]
+    found = [answer.locator(tag).evaluate(direction) for tag in ("ul", ".table", "table", "ol")]
+    assert found == ["rtl", "rtl", "rtl", "ltr"]
 
 
 def test_paper_has_the_whole_conversation_and_nothing_else(wired, stage) -> None:
