@@ -59,7 +59,7 @@ export class Presets {
   async #save() {
     const { adapter, settings } = await this.actions.now();
     const name = h('input', { id: 'preset-name', required: true, maxLength: 100, autocomplete: 'off', value: this.#chosen?.is_own ? this.#chosen.name : '' });
-    const isShared = h('input', { type: 'checkbox', id: 'preset-shared' });
+    const isShared = h('input', { type: 'checkbox', id: 'preset-shared', checked: Boolean(this.#chosen?.is_own && this.#chosen.is_shared) });
     const mayShare = !this.core.user || this.core.user.role === 'operator';
     const dialog = dialogWith('Save as preset', h('form', { method: 'dialog' }, h('label', { htmlFor: 'preset-name' }, 'Name'), name,
       mayShare && h('div', { class: 'sheet-check' }, isShared, h('label', { htmlFor: 'preset-shared' }, 'Share with the team')),
