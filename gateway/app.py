@@ -52,6 +52,7 @@ from gateway.doors.http.unix_socket import UnixSite
 from gateway.doors.rest import (
     adapters,
     advisories,
+    documents,
     engine,
     kv_hints,
     nodes,
@@ -59,6 +60,7 @@ from gateway.doors.rest import (
     people,
     pictures,
     sessions,
+    shelf,
     sign_in,
     transfers,
     usage,
@@ -318,6 +320,8 @@ def build_app(services: Services) -> web.Application:
     transfers.add_routes(app)
     usage.add_routes(app)
     pictures.add_routes(app)
+    documents.add_routes(app)
+    shelf.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

@@ -247,6 +247,7 @@ class Services:
             "model": self.config.served_model_name,
             "max_model_len": self.node.max_model_len,
             "max_message_bytes": self.config.max_frame_bytes,
+            "max_document_bytes": self.config.max_body_bytes,
             "drafts": self.drafts.accepts_drafts,
             "max_images": self.node.max_images,
         }

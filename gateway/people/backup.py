@@ -22,10 +22,11 @@ from gateway.errors import StartupError
 from gateway.people.audit import NAME as AUDIT
 from gateway.people.estate import SESSIONS_NAME
 from gateway.people.ledger import NAME as LEDGER
+from gateway.shelf.store import NAME as SHELF
 from overture_client import __version__
 
 ADAPTERS, CLUSTER_TOKEN = "adapters.db", "cluster-token"
-DATABASES = (SESSIONS_NAME, LEDGER, ADAPTERS)
+DATABASES = (SESSIONS_NAME, LEDGER, SHELF, ADAPTERS)
 LENGTHS = "lengths-*.msgpack"
 KEYS = "keys"
 LIST_NAME, FORMAT = "backup.json", 1

@@ -26,6 +26,8 @@ from gateway.sessions.database import open_reader
 from gateway.sessions.listing import ids_of
 from gateway.sessions.schema import version_of
 from gateway.sessions.transfers import export
+from gateway.shelf.store import NAME as SHELF_NAME
+from gateway.shelf.store import Preset, Shelf
 from kvtiers.errors import StoreBusy
 from kvtiers.io.inspect import erase
 
@@ -55,7 +57,7 @@ def export_to(to: Path, data_dir: Path, owner: str, name: str) -> int:
 
 
 def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, name: str) -> int:
-    """Write a person's conversations and usage into a zip file, and return the number of conversations.
+    """Write a person's conversations, usage and presets into a zip file, and return the number of conversations.
 
     A server may be running over the session file `sessions`. Each conversation is a file that `POST /api/sessions/import` takes. This blocks.
     Raises StartupError.
@@ -67,6 +69,8 @@ def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, na
                 text = msgspec.json.format(msgspec.json.encode(conversation), indent=1)
                 archive.writestr(f"conversations/{num:05}-{file_name(conversation.title, 'json')}", text)
             days = [{"day": day, **spent._asdict()} for _, day, spent in _usage_in(data_dir, owner)]
+            if presets := _presets_in(data_dir, owner):
+                archive.writestr("presets.json", msgspec.json.format(msgspec.json.encode(presets), indent=1))
             about = {"name": name, "owner": owner, "exported_at": time.time(), "usage": days}
             archive.writestr("person.json", json.dumps(about, indent=1))
         return num
@@ -74,6 +78,11 @@ def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, na
         raise
     except (OSError, sqlite3.Error, GatewayError) as error:
         raise StartupError(f"The conversations of {name} cannot be exported: {error}") from error
+
+
+def _presets_in(data_dir: Path, owner: str) -> list[Preset]:
+    file = data_dir / SHELF_NAME
+    return [preset for preset in Shelf(file).presets(owner) if preset.is_own] if file.exists() else []
 
 
 def _usage_in(data_dir: Path, owner: str) -> list[Day]:
@@ -120,6 +129,7 @@ def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
             ledger.forget(owner)
         finally:
             ledger.close()
+    Shelf(data_dir / SHELF_NAME).erase(owner)
     try:
         _forget_agents(data_dir / learned_file.NAME, owner)
         num_blocks = erase(kv_dir, tenant_of(owner)) if kv_dir.is_dir() else 0

@@ -12,13 +12,14 @@ from gateway.sessions.records import Origin, SessionSummary
 from gateway.sessions.text import encode_cursor
 
 MAX_PINNED: Final = 50  # Chosen: they are listed all at once, before everything else.
+MAX_FILED: Final = 500  # Of conversations in folders, for the same reason.
 
 _SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown), s.origin,
-    s.pinned_at IS NOT NULL FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
+    s.pinned_at IS NOT NULL, s.folder FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
 
 
 def _summary(columns: tuple[Any, ...], found: search.Found | None = None) -> SessionSummary:
-    _, session_id, title, adapter, created_at, updated_at, num_turns, origin, is_pinned = columns
+    _, session_id, title, adapter, created_at, updated_at, num_turns, origin, is_pinned, folder = columns
     return SessionSummary(
         id=session_id,
         title=title,
@@ -30,6 +31,7 @@ def _summary(columns: tuple[Any, ...], found: search.Found | None = None) -> Ses
         excerpt=found.excerpt if found else None,
         origin=origin,
         is_pinned=bool(is_pinned),
+        folder=folder,
     )
 
 
@@ -68,10 +70,10 @@ def list_sessions(
 
 
 def pinned_sessions(conn: sqlite3.Connection, owner: str) -> list[SessionSummary]:
-    """Return the sessions that an owner has pinned, the latest pin first."""
-    rows = conn.execute(
-        _SUMMARY + " AND s.pinned_at IS NOT NULL ORDER BY s.pinned_at DESC, s.id DESC", (owner,)
-    )
+    """Return the sessions that an owner has pinned, the latest pin first, then those in folders, the one used last first."""
+    which = " AND (s.pinned_at IS NOT NULL OR s.folder IS NOT NULL)"
+    order = " ORDER BY s.pinned_at DESC NULLS LAST, s.updated_at DESC, s.id DESC"
+    rows = conn.execute(_SUMMARY + which + order, (owner,))
     return [_summary(columns) for columns in rows]
 
 
@@ -83,6 +85,15 @@ def pin(conn: sqlite3.Connection, owner: str, row: int, pinned_at: float | None)
             "conflict", f"{MAX_PINNED} conversations are pinned already: unpin one first.", param="is_pinned"
         )
     conn.execute("UPDATE sessions SET pinned_at = ? WHERE row = ?", (pinned_at, row))
+
+
+def put_into(conn: sqlite3.Connection, owner: str, row: int, folder: str | None) -> None:
+    """Put a session into a folder, or out of all (None). Raises GatewayError `conflict` above MAX_FILED, which are listed all at once."""
+    sql = "SELECT count(*) FROM sessions WHERE owner = ? AND folder IS NOT NULL AND deleted_at IS NULL AND row <> ?"
+    if folder is not None and conn.execute(sql, (owner, row)).fetchone()[0] >= MAX_FILED:
+        message = f"{MAX_FILED} conversations are in folders already: take one out first."
+        raise GatewayError("conflict", message, param="folder")
+    conn.execute("UPDATE sessions SET folder = ? WHERE row = ?", (folder, row))
 
 
 def ids_of(conn: sqlite3.Connection, owner: str) -> list[str]:
@@ -108,7 +119,7 @@ class Rows:
         return await self._reader.transact(summary_of, owner, session_id)
 
     async def pinned(self, owner: str) -> list[SessionSummary]:
-        """Return the sessions that this owner has pinned, of chat and API alike, the latest pin first."""
+        """Return the sessions that this owner has pinned or put into folders, of chat and API alike; see `pinned_sessions`."""
         return await self._reader.transact(pinned_sessions, owner)
 
     async def ids_of(self, owner: str) -> list[str]:

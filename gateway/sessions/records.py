@@ -26,6 +26,10 @@ MAX_ANSWER_TOKENS: Final = 1_000_000  # Chosen: more than any model's context ho
 SystemPrompt = Annotated[str, Meta(max_length=MAX_SYSTEM_PROMPT_CHARS)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+# Chosen: what people type into a field; a message may give more.
+Stop = Annotated[list[Annotated[str, Meta(min_length=1, max_length=100)]], Meta(max_length=8)]
+Seed = Annotated[int, Meta(ge=-(2**53) + 1, le=2**53 - 1)]  # which every client of JSON can say
 
 
 class StoredPicture(msgspec.Struct, frozen=True):
@@ -83,14 +87,15 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     system_prompt: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
+    top_p: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
 
     def sampling(self, asked: Sampling) -> Sampling:
         """Return how to sample an answer: as the message asks, and where it does not say, as the session does."""
-        return msgspec.structs.replace(
-            asked,
-            temperature=self.temperature if asked.temperature is None else asked.temperature,
-            max_tokens=self.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        )
+        names = ("temperature", "max_tokens", "top_p", "stop", "seed")
+        missing = {name: getattr(self, name) for name in names if getattr(asked, name) is None}
+        return msgspec.structs.replace(asked, **missing)
 
 
 class SettingsPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +104,9 @@ class SettingsPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     system_prompt: SystemPrompt | None | UnsetType = UNSET
     temperature: Temperature | None | UnsetType = UNSET
     max_tokens: MaxTokens | None | UnsetType = UNSET
+    top_p: TopP | None | UnsetType = UNSET
+    stop: Stop | None | UnsetType = UNSET
+    seed: Seed | None | UnsetType = UNSET
 
 
 NO_CHANGES: Final = SettingsPatch()
@@ -141,6 +149,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     excerpt: Excerpt | None = None
     origin: Origin = "chat"
     is_pinned: bool = False
+    folder: str | None = None
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -222,6 +222,14 @@ _SCHEMA_11 = (
     f"""CREATE TRIGGER pictures_delete AFTER DELETE ON pictures BEGIN
         UPDATE owners SET num_bytes = num_bytes - ({_PICTURE_SIZE.format("old")}) WHERE row = old.owner; END""",
 )
+# Version 12: more settings of a conversation (stop: a list of strings as JSON), and the folder that it lies in.
+_SCHEMA_12 = (
+    "ALTER TABLE session_settings ADD COLUMN top_p REAL",
+    "ALTER TABLE session_settings ADD COLUMN stop TEXT",
+    "ALTER TABLE session_settings ADD COLUMN seed INTEGER",
+    "ALTER TABLE sessions ADD COLUMN folder TEXT",
+    "CREATE INDEX sessions_folder ON sessions (owner, folder) WHERE folder IS NOT NULL",
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -234,6 +242,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_9,
     _SCHEMA_10,
     _SCHEMA_11,
+    _SCHEMA_12,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
+import msgspec
 from msgspec import UNSET, structs
 
 from gateway.sessions import quota
@@ -14,11 +15,19 @@ from gateway.sessions.text import clean
 
 def read(conn: sqlite3.Connection, session: int) -> SessionSettings:
     """Return the settings of the session of that row."""
-    sql = "SELECT system_prompt, temperature, max_tokens FROM session_settings WHERE session = ?"
+    sql = "SELECT system_prompt, temperature, max_tokens, top_p, stop, seed FROM session_settings WHERE session = ?"
     found = conn.execute(sql, (session,)).fetchone()
     if found is None:
         return SessionSettings()
-    return SessionSettings(system_prompt=found[0], temperature=found[1], max_tokens=found[2])
+    prompt, temperature, max_tokens, top_p, stop, seed = found
+    return SessionSettings(
+        system_prompt=prompt,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        stop=None if stop is None else msgspec.json.decode(stop, type=list[str]),
+        seed=seed,
+    )
 
 
 def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: float) -> None:
@@ -35,6 +44,8 @@ def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: 
     if "system_prompt" in changes:
         text = clean(changes["system_prompt"]) or ""
         changes["system_prompt"] = text if text.strip() else None
+    if "stop" in changes:
+        changes["stop"] = changes["stop"] or None
     after = structs.replace(before, **changes)
     if after == before:
         return
@@ -42,10 +53,13 @@ def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: 
     if added_bytes > 0:
         quota.check(conn, owner, added_bytes, now)
     conn.execute(
-        """INSERT INTO session_settings (session, system_prompt, temperature, max_tokens) VALUES (?, ?, ?, ?)
+        """INSERT INTO session_settings (session, system_prompt, temperature, max_tokens, top_p, stop, seed) VALUES (?, ?, ?, ?, ?, ?, ?)
            ON CONFLICT (session) DO UPDATE SET system_prompt = excluded.system_prompt, temperature = excluded.temperature,
-           max_tokens = excluded.max_tokens""",
-        (session, *structs.astuple(after)),
+           max_tokens = excluded.max_tokens, top_p = excluded.top_p, stop = excluded.stop, seed = excluded.seed""",
+        (
+            *(session, after.system_prompt, after.temperature, after.max_tokens, after.top_p),
+            *(None if after.stop is None else msgspec.json.encode(after.stop).decode(), after.seed),
+        ),
     )
     if after.system_prompt != before.system_prompt:
         conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ?", (session,))

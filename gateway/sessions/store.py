@@ -240,6 +240,7 @@ class SessionStore:
         title: str | None | UnsetType = UNSET,
         adapter: str | None | UnsetType = UNSET,
         is_pinned: bool | UnsetType = UNSET,
+        folder: str | None | UnsetType = UNSET,
         settings: SettingsPatch = NO_CHANGES,
         now: float = 0.0,
     ) -> SessionSummary:
@@ -253,16 +254,27 @@ class SessionStore:
             title: the new title.
             adapter: the adapter that answers from now on; None for the base model.
             is_pinned: whether `Rows.pinned` lists it.
+            folder: the name of the folder that it lies in; None or blanks: in none.
             settings: changes of the system prompt and of sampling.
             now: seconds since the epoch, for the quota of a system prompt and the order of pins.
 
         Raises:
-            GatewayError: `not_found`; `bad_request` for a title too long; `quota_exceeded`; `conflict` if MAX_PINNED are pinned.
+            GatewayError: `not_found`; `bad_request` for a title too long; `quota_exceeded`; `conflict` above MAX_PINNED or MAX_FILED.
         """
         new_title = title if isinstance(title, UnsetType) else checked_title(title)
         new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
+        folder = folder if isinstance(folder, UnsetType) else (clean(folder or "") or "").strip() or None
         return await self._write(
-            owner, transactions.patch, owner, session_id, new_title, new_adapter, is_pinned, settings, now
+            owner,
+            transactions.patch,
+            owner,
+            session_id,
+            new_title,
+            new_adapter,
+            is_pinned,
+            folder,
+            settings,
+            now,
         )
 
     async def export(self, owner: str, session_id: str) -> Archive:
@@ -366,6 +378,13 @@ class SessionStore:
         This does not count as activity. Raises GatewayError `not_found` (session, turn), `busy` (a turn of the session runs).
         """
         return await self._writer.transact(transactions.choose, owner, session_id, turn_id)
+
+    async def discard_turn(self, owner: str, session_id: str, turn_id: str) -> Session:
+        """Remove a turn whose answer failed; what followed it follows the turn before it. Return the session as it is shown then.
+
+        Raises GatewayError `not_found` (session, turn), `conflict` (its answer did not fail).
+        """
+        return await self._writer.transact(transactions.discard, owner, session_id, turn_id)
 
     async def finish_turn(
         self,

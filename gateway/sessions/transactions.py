@@ -32,7 +32,7 @@ from gateway.sessions.records import (
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
 from gateway.sessions.text import clean, clean_text, is_id, title_from
-from gateway.sessions.token_ids import store_token_ids, token_ids_up_to
+from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
 
 
 class Row(NamedTuple):
@@ -201,6 +201,7 @@ def patch(
     title: str | None | UnsetType,
     adapter: str | None | UnsetType,
     is_pinned: bool | UnsetType,
+    folder: str | None | UnsetType,
     wanted: SettingsPatch,
     now: float,
 ) -> SessionSummary:
@@ -212,6 +213,8 @@ def patch(
     conn.execute("UPDATE sessions SET adapter = ? WHERE row = ?", (new_adapter, row.row))
     if not isinstance(is_pinned, UnsetType):
         listing.pin(conn, owner, row.row, now if is_pinned else None)
+    if not isinstance(folder, UnsetType):
+        listing.put_into(conn, owner, row.row, folder)
     _set_title(conn, row, new_title)
     summary = listing.summary_of(conn, owner, session_id)
     assert summary is not None, "it was there when this transaction began"
@@ -529,6 +532,22 @@ def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) 
     seq = place_of(conn, row.row, turn_id, "turn_id")
     _refuse_second(conn, row.row)
     tree.choose(conn, row.row, seq)
+    return _session(conn, row)
+
+
+def discard(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> Session:
+    """Remove a failed turn; see `SessionStore.discard_turn`."""
+    row = live(conn, owner, session_id)
+    seq = place_of(conn, row.row, turn_id, "turn_id")
+    (status,) = conn.execute("SELECT status FROM turns WHERE seq = ?", (seq,)).fetchone()
+    if status != "failed":
+        raise GatewayError(
+            "conflict", "Only a message whose answer failed can be dismissed.", param="turn_id"
+        )
+    search.drop_turns(conn, row.owner, "seq = ?", (seq,))
+    drop_token_ids_below(conn, seq)
+    tree.remove(conn, row.row, seq)
+    conn.execute("DELETE FROM turns WHERE seq = ?", (seq,))
     return _session(conn, row)
 
 

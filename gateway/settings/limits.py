@@ -59,6 +59,12 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
     grammar_check_mib: Annotated[
         int, setting("Limits", "How much memory checking one grammar may take, in MiB.", ge=64)
     ] = 512
+    document_s: Annotated[
+        float, setting("Limits", "How long reading one document may take, in seconds.", gt=0)
+    ] = 20.0
+    document_mib: Annotated[
+        int, setting("Limits", "How much memory reading one document may take, in MiB.", ge=64)
+    ] = 512
     max_stored_mib: Annotated[
         int, setting("Limits", "Text of conversations that each key may store, in MiB; 0: no limit.", ge=0)
     ] = 1024

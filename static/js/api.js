@@ -9,6 +9,7 @@ export class ApiError extends Error {
 }
 
 const ANSWER_WITHIN_MS = 30000; // chosen: no call takes so long, save where the server is stuck or the line is dead
+const GENERATED_WITHIN_MS = 600000; // chosen: a summary waits behind other answers
 const REPEATABLE = new Set(['GET', 'PATCH', 'DELETE']); // twice is as good as once
 
 /** Calls the gateway, with the key when there is one. */
@@ -70,6 +71,11 @@ export class Api {
     return this.call('POST', `${sessionPath(id)}/choose`, { turn_id: turnId });
   }
 
+  /** Removes a message whose answer failed; resolves to the session as it is shown then. */
+  discard(id, turnId) {
+    return this.call('DELETE', `${sessionPath(id)}/turns/${encodeURIComponent(turnId)}`);
+  }
+
   /** Undoes `remove`. */
   restore(id) {
     return this.call('POST', `${sessionPath(id)}/restore`);
@@ -78,6 +84,11 @@ export class Api {
   /** Stores a picture; resolves to its id and size. */
   storePicture(file) {
     return this.call('POST', 'api/pictures', file);
+  }
+
+  /** Has a document read; resolves to `{kind, text, num_pages}`. Nothing is stored. */
+  readDocument(file) {
+    return this.call('POST', 'api/documents', file);
   }
 
   /** A stored picture, as a Blob. */
@@ -99,9 +110,14 @@ export class Api {
     return response.json();
   }
 
+  /** Has the model answer messages that belong to no conversation, in OpenAI's format. Rejects also when `signal` says so. */
+  complete(body, signal) {
+    return this.call('POST', 'v1/chat/completions', body, { withinMs: GENERATED_WITHIN_MS, signal });
+  }
+
   /** Calls a route; resolves to its JSON, or to null. */
-  async call(method, path, body) {
-    const response = await this.#fetch(method, path, body);
+  async call(method, path, body, how) {
+    const response = await this.#fetch(method, path, body, how);
     if (response.status === 204) return null;
     const data = await response.json().catch(() => null);
     if (!response.ok) {
@@ -110,14 +126,14 @@ export class Api {
     return data;
   }
 
-  async #fetch(method, path, body) {
+  async #fetch(method, path, body, how) {
     const headers = {};
     const isFile = body instanceof Blob;
     if (isFile) headers['Content-Type'] = body.type;
     else if (body !== undefined) headers['Content-Type'] = 'application/json';
     if (this.key()) headers.Authorization = `Bearer ${this.key()}`;
     const request = { method, headers, body: isFile ? body : body && JSON.stringify(body), cache: 'no-store' };
-    const once = () => this.during(this.#send(path, request));
+    const once = () => this.during(this.#send(path, request, how));
     const wasDead = this.#back;
     try {
       return await once();
@@ -128,9 +144,10 @@ export class Api {
     }
   }
 
-  async #send(path, request) {
+  async #send(path, request, { withinMs = ANSWER_WITHIN_MS, signal } = {}) {
     const call = new AbortController();
-    const timer = setTimeout(() => call.abort(), ANSWER_WITHIN_MS);
+    const timer = setTimeout(() => call.abort(), withinMs);
+    signal?.addEventListener('abort', () => call.abort());
     this.#underWay.add(call);
     try {
       return await fetch(path, { ...request, signal: call.signal });

@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
+import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 
@@ -67,6 +67,7 @@ export class App {
     this.core.keep(readUnsent());
     this.core.open(sessionFromHash());
     this.connection.connect();
+    this.composer.focus();
   }
 
   #makeViews() {
@@ -80,6 +81,7 @@ export class App {
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
       discard: (turn) => this.#discard(turn),
+      sumUp: () => this.#sumUp(),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
       opened: () => this.follower.hold(),
@@ -87,25 +89,29 @@ export class App {
     this.composer = new Composer(byId('composer'), {
       send: (text, pictures) => this.#send(text, pictures),
       upload: (file) => this.api.storePicture(file),
+      readDocument: (file) => this.api.readDocument(file),
       stop: () => this.#stop(),
       typing: (draft) => this.#typing(draft),
       pick: (adapter) => this.#pick(adapter),
       // What is known of them stays when the server cannot be asked.
       adapters: () => this.api.adapters().catch(() => null),
       editLast: () => this.#editLast(),
+      sumUp: () => this.#sumUp(),
     });
     this.rail = new Rail({ list: byId('session-list'), search: byId('search'), status: byId('list-status') }, {
       open: (sessionId, turnId) => this.#openFound(sessionId, turnId),
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
       pin: (id, isPinned) => this.#pin(id, isPinned),
+      file: (session) => this.#file(session),
+      share: async (id) => this.#tell((await import('./shared.js')).shareConversation(this.api, id)),
       save: async (id, format) => (await import('./transfer.js')).exportSession(this.api, id, format),
       search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
       isRunning: (id) => Boolean(this.core.liveTurn(id)), isWarm: (id) => this.core.warm.has(id) }));
     this.settings = new Settings(byId('settings-button'), this.core, this.api, this.composer);
-    this.drawer = new Drawer(byId('rail'), byId('menu-button'), byId('backdrop'), byId('main'));
+    this.drawer = new Drawer(byId('rail'), { open: byId('menu-button'), close: byId('rail-close') }, byId('backdrop'), byId('main'));
     this.banner = new StatusBanner(byId('banner'), this.core, {
       retry: () => this.connection.retryNow(),
       greet: () => this.#act(() => this.core.opened()),
@@ -117,7 +123,10 @@ export class App {
   #listen() {
     document.addEventListener('typeset', () => this.follower.grown());
     addEventListener('unhandledrejection', () => toast('The server could not be reached.'));
-    addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
+    addEventListener('hashchange', () => {
+      this.#openSession(sessionFromHash());
+      this.#showShared();
+    });
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
     byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
@@ -160,7 +169,9 @@ export class App {
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
     this.#act(() => this.core.ask(ask));
-    this.follower.toEnd();
+    const asked = this.transcript.elementOf(ask.id);
+    if (readFollow() || !asked) this.follower.toEnd();
+    else this.follower.raise(asked);
   }
 
   /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
@@ -197,9 +208,23 @@ export class App {
     this.#act(() => this.core.retry(turn.id, this.composer.adapter));
   }
 
-  /** Takes away a message that was not accepted, and with the first one its empty conversation. */
-  #discard(turn) {
-    this.#act(() => this.core.discard(turn.id));
+  /** Goes on in a new chat that begins with a summary of the open one. */
+  async #sumUp() {
+    const { chatWithSummary } = await import('./summary.js');
+    const { models, server } = this.core;
+    const model = this.composer.adapter ?? models[0].id;
+    const made = await chatWithSummary(this.api, this.#session(), { model, maxTokens: server.max_model_len });
+    if (made) location.hash = `#/s/${encodeURIComponent(made.id)}`;
+  }
+
+  /** Takes away a message that was not accepted or whose answer failed, and with the first one its empty conversation. */
+  async #discard(turn) {
+    if (turn.request) this.#act(() => this.core.discard(turn.id));
+    else {
+      const stored = await this.#tell(this.api.discard(turn.sessionId, turn.id));
+      if (!stored) return;
+      this.#act(() => this.core.load(stored));
+    }
     const session = this.core.sessions.get(turn.sessionId);
     if (!session?.loaded || session.turns.length) return;
     if (this.#forget(turn.sessionId)) this.composer.write(turn.content);
@@ -259,6 +284,17 @@ export class App {
     if (sessionId === this.core.current) this.#showSought();
   }
 
+  /** Shows the shared conversation that the address names, if it names one, and then the reader's copy. */
+  async #showShared() {
+    if (!location.hash.startsWith('#/shared/') || this.core.phase !== 'ready') return;
+    const { showShared, tokenIn } = await import('./shared.js');
+    const token = tokenIn(location.hash);
+    if (!token) return; // it is being shown already
+    history.replaceState(null, '', location.pathname);
+    const copy = await this.#tell(showShared(this.api, token));
+    if (copy) location.hash = `#/s/${encodeURIComponent(copy.id)}`;
+  }
+
   /** Brings what a search found into view once the conversation is there, as another version if it must be. */
   async #showSought() {
     const { sessionId, turnId } = this.#sought ?? {};
@@ -286,6 +322,13 @@ export class App {
     if (!await this.#tell(this.api.patch(id, { is_pinned: isPinned }))) return;
     this.rail.refreshSearch();
     this.announcer.say(isPinned ? 'Pinned.' : 'No longer pinned.');
+  }
+
+  async #file({ id, folder }) {
+    const { askFolder } = await import('./folder.js');
+    const known = [...new Set(this.index.sorted().map((session) => session.folder).filter(Boolean))].sort();
+    const wanted = await askFolder(folder, known);
+    if (wanted !== undefined && wanted !== folder) await this.#tell(this.api.patch(id, { folder: wanted }));
   }
 
   async #remove(id) {
@@ -326,6 +369,9 @@ export class App {
     } else if (chord && event.shiftKey && key === 'e') {
       event.preventDefault();
       byId('engine-link').click();
+    } else if (chord && !event.shiftKey && key === 'b') {
+      event.preventDefault();
+      this.drawer.toggle();
     } else if (chord && key === ',') {
       event.preventDefault();
       this.settings.toggle();
@@ -358,10 +404,12 @@ export class App {
     document.body.classList.toggle('locked', phase === 'locked');
     if (phase === 'locked') document.title = NAME;
     if (this.core.phase === 'offline') this.api.abandon();
+    if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
       this.api.resume();
       this.#list(true);
+      this.#showShared();
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
     }
@@ -382,6 +430,7 @@ export class App {
     const { models, server } = this.core;
     loadMarkdown(); // behind the first screen, before the first answer
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
+    this.composer.maxDocumentBytes = server.max_document_bytes ?? Infinity;
     this.composer.maxImages = server.max_images ?? 0;
     this.composer.maxTokens = server.max_model_len || Infinity;
     this.composer.offersAhead = Boolean(server.drafts);

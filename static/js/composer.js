@@ -14,11 +14,13 @@ const CHIP_FROM = 20000; // chosen: so long a paste is a file
  * @typedef {object} ComposerActions
  * @property {(text: string, pictures: object[]) => void} send
  * @property {(file: Blob) => Promise<object>} upload  stores a picture
+ * @property {(file: Blob) => Promise<object>} readDocument  its text
  * @property {() => void} stop
  * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
  * @property {() => Promise<?object[]>} adapters  how they are now, or null
  * @property {() => void} editLast
+ * @property {() => void} sumUp  goes on in a new chat
  */
 
 /** The composer at the bottom of the page. */
@@ -30,7 +32,7 @@ export class Composer {
   #enabled = false;
   #running = false;
   #isSendable = false; // what is written, once the server is ready
-  #waits = false; // it was sent, and goes once the server is ready
+  #waits = false; // it was sent, and goes once the server is ready and the answer before it is finished
   #draftTimer = 0;
 
   /**
@@ -47,8 +49,10 @@ export class Composer {
     this.note = form.querySelector('#composer-note');
     this.warmth = form.querySelector('.warmth');
     this.fullness = form.querySelector('.fullness');
+    this.sumUp = form.querySelector('.sum-up');
     this.offersAhead = false;
     this.maxBytes = Infinity;
+    this.maxDocumentBytes = Infinity;
     this.maxTokens = Infinity;
     this.attach = form.querySelector('.attach');
     this.maxImages = 0;
@@ -60,6 +64,7 @@ export class Composer {
       event.preventDefault();
       this.#submit();
     });
+    this.sumUp.addEventListener('click', () => this.actions.sumUp());
     this.stopButton.addEventListener('click', () => this.actions.stop());
     this.area.addEventListener('input', () => this.#onInput());
     this.#listenForFiles();
@@ -106,7 +111,8 @@ export class Composer {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE,
-      maxTokens: () => this.maxTokens, maxImages: () => this.maxImages, upload: this.actions.upload });
+      maxTokens: () => this.maxTokens, maxDocumentBytes: () => this.maxDocumentBytes, maxImages: () => this.maxImages, upload: this.actions.upload,
+      readDocument: this.actions.readDocument });
     await this.files.add(files, sessionId);
   }
 
@@ -118,7 +124,7 @@ export class Composer {
   /** The most pictures that a message may have; 0: the model reads none. */
   set maxImages(most) {
     this.#maxImages = most;
-    this.attach.title = most ? 'Add pictures or files of text' : 'Add files of text';
+    this.attach.title = most ? 'Add pictures, documents or texts' : 'Add documents or texts';
     this.attach.setAttribute('aria-label', this.attach.title);
   }
 
@@ -133,6 +139,12 @@ export class Composer {
 
   set adapter(adapter) {
     this.picker.adapter = adapter;
+  }
+
+  /** Picks an adapter, as if it had been picked in the list. */
+  choose(adapter) {
+    this.adapter = adapter;
+    this.actions.pick(adapter);
   }
 
   /** Offers these models and keeps the choice. */
@@ -196,7 +208,7 @@ export class Composer {
     shown.hidden = false;
     other.hidden = true;
     if (hadFocus) this.focus();
-    if (enabled && this.#waits) this.#submit();
+    if (enabled && !running && this.#waits) this.#submit();
     this.#changed();
   }
 
@@ -205,12 +217,12 @@ export class Composer {
     if (matchMedia('(hover: hover)').matches) this.area.focus();
   }
 
-  /** Sends what there is, once files are read and the server is ready. */
+  /** Sends what there is, once files are read, the server is ready and no answer is being written. */
   async #submit() {
     await Promise.allSettled([this.#attached]);
-    const isWhole = !this.#running && this.#isSendable;
-    this.#waits = isWhole && !this.#enabled;
-    if (isWhole && this.#enabled) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);
+    const canGo = this.#enabled && !this.#running;
+    this.#waits = this.#isSendable && !canGo;
+    if (this.#isSendable && canGo) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);
     else this.#changed();
   }
 
@@ -260,6 +272,7 @@ export class Composer {
   /** Says, quietly, how full the context is (null: there is much room). */
   showFullness(full, maxTokens) {
     this.fullness.hidden = !full;
+    this.sumUp.hidden = !full;
     if (!full) return;
     this.fullness.textContent = `${Math.round(full.share * 100)}% full`;
     this.fullness.title = `This conversation has ${count(full.used)} of the ${count(maxTokens)} tokens that the model reads`;
@@ -282,7 +295,8 @@ export class Composer {
     this.#isSendable = !isTooLong && (content.trim() !== '' || this.files?.pictures.length > 0);
     this.note.hidden = !isTooLong && !this.#waits;
     this.note.textContent = isTooLong ? 'This message is too long for the server. Please shorten it.'
-      : this.#waits ? 'This will be sent as soon as the server is ready.' : '';
+      : !this.#waits ? '' : this.#running ? 'Queued until this answer is finished. Edit it to hold it back.'
+        : 'This will be sent as soon as the server is ready.';
     this.note.classList.toggle('is-calm', this.#waits);
     this.sendButton.disabled = !this.#enabled || !this.#isSendable;
   }

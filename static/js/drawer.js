@@ -1,19 +1,24 @@
-/** The rail on narrow screens: a drawer that opens over the conversation. */
+/** The rail: a drawer over the conversation on narrow screens; beside it on wide ones, where it can be put away. */
 
-/** Opens and closes the rail; on wide screens it is always there. */
+import { readRailClosed, writeRailClosed } from './storage.js';
+
+/** Opens and closes the rail. */
 export class Drawer {
+  #isClosed = readRailClosed(); // on wide screens
+
   /**
    * @param {HTMLElement} rail
-   * @param {HTMLButtonElement} button
+   * @param {{open: HTMLButtonElement, close: HTMLButtonElement}} buttons
    * @param {HTMLElement} backdrop
    * @param {HTMLElement} rest  what lies behind the open drawer
    */
-  constructor(rail, button, backdrop, rest) {
-    Object.assign(this, { rail, button, backdrop, rest });
+  constructor(rail, { open, close }, backdrop, rest) {
+    Object.assign(this, { rail, button: open, closeButton: close, backdrop, rest });
     this.narrow = matchMedia('(max-width: 719.98px)');
     this.isOpen = false;
     this.narrow.addEventListener('change', () => this.#set(false));
-    button.addEventListener('click', () => this.open());
+    open.addEventListener('click', () => this.open());
+    close.addEventListener('click', () => this.#putAway());
     backdrop.addEventListener('click', () => this.close());
     rail.addEventListener('keydown', (event) => {
       if (event.key === 'Escape' && this.isOpen) {
@@ -24,11 +29,12 @@ export class Drawer {
     this.#set(false);
   }
 
-  /** Opens the drawer and moves the focus into it. */
+  /** Shows the rail; the focus moves into it where that was asked by its button. */
   open() {
-    if (!this.narrow.matches) return;
-    this.#set(true);
-    this.rail.querySelector('button, a').focus();
+    if (this.narrow.matches) this.#set(true);
+    else if (this.#isClosed) this.#keep(false);
+    else return;
+    this.closeButton.focus();
   }
 
   /** Closes the drawer; the focus goes back to where it was opened. */
@@ -38,12 +44,34 @@ export class Drawer {
     this.button.focus();
   }
 
+  /** Shows the rail, or puts it away. */
+  toggle() {
+    if (this.narrow.matches ? this.isOpen : !this.#isClosed) this.#putAway();
+    else this.open();
+  }
+
+  #putAway() {
+    if (this.narrow.matches) return this.close();
+    this.#keep(true);
+    return this.button.focus();
+  }
+
+  #keep(isClosed) {
+    this.#isClosed = isClosed;
+    writeRailClosed(isClosed);
+    this.#set(false);
+  }
+
   #set(isOpen) {
+    const isNarrow = this.narrow.matches;
+    const isShown = isNarrow ? isOpen : !this.#isClosed;
     this.isOpen = isOpen;
-    this.rail.inert = this.narrow.matches && !isOpen;
+    this.rail.inert = !isShown;
     this.rest.inert = isOpen;
     this.backdrop.hidden = !isOpen;
-    this.button.setAttribute('aria-expanded', String(isOpen));
+    this.button.hidden = isShown && !isNarrow;
+    this.button.setAttribute('aria-expanded', String(isShown));
     document.body.classList.toggle('drawer-open', isOpen);
+    document.body.classList.toggle('rail-closed', !isNarrow && this.#isClosed);
   }
 }

@@ -6,11 +6,11 @@ import { fitHeight, h, isSend } from './dom.js';
  * A form with a growing text field.
  *
  * @param {string} text
- * @param {{send: (text: string) => void, cancel: () => void, mayBeEmpty?: boolean}} actions  `send` gets trimmed text
+ * @param {{send: (text: string) => void, cancel: () => void, changed: (text: string) => void, mayBeEmpty?: boolean}} actions  `send` gets trimmed text
  */
-export function editor(text, { send, cancel, mayBeEmpty = false }) {
+export function editor(text, { send, cancel, changed, mayBeEmpty = false }) {
   const area = h('textarea', { value: text, rows: 1, 'aria-label': 'Edit message',
-    on: { input: () => fitHeight(area), keydown: onKey } });
+    on: { input: () => { fitHeight(area); changed(area.value); }, keydown: onKey } });
   const submit = () => {
     if (area.value.trim() || mayBeEmpty) send(area.value.trim());
   };

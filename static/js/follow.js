@@ -1,4 +1,4 @@
-/** Follows growing text as long as the reader is at its end, and never pulls otherwise. */
+/** Where a conversation is scrolled to: a question that was just asked goes to the top once and stays there, or growing text is followed. Never pulls otherwise. */
 
 const NEAR_PX = 32; // chosen: one line and a bit counts as the end
 
@@ -15,6 +15,7 @@ export class Follower {
     this.scroller = scroller;
     this.pill = pill;
     this.following = true;
+    this.raised = null; // the turn whose question went to the top
     scroller.addEventListener('scroll', () => this.#onScroll(), { passive: true });
     pill.addEventListener('click', () => this.toEnd());
     new ResizeObserver(() => this.following && this.#jump()).observe(scroller);
@@ -29,8 +30,22 @@ export class Follower {
     this.#height = scrollHeight;
   }
 
+  /** Puts a turn at the top, with room below for its answer to grow, and stays there. */
+  raise(element) {
+    this.#lower();
+    this.raised = element;
+    element.classList.add('raised');
+    this.show(element);
+  }
+
+  #lower() {
+    this.raised?.classList.remove('raised');
+    this.raised = null;
+  }
+
   /** Goes to the end and follows from there. */
   toEnd() {
+    this.#lower();
     this.following = true;
     this.pill.hidden = true;
     this.#jump();
@@ -61,7 +76,7 @@ export class Follower {
   #onScroll() {
     const { scrollTop } = this.scroller;
     if (scrollTop < this.#lastTop && !this.#atEnd(2)) this.following = false;
-    else if (this.#atEnd()) this.following = true;
+    else if (this.#atEnd() && !this.raised) this.following = true;
     if (this.following) this.pill.hidden = true;
     this.#lastTop = scrollTop;
   }

@@ -2,9 +2,6 @@
 
 const COUNT = new Intl.NumberFormat('en');
 const MONTH = new Intl.DateTimeFormat('en', { month: 'long', year: 'numeric' });
-const CLOCK = new Intl.DateTimeFormat(undefined, { timeStyle: 'short' });
-const WEEKDAY = new Intl.DateTimeFormat('en', { weekday: 'short' });
-const DAY = new Intl.DateTimeFormat('en', { day: 'numeric', month: 'short' });
 const MOMENT = new Intl.DateTimeFormat(undefined, { dateStyle: 'full', timeStyle: 'short' });
 const DAY_MS = 86400000;
 const LAST_MS = 8.64e15; // what a Date can hold
@@ -57,28 +54,27 @@ export function dayLabel(time, now) {
   return days < 31 ? 'This month' : MONTH.format(time);
 }
 
-/** When something was last used, in few characters: the time, or the day where its heading does not say it. Both times in milliseconds. */
-export function shortTime(time, now) {
-  const days = daysBetween(time, now);
-  if (days <= 1) return CLOCK.format(time);
-  return (days < 7 ? WEEKDAY : DAY).format(time);
-}
-
-/** The same in full. */
+/** A moment in full. */
 export const fullTime = (time) => MOMENT.format(time);
 
 /** When a session was last used, in milliseconds; 0 where that is no time. */
 export const lastUsed = ({ updated_at: atS }) => (Math.abs(atS * 1000) <= LAST_MS ? atS * 1000 : 0);
 
-/** Sessions, newest first, as [heading, sessions] pairs; what is pinned comes first. */
-export function groupByDay(sessions, now) {
+/** Sessions, newest first, as [heading, sessions, folder] triples; what is pinned comes first, then folders by name. */
+export function grouped(sessions, now) {
   const groups = new Map();
-  for (const session of [...sessions].sort((a, b) => Boolean(b.is_pinned) - Boolean(a.is_pinned))) {
-    const label = session.is_pinned ? 'Pinned' : dayLabel(lastUsed(session), now);
-    if (!groups.has(label)) groups.set(label, []);
-    groups.get(label).push(session);
+  const put = (key, label, session, folder = null) => {
+    if (!groups.has(key)) groups.set(key, [label, [], folder]);
+    groups.get(key)[1].push(session);
+  };
+  for (const session of sessions.filter((each) => each.is_pinned)) put('pinned', 'Pinned', session);
+  const filed = sessions.filter((each) => each.folder && !each.is_pinned).sort((a, b) => a.folder.localeCompare(b.folder));
+  for (const session of filed) put(`in ${session.folder}`, session.folder, session, session.folder);
+  for (const session of sessions.filter((each) => !each.is_pinned && !each.folder)) {
+    const label = dayLabel(lastUsed(session), now);
+    put(label, label, session);
   }
-  return [...groups];
+  return [...groups.values()];
 }
 
 /** A colour angle for an adapter name, always the same one. */

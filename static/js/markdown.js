@@ -2,7 +2,7 @@
  * Markdown of an untrusted author as DOM nodes.
  *
  * Three fences stand between a model and the page: the parser knows no HTML (tags stay text), the
- * result is cut down to a short list of tags, and links lead to http, https and mailto only.
+ * result is cut down to a short list of tags, and links lead to http, https, mailto and conversations only.
  *
  * Whatever the text is, it is shown: a block that is nested too deeply, is too long or cannot be
  * rendered is plain text, and the work for each block is bounded.
@@ -19,7 +19,7 @@ const MAX_WORK = 5e7; // chosen: marks in a run of text times its length, since 
 const MAX_CELLS = 20000; // chosen: of one table. Rows are filled up to the width of the head, so few characters may make millions
 const MARKS = /[*_~`[\]<!$\\@]/g; // what begins something that may have its end elsewhere
 
-const SAFE_LINK = /^(https?:|mailto:)/i;
+const SAFE_LINK = /^(https?:|mailto:|#\/s\/)/i; // the last: a conversation
 
 const SANITIZE = {
   ALLOWED_TAGS: ['a', 'blockquote', 'br', 'code', 'del', 'em', 'h3', 'h4', 'h5', 'h6', 'hr', 'li', 'ol',
@@ -189,6 +189,7 @@ function renderedAlone(token) {
 function rendered(tokens) {
   if (tokens.some(({ type }) => type === 'plain')) throw new RangeError('not all of it can be rendered');
   const fragment = DOMPurify.sanitize(marked.parser(tokens), SANITIZE);
+  for (const part of fragment.querySelectorAll('ul, ol, blockquote')) part.dir = 'auto'; // as its first letters are written
   for (const pre of fragment.querySelectorAll('pre')) frameCode(pre);
   for (const table of fragment.querySelectorAll('table')) frameTable(table);
   typeset(fragment.children);
@@ -201,22 +202,31 @@ function frameCode(pre) {
   pre.tabIndex = 0;
   pre.setAttribute('role', 'region');
   pre.setAttribute('aria-label', language ? `Code, ${language}` : 'Code');
+  const kind = shownAs(language, pre.textContent);
   const head = h('div', { class: 'code-head' },
     h('span', {}, language || 'text'),
+    kind && h('button', { type: 'button', class: 'code-preview', 'data-kind': kind }, 'Preview'),
     h('button', { type: 'button', class: 'code-copy' }, 'Copy'));
   const frame = h('div', { class: 'code' }, head);
   pre.replaceWith(frame);
   frame.append(pre);
 }
 
+/** As what code can be shown in a frame; undefined: as nothing but code. */
+function shownAs(language, code) {
+  if (language === 'html') return 'html';
+  return language === 'svg' || (language === 'xml' && /^\s*(<\?xml[^>]*>\s*)?<svg[\s>]/.test(code)) ? 'svg' : undefined;
+}
+
 /** Lets a wide table scroll inside itself. */
 function frameTable(table) {
-  const frame = h('div', { class: 'table', tabIndex: 0, role: 'region', 'aria-label': 'Table' });
+  const frame = h('div', { class: 'table', dir: 'auto', tabIndex: 0, role: 'region', 'aria-label': 'Table' });
   table.replaceWith(frame);
   frame.append(table);
 }
 
 function anchor(href, html) {
+  if (href.startsWith('#')) return `<a href="${escapeHtml(href)}">${html}</a>`;
   return `<a href="${escapeHtml(href)}" target="_blank" rel="noopener noreferrer">${html}</a>`;
 }
 

@@ -1,7 +1,7 @@
 /** The left rail: sessions by day, search results, rename and delete. */
 
 import { contained, h, iconButton, paintDot } from './dom.js';
-import { fullTime, groupByDay, lastUsed, shortTime } from './format.js';
+import { fullTime, grouped, lastUsed } from './format.js';
 
 const SEARCH_AFTER_MS = 150; // chosen: about one pause between words
 const UNTITLED = 'New chat';
@@ -13,6 +13,8 @@ const UNTITLED = 'New chat';
  * @property {(id: string) => void} remove
  * @property {(id: string, isPinned: boolean) => void} pin
  * @property {(id: string, format: 'json'|'markdown') => void} save
+ * @property {(session: object) => void} file  asks for a folder
+ * @property {(id: string) => void} share  shows a link to it
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
  * @property {() => void} more  the end of the list came into view
  */
@@ -24,6 +26,7 @@ export class Rail {
   #timer = 0;
   #searches = 0;
   #renaming = null;
+  #closed = new Set(); // folders
 
   /**
    * @param {{list: HTMLElement, search: HTMLInputElement, status: HTMLElement}} parts
@@ -37,6 +40,8 @@ export class Rail {
     document.addEventListener('visibilitychange', () => this.draw()); // the day may be another one by now
     search.addEventListener('input', () => this.#searchSoon());
     search.addEventListener('keydown', (event) => this.#onSearchKey(event));
+    list.addEventListener('keydown', (event) => this.#onArrow(event));
+    list.addEventListener('focusin', ({ target }) => this.#stopAt(target.closest('.session')));
   }
 
   /** Draws everything anew, except while a title is being typed. */
@@ -45,9 +50,10 @@ export class Rail {
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
     this.#rows.clear();
-    const groups = this.#results ? [['Results', this.#results]] : groupByDay(sessions, Date.now());
+    const groups = this.#results ? [['Results', this.#results]] : grouped(sessions, Date.now());
     this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
     if (hasMore && !this.#results) this.list.append(this.sentinel);
+    this.#stopAt(this.list.querySelector('.session[aria-current]') ?? this.list.querySelector('.session'));
     this.#showStatus(sessions);
     if (focused) this.#focusAgain(focused);
   }
@@ -63,10 +69,33 @@ export class Rail {
     for (const [id, row] of this.#rows) this.#markRow(id, row);
   }
 
-  #group([label, sessions]) {
+  /** The list is one stop of the Tab key: at this conversation. Arrows lead to the others, and to their menus. */
+  #stopAt(link) {
+    if (!link) return;
+    this.list.querySelector('.session[tabindex="0"]')?.setAttribute('tabindex', '-1');
+    link.setAttribute('tabindex', '0');
+  }
+
+  #onArrow(event) {
+    const row = event.target.closest('.session-row');
+    if (!row || event.ctrlKey || event.metaKey || event.altKey || !event.target.matches('.session, .icon-button')) return;
+    const links = [...this.list.querySelectorAll('.session')].filter((each) => each.checkVisibility());
+    const at = links.indexOf(row.querySelector('.session'));
+    const [link, menu] = [links[at], row.querySelector('.icon-button')];
+    const to = { ArrowDown: links[at + 1], ArrowUp: links[at - 1] ?? this.search, Home: links[0], End: links.at(-1), ArrowRight: menu, ArrowLeft: link }[event.key];
+    if (!to) return;
+    event.preventDefault();
+    to.focus();
+  }
+
+  #group([label, sessions, folder]) {
     if (!sessions.length) return [];
-    return [h('h2', { class: 'day' }, label),
-      h('ul', { class: 'sessions' }, ...sessions.map((session) => contained(() => this.#row(session), () => unusable(session))))];
+    const list = h('ul', { class: 'sessions' }, ...sessions.map((session) => contained(() => this.#row(session), () => unusable(session))));
+    const head = h('h2', { class: 'day' }, label);
+    if (!folder) return [head, list];
+    const isOpen = !this.#closed.has(folder);
+    const toggle = ({ target }) => this.#closed[target.open ? 'delete' : 'add'](folder);
+    return [h('details', { class: 'folder', open: isOpen, on: { toggle } }, h('summary', {}, head), list)];
   }
 
   #row(session) {
@@ -74,15 +103,15 @@ export class Rail {
     const dot = h('span', { class: 'dot' });
     paintDot(dot, session.adapter);
     const when = lastUsed(session);
-    const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title: when ? `${title}\n${fullTime(when)}` : title },
+    const link = h('a', { class: 'session', tabIndex: -1, href: `#/s/${encodeURIComponent(session.id)}`, title: when ? `${title}\n${fullTime(when)}` : title },
       dot, h('span', { class: 'session-title' }, title, session.excerpt && excerptOf(session.excerpt)),
       session.origin === 'api' && h('span', { class: 'origin' }, 'API'),
       h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')),
       h('span', { class: 'sr-only warm-note' }, '(ready)'));
-    if (when) link.append(h('time', { class: 'when', dateTime: new Date(when).toISOString() }, shortTime(when, Date.now())));
     if (session.adapter) link.append(h('span', { class: 'sr-only' }, `, ${session.adapter}`));
     const more = iconButton('more', `Options for ${title}`, () => this.#menu(session, more));
     more.setAttribute('aria-haspopup', 'menu');
+    more.tabIndex = -1;
     const row = h('li', { class: 'session-row' }, link, more);
     link.addEventListener('click', () => this.actions.open(session.id, session.found_in));
     link.addEventListener('keydown', (event) => {
@@ -113,6 +142,8 @@ export class Rail {
       ['Rename', () => this.rename(session.id)],
       ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
       ['Export as JSON', () => this.actions.save(session.id, 'json')],
+      ['Move to a folder', () => this.actions.file(session)],
+      ['Share with the team', () => this.actions.share(session.id)],
       ['Delete', () => this.actions.remove(session.id), 'danger'],
     ]);
   }

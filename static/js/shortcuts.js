@@ -10,6 +10,8 @@ const SHORTCUTS = [
   ['Edit your last message', '↑ in an empty field'],
   ['Search conversations', 'Ctrl or ⌘ + K'],
   ['New chat', 'Ctrl or ⌘ + Shift + O'],
+  ['Show or hide conversations', 'Ctrl or ⌘ + B'],
+  ['Move in the list, to a menu', '↑ ↓, →'],
   ['Rename, pin, delete in the list', 'F2, P, Delete'],
   ['Settings', 'Ctrl or ⌘ + ,'],
   ['Engine room', 'Ctrl or ⌘ + Shift + E'],

@@ -6,6 +6,8 @@ const NEW_CHAT = 'new';
 const UNSENT = 'overture.unsent.';
 const CALLS = 'overture.calls';
 const AHEAD = 'overture.ahead';
+const FOLLOW = 'overture.follow';
+const RAIL = 'overture.rail';
 const SETTINGS = 'overture.settings';
 const THEME = 'overture.theme'; // theme.js reads it, too
 
@@ -75,6 +77,18 @@ export const readAhead = () => read(AHEAD) === 'yes';
 
 /** Keeps that choice. */
 export const writeAhead = (isAllowed) => write(AHEAD, isAllowed ? 'yes' : '');
+
+/** Whether the page follows an answer while it is written. */
+export const readFollow = () => read(FOLLOW) === 'yes';
+
+/** Keeps that choice. */
+export const writeFollow = (follows) => write(FOLLOW, follows ? 'yes' : '');
+
+/** Whether the list of conversations is put away on wide screens. */
+export const readRailClosed = () => read(RAIL) === 'closed';
+
+/** Keeps that choice. */
+export const writeRailClosed = (isClosed) => write(RAIL, isClosed ? 'closed' : '');
 
 /** What new conversations begin with: some of `system_prompt`, `temperature` and `max_tokens`. */
 export const readSettings = () => parsed(read(SETTINGS)) ?? {};

@@ -10,7 +10,7 @@ import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
 const FAILED = {
-  prompt_too_long: 'This conversation is longer than the model can read. Start a new chat, or shorten an earlier message.',
+  prompt_too_long: 'This conversation is longer than the model can read. Go on in a new chat, or shorten an earlier message.',
   null: 'The server stopped before this answer was finished.',
 };
 
@@ -23,6 +23,7 @@ const FAILED = {
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
  * @property {(turn: object) => void} discard
+ * @property {() => void} sumUp  goes on in a new chat
  * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
  */
@@ -34,9 +35,9 @@ class TurnView {
   #editor = null;
   #footOf = ''; // what the foot was drawn for
 
-  constructor(turn, actions) {
-    this.turn = turn;
-    this.actions = actions;
+  /** @param {Map<string, string>} edits  by turn, what was written in place of a question and not sent */
+  constructor(turn, actions, edits) {
+    Object.assign(this, { turn, actions, edits });
     this.answer = new AnswerView();
     this.reasoning = new ReasoningView(actions);
     this.question = h('div', { class: 'question' });
@@ -65,18 +66,25 @@ class TurnView {
     }
   }
 
-  /** Turns the question into a text field; one that is open keeps what was written in it. */
-  async edit() {
+  /**
+   * Turns the question into a text field; one that is open keeps what was written in it.
+   *
+   * @param {string} [text]  what was written before the conversation was left
+   */
+  async edit(text) {
     const { editor } = await import('./editor.js');
     if (this.#editor) return this.#editor.focus();
     const close = () => {
+      this.edits.delete(this.turn.id);
       this.showQuestion();
       this.editButton.focus();
     };
-    const form = editor(this.turn.content, {
+    const form = editor(text ?? this.turn.content, {
+      changed: (written) => this.edits.set(this.turn.id, written),
       mayBeEmpty: this.turn.pictures.length > 0,
       send: (text) => {
         if (this.element.parentNode.querySelector('[aria-busy="true"]')) return toast('Wait for the answer, or stop it.');
+        this.edits.delete(this.turn.id);
         this.showQuestion();
         this.actions.edit(this.turn, text);
       },
@@ -85,7 +93,7 @@ class TurnView {
     this.#editor = form;
     this.question.classList.add('editing');
     this.question.replaceChildren(form.element);
-    return form.focus();
+    return text === undefined && form.focus();
   }
 
   /** Brings text, status and buttons up to date. */
@@ -165,7 +173,8 @@ class TurnView {
       h('p', {}, turn.error?.message ?? FAILED[code] ?? 'This answer could not be finished.'),
       h('div', { class: 'failure-buttons' },
         !tooLong && h('button', { type: 'button', class: 'button retry', on: { click: () => actions.retry(turn) } }, 'Try again'),
-        turn.request && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));
+        tooLong && h('button', { type: 'button', class: 'button', on: { click: () => actions.sumUp() } }, 'New chat with a summary'),
+        h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));
   }
 }
 
@@ -181,6 +190,7 @@ function timingsLine(turn, grown) {
 /** Shows the turns of one session and redraws what changed, at most once a frame. */
 export class Transcript {
   #views = new Map();
+  #edits = new Map(); // they outlive their views: an unfinished edit is there when one comes back
   #grown = new Set();
   #frame = 0;
 
@@ -251,12 +261,15 @@ export class Transcript {
     const known = this.#views.get(turn.id);
     if (known?.turn === turn) return known;
     known?.element.remove();
-    const view = new TurnView(turn, this.actions);
+    const view = new TurnView(turn, this.actions, this.#edits);
     this.#views.set(turn.id, view);
+    if (this.#edits.has(turn.id)) view.edit(this.#edits.get(turn.id));
     return view;
   }
 
-  #onClick({ target }) {
+  async #onClick({ target }) {
+    const preview = target.closest('.code-preview');
+    if (preview) (await import('./preview.js')).togglePreview(preview);
     const button = target.closest('.code-copy');
     if (button) copyFrom(button, button.closest('.code').querySelector('pre').textContent.replace(/\n$/, ''));
   }

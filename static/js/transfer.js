@@ -1,4 +1,4 @@
-/** Conversations as files, loaded when one is exported or imported. */
+/** Conversations as files, loaded when one is exported. */
 
 import { toast } from './toast.js';
 import { h } from './dom.js';
@@ -19,26 +19,19 @@ export async function save(api, path, instead) {
   const response = await ask(api, path);
   if (!response) return;
   const name = response.headers.get('Content-Disposition')?.match(/filename\*=UTF-8''([^;]+)/)?.[1];
-  const link = h('a', { href: URL.createObjectURL(await response.blob()), download: decodeURIComponent(name ?? instead) });
+  saveBlob(await response.blob(), decodeURIComponent(name ?? instead));
+}
+
+/** Saves bytes as a file of the browser's. */
+export function saveBlob(blob, name) {
+  const link = h('a', { href: URL.createObjectURL(blob), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000); // long enough for any download from memory to begin
 }
 
-/**
- * Stores the conversation in a file; resolves to it, or to null where that failed, which is said.
- *
- * @param {import('./api.js').Api} api
- * @param {File} file
- */
-export async function importSession(api, file) {
-  const response = await ask(api, 'api/sessions/import', { method: 'POST', body: file, type: 'application/json' });
-  return response ? response.json() : null;
-}
-
-async function ask(api, path, { type, ...options } = {}) {
-  const headers = type ? { 'Content-Type': type } : {};
-  if (api.key()) headers.Authorization = `Bearer ${api.key()}`;
-  const response = await fetch(path, { ...options, headers, cache: 'no-store' }).catch(() => null);
+async function ask(api, path) {
+  const headers = api.key() ? { Authorization: `Bearer ${api.key()}` } : {};
+  const response = await fetch(path, { headers, cache: 'no-store' }).catch(() => null);
   if (response?.ok) return response;
   const said = await response?.json().catch(() => null);
   toast(said?.error?.message ?? 'The server could not be reached.');

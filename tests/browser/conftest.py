@@ -524,7 +524,7 @@ def chat(
 
 @pytest.fixture
 def audit() -> Callable[..., list[str]]:
-    """A function that gives the serious and critical findings of axe-core on what a page shows now, or on a part of it."""
+    """A function that gives the findings of axe-core that are more than minor, on what a page shows now, or on a part of it."""
     source = (VENDOR / "axe.min.js").read_text(encoding="utf-8")
 
     def findings(page: Page, part: str = "html") -> list[str]:
@@ -533,7 +533,7 @@ def audit() -> Callable[..., list[str]]:
         return [
             f"{finding['id']}: {node['html'][:160]}"
             for finding in result["violations"]
-            if finding["impact"] in {"serious", "critical"}
+            if finding["impact"] in {"moderate", "serious", "critical"}
             for node in finding["nodes"]
         ]
 

@@ -7,41 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from gateway.doors.pages.joining import join
+
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the operators' page, that of
-# sign-in links, what these share, the side sheet, formulas, files, pictures, the list of shortcuts, the menu and the title field of a
-# conversation, an answer's timings, the form that edits a question, the question for a key, dialogs, export and import, the way without
-# websockets, what the demo model is asked for example, the list of adapters, what copies to the clipboard, and what renders Markdown with
-# its code and formulas, which comes with the first answer.
-OWN_BYTES_MAX = 55 * 1000  # as they are sent: packed by gzip
-LATER_BYTES_MAX = {
-    "docs": 30 * 1000,
-    "engine": 37 * 1000,
-    "admin": 19 * 1000,
-    "sign-in": 2 * 1000,
-    "sheet": 20 * 1000,
-    "maths": 5 * 1000,
-    "files": 10 * 1000,
-    "pictures": 3 * 1000,
-    "shortcuts": 2 * 1000,
-    "menu": 2 * 1000,
-    "transfer": 3 * 1000,
-    "events": 2 * 1000,
-    "welcome": 2 * 1000,
-    "rename": 2 * 1000,
-    "timings": 2 * 1000,
-    "editor": 2 * 1000,
-    "key": 2 * 1000,
-    "dialogs": 1000,
-    "beside": 1000,
-    "copy": 2 * 1000,
-    "models": 9 * 1000,
-    "markdown": 9 * 1000,
-    "formulas": 4 * 1000,
-    "highlight": 2 * 1000,
-}
+# As they are sent: joined, and packed by gzip.
+FIRST_BYTES_MAX = 55 * 1000
+LATER_BYTES_MAX = {"each": 30 * 1000, "all": 120 * 1000}
+NUM_REQUESTS_MAX = 20
 MARKDOWN = "# Title\n\n- one\n- **two**\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('hi')\n```\n"
 
 
@@ -106,6 +80,7 @@ def test_the_reader_is_not_pulled_along(scripted, step_px: int) -> None:
     expect(chat.answers.first).to_contain_text("Paragraph 1.")
     scroller = chat.page.locator("#scroller")
     at_end = "node => node.scrollHeight - node.scrollTop - node.clientHeight < 2"
+    chat.page.get_by_role("button", name="New text").click()
     assert scroller.evaluate(at_end), "the text is followed while the reader is at its end"
     scroller.hover()
     for _ in range(200 // step_px):
@@ -308,15 +283,31 @@ def test_scripts_and_styles_within_a_page_are_highlighted(scripted) -> None:
     expect(code.locator(".language-javascript .hljs-keyword")).to_have_text("const")
 
 
+def test_a_first_visit_takes_few_requests_and_a_second_one_asks_for_no_file_again(wired) -> None:
+    chat, requests = wired()[0], list[str]()
+    chat.page.on("request", lambda request: requests.append(request.url))
+    chat.open()
+    chat.page.wait_for_load_state("networkidle")
+    assert len(requests) <= NUM_REQUESTS_MAX, requests
+    kept = chat.page.evaluate(
+        """async () => {
+            const files = performance.getEntriesByType('resource').map(({ name }) => name).filter((name) => name.includes('/static/'));
+            const replies = await Promise.all(files.map((name) => fetch(name)));
+            return replies.map((reply) => [reply.url, reply.headers.get('Cache-Control')]);
+        }"""
+    )
+    assert kept and all("immutable" in how for _, how in kept), kept
+
+
 def test_own_script_and_style_stay_small() -> None:
-    own = [
-        path
+    own = {
+        path.relative_to(STATIC).as_posix(): path.read_text()
         for path in STATIC.rglob("*")
         if path.suffix in {".js", ".css", ".html"} and "vendor" not in path.parts
-    ]
-    for name, most in LATER_BYTES_MAX.items():
-        of_page = [path for path in own if name in path.relative_to(STATIC).parts or path.stem == name]
-        assert of_page and len(of_page) < len(own)
-        assert sum(path.stat().st_size for path in of_page) <= most
-        own = [path for path in own if path not in of_page]
-    assert sum(len(gzip.compress(path.read_bytes(), 9)) for path in own) <= OWN_BYTES_MAX
+    }
+    joined = join(own, "0")
+    sizes = {name: len(gzip.compress(text.encode(), 9)) for name, text in (own | joined.files).items()}
+    first = ("index.html", "js/theme.js", "js/main.js", "css/page-index.css")
+    assert sum(sizes[name] for name in first) <= FIRST_BYTES_MAX
+    later = [size for name, size in sizes.items() if name in joined.files and name not in first]
+    assert max(later) <= LATER_BYTES_MAX["each"] and sum(later) <= LATER_BYTES_MAX["all"]

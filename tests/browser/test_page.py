@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import openpyxl
 import pytest
 from PIL import Image
 
@@ -106,7 +107,7 @@ def test_a_renamed_and_pinned_conversation_stays_on_top_of_newer_ones(chat) -> N
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     chat.ask("Hello!")
     expect(chat.page.locator(".session-row").first).to_contain_text(first)
-    expect(chat.row(first).locator("time")).to_have_text(re.compile(r"\d:\d\d"))
+    expect(chat.row(first).get_by_role("link")).to_have_attribute("title", re.compile(r"\n.*\d:\d\d"))
     chat.page.reload()
     expect(chat.page.locator(".session-row").first).to_contain_text(first)
     chat.row(first).locator(".session").press("p")
@@ -165,7 +166,7 @@ def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> 
     assert chat.session_id != first
     page_watch.forgive()
     chat.page.get_by_label("File to import").set_input_files(markdown)
-    expect(chat.page.get_by_text("The body is not valid JSON")).to_be_visible()
+    expect(chat.page.get_by_text("This file cannot be imported: it is not JSON.")).to_be_visible()
 
 
 def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds_them(chat) -> None:
@@ -244,6 +245,41 @@ def test_a_file_of_text_goes_along_with_a_message(chat) -> None:
     expect(folded.locator("pre")).to_have_text("print('```')")
 
 
+def test_a_document_goes_along_with_a_message_as_its_text(chat, page_watch, audit) -> None:
+    """Its chip says how much it is and shows what will be sent; what cannot be read is said."""
+    page_watch.forgive()  # the server refuses one
+    page, book = chat.page, openpyxl.Workbook()
+    book.active.append(["port", "height"])
+    book.active.append(["Lisbon", 3.5])
+    file = io.BytesIO()
+    book.save(file)
+    given = [("tides.xlsx", file.getvalue()), ("plan.pdf", b"%PDF-1.7 cut"), ("photo.raw", b"\0\1")]
+    page.locator("#file").set_input_files(
+        [
+            {"name": name, "mimeType": "application/octet-stream", "buffer": data}
+            for name, data in [*given, ("page.html", b"<h1>At sea</h1><script>no()</script>")]
+        ]
+    )
+    chip = page.locator(".file")
+    expect(chip).to_have_count(2)
+    expect(chip.first).to_contain_text("tides.xlsx")
+    expect(chip.first).to_contain_text("1 sheet · about 8 tokens")
+    toast = page.locator(".toast")
+    expect(toast).to_contain_text("plan.pdf could not be added. The document could not be read")
+    expect(toast).to_contain_text("photo.raw is not a file of text, nor a document")
+    chip.first.get_by_role("button", name="tides.xlsx", exact=True).click()
+    preview = page.get_by_role("region", name="Text of tides.xlsx")
+    expect(preview).to_have_text("# Sheet\nport,height\nLisbon,3.5")
+    assert audit(page) == []
+    page.keyboard.press("Escape")
+    chat.ask("How high?")
+    asked = chat.line.messages[-1]["content"]
+    assert asked.startswith(
+        "tides.xlsx:\n```xlsx\n# Sheet\nport,height\nLisbon,3.5\n```\n\npage.html:\n```html\nAt sea\n```"
+    )
+    expect(page.locator(".bubble summary")).to_have_text(["tides.xlsx", "page.html"])
+
+
 def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, stage, page_watch) -> None:
     """Those that this browser can read are sent as PNG; a question may be a picture alone, and its edit keeps it."""
     page_watch.forgive()  # the server refuses one
@@ -251,7 +287,7 @@ def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, sta
     node.max_images = 2
     try:
         page.reload()
-        attach = page.get_by_role("button", name="Add pictures or files of text")
+        attach = page.get_by_role("button", name="Add pictures, documents or texts")
         expect(attach).to_be_visible()
         files = [("broken.png", "image/png", b"\x89PNG\0\xff"), ("ship.png", "image/png", shade(1))]
         files += [("old.bmp", "image/bmp", shade(2, "BMP")), ("third.png", "image/png", shade(3))]
@@ -308,7 +344,7 @@ def test_what_is_pasted_one_after_the_other_all_goes_along(chat, stage) -> None:
     usual, node.max_model_len, node.max_images = node.max_model_len, 20000, 3
     try:
         page.reload()
-        expect(page.get_by_role("button", name="Add pictures or files of text")).to_be_visible()
+        expect(page.get_by_role("button", name="Add pictures, documents or texts")).to_be_visible()
         page.evaluate(PASTE, [list(shade(grey)) for grey in (1, 2, 1)])
         page.get_by_role("button", name="Send", exact=True).click()
         chat.wait_done()

@@ -16,6 +16,7 @@ OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 # Import names that are not the names of their distributions.
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "docx": "python-docx",
     "jwt": "pyjwt",
     "pythonjsonlogger": "python-json-logger",
     "sklearn": "scikit-learn",

@@ -21,9 +21,8 @@ from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, EngineBody, Operation, ReplyShape, Shape
 from gateway.doors.description.operations import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
-from gateway.doors.rest.pages import PAGE_HEADERS
+from gateway.doors.pages.serving import page
 from gateway.services import SERVICES, Services
-from gateway.settings.config import STATIC_DIR
 from gateway.settings.priorities import MAX_PRIORITY
 from overture_client import __version__
 
@@ -307,12 +306,7 @@ async def openapi_json(request: web.Request) -> web.Response:
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-async def docs(request: web.Request) -> web.FileResponse:
-    """Handle `GET /docs`: the page that shows the API's description."""
-    return web.FileResponse(STATIC_DIR / "docs.html", headers=PAGE_HEADERS)
-
-
 def add_routes(app: web.Application) -> None:
     """Add the API's description and the page that shows it."""
     app[_DOCUMENT] = _Document()
-    app.add_routes([web.get("/openapi.json", openapi_json), web.get("/docs", docs)])
+    app.add_routes([web.get("/openapi.json", openapi_json), web.get("/docs", page("docs.html"))])

@@ -50,7 +50,7 @@ class ReplyShape:
 class Operation:
     """One method of one route. errors: statuses besides those of every operation (see `openapi.errors_of`)."""
 
-    method: Literal["get", "post", "patch", "delete"]
+    method: Literal["get", "post", "put", "patch", "delete"]
     path: str
     name: str
     tag: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from gateway.documents.messages import Document
 from gateway.doors.description.bodies import SessionPage
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
+from gateway.doors.description.shelf_operations import SHELF_OPERATIONS
 from gateway.doors.rest.sessions import ChooseVersion, CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary, StoredPicture
 from gateway.sessions.archive import FORMAT, VERSION, Archive
@@ -11,6 +13,7 @@ from gateway.sessions.pictures import MEDIA_TYPES
 
 _TEXT = {"type": "string"}
 _PICTURES = tuple(MEDIA_TYPES.values())
+_DOCUMENTS = ("application/pdf", "text/html", "text/csv", "application/octet-stream")
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 
 _ARCHIVE = {
@@ -98,6 +101,17 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "post",
+        "/api/documents",
+        "read_document",
+        SESSIONS,
+        "Return the text of a document",
+        "PDF, DOCX, XLSX, HTML and CSV, for the text of a message. Nothing of it is kept.",
+        body=Body(media=_DOCUMENTS),
+        replies={200: ReplyShape(description="The document's kind, text and pages.", shape=Document)},
+        errors=(400, 413, 503),
+    ),
+    Operation(
+        "post",
         "/api/sessions",
         "create_session",
         SESSIONS,
@@ -151,6 +165,17 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         errors=(404, 503),
     ),
     Operation(
+        "delete",
+        "/api/sessions/{id}/turns/{turn_id}",
+        "discard_turn",
+        SESSIONS,
+        "Remove a message whose answer failed",
+        "What followed it follows the message before it. 409 for a message that was answered.",
+        parameters=(_SESSION, Parameter("turn_id", "path", _TEXT, "The turn's id.")),
+        replies={200: ReplyShape(description="The session as it is shown now.", shape=Session)},
+        errors=(404, 409, 503),
+    ),
+    Operation(
         "post",
         "/api/sessions/{id}/choose",
         "choose_version",
@@ -162,4 +187,5 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         replies={200: ReplyShape(description="The session as it is shown now.", shape=Session)},
         errors=(404, 409, 503),
     ),
+    *SHELF_OPERATIONS,
 )

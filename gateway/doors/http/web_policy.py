@@ -221,7 +221,7 @@ def cors_headers(origin: str, asked: str) -> dict[str, str]:
     is_sane = len(asked) <= MAX_HEADER_NAMES_CHARS and _HEADER_NAMES.fullmatch(asked) is not None
     return {
         "Access-Control-Allow-Origin": origin,
-        "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
+        "Access-Control-Allow-Methods": "GET, POST, PUT, PATCH, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": asked if is_sane else usual,
         "Access-Control-Expose-Headers": ", ".join(_EXPOSED),
         "Access-Control-Max-Age": "600",

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from gateway.access.addresses import address_of
 from gateway.doors.http.bodies import json_reply
-from gateway.doors.rest.pages import PAGE_HEADERS
+from gateway.doors.pages.serving import PAGE_HEADERS
 from gateway.doors.rest.sign_in import is_secure, note_sign_in, set_cookie
 from gateway.doors.rest.trusted_user import person_named
 from gateway.errors import GatewayError

@@ -16,6 +16,8 @@ from gateway.errors import GatewayError, StartupError
 from gateway.people.estate import Erased
 from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
 from gateway.services import Services
+from gateway.shelf.store import NAME as SHELF_NAME
+from gateway.shelf.store import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ async def erase(services: Services, person: Person) -> Erased:
     await services.sign_ins.forget(owner)
     await services.usage.forget(owner)
     await services.learned.forget(owner)
+    await asyncio.to_thread(Shelf(services.config.data_dir / SHELF_NAME).erase, owner)
     try:
         return Erased(num_sessions, await services.node.erase_kv(tenant_of(owner)))
     except EngineUnavailable as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import cast, get_args
+from typing import Annotated, cast, get_args
 
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
+from gateway.doors.pages.serving import manifest, page, sandbox, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
-from gateway.doors.rest.pages import admin_page, engine_page, page, static_file
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions import Origin, SettingsPatch
@@ -37,6 +37,7 @@ class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
     is_pinned: bool | UnsetType = UNSET
+    folder: Annotated[str, Meta(max_length=60)] | None | UnsetType = UNSET
     settings: SettingsPatch = SettingsPatch()
 
 
@@ -98,6 +99,7 @@ async def patch_session(request: web.Request) -> web.Response:
         title=body.title,
         adapter=services.turns.known_adapter(body.adapter),
         is_pinned=body.is_pinned,
+        folder=body.folder,
         settings=body.settings,
         now=time.time(),
     )
@@ -121,6 +123,17 @@ async def choose_version(request: web.Request) -> web.Response:
     session = await services.store.choose_version(owner, session_id, body.turn_id)
     services.advisories.end_session(owner, session_id)
     services.tell_shown(owner, session_id, body.turn_id)
+    return json_reply(session)
+
+
+async def discard_turn(request: web.Request) -> web.Response:
+    """Handle `DELETE /api/sessions/{id}/turns/{turn_id}`: remove a message whose answer failed, and tell the owner's sockets."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    session_id, turn_id = request.match_info["id"], request.match_info["turn_id"]
+    session = await services.store.discard_turn(owner, session_id, turn_id)
+    services.advisories.end_session(owner, session_id)
+    services.tell_shown(owner, session_id, turn_id, is_changed=True)
     return json_reply(session)
 
 
@@ -170,9 +183,11 @@ def add_routes(app: web.Application) -> None:
     """Add the routes of sessions and models, and the pages."""
     app.add_routes(
         [
-            web.get("/", page),
-            web.get("/engine", engine_page),
-            web.get("/admin", admin_page),
+            web.get("/", page("index.html")),
+            web.get("/engine", page("engine.html")),
+            web.get("/admin", page("admin.html")),
+            web.get("/manifest.webmanifest", manifest),
+            web.get("/sandbox", sandbox),
             web.get("/static/{path:.+}", static_file),
             web.get("/api/sessions", in_place(list_sessions)),
             web.post("/api/sessions", in_place(create_session)),
@@ -181,6 +196,7 @@ def add_routes(app: web.Application) -> None:
             web.delete("/api/sessions/{id}", in_place(delete_session)),
             web.post("/api/sessions/{id}/restore", in_place(restore_session)),
             web.post("/api/sessions/{id}/choose", in_place(choose_version)),
+            web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
             web.get("/api/models", list_models),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),

@@ -12,7 +12,7 @@ from gateway.access.addresses import address_of
 from gateway.access.auth import Principal
 from gateway.doors.http.bodies import json_reply
 from gateway.doors.http.key_changes import cut_off
-from gateway.doors.rest.pages import sign_in_page
+from gateway.doors.pages.serving import page
 from gateway.errors import GatewayError
 from gateway.people.audit import Entry, What
 from gateway.people.sign_ins import COOKIE, SESSION_LASTS_S
@@ -118,7 +118,7 @@ def add_routes(app: web.Application) -> None:
     """Add the routes of signing in and out, and their page."""
     app.add_routes(
         [
-            web.get("/sign-in", sign_in_page),
+            web.get("/sign-in", page("sign-in.html")),
             web.post("/v1/sign-in", sign_in),
             web.post("/v1/sign-out", sign_out),
         ]

@@ -1,4 +1,4 @@
-/** What goes along with a message, shown as chips above the text field: files of text, read here in the browser, and pictures, which the server keeps. */
+/** What goes along with a message, shown as chips above the text field: files of text, read here in the browser, documents, which the server reads, and pictures, which it keeps. */
 
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
@@ -15,12 +15,14 @@ const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte
 export class Files {
   #bySession = new Map();
   #sessionId;
+  #reading = ''; // the name of a document
 
   /**
    * @param {HTMLElement} box  where the chips go, first
    * @param {?string} sessionId  the open conversation, null for a new chat
-   * @param {{changed: () => void, focus: () => void, maxBytes: () => number, maxTokens: () => number, maxImages: () => number,
-   *   upload: (file: Blob) => Promise<object>}} composer
+   * @param {{changed: () => void, focus: () => void, maxBytes: () => number, maxTokens: () => number,
+   *   maxDocumentBytes: () => number, maxImages: () => number,
+   *   upload: (file: Blob) => Promise<object>, readDocument: (file: Blob) => Promise<object>}} composer
    */
   constructor(box, sessionId, composer) {
     this.#sessionId = sessionId;
@@ -63,7 +65,7 @@ export class Files {
       try {
         const before = () => this.#bySession.get(sessionId) ?? [];
         const name = file.name === PASTED ? unused(before()) : file.name;
-        const read = isPicture(file) ? await this.#store(file, before()) : { written: `${written(name, await this.#read(file))}\n\n` };
+        const read = isPicture(file) ? await this.#store(file, before()) : await this.#read(file, name);
         const added = { name, size: file.size, ...read };
         this.#bySession.set(sessionId, [...before().filter((other) => !isReplacedBy(other, added)), added]);
       } catch (error) {
@@ -91,28 +93,44 @@ export class Files {
     }
   }
 
-  async #read(file) {
+  async #read(file, name) {
+    const { documentType, documentOf } = await import('./documents.js');
     const most = this.composer.maxBytes();
-    if (file.size > most) throw new Error(`${file.name} is too large: it has ${size(file.size)}, and a message may have ${size(most)}.`);
+    if (documentType(file.name, true)) refuseAbove(this.composer.maxDocumentBytes(), file, file.size, 'a document');
+    else refuseAbove(most, file, file.size);
     const bytes = new Uint8Array(await file.arrayBuffer().catch(() => {
       throw new Error(`${file.name} could not be read.`); // a folder, or a file that is gone
     }));
     const text = decoded(bytes);
-    if (text === null) throw new Error(`${file.name} is not a file of text.`);
-    if (!text.trim()) throw new Error(`${file.name} is empty.`);
-    const numTokens = Math.round(text.length / CHARS_PER_TOKEN);
+    const type = documentType(file.name, text === null);
+    const found = type ? await this.#asDocument(file, type, documentOf) : { text };
+    if (found.text === null) throw new Error(`${file.name} is not a file of text, nor a document that can be read: PDF, DOCX, XLSX, HTML and CSV can.`);
+    if (!found.text.trim()) throw new Error(`${file.name} is empty.`);
+    const numTokens = Math.round(found.text.length / CHARS_PER_TOKEN);
     if (numTokens > SURELY * this.composer.maxTokens()) {
       throw new Error(`${file.name} has about ${count(numTokens)} tokens, and the model reads ${count(this.composer.maxTokens())}.`);
     }
-    return text;
+    refuseAbove(most, file, new Blob([found.text]).size);
+    return { written: `${written(name, found.text)}\n\n`, text: found.text, about: [found.pages, `about ${count(numTokens)} tokens`].filter(Boolean).join(' · ') };
+  }
+
+  async #asDocument(file, type, documentOf) {
+    this.#reading = file.name;
+    this.#draw();
+    try {
+      return await documentOf(file, type, this.composer.readDocument);
+    } finally {
+      this.#reading = '';
+    }
   }
 
   #draw() {
     const files = this.#files;
-    this.list.hidden = files.length === 0;
+    this.list.hidden = files.length === 0 && !this.#reading;
     this.list.replaceChildren(...files.map((file) => h('li', { class: 'file' },
-      file.url && h('img', { src: file.url, alt: '', class: 'file-picture' }), h('span', { class: 'file-name' }, file.name),
-      h('span', { class: 'file-size' }, size(file.size)), iconButton('close', `Remove ${file.name}`, () => this.#remove(file)))));
+      file.url && h('img', { src: file.url, alt: '', class: 'file-picture' }), nameOf(file),
+      h('span', { class: 'file-size' }, file.about ?? size(file.size)), iconButton('close', `Remove ${file.name}`, () => this.#remove(file)))));
+    if (this.#reading) this.list.append(h('li', { class: 'file is-read' }, h('span', { class: 'file-name' }, `Reading ${this.#reading}`)));
     this.composer.changed();
   }
 
@@ -121,6 +139,18 @@ export class Files {
     this.#draw();
     (this.list.querySelector('button') ?? { focus: this.composer.focus }).focus();
   }
+}
+
+/** Refuses a file with too many bytes. */
+function refuseAbove(most, { name }, numBytes, what = 'a message') {
+  if (numBytes > most) throw new Error(`${name} is too large: it has ${size(numBytes)}, and ${what} may have ${size(most)}.`);
+}
+
+/** The name on a chip; that of a text opens what will be sent of it. */
+function nameOf({ name, text }) {
+  if (text === undefined) return h('span', { class: 'file-name' }, name);
+  const show = async () => (await import('./documents.js')).preview(name, text);
+  return h('button', { type: 'button', class: 'file-name', title: 'Show the text that will be sent', on: { click: show } }, name);
 }
 
 /** A name for another text that was pasted. */

@@ -2,16 +2,17 @@
 
 import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
-import { importSession } from '../transfer.js';
-import { readTheme, writeTheme } from '../storage.js';
+import { readFollow, readTheme, writeFollow, writeTheme } from '../storage.js';
 import { leave } from './leave.js';
+import { Presets } from './presets.js';
 import { addStyle } from './style.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
 const NARROW = matchMedia('(max-width: 719.98px)');
 const MAX_PROMPT_CHARS = 32000; // docs/protocol.md, "Settings"
 const THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
-const NAMES = ['system_prompt', 'temperature', 'max_tokens'];
+const NAMES = ['system_prompt', 'temperature', 'max_tokens', 'top_p', 'stop', 'seed'];
+const MAX_STOPS = 8;
 const DEFAULT = 'Server’s default';
 
 /** The sheet. It saves what is typed after a pause, and at once when it closes or a message is sent. */
@@ -43,10 +44,10 @@ export class Sheet {
       keydown: (event) => this.#onKey(event), close: () => this.#onClose() } },
     h('div', { class: 'sheet-head' }, h('h2', { id: 'sheet-title' }, 'Settings'), this.closeButton),
     h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
-      ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
+      this.#presets(), ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
-      themePicker(), this.#ahead()),
-    h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Files'), ...this.#importing()),
+      themePicker(), followBox(), this.#ahead()),
+    h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Conversations'), ...this.#importing()),
     this.#account());
   }
 
@@ -57,30 +58,62 @@ export class Sheet {
       system_prompt: h('textarea', { rows: 4, maxLength: MAX_PROMPT_CHARS, placeholder: 'None', on }),
       temperature: h('input', { ...number, inputMode: 'decimal', min: 0, max: 2, step: 'any' }),
       max_tokens: h('input', { ...number, inputMode: 'numeric', min: 1, max: 1000000, step: 1 }),
+      top_p: h('input', { ...number, inputMode: 'decimal', min: 0.001, max: 1, step: 'any' }),
+      stop: h('textarea', { rows: 2, maxLength: 807, placeholder: 'None', spellcheck: false, on }),
+      seed: h('input', { ...number, inputMode: 'numeric', min: Number.MIN_SAFE_INTEGER, max: Number.MAX_SAFE_INTEGER, step: 1 }),
     };
-    const { system_prompt: prompt, temperature, max_tokens: length } = this.fields;
+    const { system_prompt: prompt, temperature, max_tokens: length, top_p: topP, stop, seed } = this.fields;
     return [
       field('system-prompt', 'System prompt', prompt, 'What the model should know and how it should answer. It reads this before every message.'),
       field('temperature', 'Temperature', temperature, 'From 0 (always the likeliest words) to 2 (the most varied).'),
       field('max-tokens', 'Longest answer, in tokens', length, 'A token is about three quarters of an English word.'),
+      h('details', { class: 'sheet-more' }, h('summary', {}, 'More about sampling'),
+        field('top-p', 'Top p', topP, 'Only the likeliest tokens that have this probability together are chosen from; 1: all.'),
+        field('stop', 'Stop at', stop, 'One text a line: an answer ends before it.'),
+        field('seed', 'Seed', seed, 'The same seed and the same messages give the same answer, mostly.')),
     ];
+  }
+
+  #presets() {
+    const { settings } = this;
+    this.presets = new Presets(settings, {
+      now: async () => {
+        await this.save();
+        return { adapter: settings.composer.adapter, settings: Object.fromEntries(NAMES.map((name) => [name, settings.current[name] ?? null])) };
+      },
+      use: async (preset) => {
+        const { current } = settings.core;
+        const known = settings.core.models.some(({ id }) => id === preset.adapter);
+        settings.composer.choose(known ? preset.adapter : null);
+        await this.save();
+        this.#changes = Object.fromEntries(NAMES.map((name) => [name, preset.settings[name] ?? null]));
+        await this.save();
+        if (current === settings.core.current) this.follow(current);
+      },
+    });
+    return this.presets.element;
   }
 
   #importing() {
     const input = h('input', { type: 'file', accept: '.json,application/json', hidden: true, 'aria-label': 'File to import',
       on: { change: () => this.#import(input) } });
-    return [input, h('button', { type: 'button', class: 'button', on: { click: () => input.click() } }, 'Import a conversation'),
-      h('p', { class: 'note' }, 'A file that was exported here, or messages in OpenAI’s format. To export one, open its menu in the list.')];
+    const button = (label, act, look = '') => h('button', { type: 'button', class: `button ${look}`, on: { click: act } }, label);
+    const all = () => import('../transfer/all.js');
+    return [input, h('div', { class: 'sheet-buttons' }, button('Import', () => input.click()),
+      button('Export all', async () => (await all()).exportAll(this.settings.api)),
+      button('Delete all', async () => { if (await (await all()).deleteAll(this.settings.api)) location.hash = ''; }, 'danger')),
+    h('p', { class: 'note' }, 'Import takes what was exported here, conversations.json of ChatGPT and Claude, Open WebUI’s export, and messages in OpenAI’s format. '
+      + 'To export one conversation, open its menu in the list.')];
   }
 
   async #import(input) {
     const [file] = input.files;
     input.value = '';
-    const session = file && await importSession(this.settings.api, file);
+    if (!file) return;
+    const session = await (await import('../transfer/all.js')).importFile(this.settings.api, file);
     if (!session) return;
     if (NARROW.matches) this.#close();
     location.hash = `#/s/${encodeURIComponent(session.id)}`;
-    toast(`“${session.title || 'New chat'}” imported.`);
   }
 
   #account() {
@@ -112,6 +145,7 @@ export class Sheet {
   #open() {
     this.#opener = document.activeElement;
     this.follow(this.settings.core.current);
+    this.presets.read();
     this.ahead.hidden = !this.settings.composer.offersAhead;
     this.aheadBox.checked = this.settings.composer.ahead;
     const { user } = this.settings.core;
@@ -157,7 +191,7 @@ export class Sheet {
     }
     const { current } = this.settings;
     for (const name of NAMES) {
-      const value = String(current[name] ?? '');
+      const value = name === 'stop' ? (current.stop ?? []).join('\n') : String(current[name] ?? '');
       if (this.fields[name].value !== value) this.fields[name].value = value;
     }
     this.#showForNew();
@@ -170,13 +204,13 @@ export class Sheet {
   #onInput(target) {
     clearTimeout(this.#timer);
     const name = NAMES.find((key) => this.fields[key] === target);
+    if (name === 'stop') target.setCustomValidity(linesOf(target.value).length > MAX_STOPS ? `There may be ${MAX_STOPS} texts.` : '');
     if (!target.validity.valid) {
       delete this.#changes[name];
       this.#say(`Not saved: ${target.validationMessage}`, true);
       return;
     }
-    const value = name === 'system_prompt' ? target.value : target.valueAsNumber;
-    this.#changes[name] = target.value.trim() ? value : null;
+    this.#changes[name] = target.value.trim() ? valueOf(name, target) : null;
     this.#say('');
     this.#timer = setTimeout(() => this.save(), SAVE_AFTER_MS);
   }
@@ -221,7 +255,7 @@ export class Sheet {
 
   get #isForNew() {
     const { current, forNew } = this.settings;
-    return NAMES.some((name) => current[name] != null) && NAMES.every((name) => (current[name] ?? null) === (forNew[name] ?? null));
+    return NAMES.some((name) => current[name] != null) && NAMES.every((name) => String(current[name] ?? '') === String(forNew[name] ?? ''));
   }
 
   #showForNew() {
@@ -242,6 +276,21 @@ function field(id, label, input, note) {
   input.setAttribute('aria-describedby', `${input.id}-note`);
   return h('div', { class: 'sheet-field' }, h('label', { htmlFor: input.id }, label), input,
     h('p', { id: `${input.id}-note`, class: 'note' }, note));
+}
+
+const linesOf = (text) => text.split('\n').filter((line) => line);
+
+/** What is typed into a field, as the server takes it. */
+function valueOf(name, target) {
+  if (name === 'system_prompt') return target.value;
+  return name === 'stop' ? linesOf(target.value) : target.valueAsNumber;
+}
+
+function followBox() {
+  const box = h('input', { type: 'checkbox', id: 'sheet-follow', checked: readFollow(), 'aria-describedby': 'sheet-follow-note',
+    on: { change: ({ target }) => writeFollow(target.checked) } });
+  return h('div', { class: 'sheet-check' }, box, h('label', { htmlFor: 'sheet-follow' }, 'Follow answers'),
+    h('p', { id: 'sheet-follow-note', class: 'note' }, 'Scrolls along while an answer is written. Otherwise your question goes to the top and stays there.'));
 }
 
 function themePicker() {

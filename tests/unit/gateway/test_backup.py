@@ -40,6 +40,14 @@ async def get(server: Server, path: str, key: str = KEY) -> Any:
         return await reply.json()
 
 
+async def put(server: Server, path: str, body: dict[str, Any]) -> None:
+    async with (
+        aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http,
+        http.put(path, json=body) as reply,
+    ):
+        assert reply.status == 204, await reply.text()
+
+
 async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conversations(
     run: Run,  # noqa: F811
     tmp_path: Path,
@@ -52,6 +60,7 @@ async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conve
         (await node.asked(0)).finish("A bird.")
         while turns.is_busy(me["owner"]):
             await asyncio.sleep(0)
+        await put(server, "/api/presets/p", {"name": "Patient", "settings": {"temperature": 0.5}})
         await turns.ask(me["owner"], Message(id="m2", content="Under way."))
         await node.asked(1)
         said = await asyncio.to_thread(run, "backup", "copy")
@@ -75,6 +84,7 @@ async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conve
         assert [turn["answer"] for turn in session["turns"]] == ["A bird."]
         (me,) = (await get(server, "/v1/usage"))["people"]
         assert (me["name"], me["num_sessions"]) == ("ada", 2)
+        assert [preset["name"] for preset in (await get(server, "/api/presets"))["presets"]] == ["Patient"]
 
 
 def test_nothing_is_overwritten_and_nothing_half_restored(run: Run, tmp_path: Path) -> None:  # noqa: F811

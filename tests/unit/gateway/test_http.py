@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import socket
 from contextlib import nullcontext
 from dataclasses import replace
@@ -374,3 +375,22 @@ async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gatewa
                 headers = {"Accept-Encoding": "gzip", "If-None-Match": known}
                 async with http.get(path, headers=headers) as reply:
                     assert (reply.status, await reply.read()) == (304, b""), known
+
+
+async def test_what_a_page_loads_is_kept_by_browsers_as_its_path_names_what_it_is(gateway: Gateway) -> None:
+    """Under the path of another version there is the same, which no browser keeps; the sources stay where they were."""
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        async with http.get("/") as reply:
+            found = re.search(r'src="(static/v-[0-9a-f]+/js/main.js)"', await reply.text())
+            assert found and reply.headers["Cache-Control"] == "no-cache"
+        replies = {}
+        for path in (found[1], "static/v-0123/js/main.js", "static/js/main.js"):
+            async with http.get(f"/{path}") as reply:
+                assert reply.status == 200 and reply.content_type == "text/javascript"
+                replies[await reply.text()] = reply.headers["Cache-Control"]
+        assert list(replies.values()) == ["no-cache", "no-cache"]
+        async with http.get(f"/{found[1]}") as reply:
+            assert "immutable" in reply.headers["Cache-Control"]
+        for path in ("js/../../setup.py", "none.js", "", "css/page-none.css"):
+            async with http.get(f"/static/v-0123/{path}") as reply:
+                assert reply.status == 404

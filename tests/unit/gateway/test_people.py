@@ -27,6 +27,8 @@ from gateway.people.ledger import Day, Ledger, Spent
 from gateway.people.roll import changing
 from gateway.sessions import SessionStore
 from gateway.sessions.archive import read_archive
+from gateway.shelf.store import NAME as SHELF_NAME
+from gateway.shelf.store import PresetBody, Shelf
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.records import owner_tag
 from kvtiers.keys import BlockKey, BlockShape
@@ -322,6 +324,10 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o700)
     await fill(data, *owners)
+    shelf = Shelf(data / SHELF_NAME)
+    for owner in owners:
+        shelf.put(owner, "p", PresetBody(name=f"preset of {owner[-1]}"))
+        shelf.link(owner, "s")
     environ = {**os.environ, "OVERTURE_API_KEY_FILE": "keys", "OVERTURE_DATA_DIR": "data"}
     environ["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
 
@@ -339,7 +345,8 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
             owners[0],
             20,
         )
-        (conversation,) = (name for name in archive.namelist() if name != "person.json")
+        assert [preset["name"] for preset in json.loads(archive.read("presets.json"))] == ["preset of a"]
+        (conversation,) = (name for name in archive.namelist() if name.startswith("conversations/"))
         turns = read_archive(json.loads(archive.read(conversation))).turns
         assert [turn.answer for turn in turns] == ["re: one", "re: two", "hi"]
     assert stat.S_IMODE((tmp_path / "ada.zip").stat().st_mode) == 0o600
@@ -358,6 +365,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
         b"re: three",
         b"ask three",
         b"a" * 600,
+        b"preset of a",
         image(7),
         image(9),
         owners[0].encode(),

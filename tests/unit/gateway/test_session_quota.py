@@ -132,13 +132,23 @@ async def test_settings_are_set_over_http_and_told_on_the_socket(gateway: Gatewa
     assert gateway.node.ended_sessions == []
     assert (await gateway.call("PATCH", path, {"settings": {"system_prompt": PATIENT}})).status == 200
     assert gateway.node.ended_sessions == [("", turn.session_id)]
-    for bad in ({"temperature": 3}, {"max_tokens": 0}, {"system_prompt": "x" * 32_001}, {"system": "x"}):
+    for bad in (
+        {"temperature": 3},
+        {"max_tokens": 0},
+        {"top_p": 0},
+        {"stop": [""]},
+        {"seed": 0.5},
+        {"system_prompt": "x" * 32_001},
+        {"system": "x"},
+    ):
         reply = await gateway.call("PATCH", path, {"settings": bad})
         assert (reply.status, reply.body["error"]["code"]) == (400, "bad_request")
         assert "settings" in reply.body["error"]["message"]
     reply = await gateway.call("POST", "/api/sessions", {"settings": {"max_tokens": 7}})
     assert reply.body["settings"]["max_tokens"] == 7
-    whole = {"system_prompt": PATIENT, "temperature": 0.5, "max_tokens": None}
+    more = {"top_p": 0.9, "stop": ["END", "\n\n"], "seed": 7}
+    assert (await gateway.call("PATCH", path, {"settings": more})).status == 200
+    whole = {"system_prompt": PATIENT, "temperature": 0.5, "max_tokens": None, **more}
     async with gateway.socket() as socket:
         await socket.send(type="hello", session_id=turn.session_id)
         assert (await socket.next())["session"]["settings"] == whole

@@ -20,7 +20,7 @@ from gateway.settings.config import Config
 from gateway.turns.protocol import Message
 
 from .nodes import TestPlacement, routed
-from .parts import NOW
+from .parts import NOW, refused
 from .stores import ask, chat, end, rows_of, turn_ids
 from .test_sessions import check_counts
 
@@ -260,3 +260,34 @@ async def test_a_gateway_over_several_nodes_stores_homes_and_knows_them_again(tm
     services = await build_services(config, node=again, metrics=Metrics(CollectorRegistry()))
     assert again.home_of("ann", asked.session_id) == "a"
     await services.store.close()
+
+
+async def test_a_turn_whose_answer_failed_can_be_discarded_and_no_other(store: SessionStore) -> None:
+    """What followed it follows the turn before it then; searches do not find it any more."""
+    await chat(store, "s", "a")
+    await ask(store, "s", "b", "lost words")
+    assert (await refused(store.discard_turn("ann", "s", "b"))).code == "conflict"
+    await end(store, "s", "b", "half", status="failed")
+    await ask(store, "s", "c")
+    await end(store, "s", "c")
+    assert (await refused(store.discard_turn("ann", "s", "a"))).code == "conflict"
+    assert (await refused(store.discard_turn("bob", "s", "b"))).code == "not_found"
+    assert await found(store, "ann", "lost words") == {"s"}
+    assert [turn.id for turn in (await store.discard_turn("ann", "s", "b")).turns] == ["a", "c"]
+    assert await found(store, "ann", "lost words") == set()
+    assert (await refused(store.discard_turn("ann", "s", "b"))).code == "not_found"
+
+
+async def test_conversations_in_folders_are_listed_at_once_after_pinned_ones(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in ("a", "b", "c"):
+        await chat(store, session, session)
+    assert (await store.patch("ann", "a", folder=" Travel ")).folder == "Travel"
+    await store.patch("ann", "b", is_pinned=True, now=NOW)
+    listed = await store.rows.pinned("ann")
+    assert [(each.id, each.folder) for each in listed] == [("b", None), ("a", "Travel")]
+    monkeypatch.setattr(listing, "MAX_FILED", 1)
+    await store.patch("ann", "a", folder="Other")
+    assert (await refused(store.patch("ann", "c", folder="Travel"))).code == "conflict"
+    assert (await store.patch("ann", "a", folder=" ")).folder is None

@@ -1,0 +1,80 @@
+"""Starts a helper process for each document, and ends it when its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from gateway.documents.messages import Document, Outcome
+from gateway.errors import GatewayError
+
+AT_ONCE = 2  # chosen: documents are rare, and cores are for answers
+
+
+class DocumentReader:
+    """Reads documents, a few at a time.
+
+    Args:
+        timeout_s: seconds that one may take, the start of its process included.
+        memory_mib: memory for one, in MiB.
+    """
+
+    def __init__(self, timeout_s: float, memory_mib: int) -> None:
+        self._timeout_s = timeout_s
+        self._memory_mib = memory_mib
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def read(self, data: bytes, media_type: str) -> Document:
+        """Return the text of a document. media_type: as its sender names it.
+
+        Raises:
+            GatewayError: `bad_request` with what is wrong with it, `overloaded` where no process can be started.
+        """
+        async with self._turns:
+            output = await self._ask(data, media_type)
+        try:
+            found = msgspec.json.decode(output, type=Outcome)
+        except (
+            msgspec.DecodeError
+        ) as error:  # it ended before it was done: by the system, for its memory, or by a crash
+            raise _refusal("The document could not be read: reading it failed.") from error
+        if found.document is None:
+            raise _refusal(found.fault)
+        return found.document
+
+    async def _ask(self, data: bytes, media_type: str) -> bytes:
+        """Return what a new helper process says of a document. Raises GatewayError."""
+        limits = (str(self._memory_mib), str(self._timeout_s))
+        # No secret of the server's environment goes along; a thread more for arithmetic would only take memory.
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway.documents.worker", media_type, *limits),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                process_group=0,
+                env=environment,
+            )
+        except OSError as error:
+            raise GatewayError("overloaded", "No document can be read now. Try again in a moment.") from error
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                output, _ = await process.communicate(data)
+            return output
+        except TimeoutError as error:
+            raise _refusal(
+                f"Reading the document takes longer than {self._timeout_s:g} s (document_s). Send a part of it."
+            ) from error
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _refusal(message: str) -> GatewayError:
+    return GatewayError("bad_request", message, param="document")

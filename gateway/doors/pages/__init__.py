@@ -1,0 +1,1 @@
+"""The pages, and how their scripts and styles are sent."""

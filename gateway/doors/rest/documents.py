@@ -1,0 +1,28 @@
+"""Documents as text: `POST /api/documents`. Source: docs/protocol.md, "Documents"."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.documents.reader import DocumentReader
+from gateway.doors.http.bodies import in_place, json_reply
+from gateway.services import SERVICES
+
+_READER = web.AppKey("reader", DocumentReader)
+
+
+async def read_document(request: web.Request) -> web.Response:
+    """Handle `POST /api/documents`: return the text of the body, a document. Nothing of it is kept."""
+    services = request.app[SERVICES]
+    services.admit(request)
+    limit = services.config.max_body_bytes
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
+    return json_reply(await request.app[_READER].read(await request.read(), request.content_type))
+
+
+def add_routes(app: web.Application) -> None:
+    """Add the route that reads documents."""
+    config = app[SERVICES].config
+    app[_READER] = DocumentReader(config.document_s, config.document_mib)
+    app.add_routes([web.post("/api/documents", in_place(read_document))])

@@ -1,0 +1,139 @@
+"""Links to conversations, and presets. Source: docs/protocol.md, "Links and presets"."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.doors.http.bodies import in_place, json_body, json_reply
+from gateway.errors import GatewayError
+from gateway.services import SERVICES
+from gateway.sessions import Turn
+from gateway.sessions.text import is_id
+from gateway.shelf.store import NAME, Preset, PresetBody, Shelf
+
+_SHELF = web.AppKey("shelf", Shelf)
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A conversation's link. token: what stands in the page's address behind `#/shared/`."""
+
+    token: str
+
+
+class SharedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A message with its answer, as others see it."""
+
+    content: str
+    answer: str
+    adapter: str | None
+    status: str
+    created_at: float
+    num_pictures: int
+
+
+class SharedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation as others see it: what is shown of it, without its system prompt, its settings and its pictures."""
+
+    title: str | None
+    adapter: str | None
+    updated_at: float
+    turns: list[SharedTurn]
+
+
+class PresetList(msgspec.Struct, frozen=True):
+    """The presets that the caller may use."""
+
+    presets: list[Preset]
+
+
+async def make_link(request: web.Request) -> web.Response:
+    """Handle `POST /api/sessions/{id}/link`: let the server's people read a conversation by a link."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    session = await services.store.get_session(owner, request.match_info["id"])
+    return json_reply(Link(await asyncio.to_thread(request.app[_SHELF].link, owner, session.id)))
+
+
+async def withdraw_link(request: web.Request) -> web.Response:
+    """Handle `DELETE /api/sessions/{id}/link`."""
+    owner = request.app[SERVICES].admit(request).owner
+    await asyncio.to_thread(request.app[_SHELF].withdraw, owner, request.match_info["id"])
+    return web.Response(status=204)
+
+
+async def read_shared(request: web.Request) -> web.Response:
+    """Handle `GET /api/shared/{token}`: return the conversation behind a link, as it is now."""
+    services = request.app[SERVICES]
+    services.admit(request)
+    found = await asyncio.to_thread(request.app[_SHELF].behind, request.match_info["token"])
+    session = await services.store.get_session(found.owner, found.session_id)
+    turns = [_as_shared(turn) for turn in session.turns if turn.status in ("done", "stopped")]
+    return json_reply(
+        SharedConversation(
+            title=session.title, adapter=session.adapter, updated_at=session.updated_at, turns=turns
+        )
+    )
+
+
+def _as_shared(turn: Turn) -> SharedTurn:
+    return SharedTurn(
+        content=turn.content,
+        answer=turn.answer,
+        adapter=turn.adapter,
+        status=turn.status,
+        created_at=turn.created_at,
+        num_pictures=len(turn.pictures),
+    )
+
+
+async def list_presets(request: web.Request) -> web.Response:
+    """Handle `GET /api/presets`."""
+    owner = request.app[SERVICES].admit(request).owner
+    return json_reply(PresetList(await asyncio.to_thread(request.app[_SHELF].presets, owner)))
+
+
+async def put_preset(request: web.Request) -> web.Response:
+    """Handle `PUT /api/presets/{id}`: store one of the caller's presets. Operators may share theirs with everybody."""
+    services = request.app[SERVICES]
+    principal = services.admit(request)
+    preset_id = request.match_info["id"]
+    if not is_id(preset_id):
+        raise GatewayError("bad_request", "This cannot be the id of a preset.", param="id")
+    body = _preset_of(await json_body(request))
+    if body.is_shared and not services.keys.is_operator(principal):
+        raise GatewayError("forbidden", "Only an operator may share presets.", param="is_shared")
+    await asyncio.to_thread(request.app[_SHELF].put, principal.owner, preset_id, body)
+    return web.Response(status=204)
+
+
+def _preset_of(body: Any) -> PresetBody:
+    try:
+        return msgspec.convert(body, PresetBody)
+    except msgspec.ValidationError as error:
+        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+
+
+async def delete_preset(request: web.Request) -> web.Response:
+    """Handle `DELETE /api/presets/{id}`."""
+    owner = request.app[SERVICES].admit(request).owner
+    await asyncio.to_thread(request.app[_SHELF].drop, owner, request.match_info["id"])
+    return web.Response(status=204)
+
+
+def add_routes(app: web.Application) -> None:
+    """Add the routes of links and presets."""
+    app[_SHELF] = Shelf(app[SERVICES].config.data_dir / NAME)
+    app.add_routes(
+        [
+            web.post("/api/sessions/{id}/link", in_place(make_link)),
+            web.delete("/api/sessions/{id}/link", in_place(withdraw_link)),
+            web.get("/api/shared/{token}", in_place(read_shared)),
+            web.get("/api/presets", in_place(list_presets)),
+            web.put("/api/presets/{id}", in_place(put_preset)),
+            web.delete("/api/presets/{id}", in_place(delete_preset)),
+        ]
+    )

@@ -1,0 +1,53 @@
+"""HTML and SVG of an answer in a frame: shown, and shut off from the page and from the network."""
+
+from __future__ import annotations
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+HTML = """<h1>Tides</h1><p id="said">no</p><script>
+const found = [];
+try { found.push(parent.document.title) } catch { found.push('no page') }
+try { localStorage.x = 1; found.push('storage') } catch { found.push('no storage') }
+try { document.cookie; found.push('cookies') } catch { found.push('no cookies') }
+fetch('https://elsewhere.example/').catch(() => found.push('no network')).then(() => fetch('/api/sessions'))
+  .catch(() => found.push('no server')).then(() => { document.getElementById('said').textContent = found.join(', ') });
+</script>"""
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><title>A disc</title><circle cx="5" cy="5" r="4"/></svg>'
+
+
+def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watch, audit) -> None:
+    page_watch.forgive()  # what the frame tries is refused, which the console says
+    chat = wired()[0].open()
+    page = chat.page
+    with stage.by_hand() as next_answer:
+        chat.start("A page, please.")
+        next_answer().finish(f"```html\n{HTML}\n```\n\n```svg\n{SVG}\n```\n\n```python\nprint(1)\n```")
+    chat.wait_done()
+    buttons = page.get_by_role("button", name="Preview")
+    expect(buttons).to_have_count(2)
+    buttons.first.click()
+    frame = page.frame_locator("iframe").first
+    expect(frame.locator("#said")).to_have_text("no page, no storage, no cookies, no network, no server")
+    assert audit(page) == []
+    assert page_watch.foreign == [], "nothing was asked of another origin"
+    page.get_by_role("button", name="Code", exact=True).click()
+    expect(page.locator("iframe")).to_have_count(0)
+    expect(page.locator(".code pre").first).to_be_visible()
+    buttons.last.click()
+    expect(page.frame_locator("iframe").locator("circle")).to_be_visible()
+
+
+def test_a_frame_cannot_lead_elsewhere(wired, stage, page_watch) -> None:
+    page_watch.forgive()
+    chat = wired()[0].open()
+    page = chat.page
+    with stage.by_hand() as next_answer:
+        chat.start("A page, please.")
+        away = "<p>here</p><script>location = 'https://elsewhere.example/?secret'; open('https://elsewhere.example/')</script>"
+        next_answer().finish(f"```html\n{away}\n```")
+    chat.wait_done()
+    with page.expect_console_message(lambda message: "frame" in message.text.lower()):
+        page.get_by_role("button", name="Preview").click()
+    assert len(page.context.pages) == 1

@@ -1,0 +1,73 @@
+"""Conversations by link, and presets, as two people see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.conftest import Chat
+from tests.browser.stage import Site
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+def test_a_conversation_is_read_by_its_link_until_that_is_withdrawn(
+    wired, open_page, stage, page_watch, audit
+) -> None:
+    page_watch.forgive()  # the withdrawn link is not found
+    chat = wired()[0].open()
+    chat.ask("How high is the tide?")
+    row = chat.row("How high is the tide?")
+    row.hover()
+    row.get_by_role("button", name="Options").click()
+    chat.page.get_by_role("menuitem", name="Share with the team").click()
+    dialog = chat.page.get_by_role("dialog", name="Share with the team")
+    link = dialog.get_by_label("Link").input_value()
+    assert link.startswith(f"{stage.url}/#/shared/")
+
+    other = Chat(open_page(), Site(stage.url, stage.keys["bob"]))
+    other.page.goto(link)
+    shown = other.page.get_by_role("dialog", name="How high is the tide?")
+    expect(shown.locator(".bubble")).to_have_text("How high is the tide?")
+    expect(shown.locator(".answer")).to_have_text("Well, hello.")
+    assert other.page.evaluate("location.hash") == ""
+    assert audit(other.page, "dialog") == audit(chat.page, "dialog") == []
+    shown.get_by_role("button", name="Go on in a copy").click()
+    expect(shown).to_have_count(0)
+    expect(other.page.locator("#transcript .turn")).to_have_count(1)
+    other.ask("And low?")
+
+    dialog.get_by_role("button", name="Stop sharing").click()
+    expect(dialog).to_have_count(0)
+    other.page.goto("about:blank")
+    other.page.goto(link)
+    expect(other.page.locator(".toast")).to_contain_text("There is no such link, or it was withdrawn.")
+
+
+def test_a_preset_brings_its_settings_and_is_shared_by_operators_alone(wired, stage, audit) -> None:
+    chat = wired()[0].open()
+    page = chat.page
+    page.keyboard.press("Control+,")
+    prompt, preset = page.get_by_label("System prompt"), page.get_by_label("Preset", exact=True)
+    expect(preset).to_be_disabled()
+    prompt.fill("Be patient.")
+    page.get_by_text("More about sampling").click()
+    page.get_by_label("Stop at").fill("END\nSTOP")
+    page.get_by_label("Top p").fill("0.5")
+    page.get_by_role("button", name="Save as preset").click()
+    dialog = page.get_by_role("dialog", name="Save as preset")
+    expect(dialog.get_by_label("Share with the team")).to_have_count(0)
+    assert audit(page) == []
+    dialog.get_by_label("Name").fill("Patient")
+    dialog.get_by_role("button", name="Save").click()
+    expect(preset).to_have_value("0")
+    page.reload()
+    page.keyboard.press("Control+,")
+    expect(prompt).to_have_value("")
+    preset.select_option(label="Patient")
+    expect(prompt).to_have_value("Be patient.")
+    expect(page.get_by_text("Kept for this new chat")).to_be_visible()
+    chat.ask("Hello!")
+    sampling = stage.gateway.node.answers[-1].request.sampling
+    assert (sampling.stop, sampling.top_p) == (["END", "STOP"], 0.5)
+    page.get_by_role("button", name="Delete preset").click()
+    expect(preset).to_be_disabled()

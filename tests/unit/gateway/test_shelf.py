@@ -1,0 +1,87 @@
+"""Links to conversations, and presets: who may read, make and withdraw them, and that they go with their person."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.shelf.store import MAX_PRESETS, PresetBody, Shelf
+
+from .front import Gateway, Gateways
+
+KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+
+
+def test_a_link_leads_to_its_conversation_until_it_is_withdrawn(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "shelf")
+    token = shelf.link("ann", "s")
+    assert shelf.link("ann", "s") == token != shelf.link("bob", "s")
+    assert shelf.behind(token) == ("ann", "s")
+    shelf.withdraw("bob", "s")
+    assert shelf.behind(token) == ("ann", "s")
+    shelf.withdraw("ann", "s")
+    with pytest.raises(GatewayError, match="withdrawn"):
+        shelf.behind(token)
+    assert shelf.link("ann", "s") != token
+
+
+def test_presets_are_ones_own_and_those_that_are_shared(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "shelf")
+    shelf.put("ann", "a", PresetBody(name="mine"))
+    shelf.put("bob", "b", PresetBody(name="Theirs", is_shared=True, adapter="pirate"))
+    shelf.put("bob", "c", PresetBody(name="hidden"))
+    assert [(each.name, each.is_own) for each in shelf.presets("ann")] == [("mine", True), ("Theirs", False)]
+    shelf.put("ann", "a", PresetBody(name="renamed"))
+    assert shelf.presets("ann")[0].name == "renamed"
+    with pytest.raises(GatewayError, match="no such preset"):
+        shelf.drop("ann", "b")
+    shelf.erase("bob")
+    assert [each.name for each in shelf.presets("ann")] == ["renamed"]
+    for number in range(MAX_PRESETS - 1):
+        shelf.put("ann", f"p{number}", PresetBody(name="more"))
+    with pytest.raises(GatewayError, match="100 presets"):
+        shelf.put("ann", "one-more", PresetBody(name="more"))
+
+
+def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "shelf").write_bytes(b"no database" * 100)
+    with pytest.raises(GatewayError) as caught:
+        Shelf(tmp_path / "shelf").presets("ann")
+    assert caught.value.code == "storage_failed"
+
+
+async def test_others_read_a_shared_conversation_without_its_settings(gateways: Gateways) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    ann, bob = KEYS
+    made = await gateway.call(
+        "POST",
+        "/api/sessions/import",
+        {
+            "title": "Tides",
+            "messages": [{"role": "system", "content": "Secret."}, {"role": "user", "content": "How?"}],
+        },
+        key=ann,
+    )
+    path = f"/api/sessions/{made.body['id']}/link"
+    assert (await gateway.call("POST", path, key=bob)).status == 404
+    token = (await gateway.call("POST", path, key=ann)).body["token"]
+    read = await gateway.call("GET", f"/api/shared/{token}", key=bob)
+    assert (read.body["title"], [turn["content"] for turn in read.body["turns"]]) == ("Tides", ["How?"])
+    assert "Secret" not in str(read.body)
+    assert (await gateway.call("GET", f"/api/shared/{token}")).status == 401
+    assert (await gateway.call("DELETE", path, key=ann)).status == 204
+    assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
+
+
+async def test_only_operators_share_presets(gateways: Gateways) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS, operator_keys=KEYS[:1])
+    ann, bob = KEYS
+    body = {"name": "Patient", "settings": {"temperature": 0.5, "stop": ["END"]}, "is_shared": True}
+    assert (await gateway.call("PUT", "/api/presets/p", body, key=bob)).status == 403
+    assert (await gateway.call("PUT", "/api/presets/p", body, key=ann)).status == 204
+    [found] = (await gateway.call("GET", "/api/presets", key=bob)).body["presets"]
+    assert found["settings"] == body["settings"] and not found["is_own"]
+    for bad in ({}, {"name": ""}, {"name": "x", "settings": {"temperature": 9}}):
+        assert (await gateway.call("PUT", "/api/presets/p", bad, key=ann)).status == 400
+    assert (await gateway.call("DELETE", "/api/presets/p", key=bob)).status == 404
+    assert (await gateway.call("DELETE", "/api/presets/p", key=ann)).status == 204
