@@ -255,7 +255,7 @@ class People:
         if session in self._advised:
             return  # the word renews what was announced before
         wait_s = asks_s - now if self.arm == "timed" else None
-        likely = 1.0 if self.arm == "timed" else self._precision.probability("people", now)
+        likely = 1.0 if self.arm == "timed" else self._precision.probability("people", "typing", now)
         advisory = self._advised[session] = self.node.advise(session, wait_s, probability=likely)
         self.clock.at(now + DEFAULT_TTL_S, lambda now: self.expire(session, advisory))
 
@@ -263,13 +263,13 @@ class People:
         """Give up an advisory that nobody asked for."""
         if self._advised.get(session) == advisory:
             del self._advised[session]
-            self._precision.note("people", False, self.clock.now)
+            self._precision.note("people", "typing", False, self.clock.now)
             self.node.retract(advisory)
 
     def ask(self, session: str) -> None:
         """Send the question."""
         if self._advised.pop(session, None) is not None:
-            self._precision.note("people", True, self.clock.now)
+            self._precision.note("people", "typing", True, self.clock.now)
         name = self.submit("question", self.lengths[session] + NEW_TOKENS, ANSWER_TOKENS, session)
         self._asking[name] = session
 

@@ -369,7 +369,7 @@ class Advisories:
             priority=wanted.priority,
             is_ordered=wanted.ordered,
             adapter=record.adapter,
-            probability=self._precision.probability(record.owner, self._clock())
+            probability=self._precision.probability(record.owner, record.source, self._clock())
             if likely is None
             else likely,
             token_ids=outlook.token_ids if outlook is not None else b"",
@@ -425,7 +425,7 @@ class Advisories:
         self._num_ended[report.state] += 1
         # Those with a probability of their own say nothing of what people who type and agents that announce are worth.
         if report.state in ("hit", "late", "wasted", "expired") and record.probability is None:
-            self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
+            self._precision.note(record.owner, record.source, report.state in ("hit", "late"), self._clock())
         if report.lead_s is not None:
             self._scored[record.key] = report
             if len(self._scored) > MAX_ENDED:

@@ -339,12 +339,14 @@ async def test_a_damaged_file_is_put_aside_and_learning_begins_anew(
 def test_it_converges_to_the_share_that_was_used_and_with_time_returns_to_the_prior(share: float) -> None:
     rng, precision, estimates = random.Random(7), Precision(), []
     for i in range(10_000):
-        precision.note("a", rng.random() < share, float(i))
+        precision.note("a", "typing", rng.random() < share, float(i))
         if i >= 500:
-            estimates.append(precision.probability("a", float(i)))
+            estimates.append(precision.probability("a", "typing", float(i)))
     assert sum(estimates) / len(estimates) == pytest.approx(share, abs=0.03)
     assert all(abs(estimate - share) < 0.2 for estimate in estimates)
-    distances = [abs(precision.probability("a", 1e4 + n * HALF_LIFE_S) - PRIOR) for n in (0, 1, 2, 30)]
+    distances = [
+        abs(precision.probability("a", "typing", 1e4 + n * HALF_LIFE_S) - PRIOR) for n in (0, 1, 2, 30)
+    ]
     assert distances == sorted(distances, reverse=True) and distances[-1] < 1e-6 < distances[1]
 
 
@@ -352,24 +354,25 @@ OUTCOMES = st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6)
 
 
 @given(st.lists(OUTCOMES, max_size=40))
-def test_owners_are_not_believed_for_each_other_and_no_clock_goes_back(
+def test_owners_and_sources_are_not_believed_for_each_other_and_no_clock_goes_back(
     outcomes: list[tuple[str, bool, int]],
 ) -> None:
     together, steady = Precision(), Precision()
-    latest_s = -(10**6)
+    latest_s, names = -(10**6), {"a": ("a", "typing"), "b": ("b", "typing"), "c": ("a", "rest")}
     for owner, was_used, at_s in outcomes:
-        together.note(owner, was_used, at_s)
+        together.note(*names[owner], was_used, at_s)
         if owner == "a":
             latest_s = max(latest_s, at_s)
-            steady.note(owner, was_used, latest_s)
+            steady.note("a", "typing", was_used, latest_s)
     for at_s in (-1e6, latest_s, 1e6):
-        assert together.probability("a", at_s) == steady.probability("a", max(at_s, latest_s))
+        found = together.probability("a", "typing", at_s)
+        assert found == steady.probability("a", "typing", max(at_s, latest_s))
 
 
 def test_the_owner_that_was_silent_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.advisories.precision.MAX_OWNERS", 2)
+    monkeypatch.setattr("gateway.advisories.precision.MAX_REMEMBERED", 2)
     precision = Precision()
     for owner in ["a", "b", "a", "c"]:
-        precision.note(owner, False, 0.0)
-    assert precision.probability("b", 0.0) == PRIOR
-    assert precision.probability("a", 0.0) < PRIOR
+        precision.note(owner, "typing", False, 0.0)
+    assert precision.probability("b", "typing", 0.0) == PRIOR
+    assert precision.probability("a", "typing", 0.0) < PRIOR
