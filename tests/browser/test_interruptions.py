@@ -80,7 +80,12 @@ def test_a_file_that_is_no_conversation_is_told_over_the_sheet(wired, page_watch
     page.locator(".sheet input[type=file]").set_input_files([bad])
     toast = page.locator(".toast")
     expect(toast).to_be_visible()
-    on_top = "node => { const { x, y } = node.getBoundingClientRect(); return node.contains(document.elementFromPoint(x + 9, y + 9)); }"
+    # Asked when it stands: while it slides in, it may be elsewhere by the time at which it is looked for.
+    on_top = """async node => {
+        await Promise.all(node.getAnimations().map((each) => each.finished));
+        const { x, y } = node.getBoundingClientRect();
+        return node.contains(document.elementFromPoint(x + 9, y + 9));
+    }"""
     assert toast.evaluate(on_top)
     page.keyboard.press("Escape")
     expect(page.locator(".sheet")).to_be_hidden()
