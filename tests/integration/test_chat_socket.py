@@ -76,14 +76,11 @@ async def test_stop_keeps_what_was_written_even_at_once(server: Server, http: Ht
 
 async def test_a_dropped_socket_resumes_without_loss_or_repetition(server: Server, chat: ChatClient) -> None:
     whole, _ = await ask(chat, STORY, sampling=LONG)
-    parts, seq = [], 0
     async with connected(server) as socket:
         await socket.ask("dropped", STORY, sampling=LONG)
-        while seq < 3:
-            frame = await socket.receive("delta")
-            parts.append(frame["text"])
-            assert frame["seq"] > seq
-            seq = frame["seq"]
+        frame = await socket.receive("delta")  # no more of them: what follows may come in one
+        parts, seq = [frame["text"]], frame["seq"]
+        assert seq > 0
         socket.raw.transport.abort()  # no close handshake: as if the cable was cut
     async with connected(server, hello=False) as socket:
         await socket.send(type="hello", resume=[{"id": "dropped", "seq": seq}])
