@@ -237,7 +237,9 @@ def _body(body: Body, shapes: _Shapes, model: str) -> dict[str, Any]:
 def _reply(reply: ReplyShape, shapes: _Shapes) -> dict[str, Any]:
     # No schema for a stream: OpenAPI 3.1 cannot say that it is of the parts and not of the whole.
     text = {"schema": {"type": "string"}}
-    content: dict[str, Any] = {media: {} if media == EVENT_STREAM else text for media in reply.media}
+    content: dict[str, Any] = {
+        media: {} if media == EVENT_STREAM or media.endswith("+json") else text for media in reply.media
+    }
     if reply.shape is not None:
         content = {"application/json": {"schema": shapes.of(reply.shape)}} | content
     item: dict[str, Any] = {"description": reply.description}

@@ -15,7 +15,7 @@ SHELF_OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "post",
         "/api/sessions/{id}/link",
-        "make_link",
+        "share_session",
         SESSIONS,
         "Share a conversation, read-only",
         "All who may use this server can read it by the link, as it is then, until the link is withdrawn.",
