@@ -50,6 +50,10 @@ class Refused(RuntimeError):
     """The server answered with an error."""
 
 
+FIRST_FILLER = 90_000
+"""The seeds of prompts that only take the device's blocks follow this one."""
+
+
 def prompt_of(seed: int, num_tokens: int = LONG_TOKENS) -> list[int]:
     """A prompt of tokens that are letters, none of them special."""
     chosen = random.Random(seed)
@@ -121,7 +125,7 @@ class Asker:
         """Have other prompts take all of the device's blocks."""
         for _ in range(DEVICE_TOKENS // LONG_TOKENS + 2):
             self._num_fillers += 1
-            await self.complete(prompt_of(90_000 + self._num_fillers), max_tokens=1)
+            await self.complete(prompt_of(FIRST_FILLER + self._num_fillers), max_tokens=1)
 
 
 def _num_cached(usage: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ from msgspec import Struct
 from bench.live.correct.asking import (
     BASE,
     DEVICE_TOKENS,
+    FIRST_FILLER,
     GREEDY,
     LONG_TOKENS,
     Answer,
@@ -157,7 +158,8 @@ async def family_play(
             await _pictures(judge, server, adapter)
     async with serving(folder_of(family), data, *flags, **start) as server:
         # What was asked once lies on the device afterwards and says nothing about the disk: each is asked once.
-        for name, seeds in {adapter: (1, 4), "": (1, 0, 3)}.items():
+        fillers = range(FIRST_FILLER + 1, FIRST_FILLER + 5)
+        for name, seeds in {adapter: (1, 4), "": (1, 0, 3, *fillers)}.items():
             asked = (await server.complete(prompt_of(seed), name) for seed in seeds)
             await _until_reused(judge, f"from disk after a restart {name}", asked)
         if family.has_chat:
