@@ -6,12 +6,12 @@ import msgspec
 
 
 class Document(msgspec.Struct, frozen=True):
-    """What a document says.
+    """The text that was read from a document.
 
     Attributes:
         kind: "pdf", "docx", "xlsx", "html" or "csv".
         text: its text, whose lines end in a line feed.
-        num_pages: pages of a PDF, sheets of a spreadsheet; None for what has none.
+        num_pages: pages of a PDF, or sheets of a spreadsheet; None for other kinds.
     """
 
     kind: str

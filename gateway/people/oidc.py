@@ -43,12 +43,12 @@ class Attempt(NamedTuple):
 
     @property
     def state(self) -> str:
-        """What ties the provider's reply to this browser."""
+        """Return the value that ties the provider's reply to this browser."""
         return self._derived(b"state")
 
     @property
     def nonce(self) -> str:
-        """What ties the token to this attempt."""
+        """Return the value that ties the token to this attempt."""
         return self._derived(b"nonce")
 
     @property

@@ -51,7 +51,7 @@ class Person:
 
     @property
     def limits(self) -> PersonLimits:
-        """What an operator has set for the person."""
+        """Return the limits that an operator has set for the person."""
         return limits_of(self.lines)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import replace
 from kvtiers.policy.eviction import NUM_BANDS, EvictionPolicy, GroupFacts, LeastRecent, Victim
 from kvtiers.policy.returns import MAX_SESSIONS
 
-# Losses count half as much after so many requests. Chosen: hours of a person's day, minutes of a busy team's.
+# After this many requests a loss counts half as much. Chosen: hours of a person's day, minutes of a busy team's.
 HALF_LIFE_REQUESTS = 400
 # The part of the memory that a play on paper empties at a time, so that ranking all sessions is paid for once per batch. Chosen.
 BATCH = 1 / 64
@@ -34,7 +34,7 @@ class Paper:
         self._num_held = 0
 
     def asked(self, session: str, num_wanted: int) -> None:
-        """Count a request that needs so many of its session's blocks from the tiers."""
+        """Count a request: `num_wanted` blocks are lost if the play does not hold its session."""
         lacks = 0 if session in self._held else num_wanted
         self.lost = self.lost * 0.5 ** (1 / HALF_LIFE_REQUESTS) + lacks
 
@@ -69,7 +69,7 @@ class LessRegretted:
 
     @property
     def policy(self) -> EvictionPolicy:
-        """The one that decides now."""
+        """The policy that chooses victims now."""
         return (self._ours if self._ours.lost < CLEARLY * self._plain.lost else self._plain).policy
 
     def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
@@ -77,13 +77,13 @@ class LessRegretted:
         return self.policy.order(groups, num_layers, now)
 
     def asked(self, session: str, num_wanted: int) -> None:
-        """Note that a request of a session needs so many blocks that the device lacks and a tier has."""
+        """Note that a request needs `num_wanted` blocks of its session that the tiers hold and the device lacks."""
         self._sizes[session] = max(self._sizes.pop(session, 0), num_wanted)
         for paper in self._papers:
             paper.asked(session, num_wanted)
 
     def saved(self, session: str, num_new: int) -> None:
-        """Note that a session has so many blocks more."""
+        """Note that a session has grown by `num_new` blocks."""
         self._sizes[session] = self._sizes.pop(session, 0) + num_new
         if len(self._sizes) > MAX_SESSIONS:
             self._sizes.popitem(last=False)

@@ -50,6 +50,9 @@ class Returns:
         """Of recent pauses, taken as log-normal: the median in seconds, and the standard deviation of the logarithm."""
         self._own_variances = deque([ASSUMED_SPREAD**2] * NUM_ASSUMED, maxlen=NUM_PAUSES)
         """Of each two pauses of a session that follow one another, the variance of the logarithm."""
+        self._own_variance = (
+            ASSUMED_SPREAD**2
+        )  # the mean of these, which is asked for each session that might leave
         self._went_on, self._ended = [0.0] * MOST_TOLD_APART, [0.0] * MOST_TOLD_APART
         self._left: deque[tuple[float, Hashable, int]] = (
             deque()
@@ -85,7 +88,7 @@ class Returns:
         people alone little. Source: the normal law with a normal prior (empirical Bayes).
         """
         known = self._sessions.get(session)
-        own = statistics.fmean(self._own_variances)
+        own = self._own_variance
         between = self.pause_spread**2 - own
         if known is None or not known.num_pauses or between <= 0:
             return self.usual_pause_s, self.pause_spread
@@ -97,12 +100,15 @@ class Returns:
     def _learn_pause(self, known: _Session, log_pause: float) -> None:
         if known.num_pauses:
             self._own_variances.append((log_pause - known.last_log_pause) ** 2 / 2)
+            self._own_variance = statistics.fmean(self._own_variances)
         known.last_log_pause = log_pause
         known.num_pauses += 1
         known.mean_log_pause += (log_pause - known.mean_log_pause) / known.num_pauses
         self._log_pauses.append(log_pause)
         self.usual_pause_s = math.exp(statistics.median(self._log_pauses))
-        self.pause_spread = max(statistics.pstdev(self._log_pauses), LEAST_SPREAD)
+        mean = statistics.fmean(self._log_pauses)
+        variance = statistics.fmean((each - mean) ** 2 for each in self._log_pauses)
+        self.pause_spread = max(math.sqrt(variance), LEAST_SPREAD)
 
     def goes_on(self, session: Hashable) -> float:
         """Return the probability that a session sends another request, by how many it has sent."""

@@ -85,6 +85,7 @@ class EvictionOrder:
         self._waiting: dict[str, Refresh] = {}  # by request id
         self._waiting_blocks: Counter[bytes] = Counter()
         self._awaited: dict[str, int] = {}  # by request id, of those that wait: blocks that it will take
+        self._num_awaited = 0  # the sum of these
 
     @property
     def num_waiting_blocks(self) -> int:
@@ -94,7 +95,7 @@ class EvictionOrder:
     @property
     def num_awaited_blocks(self) -> int:
         """The number of blocks that waiting requests will take when they start, with those that are on the device for them already."""
-        return max(sum(self._awaited.values()), self.num_waiting_blocks)
+        return max(self._num_awaited, self.num_waiting_blocks)
 
     @property
     def waiting_blocks(self) -> Collection[Entry]:
@@ -108,6 +109,7 @@ class EvictionOrder:
 
     def awaits(self, request_id: str, num_blocks: int) -> None:
         """Note that a request waits to start, for which it takes so many blocks."""
+        self._num_awaited += num_blocks - self._awaited.pop(request_id, 0)
         self._awaited[request_id] = num_blocks
 
     def came(self, request_id: str, entries: Entries) -> Refresh | None:
@@ -126,7 +128,7 @@ class EvictionOrder:
 
     def left(self, request_id: str) -> None:
         """Note that the request no longer waits."""
-        self._awaited.pop(request_id, None)
+        self._num_awaited -= self._awaited.pop(request_id, 0)
         self._let_go(request_id)
 
     def _let_go(self, request_id: str) -> None:

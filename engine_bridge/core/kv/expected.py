@@ -82,7 +82,7 @@ class ExpectedSession:
 
     def waited_s(self, now: float) -> float:
         """Return for how many seconds its request could have come; 0 before the time that was announced for it."""
-        return max(now - (self.arrival_s or self.issued_s), 0.0)
+        return max(now - (self.issued_s if self.arrival_s is None else self.arrival_s), 0.0)
 
     def tokens_of(self, num_blocks: int) -> int:
         """Return the tokens that this many of its blocks stand for."""

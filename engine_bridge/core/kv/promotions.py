@@ -75,7 +75,7 @@ class Promotions:
         prefill_s_per_token: Callable[[], float | None] = lambda: None,
         are_waiting: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._are_waiting = are_waiting
+        self._are_waiting, self._may_read = are_waiting, True
         self._device = device
         self._store = store
         self._layout = layout
@@ -253,6 +253,8 @@ class Promotions:
         if not (self.has_work(now) or (self._is_owed and not only_urgent)):
             return
         self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
+        # Requests that wait for the disk or for host memory have all of it that guesses would take.
+        self._may_read = not (self._store.is_reading_for_requests or self._are_waiting())
         if self._order.has_lost():
             self._look_from_s = now
         facts = [self._worth.facts(guess, now) for guess in self._guesses.values()]
@@ -301,11 +303,6 @@ class Promotions:
             if guess.looked_s < guess.issued_s:
                 guess.looked_s = now
                 self._restage(guess, self._device.resident(guess.entries, guess.limit).num_blocks)
-
-    @property
-    def _may_read(self) -> bool:
-        """Whether no request waits for the disk or for host memory, which all have what guesses would take of it."""
-        return not (self._store.is_reading_for_requests or self._are_waiting())
 
     def _num_free_blocks(self) -> int:
         """Return the device's blocks that no running request holds, without those that waiting requests will take when they start."""

@@ -124,11 +124,12 @@ def _resolved(path: str, other: str) -> str:
 
 
 def _closure(modules: Mapping[str, _Module], start: str) -> list[str]:
-    """Return a module and those that it imports at once, each behind those that it needs itself."""
+    """Return the paths of a module and of all modules that it imports when it is loaded, each behind the modules that it imports itself."""
     found: list[str] = []
     ahead: list[str] = []
 
     def visit(path: str) -> None:
+        """Add a module behind the modules that it imports. Raises CannotJoinError."""
         if path in ahead:
             raise CannotJoinError(f"{path} imports itself: {' → '.join([*ahead, path])}")
         if path in found:
@@ -176,10 +177,12 @@ def _defined(module: _Module, folder: str, libraries: dict[str, None], version: 
     """Return a module as a part of a joined script in a folder; adds the imports of libraries, which stand before all parts."""
 
     def from_there(path: str) -> str:
+        """Return the path of an imported module as the folder of the joined script sees it."""
         found = posixpath.relpath(_resolved(module.path, path), folder)
         return found if found.startswith(".") else f"./{found}"
 
     def bound(match: re.Match[str]) -> str:
+        """Return what takes the place of an import statement."""
         path = _resolved(module.path, match["path"])
         if _is_library(path):
             libraries[match[0].replace(match["path"], from_there(match["path"]))] = None

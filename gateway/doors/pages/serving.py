@@ -59,6 +59,7 @@ def page(name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """
 
     async def handler(request: web.Request) -> web.StreamResponse:
+        """Send the page as its files are now."""
         joined = await asyncio.to_thread(_joined)
         return await _sent(request, joined.pages[name].encode(), ".html", PAGE_HEADERS)
 
