@@ -33,6 +33,7 @@ DEPENDENCIES = (
     "python-json-logger>=3",
     "safetensors>=0.6.2",
     "scikit-learn>=1.6",
+    "scipy>=1.14",
     "uvloop>=0.21",
     "xxhash>=3.5",
 )

@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parents[2] / "shared/data"
 AZURE = FOLDER / "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 MOONCAKE = FOLDER / "mooncake/conversation_trace.jsonl.zst"
 MT_BENCH = FOLDER / "sharegpt_multiturn/mtbench101.jsonl.zst"
+OPEN_ASSISTANT = FOLDER / "sharegpt_multiturn/oasst_en_100_tree.jsonl.zst"
 
 
 def are_recorded(*paths: Path) -> bool:

@@ -26,7 +26,7 @@ from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Node
 from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSettings
 from engine_bridge.tracing import Traces
-from gateway.access.auth import KeyRing, tenant_of
+from gateway.access.auth import LOCAL, KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets
 from gateway.access.person_limits import in_force
 from gateway.advisories import learned_file
@@ -196,7 +196,7 @@ async def build_services(
         await SignIns.open(used.ledger, keys),
         audit,
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
-        _tell_of(node, metrics),
+        _tell_of(node, metrics, keys if config.metrics_by_user else None),
         traces,
         embeddings,
         await asyncio.to_thread(OidcProvider.of, config),
@@ -245,11 +245,12 @@ def _prompt_chars(config: Config, node: Node) -> Callable[[], int]:
     return lambda: config.request_limits.prompt_chars(node.max_model_len)
 
 
-def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
-    """Register the node's figures among the metrics."""
+def _tell_of(node: Node, metrics: Metrics, people: KeyRing | None) -> NodeCollector:
+    """Register the node's figures among the metrics. people: knows the names of tenants; None: the metrics do not tell them apart."""
+    name_of = (lambda tenant: people.name_of(tenant or LOCAL.owner)) if people is not None else None
     metrics.registry.register(KvCollector(lambda: node.figures().kv_tiers))
     metrics.registry.register(AdapterCollector(lambda: node.figures().adapter_stats))
-    metrics.registry.register(SchedulingCollector(lambda: node.figures().scheduling_stats))
+    metrics.registry.register(SchedulingCollector(lambda: node.figures().scheduling_stats, name_of))
     metrics.registry.register(GrammarCollector(lambda: node.figures().grammar_stats))
     metrics.registry.register(TokenizerCollector(lambda: node.figures().tokenizer_stats))
     if isinstance(node, Router):

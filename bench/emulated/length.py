@@ -1,12 +1,14 @@
 """How well are answer lengths predicted? Recorded requests in their order: each is predicted, then observed.
 
-    python -m bench.emulated length [--part turns|plain|files] [--jsonl PATH] [--quick] [--seed N] [--jobs N]
+    python -m bench.emulated length [--part turns|plain|single|trees|files] [--jsonl PATH] [--quick] [--seed N] [--jobs N]
 
 What runs: `engine_bridge.predict.length`, refitted after every 1,000 answers (live, a thread does that now and then; here time stands still
-meanwhile). The first 1,000 answers are learned from but not counted; of small data an eighth and a quarter. Data:
+meanwhile). The first 1,000 answers are learned from but not counted; of small data an eighth and a quarter. With each seed in another order. Data:
   turns   MT-Bench-101 (Apache-2.0) from the folder of recorded traffic: conversations with text, in random order, turns in theirs. Tokens are taken
           as words · 4/3. The task's name is the adapter, which is synthetic. Left out where the file is missing
   plain   the same without adapters: what a base model sees
+  single  800 of the first turns of the same, without adapters: questions that hardly repeat each other
+  trees   questions of OpenAssistant's trees (Apache-2.0), each with its best answer and what was said before: 254 of them
   files   files of yours (`--jsonl`), a line for each request in the order in which they came: `messages` (role, content) or `prompt` and perhaps
           `system`; `answer`, or `num_tokens` of it
 Arms: `recent`, quantiles of the last 512 answers, whatever the request; ours without and with `engine_bridge.predict.hints`, which is what requests
@@ -32,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from bench.data import MT_BENCH, are_recorded, lines_of
+from bench.data import MT_BENCH, OPEN_ASSISTANT, are_recorded, lines_of
 from bench.emulated.core.arrivals import CLASS_ENDS
 from bench.emulated.table import Bench, Table
 from engine_bridge.predict.hints import read_conversation, setting_hints
@@ -41,6 +43,9 @@ from engine_bridge.protocol.asked import NOTHING_ASKED
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 
 EVERY, NUM_RECENT = 1000, 512
+NUM_SINGLE = 800
+# The share of single questions in the right class that is aimed at.
+AIM = 0.45
 TOKENS_PER_WORD = 4 / 3
 # Recorded conversations say nothing of temperatures and stop strings.
 NO_SETTINGS = setting_hints(
@@ -62,6 +67,32 @@ class Answered:
 def turns(rng: random.Random) -> list[Answered]:
     """Return the turns of recorded conversations."""
     return mixed([list(conversation(json.loads(line))) for line in lines_of(MT_BENCH)], rng)
+
+
+def first_turns(rng: random.Random) -> list[Answered]:
+    """Return the first turns of NUM_SINGLE recorded conversations."""
+    records = map(json.loads, lines_of(MT_BENCH))
+    found = [next(conversation(record)) for record in records]
+    return rng.sample(found, NUM_SINGLE)
+
+
+def trees(rng: random.Random) -> list[Answered]:
+    """Return the questions of recorded trees of conversations, with the answers that people liked best."""
+    found = [each for line in lines_of(OPEN_ASSISTANT) for each in branch(json.loads(line)["prompt"], [])]
+    rng.shuffle(found)
+    return found
+
+
+def branch(question: dict[str, Any], before: list[tuple[str, str]]) -> Iterator[Answered]:
+    """Yield a question of a tree and those that follow its best answer."""
+    said = [*before, ("user", question["text"])]
+    answers = [reply for reply in question["replies"] if reply["role"] == "assistant"]
+    if not answers:
+        return
+    best = min(answers, key=lambda reply: math.inf if reply.get("rank") is None else reply["rank"])
+    yield asked(said, words(best["text"]), "", "")
+    for reply in best["replies"]:
+        yield from branch(reply, [*said, ("assistant", best["text"])])
 
 
 def of_file(path: Path) -> list[Answered]:
@@ -119,6 +150,7 @@ def words(text: str) -> int:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 ARMS = ("recent", "ours, no hints", "ours + hints")
+DATA = {"turns": turns, "plain": turns, "single": first_turns, "trees": trees}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +167,8 @@ class Point:
 def answers_of(point: Point) -> list[Answered]:
     """Return the requests of a point, with the hints and adapters that its arm and data have."""
     rng = random.Random(point.seed)
-    answers = turns(rng) if point.path is None else of_file(point.path)
-    changed: dict[str, Any] = {"adapter": ""} if point.data == "plain" else {}
+    answers = of_file(point.path) if point.path is not None else DATA[point.data](rng)
+    changed: dict[str, Any] = {"adapter": ""} if point.data in ("plain", "single") else {}
     if point.arm != "ours + hints":
         changed |= {"asked": NOTHING_ASKED, "hints": ()}
     return [
@@ -184,24 +216,28 @@ def serve(point: Point) -> dict[str, Any]:
 
 def lengths_part(data: str, bench: Bench) -> None:
     """Find the figures of all arms on one data set, or on each file of the user's."""
-    if data != "files" and not are_recorded(MT_BENCH):
+    if data != "files" and not are_recorded(OPEN_ASSISTANT if data == "trees" else MT_BENCH):
         return
     sets = [(path.stem, path) for path in bench.files] if data == "files" else [(data, None)]
     points = [Point(name, arm, bench.size, path) for name, path in sets for arm in ARMS]
     bench.play(points)
     for point in points:
-        (run,) = bench.of(point)
-        bench.found.setdefault("runs", []).append(run)
-        bench.figure(("accuracy", point.data, point.arm), [run["accuracy"]], None, False, "share")
+        runs = bench.of(point)
+        bench.found.setdefault("runs", []).extend(runs)
+        aim = AIM if data in ("single", "trees") and point.arm == ARMS[-1] else None
+        for name, wanted in (("accuracy", aim), ("p90_coverage", None)):
+            figures = [run[name] for run in runs]
+            bench.figure((name, point.data, point.arm), figures, wanted, False, "share")
 
 
 TABLE = Table(
     "emulated-length",
     "Answer lengths, predicted one by one",
     serve,
-    {name: partial(lengths_part, name) for name in ("turns", "plain", "files")},
+    {name: partial(lengths_part, name) for name in (*DATA, "files")},
     (math.inf, 6000),
     "the first 6,000 requests of each",
-    seeds=1,
+    seeds=3,
+    quick_seeds=3,
     files=("--jsonl", "requests of yours"),
 )

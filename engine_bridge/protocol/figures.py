@@ -122,7 +122,8 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
 
     `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits` and
     `decisions`. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes, length_errors: None where there are none.
-    num_answer_tokens: generated since the engine's start. block_size: tokens that a KV block holds on average where prompts are long.
+    length_calibration: for each tenant its answers, those no longer than their predicted median, and those no longer than their predicted 90th
+    percentile. num_answer_tokens: generated since the engine's start. block_size: tokens that a KV block holds on average where prompts are long.
     """
 
     policy: str
@@ -133,6 +134,7 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     seconds: dict[str, float]
     length_errors: LengthErrors | None
+    length_calibration: dict[str, tuple[int, int, int]] = {}
     num_answer_tokens: int = 0
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0

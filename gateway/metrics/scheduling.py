@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -94,7 +94,18 @@ class TokenizerCollector(SnapshotCollector[TokenizerStats]):
 
 
 class SchedulingCollector(SnapshotCollector[SchedulingStats]):
-    """Figures of the queue: requests that wait and why, preemptions, lanes and predicted lengths."""
+    """Figures of the queue: requests that wait and why, preemptions, lanes and predicted lengths.
+
+    Args:
+        stats: as `SnapshotCollector` has it.
+        name_of: returns the name of a tenant; None: persons are not told apart.
+    """
+
+    def __init__(
+        self, stats: Callable[[], SchedulingStats | None], name_of: Callable[[str], str] | None = None
+    ) -> None:
+        super().__init__(stats)
+        self._name_of = name_of
 
     def metrics_of(self, stats: SchedulingStats) -> Iterator[Metric]:
         """Yield the metrics that the policy in use has figures for."""
@@ -108,6 +119,8 @@ class SchedulingCollector(SnapshotCollector[SchedulingStats]):
                 yield CounterMetricFamily(name, documentation, value=getattr(stats, source).get(key, 0))
         if stats.length_errors is not None:
             yield from _length_errors(stats.length_errors)
+        if self._name_of is not None:
+            yield from _calibration(stats.length_calibration, self._name_of)
 
 
 def _waiting(stats: SchedulingStats) -> Metric:
@@ -162,4 +175,30 @@ def _length_errors(errors: LengthErrors) -> Iterator[Metric]:
         "overture_length_within_p90",
         "Finished answers that were no longer than their predicted 90th percentile",
         value=errors.num_within_p90,
+    )
+
+
+def _calibration(
+    by_tenant: Mapping[str, tuple[int, int, int]], name_of: Callable[[str], str]
+) -> Iterator[Metric]:
+    """Yield how many answers of each person were as short as predicted: half of them should be within "0.5", and nine of ten within "0.9"."""
+    answers: dict[str, float] = {}
+    within: dict[tuple[str, str], float] = {}
+    for tenant, (num_answers, within_p50, within_p90) in by_tenant.items():
+        name = name_of(tenant)
+        answers[name] = num_answers
+        within |= {(name, "0.5"): within_p50, (name, "0.9"): within_p90}
+    yield labelled(
+        CounterMetricFamily,
+        "overture_user_answers",
+        "Finished answers whose length was predicted, by person (--metrics-by-user)",
+        ["user"],
+        answers,
+    )
+    yield labelled(
+        CounterMetricFamily,
+        "overture_user_answers_within",
+        "Finished answers no longer than the predicted quantile of their length, by person (--metrics-by-user)",
+        ["user", "quantile"],
+        within,
     )

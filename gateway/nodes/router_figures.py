@@ -118,6 +118,7 @@ def scheduling_of(parts: Sequence[SchedulingStats]) -> SchedulingStats | None:
         counts=_counts,
         seconds=_counts,
         length_errors=_length_errors,
+        length_calibration=_by_key,
     )
 
 
@@ -137,6 +138,11 @@ def _lanes(lanes: list[LaneStats | None]) -> LaneStats | None:
 
 def _side_by_side(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*rows, strict=True)))
+
+
+def _by_key(rows: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    keys = {key: None for row in rows for key in row}
+    return {key: _side_by_side([row[key] for row in rows if key in row]) for key in keys}
 
 
 def _length_errors(errors: list[LengthErrors | None]) -> LengthErrors | None:

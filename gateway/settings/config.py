@@ -288,7 +288,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     ] = ()
     metrics_by_user: Annotated[
         bool,
-        setting("Access", "Let /metrics tell the tokens of each person (overture_tokens_total)."),
+        setting(
+            "Access",
+            "Let /metrics tell the tokens of each person, and how right the predicted lengths of their answers are.",
+        ),
     ] = False
     cors_origins: Annotated[
         tuple[NonEmpty, ...],

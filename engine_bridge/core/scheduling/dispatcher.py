@@ -496,7 +496,7 @@ class Dispatcher:
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
         """Learn from a request that has ended."""
-        self.guess_errors.saw(known.facts.guess, num_output_tokens)
+        self.guess_errors.saw(known.facts.tenant, known.facts.guess, num_output_tokens)
         self._answers.saw(known.facts.guess, num_output_tokens)
         num_tokens = known.facts.num_prompt_tokens + num_output_tokens
         if known.first_s is not None and num_tokens > known.first_tokens:

@@ -56,6 +56,7 @@ class SchedulingReport:
             counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
             seconds=own.seconds() if own is not None else {},
             length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
+            length_calibration=own.dispatcher.guess_errors.calibration.copy() if own is not None else {},
             num_answer_tokens=self._scheduler.num_ended_tokens + under_way,
             num_kv_blocks=self._blocks.num_gpu_blocks,
             num_free_kv_blocks=self._blocks.get_num_free_blocks(),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_bridge.core.scheduling.guess_errors import ERROR_BOUNDS, GuessErrors
+from engine_bridge.core.scheduling.guess_errors import ERROR_BOUNDS, MAX_TENANTS, GuessErrors
 from engine_bridge.driver.scheduling.report import SchedulingReport
 from engine_bridge.policy.scheduling.queue_policy import Decision
 from engine_bridge.protocol.engine_request import LengthGuess
@@ -106,7 +106,12 @@ def test_requests_say_why_they_wait(scheduler: Any, ours: Any, places: dict[int,
 def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:
     errors = GuessErrors()
     for num_tokens in (100, 101, 98, 90, 300, 100_000):
-        errors.saw(LengthGuess(100, 200, "test"), num_tokens)
+        errors.saw("t", LengthGuess(100, 200, "test"), num_tokens)
     assert errors.num_answers == 6 and errors.num_within_p90 == 4
     assert errors.sum_tokens == 0 + 1 + 2 + 10 + 200 + 99_900
     assert errors.num_within == {bound: sum(e <= bound for e in (0, 1, 2, 10, 200)) for bound in ERROR_BOUNDS}
+    assert errors.calibration == {"t": (6, 3, 4)}
+    for number in range(MAX_TENANTS):
+        errors.saw(f"another {number}", LengthGuess(100, 200, "test"), 150)
+    assert "t" not in errors.calibration and len(errors.calibration) == MAX_TENANTS
+    assert errors.calibration["another 0"] == (1, 0, 1)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from engine_bridge.predict import hints
 from engine_bridge.predict.hints import read_body, read_conversation, text_hints
-from engine_bridge.predict.words import Words, places_of
 from engine_bridge.protocol.asked import CONTEXT_HINTS, NOTHING_ASKED, TEXT_HINTS, Asked
 
 
@@ -108,17 +107,3 @@ def test_of_a_call_that_nobody_else_reads_no_text_is_left() -> None:
     kept = asked("My name is Hidden Person", "secretive question of mine").numbers()
     assert kept.words
     assert not any(word in str(kept).lower() for word in ("hidden", "person", "secretive"))
-
-
-TOPICS = "water light stone river paper green house table north music".split()
-
-
-@given(st.lists(st.tuples(st.sampled_from(TOPICS), st.floats(0, 14)), max_size=60))
-def test_whatever_is_learned_the_estimate_stays_a_number(answers: list[tuple[str, float]]) -> None:
-    words = Words(5.0)
-    for _ in range(300):
-        words.learn((), 3.0)
-    assert words.predict(()) == pytest.approx(3.0, abs=0.05), "without words it is the mean"
-    for word, length in answers:
-        words.learn(places_of(f"{word} {word}s"), length)
-        assert math.isfinite(words.predict(places_of(word)))

@@ -87,6 +87,31 @@ def test_quantiles_cover_what_they_say_and_again_after_lengths_have_doubled() ->
     assert sum(is_within for _, is_within in at_first) / 50 < 0.85, "it has to be wrong at first"
 
 
+@pytest.mark.parametrize("num_answers", [100, 800])
+def test_words_tell_how_long_answers_are_also_where_few_are_known(num_answers: int) -> None:
+    rng, predictor = random.Random(4), OnlineLengths()
+    long, short, topics = "compose develop outline", "name spell count", "water light stone river paper green"
+
+    def question(wishes: str) -> str:
+        """Five random words, of which one tells the length."""
+        said = [*rng.choices(topics.split(), k=4), rng.choice(wishes.split())]
+        return " ".join(rng.sample(said, 5))
+
+    hits = []
+    for number in range(num_answers + 200):
+        is_long = rng.random() < 0.5
+        asked = asks("", question(long if is_long else short))
+        num_tokens = lengths(rng, 400 if is_long else 40)
+        if number == num_answers:
+            predictor.refit()
+        if number >= num_answers:
+            guess = predictor.predict(asked)
+            assert (guess.p50 > 130) == is_long
+            hits.append(num_tokens <= guess.p90)
+        predictor.observe(asked, num_tokens)
+    assert sum(hits) / len(hits) == pytest.approx(0.9, abs=0.07)
+
+
 def loaded(path: Path, **options: Any) -> OnlineLengths:
     predictor = OnlineLengths(**options)
     predictor.load(path)
@@ -184,7 +209,7 @@ def test_what_was_learned_survives(tmp_path: Path) -> None:
         ):
             assert again.predict(asked) == predictor.predict(asked)
     assert again.predict(asks("", "z compose z")).p50 > 2 * again.predict(asks("", "z name z")).p50
-    assert len(loaded(path, window=100)) == 100 < len(predictor) <= length.WINDOW
+    assert len(loaded(path, window=50)) == 50 < len(predictor) <= length.WINDOW
     again.refit()
     assert again.num_refits == 1
     assert len(loaded(path, num_hints=3)) == 0, "another number of hints starts anew"

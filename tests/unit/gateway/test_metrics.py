@@ -92,6 +92,19 @@ def test_who_waits_what_was_done_and_how_long_answers_were_is_told() -> None:
     assert buckets == [2, 5, 7] and metrics["length_within_p90_total"] == 6
 
 
+def test_people_are_told_apart_only_where_their_names_are_given() -> None:
+    figures: dict[str, Any] = {"policy": "bounded", "num_running": 0, "num_waiting": 0, "num_by_reason": {}}
+    figures |= {"lanes": None, "counts": {}, "seconds": {}, "length_errors": None}
+    stats = SchedulingStats(**figures, length_calibration={"owner-1": (9, 4, 8)})
+    assert not any("user" in name for name in exposed(SchedulingCollector(lambda: stats)))
+    told = exposed(SchedulingCollector(lambda: stats, {"owner-1": "ada"}.__getitem__))
+    assert told['user_answers_total{user="ada"}'] == 9
+    within = [
+        told[f'user_answers_within_total{{quantile="{quantile}",user="ada"}}'] for quantile in (0.5, 0.9)
+    ]
+    assert within == [4, 8]
+
+
 @pytest.mark.parametrize(
     ("num", "num_by_kind", "told"),
     [

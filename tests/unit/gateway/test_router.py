@@ -255,7 +255,8 @@ def state(name: str, value: int, problem: str | None = None) -> EngineState:
     host, disk, peers = (full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats))
     tiers = TierStats(host=host, disk=disk, peers=peers, problem=problem)
     errors = LengthErrors(num_answers=value, sum_tokens=value, num_within_p90=value, num_within={16: value})
-    fields = {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes(value, 2 * value)}
+    fields: dict[str, Any] = {"length_calibration": {"both": (value, 1, 2), name: (value, 0, 0)}}
+    fields |= {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes(value, 2 * value)}
     return EngineState(
         engine=full(NodeStats, value, state="ready", model="m", kv_tiers=tiers),
         scheduling=full(SchedulingStats, value, **fields, length_errors=errors),
@@ -283,4 +284,5 @@ def test_engines_are_one_with_the_first_requests_of_all() -> None:
     queue = both.scheduling
     assert queue is not None and queue.lanes == lanes(4, 8) and queue.block_size == 1
     assert (queue.num_running, queue.num_by_reason, queue.counts["both"]) == (4, {"queued": 4}, 4)
+    assert queue.length_calibration == {"both": (4, 2, 4), "a": (1, 0, 0), "b": (3, 0, 0)}
     assert queue.length_errors is not None and queue.length_errors.num_within == {16: 4}
