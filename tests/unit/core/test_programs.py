@@ -155,6 +155,17 @@ def test_programs_that_are_over_are_forgotten_and_other_orders_bound_none() -> N
     assert free.came(turn("a"), 0.0) == turn("a") and free.may_start("a0", 0.0) and not len(free)
 
 
+def test_nothing_is_kept_of_tenants_that_have_left() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    for number in range(100):
+        tenant, now = f"t{number}", 20.0 * number
+        assert begin(programs, "a", now, tenant=tenant)
+        programs.ended("a0", 400, now + 0.1)
+    assert begin(programs, "b", 3000.0, tenant="eve", num_tokens=900)
+    # Each known tenant has its share: those that have left would leave the last one next to nothing of the room.
+    assert begin(programs, "c", 3000.0, tenant="last")
+
+
 def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:
     programs = Programs(NUM_TOKENS, 10 * ROOM)
     begin(programs, "a"), begin(programs, "b")
