@@ -17,6 +17,7 @@ import { StatusBanner } from './status.js';
 import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
+import { NOT_YET } from './versions.js';
 
 const showShortcuts = async () => (await import('./shortcuts.js')).showShortcuts();
 
@@ -81,6 +82,8 @@ export class App {
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
       discard: (turn) => this.#discard(turn),
+      canCompare: () => this.core.models.length > 1,
+      compare: async (turn) => (await import('./compare.js')).compare(turn, this.core, (ask) => this.#ask(ask), (kept) => this.#keep(kept)),
       sumUp: () => this.#sumUp(),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
@@ -164,14 +167,15 @@ export class App {
     return session.id;
   }
 
-  #ask({ sessionId, content, pictures, after }) {
-    const ask = { id: newId(), sessionId, content, pictures, adapter: this.composer.adapter };
+  #ask({ sessionId, content, pictures, after, adapter = this.composer.adapter }) {
+    const ask = { id: newId(), sessionId, content, pictures, adapter };
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
     this.#act(() => this.core.ask(ask));
     const asked = this.transcript.elementOf(ask.id);
     if (readFollow() || !asked) this.follower.toEnd();
     else this.follower.raise(asked);
+    return this.core.turns.get(ask.id);
   }
 
   /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
@@ -185,10 +189,7 @@ export class App {
 
   /** Shows another version of a message; its arrows stay under the pointer and keep the focus. */
   async #choose(turn, versionId, way) {
-    if (!this.core.canSwitch(turn.sessionId)) {
-      toast('To see other versions, wait for the answer, and send again or dismiss a message that failed.');
-      return;
-    }
+    if (!this.core.canSwitch(turn.sessionId)) return toast(NOT_YET);
     const arrows = this.transcript.focusVersions(turn.id, way);
     const session = await this.#tell(this.api.choose(turn.sessionId, versionId));
     if (!session) return;
@@ -198,9 +199,15 @@ export class App {
     if (turn.sessionId !== this.core.current) return;
     this.follower.hold();
     const shown = this.transcript.focusVersions(versionId, way);
-    if (!shown) return;
+    if (!shown || before === undefined) return;
     byId('scroller').scrollTop += shown.getBoundingClientRect().top - before;
     this.announcer.say(shown.getAttribute('aria-label'));
+  }
+
+  /** Goes on behind one of two compared answers, with the model that gave it. */
+  async #keep(turn) {
+    await this.#choose(turn, turn.id);
+    if (turn.sessionId === this.core.current) this.#pick(this.composer.adapter = turn.adapter);
   }
 
   async #retry(turn) {
@@ -463,6 +470,7 @@ export class App {
 
   #onTurn(turn) {
     this.rail.mark();
+    document.dispatchEvent(new CustomEvent('answering', { detail: turn }));
     if (turn.sessionId !== this.core.current) return;
     this.transcript.update(turn);
     if (!isLive(turn)) this.announcer.follow(turn, true);
@@ -470,6 +478,7 @@ export class App {
   }
 
   #onText(turn) {
+    document.dispatchEvent(new CustomEvent('answering', { detail: turn }));
     if (turn.sessionId !== this.core.current) return;
     this.transcript.grow(turn);
     this.announcer.follow(turn, false);

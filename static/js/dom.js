@@ -9,6 +9,7 @@ const PATHS = {
   close: 'M6 6l12 12M18 6 6 18',
   check: 'm5 12.5 4.5 4.5L19 7.5',
   redo: 'M19.5 12a7.5 7.5 0 1 1-2.2-5.3L19.5 9M19.5 4v5h-5',
+  beside: 'M4 5h6.5v14H4V5ZM13.5 5H20v14h-6.5V5Z',
   edit: 'm4 20 1-4L16.5 4.5l3 3L8 19l-4 1ZM14 7l3 3',
   more: 'M6 12h.01M12 12h.01M18 12h.01',
   previous: 'm14.5 6-6 6 6 6',

@@ -23,6 +23,8 @@ const FAILED = {
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
  * @property {(turn: object) => void} discard
+ * @property {() => boolean} canCompare  whether there is another model to ask
+ * @property {(turn: object) => void} compare  asks another model the same, and shows both answers
  * @property {() => void} sumUp  goes on in a new chat
  * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
@@ -152,6 +154,7 @@ class TurnView {
     if (turn.status !== 'failed') {
       tools.append(h('div', { class: 'actions' },
         turn.answer && iconButton('copy', 'Copy answer', (event) => copyFrom(event.currentTarget, turn.answer)),
+        actions.canCompare() && iconButton('beside', 'Compare with another model', () => actions.compare(turn)),
         iconButton('redo', 'Answer again', () => actions.regenerate(turn))));
     }
     const focused = this.foot.contains(document.activeElement) && document.activeElement.dataset.way;

@@ -2,6 +2,8 @@
 
 import { h, iconButton } from './dom.js';
 
+export const NOT_YET = 'To see other versions, wait for the answer, and send again or dismiss a message that failed.';
+
 /**
  * Builds the arrows of a turn, null if there is no other version.
  *
