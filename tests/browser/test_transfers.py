@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,5 +86,26 @@ def test_all_conversations_come_in_go_out_and_are_deleted(wired, page_watch) -> 
     dialog.get_by_role("button", name="Delete", exact=True).click()
     expect(page.locator(".session-row")).to_have_count(0)
     expect(chat.turns).to_have_count(0)
-    page.get_by_label("File to import").set_input_files([file | {"buffer": json.dumps(whole).encode()}])
+    page.locator(".toast").get_by_role("button", name="Undo").click()
     expect(page.locator(".session-row")).to_have_count(3)
+    expect(page.locator(".toast")).to_contain_text("3 brought back.")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_is_imported_as_it_was_exported(wired, method: int) -> None:
+    chat = wired()[0].open()
+    chat.page.keyboard.press("Control+,")
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", method) as archive:
+        archive.writestr("export/chat.html", "<p>How high?</p>" * 1000)
+        archive.writestr("export/conversations.json", json.dumps([CHATGPT | {"title": f"Zip {method}"}]))
+        archive.comment = b"made by a test"
+    for buffer, said in (
+        (whole.getvalue(), f"“Zip {method}” imported."),
+        (whole.getvalue()[:-60], "it is neither JSON nor an archive"),
+        (b"PK\x05\x06" + bytes(18), "it is neither JSON nor an archive"),
+    ):
+        file = {"name": "export.zip", "mimeType": "application/zip", "buffer": buffer}
+        chat.page.get_by_label("File to import").set_input_files([file])
+        expect(chat.page.locator(".toast").last).to_contain_text(said)
+    expect(chat.row(f"Zip {method}")).to_be_visible()

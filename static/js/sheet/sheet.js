@@ -95,14 +95,14 @@ export class Sheet {
   }
 
   #importing() {
-    const input = h('input', { type: 'file', accept: '.json,application/json', hidden: true, 'aria-label': 'File to import',
+    const input = h('input', { type: 'file', accept: '.json,.zip,application/json,application/zip', hidden: true, 'aria-label': 'File to import',
       on: { change: () => this.#import(input) } });
     const button = (label, act, look = '') => h('button', { type: 'button', class: `button ${look}`, on: { click: act } }, label);
     const all = () => import('../transfer/all.js');
     return [input, h('div', { class: 'sheet-buttons' }, button('Import', () => input.click()),
       button('Export all', async () => (await all()).exportAll(this.settings.api)),
       button('Delete all', async () => { if (await (await all()).deleteAll(this.settings.api)) location.hash = ''; }, 'danger')),
-    h('p', { class: 'note' }, 'Import takes what was exported here, conversations.json of ChatGPT and Claude, Open WebUI’s export, and messages in OpenAI’s format. '
+    h('p', { class: 'note' }, 'Import takes what was exported here, exports of ChatGPT and Claude (the archive, or conversations.json in it) and of Open WebUI, and messages in OpenAI’s format. '
       + 'To export one conversation, open its menu in the list.')];
   }
 

@@ -7,6 +7,9 @@ import { count } from '../format.js';
 import { toast } from '../toast.js';
 import { saveBlob } from '../transfer.js';
 import { conversationsOf } from './foreign.js';
+import { textInZip } from './zip.js';
+
+const UNDO_MS = 20000; // the server restores for 30 s
 
 /**
  * Stores the conversations of a file, one after the other; says what could not be stored.
@@ -16,9 +19,9 @@ import { conversationsOf } from './foreign.js';
 export async function importFile(api, file) {
   let items;
   try {
-    items = conversationsOf(JSON.parse(await file.text()));
+    items = conversationsOf(JSON.parse(await textInZip(file, 'conversations.json') ?? await file.text()));
   } catch {
-    toast('This file cannot be imported: it is not JSON. Of an archive choose the file conversations.json in it.');
+    toast('This file cannot be imported: it is neither JSON nor an archive with a file conversations.json.');
     return null;
   }
   let last = null;
@@ -52,14 +55,24 @@ export async function deleteAll(api) {
     return false;
   }
   const many = ids.length === 1 ? 'one conversation' : `all ${count(ids.length)} conversations`;
-  const dialog = dialogWith(`Delete ${many}?`, h('p', {}, 'Those of API calls, too. They cannot be brought back. Export them first if they may be needed.'),
+  const dialog = dialogWith(`Delete ${many}?`, h('p', {}, 'Those of API calls, too. They can be brought back for some seconds only: export them first if they may be needed.'),
     h('div', { class: 'dialog-buttons' },
       h('button', { type: 'button', class: 'button quiet', autofocus: true, on: { click: () => dialog.close() } }, 'Cancel'),
       h('button', { type: 'button', class: 'button danger', on: { click: () => dialog.close('yes') } }, 'Delete')));
   if (await ask(dialog) !== 'yes') return false;
-  const { done, problem } = await forEach('Deleting conversations', ids, (id) => api.remove(id));
-  toast(problem || `${count(done)} deleted.`);
+  const deleted = [];
+  const { problem } = await forEach('Deleting conversations', ids, async (id) => {
+    await api.remove(id);
+    deleted.push(id);
+  });
+  toast(problem || `${count(deleted.length)} deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => restore(api, deleted.reverse()) });
   return true;
+}
+
+/** Brings deleted conversations back, those deleted last first: they are there for the longest. */
+async function restore(api, ids) {
+  const { done, problem } = await forEach('Bringing conversations back', ids, (id) => api.restore(id));
+  toast(done === ids.length ? `${count(done)} brought back.` : `${count(done)} of ${count(ids.length)} brought back. ${problem}`, { ms: 10000 });
 }
 
 async function allIds(api) {
