@@ -214,7 +214,7 @@ function frameCode(pre) {
 
 /** As what code can be shown in a frame; undefined: as nothing but code. */
 function shownAs(language, code) {
-  if (language === 'html') return 'html';
+  if (language === 'html' || language === 'mermaid') return language;
   return language === 'svg' || (language === 'xml' && /^\s*(<\?xml[^>]*>\s*)?<svg[\s>]/.test(code)) ? 'svg' : undefined;
 }
 

@@ -1,4 +1,4 @@
-"""HTML and SVG of an answer in a frame: shown, and shut off from the page and from the network."""
+"""HTML, SVG and diagrams of an answer in a frame: shown, and shut off from the page and from the network."""
 
 from __future__ import annotations
 
@@ -51,3 +51,24 @@ def test_a_frame_cannot_lead_elsewhere(wired, stage, page_watch) -> None:
     with page.expect_console_message(lambda message: "frame" in message.text.lower()):
         page.get_by_role("button", name="Preview").click()
     assert len(page.context.pages) == 1
+
+
+def test_a_diagram_is_drawn_without_network_and_what_is_none_is_said(wired, stage, page_watch, audit) -> None:
+    page_watch.forgive()
+    chat = wired()[0].open()
+    page = chat.page
+    flow = 'flowchart LR\n  A[Low tide] --> B["<img src=x onerror=alert(1)>High?"]\n  click A href "javascript:alert(1)"'
+    with stage.by_hand() as next_answer:
+        chat.start("A diagram, please.")
+        next_answer().finish(f"```mermaid\n{flow}\n```\n\n```mermaid\nno such </pre><script>diagram\n```")
+    chat.wait_done()
+    buttons = page.get_by_role("button", name="Preview")
+    expect(buttons).to_have_count(2)
+    buttons.first.click()
+    frame = page.frame_locator("iframe").first
+    expect(frame.locator("svg")).to_contain_text("Low tide")
+    expect(frame.locator("[onerror], a[href^=javascript]")).to_have_count(0)
+    buttons.last.click()
+    wrong = page.frame_locator("iframe").last
+    expect(wrong.get_by_role("alert")).to_contain_text("This is no diagram that Mermaid can draw.")
+    assert audit(page) == [] and page_watch.foreign == []
