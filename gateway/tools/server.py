@@ -128,5 +128,5 @@ def _sentence(name: str, error: BaseException) -> str:
                 break
             if said.startswith("Redirect to"):
                 return f"{name} sends its callers to another address, which is not followed. Its operator can name that address instead."
-            return f"{name} answered with an error: {said[:MAX_SAID_CHARS]}"
+            return f"{name} answered with an error: {said[:MAX_SAID_CHARS].rstrip('.')}."
     return f"{name} gave an answer that cannot be read."

@@ -84,7 +84,8 @@ class Toolbox:
             tools, num_unusable = usable(server.name, await server.list_tools(LIST_S))
         except ToolServerFailed as failure:
             # Tools that were there a while ago stay on offer: a call of one says what is wrong, and the prompt's beginning stays as it was.
-            tools, problem, lasts_s = list(known.tools) if known else [], str(failure), RETRY_S
+            tools, lasts_s = list(known.tools) if known else [], RETRY_S
+            problem = str(failure) if tools else f"{failure} Its tools are missing."
         else:
             problem, lasts_s = "", FRESH_S
             if num_unusable:
