@@ -58,7 +58,7 @@ def test_a_tool_is_switched_on_asked_about_and_shown(chat, stage, host, audit) -
     with stage.by_hand() as next_answer:
         chat.start("What is the weather in Rome?")
         first = next_answer()
-        assert [tool.name for tool in first.answer.request.tools][0] == WEATHER
+        assert first.answer.request.tools[0].name == WEATHER
         first.say("Let me **look**.")
         first.call(WEATHER, ROME)
         call = chat.page.locator("details.call")

@@ -22,8 +22,7 @@ WEATHER = "files__get_weather"
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
     host = ToolHost()
-    with host.open() as url:
-        host.url = url  # type: ignore[attr-defined]
+    with host.open():
         yield host
 
 
@@ -31,7 +30,7 @@ def host() -> Iterator[ToolHost]:
 async def tooled(gateways: Gateways, host: ToolHost) -> Gateway:
     host.calls.clear()
     host.going.clear()
-    return await gateways(mcp_servers=(f"files={host.url}",))  # type: ignore[attr-defined]
+    return await gateways(mcp_servers=(f"files={host.url}",))
 
 
 async def session_with(gateway: Gateway, *servers: str, allowed: list[str] | None = None) -> str:
@@ -297,8 +296,7 @@ async def test_a_server_that_goes_away_between_two_turns_ends_calls_with_a_sente
 
 async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> None:
     host.going.clear()
-    url = host.url  # type: ignore[attr-defined]
-    gateway = await gateways(mcp_servers=(f"files={url}",), mcp_timeout_s=30.0)
+    gateway = await gateways(mcp_servers=(f"files={host.url}",), mcp_timeout_s=30.0)
     session_id = await session_with(gateway, "files")
     host.calls.clear()
     async with asked(gateway, session_id) as (follow, first):
@@ -313,8 +311,7 @@ async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> No
 
 
 async def test_an_answer_that_calls_tools_for_ever_ends(gateways: Gateways, host: ToolHost) -> None:
-    url = host.url  # type: ignore[attr-defined]
-    gateway = await gateways(mcp_servers=(f"files={url}",), mcp_rounds=2)
+    gateway = await gateways(mcp_servers=(f"files={host.url}",), mcp_rounds=2)
     tool = (await gateway.turns.toolbox.offer(["files"], gateway.node)).tools[WEATHER]
     session_id = await session_with(gateway, "files", allowed=[tool.key])
     host.calls.clear()
