@@ -22,7 +22,7 @@ def parse_mcp_servers(entries: Iterable[str]) -> dict[str, str]:
         name, _, url = (part.strip() for part in entry.partition("="))
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"expected NAME=URL, such as files=http://127.0.0.1:9000/mcp, where NAME has letters, digits and dashes, got the name {name[:64]!r}"
+                "expected NAME=URL, such as files=http://127.0.0.1:9000/mcp, where NAME has letters, digits and dashes, 32 at most"
             )
         if name in found:
             raise ValueError(f"the server {name!r} is given twice")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gateway.tools.catalog import ListedTool
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+# What ending a session at the server may take, once it has answered. Chosen.
+GOODBYE_S = 2.0
 # Of one reply. Chosen: a list of a thousand tools has half a megabyte; a longer result would be cut anyway.
 MAX_REPLY_BYTES = 4 << 20
 # Pages of a list of tools. Chosen.
@@ -49,8 +52,10 @@ class ToolServer:
 
     async def list_tools(self, timeout_s: float) -> list[ListedTool]:
         """Return its tools. Raises ToolServerFailed."""
-        found: list[ListedTool] = []
-        async with self._asked(timeout_s) as client:
+
+        async def listed(client: Client) -> list[ListedTool]:
+            """Read the list page by page."""
+            found: list[ListedTool] = []
             cursor: str | None = None
             for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
@@ -60,32 +65,47 @@ class ToolServer:
                 cursor = page.next_cursor
                 if cursor is None:
                     break
-        return found
+            return found
+
+        return await self._ask(listed, timeout_s)
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> CallReply:
         """Call a tool. Raises ToolServerFailed."""
-        async with self._asked(timeout_s) as client:
+
+        async def called(client: Client) -> CallReply:
+            """Call it, and no more.
+
+            Not by the client's `call_tool`, which lists all tools anew and checks results by the server's schema, on the event loop. Only texts are
+            read here.
+            """
             from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
 
-            # Not by `call_tool`, which lists all tools anew and checks results by the server's schema, on the event loop. Only texts are read.
             asked = CallToolRequest(params=CallToolRequestParams(name=tool, arguments=arguments))
             result = await client.session.send_request(asked, CallToolResult)
-        return CallReply(result.model_dump(mode="json", by_alias=True), bool(result.is_error))
+            return CallReply(result.model_dump(mode="json", by_alias=True), bool(result.is_error))
 
-    @asynccontextmanager
-    async def _asked(self, timeout_s: float) -> AsyncIterator[Client]:
-        """Connect for the block, which has `timeout_s` seconds with the connecting. Raises ToolServerFailed for whatever goes wrong in it."""
+        return await self._ask(called, timeout_s)
+
+    async def _ask(self, work: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
+        """Connect, and return what `work` returns. Both have `timeout_s` seconds together. Raises ToolServerFailed for whatever goes wrong."""
+        found: list[_T] = []
         try:
             connected = await asyncio.to_thread(self._prepare)
-            async with asyncio.timeout(timeout_s), connected as client:
-                yield client
+            async with asyncio.timeout(timeout_s) as bound, connected as client:
+                found.append(await work(client))
+                bound.reschedule(asyncio.get_running_loop().time() + GOODBYE_S)
         except TimeoutError:
-            raise ToolServerFailed(
-                f"{self.name} did not answer within {timeout_s:g} seconds, so it was given up."
-            ) from None
+            if not found:
+                raise ToolServerFailed(
+                    f"{self.name} did not answer within {timeout_s:g} seconds, so it was given up."
+                ) from None
         except Exception as error:
-            log.info("the tools of %s could not be asked: %s", self.name, type(_causes(error)[0]).__name__)
-            raise ToolServerFailed(_sentence(self.name, error)) from error
+            # What fails behind the answer is the goodbye.
+            if not found:
+                kind = type(_causes(error)[0]).__name__
+                log.info("the tools of %s could not be asked: %s", self.name, kind)
+                raise ToolServerFailed(_sentence(self.name, error)) from error
+        return found[0]
 
     def _prepare(self) -> AbstractAsyncContextManager[Client]:
         """Import the SDK, read the certificates once, and return what connects. All of that reads files: not for the event loop."""
