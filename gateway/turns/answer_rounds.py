@@ -15,7 +15,11 @@ from msgspec.structs import replace
 
 from engine_bridge.protocol.engine_request import CalledTool, EngineRequest
 from engine_bridge.protocol.node import Delta, Node, followed_by
+from gateway.access.auth import tenant_of
+from gateway.advisories.advisories import Advisories, AdvisoryRequest
 from gateway.errors import GatewayError
+from gateway.recognition.recognition import LIKELY_BACK
+from gateway.recognition.tool_pauses import ToolPauses
 from gateway.sessions import (
     SessionSettings,
     SessionStore,
@@ -38,6 +42,9 @@ MAX_CALLS = 16
 # Of the tools that a conversation uses without asking, as `SettingsPatch` bounds them.
 MAX_ALLOWED = 64
 
+# How long an announcement of a tool's return holds at least, in seconds. Chosen: the node needs some to act on it.
+MIN_PAUSE_S = 1.0
+
 NO_JSON = "The arguments of this call are no JSON object, so the tool was not called."
 NO_SERVER = "There is no tool of this name here."
 REFUSED = "The person did not allow this tool to be used."
@@ -53,13 +60,21 @@ class AnswerRounds:
         node: answers each round.
         store: keeps which tools a conversation uses without asking.
         toolbox: calls tools.
+        advisories: are told that the conversation comes back when its tools have answered.
         now: wall clock in seconds.
     """
 
     def __init__(
-        self, node: Node, store: SessionStore, toolbox: Toolbox, now: Callable[[], float] = time.time
+        self,
+        node: Node,
+        store: SessionStore,
+        toolbox: Toolbox,
+        advisories: Advisories,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._node, self._store, self._toolbox, self._now = node, store, toolbox, now
+        self._advisories = advisories
+        self._pauses = ToolPauses()
 
     async def answer(self, live: LiveTurn, request: EngineRequest, settings: SessionSettings) -> None:
         """Answer a turn; `live` has all of it afterwards, how it ended in `final`.
@@ -87,13 +102,19 @@ class AnswerRounds:
                 return
             num_rounds += 1
             may_call = num_rounds <= self._toolbox.limits.max_rounds
+            if not live.earlier:
+                live.advisory = self._advisories.take_outcome(live.owner, live.session_id)
             await self._make(live, final.calls, offer, allowed, may_call=may_call)
             if live.is_stopped.is_set():
                 live.final = replace(final, finish_reason="stopped")
             if live.is_stopped.is_set() or not may_call:
                 return
+            self._came_back(live, final)
             live.earlier.append(final)
-            request = _next(request, live, final)
+            ids = _seen(live, final)
+            request = replace(
+                request, turn="continues", goes_on=False, prompt_token_ids=None, history_token_ids=ids
+            )
 
     async def _offer(self, live: LiveTurn, settings: SessionSettings) -> Offer:
         """Return the tools of the conversation's servers; tells the person which are missing."""
@@ -207,12 +228,48 @@ class AnswerRounds:
         self, live: LiveTurn, call: TurnCall, tool: ServerTool, arguments: Mapping[str, Any]
     ) -> None:
         live.add(AnswerPiece("", calls=(call,)))
+        if live.called_s is None:
+            live.called_s = time.monotonic()
+            self._announce(live)
         calling = self._toolbox.call(tool, arguments, self._node.max_model_len)
         result = await live.unless_stopped(calling)
         if result is None:
             self._end(live, call, "stopped", STOPPED)
         else:
             self._end(live, call, "failed" if result.is_error else "done", clean_text(result.text))
+
+    # -- the pause ---------------------------------------------------------------------------------------------------
+
+    def _announce(self, live: LiveTurn) -> None:
+        """Announce that the conversation, with its answer so far, comes back when tools have answered, by how long they took before."""
+        final = live.final
+        assert final is not None
+        back = self._pauses.expected(tenant_of(live.owner), {call.name for call in final.calls})
+        latest_s = min(max(back.latest_s, MIN_PAUSE_S), len(final.calls) * self._toolbox.limits.call_s)
+        wanted = AdvisoryRequest(
+            session_id=live.session_id,
+            model=live.question.adapter,
+            expected_arrival_s=min(back.earliest_s, latest_s),
+            ttl_s=latest_s,
+        )
+        # Advice that is refused changes no answer.
+        with contextlib.suppress(GatewayError):
+            self._advisories.submit(
+                live.owner,
+                wanted,
+                "tool_pause",
+                client=f"tools {live.owner}",
+                probability=LIKELY_BACK,
+                token_ids=_seen(live, final),
+            )
+
+    def _came_back(self, live: LiveTurn, final: Delta) -> None:
+        """Note how long the tools of a round took."""
+        if live.called_s is None:
+            return
+        pause_s, live.called_s = time.monotonic() - live.called_s, None
+        self._pauses.note(tenant_of(live.owner), {call.name for call in final.calls}, pause_s)
+        self._advisories.came_back(live.owner, live.session_id)
 
     @staticmethod
     def _end(live: LiveTurn, call: TurnCall, state: CallState, result: str) -> None:
@@ -235,7 +292,6 @@ def _with_own_ids(calls: Sequence[TurnCall], earlier: Sequence[TurnCall]) -> lis
     return found
 
 
-def _next(request: EngineRequest, live: LiveTurn, final: Delta) -> EngineRequest:
-    """Return the request of the next round, which begins with the ids that the engine has seen in this one."""
-    ids = followed_by(final.prompt.token_ids, live.generated) if final.prompt is not None else b""
-    return replace(request, turn="continues", goes_on=False, prompt_token_ids=None, history_token_ids=ids)
+def _seen(live: LiveTurn, final: Delta) -> bytes:
+    """Return the ids that the engine has read and made in this round, packed; b"" where they are not known."""
+    return followed_by(final.prompt.token_ids, live.generated) if final.prompt is not None else b""

@@ -61,10 +61,14 @@ class LiveTurn:
         earlier: the last deltas of earlier rounds, each of which ended with calls of tools.
         is_stopped: set when somebody wishes the answer to end.
         questions: by the id of a call, what the person is asked before it.
+        called_s: when the first call of this round was made, in monotonic seconds; None before.
+        advisory: what the advisory before the turn was worth, of a turn that has called tools: later ones are of its own rounds.
     """
 
     __slots__ = (
+        "advisory",
         "base_seq",
+        "called_s",
         "done",
         "earlier",
         "error",
@@ -98,6 +102,8 @@ class LiveTurn:
         self.earlier: list[Delta] = []
         self.is_stopped = asyncio.Event()
         self.questions: dict[str, asyncio.Future[Permission]] = {}
+        self.called_s: float | None = None
+        self.advisory: dict[str, Any] | None = None
         self.base_seq = 0
         self.done: dict[str, Any] | None = None
         self.error: GatewayError | None = None
@@ -108,6 +114,11 @@ class LiveTurn:
     def is_over(self) -> bool:
         """Whether the turn has ended, and how it ended is stored."""
         return self.done is not None or self.error is not None
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a round of the answer has ended with calls of tools."""
+        return bool(self.earlier) or (self.final is not None and bool(self.final.calls))
 
     @property
     def seq(self) -> int:

@@ -98,7 +98,7 @@ class Turns:
         self._home_of = home_of
         self._traces = traces
         self.toolbox = toolbox or Toolbox({}, metrics)
-        self._rounds = AnswerRounds(node, store, self.toolbox, now)
+        self._rounds = AnswerRounds(node, store, self.toolbox, advisories, now)
         self.budgets: RequestBudgets | None = None
         """Counts turns among the requests of their owner; None: there is no bound."""
         self.usage: Usage | None = None
@@ -406,7 +406,8 @@ class Turns:
         else:
             live.title = stored.title
             live.done = _done_fields(live, stored.turn)
-            live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
+            outcome = self._advisories.take_outcome(live.owner, live.session_id)
+            live.done["advisory"] = live.advisory if live.has_called else outcome
         self._drafts.renew(live.owner, live.session_id)
         self._metrics.turn_ended(live.error.code if live.error else how.status, final)
         live.wake_followers()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.protocol.engine_request import CalledTool
+from engine_bridge.protocol.node import pack_token_ids
 from gateway.sessions import SettingsPatch
 from gateway.turns.answer_rounds import ASK_S, MAX_CALLS
 from tests.tool_servers import EVIL, HUGE, ToolHost, raw_server
@@ -120,6 +121,31 @@ async def test_a_tool_is_called_once_allowed_and_its_result_goes_into_the_next_r
     third.finish("Yes.")
     await tooled.follow(later).over()
     assert tooled.count("overture_tool_calls_total", server="files", outcome="done") == 1
+
+
+async def test_while_a_tool_runs_the_conversation_with_its_answer_so_far_is_announced(
+    tooled: Gateway, host: ToolHost
+) -> None:
+    """What became of that is not what the typing before the turn was worth."""
+    session_id = await session_with(tooled, "files")
+    async with asked(tooled, session_id) as (follow, first):
+        first.say("Hm.")
+        first.call(CalledTool("c1", "files__wait", '{"text": "x"}'))
+        call = await follow.until("asking")
+        assert tooled.node.advisories == [], "a person takes as long as a person takes"
+        await follow.allow(call, "once")
+        told = await tooled.node.told()
+        assert (told.advisory.session_id, told.advisory.token_ids) == (
+            session_id,
+            pack_token_ids([7, 8, 9, 1]),
+        )
+        assert told.advisory.expected_arrival_s is not None and told.advisory.lifetime_s <= 30
+        host.going.set()
+        second = await tooled.node.asked(1)
+        told.report("hit", num_tokens=4, device_tokens=4, lead_s=0.1)
+        second.finish("At last.")
+        assert (await follow.until("over"))["advisory"] is None
+    assert tooled.count("overture_advisories_total", source="tool_pause") == 1
 
 
 async def test_always_holds_for_the_conversation_and_once_for_one_call(
