@@ -69,15 +69,28 @@ class Toolbox:
         return tuple(self._servers)
 
     async def listing(self, name: str) -> Listing:
-        """Return what a server offers, as it was said lately or is said now. Callers that come meanwhile wait for the same answer."""
+        """Return what a server offers, as it was said lately or is said now."""
         known = self._known.get(name)
         if known is not None and self._clock() < known.until_s:
             return known
+        return await asyncio.shield(self._renewed(name))
+
+    async def _usual(self, name: str) -> Listing:
+        """Return what a server offers for a turn, which does not wait where something was on offer before: that is asked anew meanwhile."""
+        known = self._known.get(name)
+        if known is None or not known.tools or self._clock() < known.until_s:
+            return await self.listing(name)
+        self._renewed(name)
+        return known
+
+    def _renewed(self, name: str) -> asyncio.Task[Listing]:
+        """Ask a server what it offers. Callers that come meanwhile share the answer."""
         task = self._listing.get(name)
         if task is None:
+            known = self._known.get(name)
             task = self._listing[name] = asyncio.create_task(self._list(self._servers[name], known))
             task.add_done_callback(lambda _: self._listing.pop(name, None))
-        return await asyncio.shield(task)
+        return task
 
     async def _list(self, server: ToolServer, known: Listing | None) -> Listing:
         try:
@@ -102,7 +115,7 @@ class Toolbox:
         on = [name for name in self._servers if name in wanted]
         if not on or not node.reads_calls:
             return NO_TOOLS
-        listings = dict(zip(on, await asyncio.gather(*map(self.listing, on)), strict=True))
+        listings = dict(zip(on, await asyncio.gather(*map(self._usual, on)), strict=True))
         problems = {name: listing.problem for name, listing in listings.items() if listing.problem}
         return offer(
             {name: listing.tools for name, listing in listings.items()}, problems, node.max_model_len

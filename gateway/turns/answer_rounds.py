@@ -118,6 +118,8 @@ class AnswerRounds:
 
     async def _offer(self, live: LiveTurn, settings: SessionSettings) -> Offer:
         """Return the tools of the conversation's servers; tells the person which are missing."""
+        if not settings.tools:
+            return NO_TOOLS
         offer = await live.unless_stopped(self._toolbox.offer(settings.tools, self._node)) or NO_TOOLS
         known = {call.id for call in live.whole.calls}
         for server, sentence in offer.missing.items():

@@ -73,8 +73,7 @@ export class Steps {
   show(complete) {
     const { answer, calls } = this.turn;
     const parts = [];
-    let start = 0;
-    let numTexts = 0;
+    let [start, at, numTexts] = [0, 0, 0];
     const write = (end, isWhole) => {
       if (end === start && numTexts) return;
       const view = (this.#texts[numTexts] ??= new AnswerView());
@@ -84,7 +83,10 @@ export class Steps {
       parts.push(view.element);
     };
     for (const call of calls) {
-      if (call.state !== 'missing') write(unitsAt(answer, call.at), true);
+      if (call.state !== 'missing') {
+        write(start + unitsAt(answer.slice(start), call.at - at), true);
+        at = call.at;
+      }
       parts.push(this.#element(call));
     }
     write(answer.length, complete);

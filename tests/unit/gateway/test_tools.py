@@ -11,11 +11,12 @@ import pytest
 from engine_bridge.protocol.engine_request import CalledTool
 from engine_bridge.protocol.node import pack_token_ids
 from gateway.sessions import SettingsPatch
+from gateway.tools.toolbox import FRESH_S, RETRY_S, Toolbox
 from gateway.turns.answer_rounds import ASK_S, MAX_CALLS
 from tests.tool_servers import EVIL, HUGE, ToolHost, raw_server
 
 from .front import Frame, Gateway, Gateways, Socket
-from .parts import NOW, passes, until
+from .parts import NOW, Clock, passes, until
 
 WEATHER = "files__get_weather"
 
@@ -318,6 +319,23 @@ async def test_a_server_that_goes_away_between_two_turns_ends_calls_with_a_sente
         assert (await follow.until("failed"))["result"] == "files cannot be reached."
         (await gateway.node.asked(1)).finish("Then not.")
         await follow.until("over")
+
+
+async def test_a_turn_waits_for_no_list_where_it_knows_an_older_one(gateways: Gateways) -> None:
+    """Nor does a server that is down for a moment lose its place."""
+    clock, host = Clock(), ToolHost()
+    with host.open() as url:
+        gateway = await gateways()
+        box = Toolbox({"files": url}, gateway.metrics, clock=clock)
+        assert WEATHER in (await box.offer(["files"], gateway.node)).tools
+    clock.now_s += FRESH_S
+    made = await box.offer(["files"], gateway.node)
+    assert WEATHER in made.tools and made.missing == {}
+    listing = await box.listing("files")
+    assert listing.problem == "files cannot be reached." and listing.tools
+    assert (await box.offer(["files"], gateway.node)).missing == {"files": "files cannot be reached."}
+    clock.now_s += RETRY_S
+    assert WEATHER in (await box.offer(["files"], gateway.node)).tools
 
 
 async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> None:
