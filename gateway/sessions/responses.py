@@ -13,8 +13,7 @@ from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import ResponseHistory, SessionId, StoredResponse, Turn, TurnId
 from gateway.sessions.text import clean
 from gateway.sessions.token_ids import drop_token_ids_below, token_ids_up_to
-from gateway.sessions.transactions import Row
-from gateway.sessions.turn_rows import TURN_COLUMNS, turn_from
+from gateway.sessions.transactions import TURN_COLUMNS, Row, turn_from
 
 
 class StoredResponses:

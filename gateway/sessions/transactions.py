@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
@@ -23,14 +25,15 @@ from gateway.sessions.records import (
     SessionId,
     SessionSummary,
     SettingsPatch,
+    StoredPicture,
     StoredResponse,
     Turn,
+    TurnCall,
     TurnId,
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
 from gateway.sessions.text import clean, clean_text, is_id, title_from
 from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
-from gateway.sessions.turn_rows import TURN_COLUMNS, turn_from
 
 
 class Row(NamedTuple):
@@ -43,6 +46,24 @@ class Row(NamedTuple):
     created_at: float
     updated_at: float
     owner: search.SearchOwner
+
+
+# Ids have no spaces (`text.is_id`). The inner SELECT is there for its order, which group_concat keeps.
+_VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOIN tree other ON other.session = own.session
+    AND other.parent = own.parent JOIN turns v ON v.seq = other.seq WHERE own.seq = turns.seq ORDER BY v.seq))"""
+_PLAIN = "id content answer status adapter finish_reason created_at reasoning".split()
+_AS_JSON = {"usage": Any, "timings": Any, "calls": list[TurnCall], "pictures": list[StoredPicture]}
+TURN_COLUMNS = f"{', '.join(_PLAIN)}, {_VERSIONS}, usage, timings, calls, {pictures.OF_TURN}"
+
+
+def turn_from(columns: Sequence[Any]) -> Turn:
+    """Return the turn in a row of TURN_COLUMNS."""
+    plain, versions, encoded = columns[: len(_PLAIN)], columns[len(_PLAIN)], columns[len(_PLAIN) + 1 :]
+    found = dict(zip(_PLAIN, plain, strict=True)) | {"usage": None, "timings": None}
+    for (name, kind), text in zip(_AS_JSON.items(), encoded, strict=True):
+        if text:
+            found[name] = msgspec.json.decode(text, type=kind)
+    return Turn(**found, versions=versions.split(" "))
 
 
 # A person goes on with the session.
