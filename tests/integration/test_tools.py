@@ -63,3 +63,20 @@ async def test_the_model_calls_a_tool_and_answers_from_its_result_and_goes_on_wi
         )
     async with Http(server.url) as http:
         assert (await metrics_of(http))['overture_tool_calls_total{outcome="done",server="files"}'] == 2
+
+
+async def test_an_answer_that_was_cut_goes_on_with_its_tools_on_offer(
+    gateways: Gateways, split: SharedNode, host: ToolHost
+) -> None:
+    server = await gateways(mcp_servers=(f"files={host.url}",))
+    store = server.services.store
+    session = await store.create_session("local", settings=SettingsPatch(tools=["files"]), now=1.0)
+    async with connected(server) as socket:
+        cut = {"temperature": 0, "max_tokens": 3}
+        await socket.ask("a", "Hello!", session_id=session.id, sampling=cut)
+        text, end = await socket.rest()
+        assert end["finish_reason"] == "length" and text
+        await socket.ask("a", "Hello!", session_id=session.id, sampling=GREEDY, continues=True)
+        whole, end = await socket.rest()
+        assert whole.startswith(text) and len(whole) > len(text) and end["finish_reason"] == "stop"
+    assert host.calls == []

@@ -385,6 +385,8 @@ class Serving:
             ids = ids if is_spelled else None
         if ids is not None:
             chat_request = ChatCompletionRequest(messages=[], stream=True, **_offered(request), **sampling)
+            if request.tools:  # as vLLM's renderer does for a rendered prompt
+                chat_request = self._parser(chat_request).adjust_request(chat_request)
             engine_input: Any = {"prompt_token_ids": list(ids)}
             stream.prompt = Prompt(pack_token_ids(ids), "given")
         else:
@@ -412,14 +414,16 @@ class Serving:
         has_reasoning = bool(self._options.reasoning_parser) and not request.goes_on
         if not has_reasoning and not request.tools:
             return None
-        # Each request gets its own parser, as in OpenAIServingChat: parsers know how far their answer has come.
-        parser = self._chat.parser_cls(
+        return OutputSplit(self._parser(chat_request), chat_request)
+
+    def _parser(self, chat_request: ChatCompletionRequest) -> Any:
+        """Return a parser for one answer, as in OpenAIServingChat: parsers know how far their answer has come."""
+        return self._chat.parser_cls(
             self._client.renderer.get_tokenizer(),
             chat_request.tools,
             chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat_request),
             model_config=self._client.model_config,
         )
-        return OutputSplit(parser, chat_request)
 
     async def draft_prompt(self, request: EngineRequest) -> Any:
         """Return the prompt, as vLLM's engine takes it, up to where it stays the same however the last message continues.
