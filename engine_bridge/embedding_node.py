@@ -88,6 +88,11 @@ class EmbeddingNode:
         """No picture: texts and token ids are embedded."""
         return 0
 
+    @property
+    def reads_calls(self) -> bool:
+        """No call: nothing is generated."""
+        return False
+
     def figures(self) -> NodeFigures:
         """Return how often the engine was rebuilt."""
         return NodeFigures(num_steps=self._thread.num_steps, num_rebuilds=self._thread.num_rebuilds)

@@ -376,6 +376,11 @@ class LocalNode:
         return self._client.max_images if self._client is not None else 0
 
     @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools that the model writes by itself can be read; False until the engine is up."""
+        return self._serving is not None and self._serving.reads_calls
+
+    @property
     def num_steps(self) -> int:
         """The engine's steps since the start of the process."""
         return self._thread.num_steps
@@ -490,13 +495,11 @@ class LocalNode:
 
     async def load_adapter(self, body: Any) -> JsonReply:
         """Load an adapter; see `Node`."""
-        serving, _ = self._ready()
-        return await serving.adapters.load(body)
+        return await self._ready()[0].adapters.load(body)
 
     async def unload_adapter(self, body: Any) -> JsonReply:
         """Take an adapter off the list; see `Node`."""
-        serving, _ = self._ready()
-        return await serving.adapters.unload(body)
+        return await self._ready()[0].adapters.unload(body)
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
         """Prepare for a request to come; see `Node`."""

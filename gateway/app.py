@@ -62,6 +62,7 @@ from gateway.doors.rest import (
     sessions,
     shelf,
     sign_in,
+    tools,
     transfers,
     usage,
 )
@@ -91,6 +92,7 @@ from gateway.settings.config import MIB, Config, ConfigError
 from gateway.settings.logs import texts_are_ours
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
+from gateway.tools.toolbox import toolbox_of
 from gateway.turns.turns import Turns
 from kvtiers.closing import going_on
 
@@ -143,7 +145,8 @@ def node_config(config: Config) -> LocalNodeConfig:
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         context_overflow=config.context_overflow,
-        special_tokens_in_content=config.special_tokens_in_content,
+        # What tools return comes from anywhere, so it must not pass for the system's words.
+        special_tokens_in_content="split" if config.mcp_servers else config.special_tokens_in_content,
         chat_template=template,
         default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
     )
@@ -162,7 +165,10 @@ async def build_services(
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
     prompt_chars = _prompt_chars(config, node)
-    drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
+    toolbox = toolbox_of(config, metrics)
+    drafts = Drafts(
+        node, store, metrics, toolbox, accepts_drafts=config.draft_prefill, max_chars=prompt_chars
+    )
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics, keys)
     used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
@@ -177,6 +183,7 @@ async def build_services(
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
         traces=traces,
+        toolbox=toolbox,
     )
     learned = Learned(node, advisories, is_on=config.learned_advisories, file=data_dir / learned_file.NAME)
     await learned.load()
@@ -323,6 +330,7 @@ def build_app(services: Services) -> web.Application:
     pictures.add_routes(app)
     documents.add_routes(app)
     shelf.add_routes(app)
+    tools.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)

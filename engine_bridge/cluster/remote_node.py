@@ -96,6 +96,11 @@ class RemoteNode:
         """The most pictures in one prompt; 0 before the first report."""
         return self._report.max_images if self._report is not None else 0
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools can be read; False before the first report."""
+        return self._report is not None and self._report.reads_calls
+
     def figures(self) -> NodeFigures:
         """Return the last report's figures; rebuilds count engines in one process, and processes."""
         figures = self._report.figures if self._report is not None else NodeFigures()

@@ -77,6 +77,7 @@ class NodeReport(Struct, frozen=True, array_like=True):
     adapters: list[AdapterInfo] | None = None
     peer_address: str = ""
     max_images: int = 0
+    reads_calls: bool = False
 
 
 class Problem(Struct, frozen=True, array_like=True):

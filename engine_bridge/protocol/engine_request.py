@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Any, Literal, NewType
 
 from msgspec import Meta, Struct
 
@@ -19,12 +19,33 @@ class Picture(Struct, frozen=True):
     data: bytes
 
 
+class OfferedTool(Struct, frozen=True):
+    """A tool that the model may call. parameters: the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class CalledTool(Struct, frozen=True):
+    """A call of a tool that the model made. arguments: a JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation, before the chat template. pictures: they stand before its text."""
+    """One message of a conversation, before the chat template.
+
+    pictures: they stand before its text. calls: of an answer, the tools that it calls. call_id: of a tool's result (role `tool`), the call's id.
+    """
 
     role: str
     content: str
     pictures: tuple[Picture, ...] = ()
+    calls: tuple[CalledTool, ...] = ()
+    call_id: str = ""
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +98,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         traceparent: the W3C name of the gateway's span that the request belongs to; "" where no trace is kept.
         accepted_s: when the gateway accepted the request, in Unix seconds; 0 where that is not said.
         messages: the conversation up to the question. The node leaves them out of the request that it queues.
+        tools: the tools that the model may call. The node leaves them out of the request that it queues.
         prompt_token_ids: the prompt's ids, given in place of messages. The node fills them in where a user's own predictor reads them.
         sampling: how to choose tokens.
         history_token_ids: the ids of the session before the last message, packed (`pack_token_ids`): advice, which never changes the text that the
@@ -105,6 +127,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str = ""
     accepted_s: float = 0.0
     messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[OfferedTool, ...] = ()
     prompt_token_ids: Sequence[int] | None = None
     sampling: Sampling = Sampling()
     history_token_ids: bytes = b""

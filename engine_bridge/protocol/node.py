@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
+from engine_bridge.protocol.engine_request import ANONYMOUS, CalledTool, EngineRequest, RequestId
 from engine_bridge.protocol.figures import EngineState, NodeFigures, Progress
 
 FinishReason = Literal["stop", "length", "stopped"]
@@ -214,7 +214,8 @@ class Prompt(Struct, frozen=True):
 class Delta(Struct, frozen=True):
     """More of an answer. The last one carries `finish_reason`, `usage`, `timings`, and `prompt` unless it was stopped before there was one.
 
-    reasoning: what the model thinks before its answer, as far as a parser knows it for that; it is not in `text`.
+    reasoning: what the model thinks before its answer, as far as a parser knows it for that; it is not in `text`. calls: in the last one, the tools
+    that the answer calls, of those that the request offered; they are not in `text` either.
     """
 
     text: str
@@ -224,6 +225,7 @@ class Delta(Struct, frozen=True):
     timings: Timings | None = None
     prompt: Prompt | None = None
     reasoning: str = ""
+    calls: tuple[CalledTool, ...] = ()
 
 
 # Where an adapter is, the nearest place of several: in a slot that steps compute with, in host memory, cached in idle KV blocks of the device,
@@ -487,6 +489,10 @@ class Figures(Protocol):
     @property
     def max_images(self) -> int:
         """The most pictures that the model reads in one prompt; 0 for a model that reads none, and until the engine is up."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools that the model writes by itself can be read; False until the engine is up."""
 
     def figures(self) -> NodeFigures:
         """Return all figures as one snapshot; cheap to take. From any thread."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from engine_bridge.protocol.engine_request import CalledTool
 from engine_bridge.protocol.node import Delta, FinishReason, KvSources, Prompt, Timings, Usage
 
 # Of an output of vLLM's, in the order in which they come: (reasoning, text).
@@ -34,12 +35,14 @@ class TokenStream:
     Attributes:
         prompt: the prompt for the last delta, once it is known.
         split: tells the reasoning in an output from its text, if the model has a parser for that; set before the first output.
+        calls: returns the tools that the answer has called, once all its outputs have gone through `split`.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self.split: Split | None = None
+        self.calls: Callable[[], tuple[CalledTool, ...]] = tuple
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._token_ids: list[int] = []
@@ -117,6 +120,8 @@ class TokenStream:
             timings=self._timings() if self._finish_reason else None,
             prompt=self.prompt if self._finish_reason else None,
             reasoning="".join(self._reasoning),
+            # An answer that was cut may have been cut within a call.
+            calls=self.calls() if self._finish_reason == "stop" else (),
         )
         self._text.clear()
         self._reasoning.clear()

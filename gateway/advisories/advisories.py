@@ -85,6 +85,7 @@ class AdvisoryRecord:
     Attributes:
         client: whose share it counts for; the owner where the server asks for keys.
         is_pin: as in `Advisory`.
+        token_ids: what the request will begin with, packed; None: what the store has of the session.
         probability: that it comes true; None for the share of its owner's past advisories that did.
         report: the node's latest report; None before the first.
         followers: called with each change.
@@ -101,11 +102,13 @@ class AdvisoryRecord:
         *,
         client: str | None = None,
         is_pin: bool = False,
+        token_ids: bytes | None = None,
     ) -> None:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
         self.client = client or owner
         self.is_pin = is_pin
+        self.token_ids = token_ids
         self.wanted = msgspec.structs.replace(
             wanted, draft=None
         )  # records are kept for long, and a draft must not be kept
@@ -226,6 +229,7 @@ class Advisories:
         client: str | None = None,
         probability: float | None = None,
         is_pin: bool = False,
+        token_ids: bytes | None = None,
     ) -> AdvisoryRecord:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
@@ -237,6 +241,7 @@ class Advisories:
             client: whose share it counts for (see `Services.client_of`), if not the owner's.
             probability: that it comes true, where that is known better than from the owner's past.
             is_pin: as in `Advisory`.
+            token_ids: as in `AdvisoryRecord`.
 
         Raises:
             GatewayError: `bad_request` (this client may not set that priority), `rate_limited`, `unknown_model`.
@@ -255,9 +260,13 @@ class Advisories:
             self._check_rate(client or owner, now)
             if live is not None:
                 self._retract(live, is_expired=False)
-            record = self._begin(
-                AdvisoryRecord(owner, wanted, adapter, source, now, probability, client=client, is_pin=is_pin)
+            made = AdvisoryRecord(
+                *(owner, wanted, adapter, source, now, probability),
+                client=client,
+                is_pin=is_pin,
+                token_ids=token_ids,
             )
+            record = self._begin(made)
         if follower is not None:
             record.followers.add(follower)
             if record.report is not None:
@@ -361,7 +370,9 @@ class Advisories:
         return None
 
     def _advisory(self, record: AdvisoryRecord, outlook: NextPrompt | None) -> Advisory:
-        wanted, likely = record.wanted, record.probability
+        wanted, likely, ids = record.wanted, record.probability, record.token_ids
+        if ids is None:
+            ids = outlook.token_ids if outlook is not None else b""
         return Advisory(
             advisory_id=record.id,
             session_id=wanted.session_id,
@@ -372,7 +383,7 @@ class Advisories:
             probability=self._precision.probability(record.owner, record.source, self._clock())
             if likely is None
             else likely,
-            token_ids=outlook.token_ids if outlook is not None else b"",
+            token_ids=ids,
             lifetime_s=wanted.lifetime_s,
             is_pin=record.is_pin,
             tenant=tenant_of(record.owner),

@@ -22,6 +22,8 @@ from gateway.access.shares import Shares
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import NextPrompt, SessionStore, messages_of
+from gateway.tools.catalog import NO_TOOLS
+from gateway.tools.toolbox import Toolbox
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Drafts:
     """Keeps at most one piece of work for each session.
 
     Args:
+        toolbox: the MCP servers whose tools prompts may offer; None: there are none.
         accepts_drafts: the operator's leave; without it texts are dropped unread, and only histories are computed.
         max_chars: of a draft; a longer one could not be asked as a question, so it is dropped unread as well.
     """
@@ -66,6 +69,7 @@ class Drafts:
         node: Node,
         store: SessionStore,
         metrics: Metrics,
+        toolbox: Toolbox | None = None,
         *,
         accepts_drafts: bool,
         max_chars: Callable[[], float] = lambda: math.inf,
@@ -73,6 +77,7 @@ class Drafts:
         self._node = node
         self._store = store
         self._metrics = metrics
+        self._toolbox = toolbox or Toolbox({}, metrics)
         self.accepts_drafts = accepts_drafts
         self._max_chars = max_chars
         self._work: dict[Key, _Work] = {}
@@ -184,15 +189,18 @@ class Drafts:
     async def _prefill(self, key: Key, work: _Work, outlook: NextPrompt | None) -> None:
         owner, session_id = key
         history: list[ChatMessage] = []
+        offer = NO_TOOLS
         if outlook is not None:
             turns, pictures = await self._store.pictures.latest(owner, outlook.history, self._node.max_images)
-            history = messages_of(turns, outlook.settings, pictures)
+            history = messages_of(turns, outlook.settings, pictures, keeps_calls=self._node.reads_calls)
+            offer = await self._toolbox.offer(outlook.settings.tools, self._node)
         if work.text is None and not history:
             work.then = lambda: None
             return
         request = EngineRequest(
             request_id=RequestId(f"draft-{uuid.uuid4().hex}"),
             messages=(*history, ChatMessage("user", work.text or "")),
+            tools=offer.offered,
             tenant=tenant_of(owner),
             session_id=session_id or "",
             adapter=work.adapter or "",

@@ -62,6 +62,13 @@ class Metrics:
             registry=registry,
         )
 
+        self.tool_calls = Counter(
+            "overture_tool_calls",
+            "Calls of MCP servers' tools in chat turns, by server and what became of them",
+            ["server", "outcome"],
+            registry=registry,
+        )
+
     def _count_embeddings(self, registry: CollectorRegistry) -> None:
         self.embedding_tokens = Counter(
             "overture_embedding_prompt_tokens", "Tokens of inputs that were embedded", registry=registry

@@ -340,6 +340,11 @@ class Router:
         """The most pictures in one prompt, on the node that reads the most."""
         return max((node.max_images for node in self._members.all()), default=0)
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether any node reads calls of tools. All have one model, so they agree once they are up."""
+        return any(node.reads_calls for node in self._members.all())
+
     def figures(self) -> NodeFigures:
         """Return the figures of all nodes together."""
         parts = [node.figures() for node in self._members.all()]

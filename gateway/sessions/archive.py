@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from engine_bridge.protocol.node import Timings, Usage
 from gateway.errors import GatewayError
-from gateway.sessions.records import SettingsPatch, TurnId
+from gateway.sessions.records import SettingsPatch, TurnCall, TurnId
 from gateway.sessions.text import is_id
 
 FORMAT: Final = "overture-conversation"
@@ -55,6 +55,7 @@ class ArchivedTurn(Struct, frozen=True, kw_only=True):
     timings: Timings | None = None
     created_at: float = 0.0
     pictures: list[ArchivedPicture] = []
+    calls: list[TurnCall] = []
 
 
 class Archive(Struct, frozen=True, kw_only=True):
@@ -197,7 +198,7 @@ def as_markdown(archive: Archive, model: str) -> str:
             parts.append(
                 f"<details>\n<summary>Reasoning</summary>\n\n{_without_tags(turn.reasoning)}\n\n</details>"
             )
-        parts.append(turn.answer or "*(no answer)*")
+        parts += [*map(_as_call, turn.calls), turn.answer or "*(no answer)*"]
         if turn.status == "stopped" and turn.answer:
             parts.append("*(stopped)*")
     return "\n\n".join(parts) + "\n"
@@ -207,6 +208,25 @@ def _as_image(picture: ArchivedPicture) -> str:
     return (
         f"![A picture](data:{_one_line(picture.media_type)};base64,{base64.b64encode(picture.data).decode()})"
     )
+
+
+def _as_call(call: TurnCall) -> str:
+    """Render a call folded away, its texts as they were, and nothing in them as Markdown."""
+    said = f"{call.server}: {call.tool}" if call.tool else f"{call.server}: tools"
+    texts = [_fenced(call.arguments)] if call.tool else []
+    named = _escaped(_one_line(f"{said} ({call.state})"))
+    whole = "\n\n".join([*texts, _fenced(call.result)])
+    return f"<details>\n<summary>{named}</summary>\n\n{whole}\n\n</details>"
+
+
+def _fenced(text: str) -> str:
+    """Return a text in a fence that is longer than any in it."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", text))])
+    return f"{fence}\n{text}\n{fence}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _one_line(text: str) -> str:

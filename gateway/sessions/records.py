@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine_bridge.protocol.engine_request import ChatMessage, Picture, Sampling
+from engine_bridge.protocol.engine_request import CalledTool, ChatMessage, Picture, Sampling
 
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
@@ -32,6 +33,39 @@ Stop = Annotated[list[Annotated[str, Meta(min_length=1, max_length=100)]], Meta(
 Seed = Annotated[int, Meta(ge=-(2**53) + 1, le=2**53 - 1)]  # which every client of JSON can say
 
 
+# Names of MCP servers that a conversation may use, and of tools that may be called there without asking. Chosen: more than an operator names.
+ServerNames = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)]
+AllowedTools = Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=64)]
+# What becomes of a call: the person is asked, it runs, its tool answered, something went wrong, the person said no, or the answer was stopped
+# meanwhile. `missing` is no call: it says why tools of a server are not on offer.
+CallState = Literal["asking", "running", "done", "failed", "refused", "stopped", "missing"]
+
+
+class TurnCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that an answer called, and what came of it.
+
+    Attributes:
+        id: differs from that of every other call of the turn.
+        server: the MCP server's name; "" where the model called a tool that there is not.
+        tool: the tool's name there; "" for `missing`.
+        name: the name by which the model called it.
+        arguments: a JSON text, as the model wrote it.
+        round: counts the answers of the model within the turn; calls of one round were made together.
+        at: the number of characters of the answer that stand before the call.
+        result: text from anywhere, or a sentence of ours where nothing came.
+    """
+
+    id: Annotated[str, Meta(max_length=200)]
+    server: Annotated[str, Meta(max_length=64)]
+    tool: Annotated[str, Meta(max_length=1000)]
+    name: Annotated[str, Meta(max_length=1000)]
+    arguments: str
+    round: Annotated[int, Meta(ge=0)]
+    at: Annotated[int, Meta(ge=0)]
+    state: CallState
+    result: str = ""
+
+
 class StoredPicture(msgspec.Struct, frozen=True):
     """A picture that an owner has stored. id: its SHA-256 in hex. width, height: in pixels."""
 
@@ -47,6 +81,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: "" while the turn runs and if it failed without text. reasoning: what the model thought before the answer; no later turn reads it.
     versions: the ids of all turns that follow the same turn as this one, including its own, oldest first. pictures: of the message.
+    calls: the tools that the answer called, in order.
     """
 
     id: TurnId
@@ -61,12 +96,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     versions: list[TurnId] = []
     pictures: list[StoredPicture] = []
+    calls: list[TurnCall] = []
 
     @property
     def can_go_on(self) -> bool:
-        """Whether there is an answer that was cut: by its limit of tokens, or by its reader."""
+        """Whether there is an answer that was cut: by its limit of tokens, or by its reader. One that ends with a call has no text to go on from."""
         return (
-            self.answer != ""
+            len(self.answer) > (self.calls[-1].at if self.calls else 0)
             and self.status in ("done", "stopped")
             and self.finish_reason in ("length", "stopped")
         )
@@ -78,11 +114,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_history(self) -> bool:
         """Whether the prompts of later turns include this one."""
-        return self.status in ("done", "stopped") or (self.status == "failed" and self.answer != "")
+        return self.status in ("done", "stopped") or (
+            self.status == "failed" and bool(self.answer or self.calls)
+        )
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's own settings; None leaves a setting to the server. max_tokens: of one answer."""
+    """A session's own settings; None leaves a setting to the server.
+
+    max_tokens: of one answer. tools: names of the MCP servers whose tools its answers may use. allowed_tools: tools that are used without asking.
+    """
 
     system_prompt: str | None = None
     temperature: float | None = None
@@ -90,6 +131,8 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
+    tools: list[str] | None = None
+    allowed_tools: list[str] | None = None
 
     def sampling(self, asked: Sampling) -> Sampling:
         """Return how to sample an answer: as the message asks, and where it does not say, as the session does."""
@@ -107,6 +150,8 @@ class SettingsPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_p: TopP | None | UnsetType = UNSET
     stop: Stop | None | UnsetType = UNSET
     seed: Seed | None | UnsetType = UNSET
+    tools: ServerNames | None | UnsetType = UNSET
+    allowed_tools: AllowedTools | None | UnsetType = UNSET
 
 
 NO_CHANGES: Final = SettingsPatch()
@@ -226,7 +271,7 @@ class NewMessage(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a turn ended, in the order of the columns of `finish`. usage, timings: JSON."""
+    """How a turn ended, in the order of the columns of `finish`. usage, timings, calls: JSON."""
 
     answer: str
     status: TurnStatus
@@ -234,6 +279,7 @@ class End(NamedTuple):
     usage: str | None
     timings: str | None
     reasoning: str = ""
+    calls: str | None = None
 
 
 # Of a prompt without pictures.
@@ -280,15 +326,47 @@ def with_latest_pictures(turns: Sequence[Turn], max_images: int, room: PictureRo
 
 
 def messages_of(
-    history: Iterable[Turn], settings: SessionSettings, pictures: Mapping[str, Picture] = NO_PICTURES
+    history: Iterable[Turn],
+    settings: SessionSettings,
+    pictures: Mapping[str, Picture] = NO_PICTURES,
+    *,
+    keeps_calls: bool = True,
 ) -> list[ChatMessage]:
     """Return the messages that a prompt of the session begins with: its system prompt, if it has one, and its turns.
 
-    pictures: those that the prompt has, by id; the turns' others are left out.
+    Args:
+        history: the turns.
+        settings: the session's.
+        pictures: those that the prompt has, by id; the turns' others are left out.
+        keeps_calls: whether the model knows tools; without, answers that called some have their text alone.
     """
     messages = [] if settings.system_prompt is None else [ChatMessage("system", settings.system_prompt)]
     for turn in history:
         messages.append(question_of(turn, pictures))
-        if turn.answer:
-            messages.append(ChatMessage("assistant", turn.answer))
+        messages += answer_messages(turn.answer, turn.calls if keeps_calls else ())
     return messages
+
+
+# Stands between the texts of two rounds of one answer.
+BETWEEN_ROUNDS: Final = "\n\n"
+
+
+def answer_messages(answer: str, calls: Iterable[TurnCall]) -> list[ChatMessage]:
+    """Return an answer as a prompt has it: the text of each round with its calls, the calls' results, and the text behind the last call."""
+    messages: list[ChatMessage] = []
+    start = 0
+    made = [call for call in calls if call.state != "missing"]
+    for _, together in itertools.groupby(made, key=lambda call: call.round):
+        group = list(together)
+        asked = tuple(CalledTool(call.id, call.name, call.arguments) for call in group)
+        messages.append(ChatMessage("assistant", _text_of_round(answer, start, group[0].at), calls=asked))
+        messages += [ChatMessage("tool", call.result, call_id=call.id) for call in group]
+        start = group[0].at
+    if rest := _text_of_round(answer, start, len(answer)):
+        messages.append(ChatMessage("assistant", rest))
+    return messages
+
+
+def _text_of_round(answer: str, start: int, end: int) -> str:
+    text = answer[start:end]
+    return text.removeprefix(BETWEEN_ROUNDS) if start else text

@@ -13,7 +13,7 @@ from gateway.sessions.connection import SqliteConnection
 from gateway.sessions.records import ResponseHistory, SessionId, StoredResponse, Turn, TurnId
 from gateway.sessions.text import clean
 from gateway.sessions.token_ids import drop_token_ids_below, token_ids_up_to
-from gateway.sessions.transactions import Row
+from gateway.sessions.transactions import TURN_COLUMNS, Row, turn_from
 
 
 class StoredResponses:
@@ -88,8 +88,8 @@ def _read_response(
         return None
     row = transactions.live(conn, owner, found[0])
     seq = transactions.place_of(conn, row.row, found[1], "turn_id")
-    (columns,) = conn.execute(f"SELECT {transactions.TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
-    return transactions.turn_from(columns), _response(conn, seq)
+    (columns,) = conn.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
+    return turn_from(columns), _response(conn, seq)
 
 
 def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
@@ -132,11 +132,8 @@ def _session_history(conn: sqlite3.Connection, owner: str, session_id: str) -> R
 
 def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
     """Return the turns of a session up to and including `last`."""
-    sql = f"{tree.PATH} SELECT seq, {transactions.TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
-    turns = [
-        (transactions.turn_from(columns), _response(conn, seq))
-        for seq, *columns in conn.execute(sql, (last,))
-    ]
+    sql = f"{tree.PATH} SELECT seq, {TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
+    turns = [(turn_from(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
     return ResponseHistory(
         session_id=row.id,
         turns=[(turn, response) for turn, response in turns if turn.is_history],

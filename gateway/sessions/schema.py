@@ -230,6 +230,18 @@ _SCHEMA_12 = (
     "ALTER TABLE sessions ADD COLUMN folder TEXT",
     "CREATE INDEX sessions_folder ON sessions (owner, folder) WHERE folder IS NOT NULL",
 )
+# Version 13: the tools that an answer called, with their results, as JSON; they count as the session's bytes. Of a conversation the MCP servers whose
+# tools it may use, and the tools that are used without asking (lists of strings as JSON).
+_CALLS_SIZE = "ifnull(length(CAST({0}.calls AS BLOB)), 0)"
+_SCHEMA_13 = (
+    "ALTER TABLE turns ADD COLUMN calls TEXT",
+    f"""CREATE TRIGGER turns_calls AFTER UPDATE OF calls ON turns BEGIN
+        {_ADD_TO_SESSION.format(f"{_CALLS_SIZE.format('new')} - {_CALLS_SIZE.format('old')}", "new")} END""",
+    f"""CREATE TRIGGER turns_delete_calls AFTER DELETE ON turns
+        BEGIN {_ADD_TO_SESSION.format(f"(-{_CALLS_SIZE.format('old')})", "old")} END""",
+    "ALTER TABLE session_settings ADD COLUMN tools TEXT",
+    "ALTER TABLE session_settings ADD COLUMN allowed_tools TEXT",
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -243,6 +255,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_10,
     _SCHEMA_11,
     _SCHEMA_12,
+    _SCHEMA_13,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

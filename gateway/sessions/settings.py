@@ -10,24 +10,26 @@ from msgspec import UNSET, structs
 from gateway.sessions import quota
 from gateway.sessions.connection import Database
 from gateway.sessions.records import SessionSettings, SettingsPatch
-from gateway.sessions.text import clean
+from gateway.sessions.text import clean, encoded
+
+_COLUMNS = SessionSettings.__struct_fields__
+# Lists of strings are kept as JSON; an empty one is as good as none.
+_LISTS = ("stop", "tools", "allowed_tools")
+_STORE = f"""INSERT INTO session_settings (session, {", ".join(_COLUMNS)}) VALUES (?{", ?" * len(_COLUMNS)})
+    ON CONFLICT (session) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}"""
 
 
 def read(conn: sqlite3.Connection, session: int) -> SessionSettings:
     """Return the settings of the session of that row."""
-    sql = "SELECT system_prompt, temperature, max_tokens, top_p, stop, seed FROM session_settings WHERE session = ?"
+    sql = f"SELECT {', '.join(_COLUMNS)} FROM session_settings WHERE session = ?"
     found = conn.execute(sql, (session,)).fetchone()
     if found is None:
         return SessionSettings()
-    prompt, temperature, max_tokens, top_p, stop, seed = found
-    return SessionSettings(
-        system_prompt=prompt,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=top_p,
-        stop=None if stop is None else msgspec.json.decode(stop, type=list[str]),
-        seed=seed,
-    )
+    stored = dict(zip(_COLUMNS, found, strict=True))
+    lists = {
+        name: msgspec.json.decode(stored[name], type=list[str]) for name in _LISTS if stored[name] is not None
+    }
+    return SessionSettings(**stored | lists)
 
 
 def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: float) -> None:
@@ -44,23 +46,17 @@ def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: 
     if "system_prompt" in changes:
         text = clean(changes["system_prompt"]) or ""
         changes["system_prompt"] = text if text.strip() else None
-    if "stop" in changes:
-        changes["stop"] = changes["stop"] or None
+    for name in changes.keys() & set(_LISTS):
+        changes[name] = changes[name] or None
     after = structs.replace(before, **changes)
     if after == before:
         return
     added_bytes = quota.size_of(after.system_prompt or "") - quota.size_of(before.system_prompt or "")
     if added_bytes > 0:
         quota.check(conn, owner, added_bytes, now)
-    conn.execute(
-        """INSERT INTO session_settings (session, system_prompt, temperature, max_tokens, top_p, stop, seed) VALUES (?, ?, ?, ?, ?, ?, ?)
-           ON CONFLICT (session) DO UPDATE SET system_prompt = excluded.system_prompt, temperature = excluded.temperature,
-           max_tokens = excluded.max_tokens, top_p = excluded.top_p, stop = excluded.stop, seed = excluded.seed""",
-        (
-            *(session, after.system_prompt, after.temperature, after.max_tokens, after.top_p),
-            *(None if after.stop is None else msgspec.json.encode(after.stop).decode(), after.seed),
-        ),
-    )
+    stored = structs.asdict(after)
+    stored |= {name: encoded(stored[name]) for name in _LISTS}
+    conn.execute(_STORE, (session, *stored.values()))
     if after.system_prompt != before.system_prompt:
         conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ?", (session,))
         conn.execute(

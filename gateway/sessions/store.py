@@ -37,6 +37,7 @@ from gateway.sessions.records import (
     StoredPicture,
     StoredResponse,
     Turn,
+    TurnCall,
     TurnStatus,
 )
 from gateway.sessions.responses import StoredResponses
@@ -398,6 +399,7 @@ class SessionStore:
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
         reasoning: str = "",
+        calls: Sequence[TurnCall] = (),
         token_ids: bytes = b"",
         home: str = "",
         now: float,
@@ -414,6 +416,7 @@ class SessionStore:
             usage: token counts, as docs/protocol.md has them.
             timings: durations in ms, as docs/protocol.md has them.
             reasoning: what the model thought before the answer.
+            calls: the tools that the answer called.
             token_ids: all ids that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known).
             home: the node that has the session's KV now ("": as before).
             now: seconds since the epoch.
@@ -422,17 +425,10 @@ class SessionStore:
             The turn, unchanged if it was over already, and the session's title. None if the session or the turn was deleted meanwhile; a session
                 that can still be restored keeps the answer, but stays deleted.
         """
-        return await self._write(
-            owner,
-            transactions.finish,
-            owner,
-            session_id,
-            turn_id,
-            End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings), reasoning),
-            token_ids,
-            home,
-            now,
-        )
+        figures, made = (encoded(usage), encoded(timings)), encoded(list(calls) or None)
+        end = End(answer, checked_end(status), finish_reason, *figures, reasoning, made)
+        told = (owner, session_id, turn_id, end, token_ids, home, now)
+        return await self._write(owner, transactions.finish, *told)
 
     async def homes(self, limit: int) -> list[tuple[str, SessionId, str]]:
         """Return (owner, session, node) for the latest sessions whose `home` `finish_turn` was given, the latest last."""

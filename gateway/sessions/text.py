@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -108,8 +108,8 @@ def checked_end(status: TurnStatus) -> TurnStatus:
     return status
 
 
-def encoded(value: dict[str, Any] | None) -> str | None:
-    """Return the value as JSON text, which is how it is stored."""
+def encoded(value: object) -> str | None:
+    """Return the value as JSON text, which is how it is stored; None for None."""
     return None if value is None else msgspec.json.encode(value).decode()
 
 

@@ -28,6 +28,7 @@ from gateway.sessions.records import (
     StoredPicture,
     StoredResponse,
     Turn,
+    TurnCall,
     TurnId,
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
@@ -50,43 +51,23 @@ class Row(NamedTuple):
 # Ids have no spaces (`text.is_id`). The inner SELECT is there for its order, which group_concat keeps.
 _VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOIN tree other ON other.session = own.session
     AND other.parent = own.parent JOIN turns v ON v.seq = other.seq WHERE own.seq = turns.seq ORDER BY v.seq))"""
-TURN_COLUMNS = f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}, {pictures.OF_TURN}"
-
-
-# A person goes on with the session.
-_AS_CHAT = "UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'"
+_PLAIN = "id content answer status adapter finish_reason created_at reasoning".split()
+_AS_JSON = {"usage": Any, "timings": Any, "calls": list[TurnCall], "pictures": list[StoredPicture]}
+TURN_COLUMNS = f"{', '.join(_PLAIN)}, {_VERSIONS}, usage, timings, calls, {pictures.OF_TURN}"
 
 
 def turn_from(columns: Sequence[Any]) -> Turn:
     """Return the turn in a row of TURN_COLUMNS."""
-    (
-        turn_id,
-        content,
-        answer,
-        status,
-        adapter,
-        finish_reason,
-        usage,
-        timings,
-        created_at,
-        reasoning,
-        versions,
-        shown,
-    ) = columns
-    return Turn(
-        id=turn_id,
-        content=content,
-        answer=answer,
-        status=status,
-        adapter=adapter,
-        finish_reason=finish_reason,
-        usage=None if usage is None else msgspec.json.decode(usage),
-        timings=None if timings is None else msgspec.json.decode(timings),
-        created_at=created_at,
-        reasoning=reasoning,
-        versions=versions.split(" "),
-        pictures=msgspec.json.decode(shown, type=list[StoredPicture]) if shown else [],
-    )
+    plain, versions, encoded = columns[: len(_PLAIN)], columns[len(_PLAIN)], columns[len(_PLAIN) + 1 :]
+    found = dict(zip(_PLAIN, plain, strict=True)) | {"usage": None, "timings": None}
+    for (name, kind), text in zip(_AS_JSON.items(), encoded, strict=True):
+        if text:
+            found[name] = msgspec.json.decode(text, type=kind)
+    return Turn(**found, versions=versions.split(" "))
+
+
+# A person goes on with the session.
+_AS_CHAT = "UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'"
 
 
 def _session(conn: sqlite3.Connection, row: Row) -> Session:
@@ -427,7 +408,7 @@ def _set_running(
     conn.execute(
         """INSERT INTO turns (session, id, content, status, adapter, created_at) VALUES (?, ?, ?, 'running', ?, ?)
            ON CONFLICT (session, id) DO UPDATE SET status = 'running', adapter = excluded.adapter, answer = '', reasoning = '', finish_reason = NULL,
-           usage = NULL, timings = NULL, token_ids = NULL""",
+           usage = NULL, timings = NULL, token_ids = NULL, calls = NULL""",
         (row.row, message.id, content, adapter, message.now),
     )
     return place_of(conn, row.row, message.id, "id")
@@ -456,7 +437,7 @@ def finish(
         # In a deleted session, too: a turn must not be `running` after `restore` when nothing answers it.
         # The ids of an answer that went on are those of its earlier part.
         sql = """UPDATE turns SET answer = ?1, status = ?2, finish_reason = ?3, usage = ?4, timings = ?5, reasoning = ?6,
-            token_ids = CASE answer WHEN ?1 THEN token_ids END WHERE seq = ?7"""
+            calls = ?7, token_ids = CASE answer WHEN ?1 THEN token_ids END WHERE seq = ?8"""
         conn.execute(sql, (*_cleaned(end), seq))
         if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
             store_token_ids(conn, row, seq, token_ids)
@@ -500,7 +481,7 @@ def record(
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
-        (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end[:-1]),
+        (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end[:5]),
     )
     seq = place_of(conn, row.row, message.id, "id")
     pictures.attach(conn, owner, seq, message.pictures)

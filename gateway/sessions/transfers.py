@@ -20,7 +20,7 @@ from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 from gateway.sessions.text import checked_title, clean, clean_text, encoded, title_from
 
 _ALL_TURNS = """SELECT t.seq, x.parent, x.is_chosen, t.id, t.content, t.answer, t.reasoning, t.status, t.adapter, t.finish_reason, t.usage,
-    t.timings, t.created_at FROM turns t JOIN tree x USING (seq) WHERE t.session = ? ORDER BY t.seq"""
+    t.timings, t.created_at, t.calls FROM turns t JOIN tree x USING (seq) WHERE t.session = ? ORDER BY t.seq"""
 
 
 def export(conn: sqlite3.Connection, owner: str, session_id: str) -> Archive:
@@ -50,7 +50,7 @@ def _named(adapter: str | None) -> str | None:
 
 
 def _archived(parent: str | None, is_chosen: bool, columns: list[Any], shown: list[Picture]) -> ArchivedTurn:
-    turn_id, content, answer, reasoning, status, adapter, finish_reason, usage, timings, created_at = columns
+    turn_id, content, answer, reasoning, status, adapter, finish_reason, usage, timings, at, calls = columns
     return msgspec.convert(
         {
             "id": turn_id,
@@ -65,7 +65,8 @@ def _archived(parent: str | None, is_chosen: bool, columns: list[Any], shown: li
             "finish_reason": finish_reason,
             "usage": None if usage is None else msgspec.json.decode(usage),
             "timings": None if timings is None else msgspec.json.decode(timings),
-            "created_at": created_at,
+            "created_at": at,
+            "calls": [] if calls is None else msgspec.json.decode(calls),
             "pictures": [ArchivedPicture(each.media_type, each.data) for each in shown],
         },
         ArchivedTurn,
@@ -98,7 +99,9 @@ def bring_in(
     first = archive.turns[0].content if archive.turns else ""
     title = checked_title(archive.title) or title_from(clean_text(first))
     adapter = archive.adapter if archive.adapter in adapters else None
-    transactions.create(conn, owner, session_id, title, adapter, False, archive.settings, now)
+    # Whoever wrote the file has no say in which tools this person's conversations use.
+    wanted = msgspec.structs.replace(archive.settings, tools=msgspec.UNSET, allowed_tools=msgspec.UNSET)
+    transactions.create(conn, owner, session_id, title, adapter, False, wanted, now)
     row = transactions.live(conn, owner, session_id)
     conn.execute(
         "UPDATE sessions SET created_at = ? WHERE row = ?", (_past(archive.created_at, now), row.row)
@@ -132,6 +135,8 @@ def _add(conn: sqlite3.Connection, session: int, turn: ArchivedTurn, parent: int
     assert seq is not None
     if turn.reasoning:  # A separate UPDATE, because the trigger that counts its bytes runs on updates.
         conn.execute("UPDATE turns SET reasoning = ? WHERE seq = ?", (clean_text(turn.reasoning), seq))
+    if turn.calls:  # likewise
+        conn.execute("UPDATE turns SET calls = ? WHERE seq = ?", (encoded(turn.calls), seq))
     sql = "INSERT INTO tree (seq, session, parent, is_chosen) VALUES (?, ?, ?, ?)"
     conn.execute(sql, (seq, session, parent, turn.is_chosen))
     return seq
@@ -141,7 +146,7 @@ def _num_bytes(archive: Archive) -> int:
     texts = sum(
         quota.size_of(clean_text(text))
         for turn in archive.turns
-        for text in (turn.content, turn.answer, turn.reasoning)
+        for text in (turn.content, turn.answer, turn.reasoning, encoded(turn.calls) or "")
     )
     return SESSION_BYTES + TURN_BYTES * len(archive.turns) + texts
 

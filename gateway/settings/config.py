@@ -20,7 +20,7 @@ from engine_bridge.settings.engine_config import KIB, ModelName, NonEmpty, Posit
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
-from gateway.settings.limits import LimitSettings
+from gateway.settings.tools import ToolSettings
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE / "files" if (_PACKAGE / "files").is_dir() else _PACKAGE.parent
@@ -56,7 +56,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return base / "overture"
 
 
-class Config(LimitSettings, frozen=True, kw_only=True):
+class Config(ToolSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
     `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and

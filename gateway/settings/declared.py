@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 ENV_PREFIX = "OVERTURE_"
-SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
+# An address of an MCP server may hold a secret.
+SECRET_SETTINGS = frozenset({"api_keys", "operator_keys", "mcp_servers"})
 # In the order of the help.
 GROUPS = (
     "Server",
     "Cluster",
     "Model",
+    "Tools",
     "Embeddings",
     "Engine",
     "KV tiers",
@@ -29,6 +31,7 @@ _SINGULAR_FLAGS = {
     "trusted_proxies": "--trusted-proxy",
     "engine_args": "--engine-arg",
     "lora_modules": "--lora-module",
+    "mcp_servers": "--mcp-server",
     "operator_keys": "--operator-key",
     "served_model_aliases": "--served-model-alias",
     "tenant_weights": "--tenant-weight",

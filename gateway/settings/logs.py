@@ -56,6 +56,7 @@ _QUOTERS = (
     "/vllm/multimodal/",
     "/vllm/inputs/",
     "/core/sched/",
+    "/mcp/",
 )
 # Of a record: characters of its message and of an exception's text, lines of a traceback. Chosen: what a person reads; a log of records of any length
 # fills the disk at a client's will.
@@ -66,7 +67,8 @@ _PLACEHOLDER = re.compile(r"%(?:\(\w+\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?[a-zA-Z]|\{[
 _QUOTED = re.compile(r"[:'\"`{\[(<].*", re.DOTALL)
 
 # Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per connection.
-_CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "httpx2", "urllib3")
+# `client` is a logger of mcp's, too.
+_CHATTY = ("aiohttp.access", "asyncio", "client", "filelock", "httpcore", "httpx", "httpx2", "mcp", "urllib3")
 # These warn a dozen times at each healthy start: of packages that CPU serving does without, of their own deprecations.
 _NERVOUS = ("py.warnings", "torch", "torch._library", "transformers", "vllm")
 

@@ -29,6 +29,7 @@ from gateway.settings.config import SETTINGS, Config, ConfigError, default_data_
 from gateway.settings.declared import ENV_PREFIX, SECRET_SETTINGS, Setting
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
+from gateway.tools.addresses import parse_mcp_servers
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ def _check_engine(config: Config) -> None:
         "served_model_name": lambda: _check_names([config.served_model_name]),
         "served_model_aliases": lambda: _check_names(config.served_model_aliases),
         "lora_modules": lambda: _check_folders(config.lora_modules),
+        "mcp_servers": lambda: parse_mcp_servers(config.mcp_servers),
         "speculative_config": lambda: _object(config.speculative_config),
         "default_chat_template_kwargs": lambda: _check_template_arguments(
             _object(config.default_chat_template_kwargs)

@@ -69,7 +69,7 @@ REFUSED: Mapping[str, str] = {
     "--api-server-count": "one process serves all connections here; for several engines give --nodes",
     "--grpc": "the server speaks HTTP and websockets",
     "--middleware": "the server is no ASGI application that middleware could wrap",
-    "--tool-server": "tools are run by clients",
+    "--tool-server": "tools of API calls are run by clients; for the page see --mcp-server",
     "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
     "--ssl-cert-reqs": "clients identify themselves with keys: see --api-key-file",
     "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Coroutine, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine_bridge.protocol.engine_request import RequestId
+from engine_bridge.protocol.node import Delta
 from gateway.errors import GatewayError
-from gateway.sessions import Turn
+from gateway.sessions import Turn, TurnCall
+from gateway.turns.protocol import Permission
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# Chosen: what was cancelled ends at once; what does not is left to itself.
+END_WORK_S = 1.0
 
 
 class Follower(Protocol):
@@ -23,16 +29,22 @@ class Follower(Protocol):
 
 
 class AnswerPiece(NamedTuple):
-    """A piece of an answer as the engine gave it: text, reasoning before it, or the end of the reasoning and the beginning of the text."""
+    """A piece of an answer: text and reasoning as the engine gave them, or calls of tools that are new or stand differently now."""
 
     text: str
     reasoning: str = ""
+    calls: tuple[TurnCall, ...] = ()
 
     @classmethod
     def joined(cls, pieces: Iterable[AnswerPiece]) -> AnswerPiece:
-        """Return these pieces as one."""
+        """Return these pieces as one. Of each call it has the latest state."""
         pieces = list(pieces)
-        return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
+        calls = {call.id: call for piece in pieces for call in piece.calls}
+        return cls(
+            "".join(piece.text for piece in pieces),
+            "".join(piece.reasoning for piece in pieces),
+            tuple(calls.values()),
+        )
 
 
 class LiveTurn:
@@ -44,19 +56,31 @@ class LiveTurn:
             of an earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
         error: the error that ended it instead.
-        generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
+        generated: ids of the tokens that the engine made in this round, which may spell more than the pieces (a stop string, half a character).
+        final: the last delta of this round, so far.
+        earlier: the last deltas of earlier rounds, each of which ended with calls of tools.
+        is_stopped: set when somebody wishes the answer to end.
+        questions: by the id of a call, what the person is asked before it.
+        called_s: when the first call of this round was made, in monotonic seconds; None before.
+        advisory: what the advisory before the turn was worth, of a turn that has called tools: later ones are of its own rounds.
     """
 
     __slots__ = (
+        "advisory",
         "base_seq",
+        "called_s",
         "done",
+        "earlier",
         "error",
+        "final",
         "followers",
         "generated",
         "id",
+        "is_stopped",
         "owner",
         "pieces",
         "question",
+        "questions",
         "request_id",
         "session_id",
         "title",
@@ -74,6 +98,12 @@ class LiveTurn:
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
         self.pieces: list[AnswerPiece] = []
         self.generated: list[int] = []
+        self.final: Delta | None = None
+        self.earlier: list[Delta] = []
+        self.is_stopped = asyncio.Event()
+        self.questions: dict[str, asyncio.Future[Permission]] = {}
+        self.called_s: float | None = None
+        self.advisory: dict[str, Any] | None = None
         self.base_seq = 0
         self.done: dict[str, Any] | None = None
         self.error: GatewayError | None = None
@@ -84,6 +114,11 @@ class LiveTurn:
     def is_over(self) -> bool:
         """Whether the turn has ended, and how it ended is stored."""
         return self.done is not None or self.error is not None
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a round of the answer has ended with calls of tools."""
+        return bool(self.earlier) or (self.final is not None and bool(self.final.calls))
 
     @property
     def seq(self) -> int:
@@ -102,6 +137,25 @@ class LiveTurn:
     def whole(self) -> AnswerPiece:
         """The pieces so far, as one."""
         return AnswerPiece.joined(self.pieces)
+
+    def add(self, piece: AnswerPiece) -> None:
+        """Add to the answer, and tell its followers."""
+        self.pieces.append(piece)
+        self.wake_followers()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, _T]) -> _T | None:
+        """Return what `work` returns; None where the answer was stopped before, which ends the work. Raises what it raises."""
+        doing, stopping = asyncio.create_task(work), asyncio.create_task(self.is_stopped.wait())
+        try:
+            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+        finally:
+            stopping.cancel()
+            if not doing.done():
+                doing.cancel()
+                await asyncio.wait({doing}, timeout=END_WORK_S)
+        return None
 
     def wake_followers(self) -> None:
         """Tell all sockets that follow the answer that there is more of it."""

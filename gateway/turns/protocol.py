@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -19,6 +19,8 @@ TurnName = Annotated[str, Meta(min_length=1, max_length=128)]
 PictureName = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_PICTURES = 64  # Chosen: a frame names no more; the model's own bound is lower as a rule.
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
+# What a person says to a tool: this once, in this conversation from now on, or no.
+Permission = Literal["once", "always", "never"]
 
 
 class Resume(Struct, frozen=True):
@@ -69,6 +71,14 @@ class Typing(Struct, frozen=True, tag="typing"):
     draft: str | None = None
 
 
+class Allow(Struct, frozen=True, tag="allow"):
+    """What a person says to a tool that an answer would use. id: the turn. call: the call's id."""
+
+    id: TurnName
+    call: Annotated[str, Meta(min_length=1, max_length=200)]
+    answer: Permission
+
+
 class WatchEngine(Struct, frozen=True, tag="watch_engine"):
     """A wish to see the engine room, or no longer."""
 
@@ -91,7 +101,7 @@ class _RawPing(Struct, frozen=True, tag="ping"):
     t: msgspec.Raw = msgspec.Raw(b"null")
 
 
-ClientFrame = Hello | Message | Stop | Typing | WatchEngine | WatchList | Ping
+ClientFrame = Hello | Message | Stop | Allow | Typing | WatchEngine | WatchList | Ping
 
 
 class _Named(Struct, frozen=True):
@@ -100,7 +110,7 @@ class _Named(Struct, frozen=True):
     id: str | None = None
 
 
-_decoder = msgspec.json.Decoder(Hello | Message | Stop | Typing | WatchEngine | WatchList | _RawPing)
+_decoder = msgspec.json.Decoder(Hello | Message | Stop | Allow | Typing | WatchEngine | WatchList | _RawPing)
 _encoder = msgspec.json.Encoder()
 
 

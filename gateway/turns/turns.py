@@ -42,9 +42,11 @@ from gateway.sessions import (
     messages_of,
     question_of,
 )
+from gateway.tools.toolbox import Toolbox
+from gateway.turns.answer_rounds import AnswerRounds
 from gateway.turns.failures import from_bridge, unavailable
 from gateway.turns.live_turn import AnswerPiece, Follower, LiveTurn
-from gateway.turns.protocol import Message
+from gateway.turns.protocol import Allow, Message
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Turns:
         keeps_questions: whether a user's own length predictor reads the question.
         home_of: returns the node that has the KV of a tenant's session, "" where that is not known.
         traces: where the span of each turn goes.
+        toolbox: the MCP servers whose tools answers may use; None: there are none.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Turns:
         keeps_questions: bool = False,
         home_of: Callable[[str, str], str] = lambda tenant, session_id: "",
         traces: Traces = NO_TRACES,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self._node = node
         self._store = store
@@ -93,6 +97,8 @@ class Turns:
         self._keeps_questions = keeps_questions
         self._home_of = home_of
         self._traces = traces
+        self.toolbox = toolbox or Toolbox({}, metrics)
+        self._rounds = AnswerRounds(node, store, self.toolbox, advisories, now)
         self.budgets: RequestBudgets | None = None
         """Counts turns among the requests of their owner; None: there is no bound."""
         self.usage: Usage | None = None
@@ -136,8 +142,16 @@ class Turns:
         live = self._live.get((owner, turn_id))
         if live is None or live.is_over:
             return False
+        live.is_stopped.set()
         await self._node.cancel(live.request_id)
         return True
+
+    def allow(self, owner: str, word: Allow) -> None:
+        """Take what a person says to a tool. A call that is not asked about any more, because another page has answered, stays as it is."""
+        live = self._live.get((owner, word.id))
+        question = live.questions.get(word.call) if live is not None else None
+        if question is not None and not question.done():
+            question.set_result(word.answer)
 
     async def stop_session(self, owner: str, session_id: str) -> None:
         """End the turn that runs in a session (it is being deleted)."""
@@ -255,7 +269,7 @@ class Turns:
         self._live[owner, message.id] = live
         if begun.outcome != "new":
             live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
-        known = AnswerPiece(begun.turn.answer, begun.turn.reasoning)
+        known = AnswerPiece(begun.turn.answer, begun.turn.reasoning, tuple(begun.turn.calls))
         live.pieces = [known] if any(known) else []
         if begun.is_new:
             running = place.pop_all()
@@ -319,7 +333,6 @@ class Turns:
     async def _run(
         self, live: LiveTurn, begun: BeginResult, sampling: Sampling, request: EngineRequest
     ) -> None:
-        final: Delta | None = None
         error: GatewayError | None = None
         messages: tuple[ChatMessage, ...] = ()
         named = {"gen_ai.request.model": begun.turn.adapter or "", "overture.request_id": live.request_id}
@@ -329,19 +342,13 @@ class Turns:
                 request = structs.replace(request, traceparent=traceparent_of(span))
                 turns = [*begun.history, begun.turn]
                 turns, pictures = await self._store.pictures.latest(live.owner, turns, self._node.max_images)
-                said = (*messages_of(turns[:-1], begun.settings, pictures), question_of(turns[-1], pictures))
-                if goes_on := begun.outcome == "continued":
-                    said = (*said, ChatMessage("assistant", begun.turn.answer))
-                request = structs.replace(request, goes_on=goes_on)
-                request = _request(live, begun, said, sampling, request, keeps_question=self._keeps_questions)
-                messages = request.messages
-                async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
-                    async for delta in deltas:
-                        final = delta
-                        live.generated.extend(delta.token_ids)
-                        if delta.text or delta.reasoning:
-                            live.pieces.append(AnswerPiece(delta.text, delta.reasoning))
-                            live.wake_followers()
+                before = messages_of(turns[:-1], begun.settings, pictures, keeps_calls=self._node.reads_calls)
+                messages = (*before, question_of(turns[-1], pictures))
+                request = structs.replace(request, goes_on=begun.outcome == "continued")
+                request = _request(
+                    live, begun, messages, sampling, request, keeps_question=self._keeps_questions
+                )
+                await self._rounds.answer(live, request, begun.settings)
             except BridgeError as failure:
                 error = from_bridge(failure)
             except GatewayError as failure:
@@ -349,7 +356,7 @@ class Turns:
             except Exception:
                 log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
-            await self._finish(live, final, error)
+            await self._finish(live, live.final, error)
             if live.error is not None:
                 span.set_status(StatusCode.ERROR, live.error.code)
         if (
@@ -364,6 +371,9 @@ class Turns:
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
         if self.usage is not None:
+            for earlier in live.earlier:
+                if earlier is not final:
+                    self.usage.add(live.owner, spent_by_turn(earlier, "", 0)._replace(num_requests=0))
             self.usage.add(live.owner, spent_by_turn(final, live.question.content, len(live.generated)))
         how = _how_ended(live, final, error)
         try:
@@ -373,6 +383,7 @@ class Turns:
                 live.id,
                 answer=live.whole.text,
                 reasoning=live.whole.reasoning,
+                calls=live.whole.calls,
                 status=how.status,
                 finish_reason=how.finish_reason,
                 usage=how.usage,
@@ -395,7 +406,8 @@ class Turns:
         else:
             live.title = stored.title
             live.done = _done_fields(live, stored.turn)
-            live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
+            outcome = self._advisories.take_outcome(live.owner, live.session_id)
+            live.done["advisory"] = live.advisory if live.has_called else outcome
         self._drafts.renew(live.owner, live.session_id)
         self._metrics.turn_ended(live.error.code if live.error else how.status, final)
         live.wake_followers()
@@ -413,6 +425,7 @@ class Turns:
                     live.id,
                     answer=live.whole.text,
                     reasoning=live.whole.reasoning,
+                    calls=live.whole.calls,
                     status=how.status,
                     finish_reason=how.finish_reason,
                     usage=how.usage,

@@ -8,7 +8,7 @@ import { contained } from './dom.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { fullness } from './format.js';
-import { ChatCore, isLive } from './protocol.js';
+import { ChatCore } from './protocol.js';
 import { Rail } from './rail.js';
 import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
@@ -17,6 +17,7 @@ import { StatusBanner } from './status.js';
 import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
+import { isLive, newId } from './turn.js';
 import { NOT_YET } from './versions.js';
 
 const showShortcuts = async () => (await import('./shortcuts.js')).showShortcuts();
@@ -42,6 +43,7 @@ export class App {
     },
     turn: ({ turn }) => this.#onTurn(turn),
     text: ({ turn }) => this.#onText(turn),
+    calls: ({ turn, calls }) => this.#onCalls(turn, calls),
     listed: (event) => this.#onListed(event),
     relisted: (event) => this.#onRelisted(event),
     gone: ({ sessionId }) => this.#onGone(sessionId),
@@ -87,6 +89,7 @@ export class App {
       sumUp: () => this.#sumUp(),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
+      allow: (turn, call, answer) => this.#act(() => this.core.allow(turn, call, answer)),
       opened: () => this.follower.hold(),
     });
     this.composer = new Composer(byId('composer'), {
@@ -206,8 +209,7 @@ export class App {
 
   /** Goes on behind one of two compared answers, with the model that gave it. */
   async #keep(turn) {
-    await this.#choose(turn, turn.id);
-    if (turn.sessionId === this.core.current) this.#pick(this.composer.adapter = turn.adapter);
+    if (await this.#tell(this.api.patch(turn.sessionId, { adapter: turn.adapter }))) this.#choose(turn, turn.id);
   }
 
   async #retry(turn) {
@@ -484,6 +486,11 @@ export class App {
     this.announcer.follow(turn, false);
   }
 
+  #onCalls({ sessionId }, calls) {
+    const asked = calls.findLast(({ state }) => state === 'asking');
+    if (asked && sessionId === this.core.current) this.announcer.say(`The answer would use ${asked.tool} of ${asked.server}. May it?`);
+  }
+
   #onListed({ sessionId, title, adapter, updatedAt }) {
     this.index.upsert({ id: sessionId, title, adapter, updated_at: updatedAt ?? Date.now() / 1000 });
     if (sessionId === this.core.current) {
@@ -596,10 +603,4 @@ function sessionFromHash() {
 function setHash(sessionId) {
   const hash = sessionId ? `#/s/${encodeURIComponent(sessionId)}` : location.pathname;
   history.pushState(null, '', hash);
-}
-
-/** A random id. `crypto.randomUUID` exists in secure contexts only. */
-function newId() {
-  const bytes = crypto.getRandomValues(new Uint8Array(16));
-  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
 }

@@ -4,7 +4,7 @@ import { AnswerView } from './answer.js';
 import { ask, dialogWith } from './dialogs.js';
 import { h, paintDot } from './dom.js';
 import { summary } from './format.js';
-import { isLive } from './protocol.js';
+import { isLive } from './turn.js';
 import { toast } from './toast.js';
 import { NOT_YET } from './versions.js';
 

@@ -5,6 +5,8 @@
  * returns the frames to send and the events that views may want to react to.
  */
 
+import { hasTextBehindCalls, isLive, messageFrame, newTurn, refreshed } from './turn.js';
+
 const BACKOFF_MS = [300, 1000, 2000, 4000, 8000, 15000, 30000]; // chosen: a blip is never noticed
 const CROWDED_MS = 15000; // chosen: other sockets have to close first
 const MAX_SENDS = 4; // chosen: a message that kills its socket every time is given up
@@ -12,32 +14,6 @@ const MAX_SENDS = 4; // chosen: a message that kills its socket every time is gi
 const NOT_READY = new Set(['starting', 'draining', 'engine_failed']);
 
 const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
-
-/**
- * @typedef {object} Turn
- * @property {string} id
- * @property {string} sessionId
- * @property {string} content
- * @property {{id: string, width?: number, height?: number}[]} pictures  of the message, as the server keeps them
- * @property {string} answer
- * @property {boolean} goesOn      its answer was cut
- * @property {string} reasoning    what the model thought before its answer
- * @property {number} seq          last piece seen, 0: none
- * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
- * @property {?string} adapter
- * @property {string[]} versions   ids of the versions of this message, its own among them
- * @property {?object} usage
- * @property {?object} timings
- * @property {?string} finishReason
- * @property {?{code: string, message: string, retryable: boolean}} error
- * @property {?object} request     the `message` frame, kept until `accepted`
- * @property {Turn[]} replaced     turns that an edit hides and that come back if it is refused
- */
-
-/** Whether frames about this turn are still expected. */
-export function isLive(turn) {
-  return turn.status === 'sending' || turn.status === 'running';
-}
 
 /** Milliseconds to wait before connection attempt number `attempt` (1 is the first retry). */
 export function backoffMs(attempt, closeCode) {
@@ -213,7 +189,7 @@ export class ChatCore {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
     const request = turn.request ?? messageFrame(turn);
-    Object.assign(turn, { adapter, answer: '', reasoning: '', seq: 0, status: 'sending', error: null, sends: 0,
+    Object.assign(turn, { adapter, answer: '', reasoning: '', calls: [], seq: 0, status: 'sending', error: null, sends: 0,
       stopRequested: false });
     this.#owe(turn, { ...request, adapter });
     this.#detach(turn);
@@ -226,7 +202,7 @@ export class ChatCore {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
     // The server sends the answer from its beginning.
-    Object.assign(turn, { answer: '', reasoning: '', seq: 0, status: 'sending', sends: 0, stopRequested: false, goesOn: true });
+    Object.assign(turn, { answer: '', reasoning: '', calls: [], seq: 0, status: 'sending', sends: 0, stopRequested: false, goesOn: true });
     this.#owe(turn, { ...messageFrame(turn), continues: true });
     this.#emit('turn', { turn });
     this.#transmit(turn);
@@ -234,11 +210,11 @@ export class ChatCore {
 
   /** Whether a turn's answer was cut and can go on: it is the last one, and the model's context has room. */
   canGoOn(turn) {
-    const { usage, status, finishReason, answer } = turn;
+    const { usage, status, finishReason } = turn;
     const isCut = (status === 'done' && finishReason === 'length') || status === 'stopped';
     const used = usage ? usage.prompt_tokens + usage.completion_tokens : 0;
     const isLast = this.sessions.get(turn.sessionId)?.turns.at(-1) === turn;
-    return isCut && isLast && answer !== '' && used < (this.server?.max_model_len || Infinity);
+    return isCut && isLast && hasTextBehindCalls(turn) && used < (this.server?.max_model_len || Infinity);
   }
 
   /** Takes away a failed turn that the server never stored. */
@@ -257,6 +233,12 @@ export class ChatCore {
     turn.stopRequested = true;
     if (!turn.request) this.#sendIfReady({ type: 'stop', id });
     this.#emit('turn', { turn });
+  }
+
+  /** Says whether a call of a tool may be made: 'once', 'always' in this conversation, or 'never'. */
+  allow(turn, call, answer) {
+    if (answer === 'always') turn.allowedCall = call.id;
+    this.#sendIfReady({ type: 'allow', id: turn.id, call: call.id, answer });
   }
 
   /** Tells the server that a question is being typed. The text goes along only where `draft` is given. */
@@ -373,13 +355,22 @@ export class ChatCore {
     if (turn.stopRequested) this.#send({ type: 'stop', id });
   }
 
-  #onDelta({ id, seq, text, reasoning = '' }) {
+  #onDelta({ id, seq, text, reasoning = '', calls = [] }) {
     const turn = this.turns.get(id);
     if (!turn || !isLive(turn) || seq <= turn.seq) return;
     turn.seq = seq;
     turn.answer += text;
     turn.reasoning += reasoning;
     this.#emit('text', { turn });
+    if (calls.length) this.#onCalls(turn, calls);
+  }
+
+  /** Calls of tools that are new or stand differently now. What was allowed for good is among the settings by now. */
+  #onCalls(turn, calls) {
+    const isAllowed = calls.some((call) => call.state === 'running' && call.id === turn.allowedCall);
+    turn.calls = [...new Map([...turn.calls, ...calls].map((call) => [call.id, call])).values()];
+    this.#emit('calls', { turn, calls });
+    if (isAllowed) this.#emit('stale', { sessionId: turn.sessionId });
   }
 
   #onDone(frame) {
@@ -525,7 +516,7 @@ export class ChatCore {
   #mergeTurn(raw, sessionId) {
     const mine = this.turns.get(raw.id);
     if (mine && isLive(mine) && raw.status !== 'failed') return mine;
-    const turn = mine ? Object.assign(mine, fromServer(raw)) : newTurn(raw, sessionId);
+    const turn = mine ? Object.assign(mine, refreshed(raw)) : newTurn(raw, sessionId);
     if (turn.request) this.#owe(turn, null);
     this.turns.set(raw.id, turn);
     return turn;
@@ -564,35 +555,4 @@ export class ChatCore {
   #emit(type, detail) {
     this.#events.push({ type, ...detail });
   }
-}
-
-/** The `message` frame of a turn. */
-function messageFrame({ id, sessionId, content, adapter, pictures }) {
-  const frame = { type: 'message', id, session_id: sessionId, content, adapter };
-  if (pictures.length) frame.pictures = pictures.map((picture) => picture.id);
-  return frame;
-}
-
-/** The fields of a turn that the server owns, under the page's names. */
-function fromServer(raw) {
-  return {
-    content: raw.content,
-    pictures: raw.pictures ?? [],
-    answer: raw.status === 'running' ? '' : raw.answer ?? '',
-    reasoning: raw.status === 'running' ? '' : raw.reasoning ?? '',
-    seq: 0,
-    status: raw.status,
-    adapter: raw.adapter ?? null,
-    versions: raw.versions ?? [],
-    usage: raw.usage ?? null,
-    timings: raw.timings ?? null,
-    finishReason: raw.finish_reason ?? null,
-    error: null,
-    goesOn: false,
-  };
-}
-
-function newTurn(raw, sessionId) {
-  return { id: raw.id, sessionId, ...fromServer(raw), request: null, replaced: [], sends: 0,
-    stopRequested: false };
 }

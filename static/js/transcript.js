@@ -3,10 +3,10 @@
 import { AnswerView } from './answer.js';
 import { contained, h, iconButton } from './dom.js';
 import { summary } from './format.js';
-import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
 import { toast } from './toast.js';
 import { focusVersions, versionArrows } from './versions.js';
+import { isLive } from './turn.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
 const FAILED = {
@@ -28,6 +28,7 @@ const FAILED = {
  * @property {() => void} sumUp  goes on in a new chat
  * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
+ * @property {(turn: object, call: object, answer: string) => void} allow  says whether a tool may be used
  */
 
 const copyFrom = async (...given) => (await import('./copy.js')).copyFrom(...given);
@@ -36,6 +37,7 @@ const copyFrom = async (...given) => (await import('./copy.js')).copyFrom(...giv
 class TurnView {
   #editor = null;
   #footOf = ''; // what the foot was drawn for
+  #steps = null; // shows text and calls of tools in turn, where there are any
 
   /** @param {Map<string, string>} edits  by turn, what was written in place of a question and not sent */
   constructor(turn, actions, edits) {
@@ -106,7 +108,7 @@ class TurnView {
     this.element.setAttribute('aria-busy', String(live));
     if (this.editButton) this.editButton.disabled = live;
     this.reasoning.show(turn.reasoning, !live || turn.answer !== '');
-    this.answer.show(turn.answer, !live);
+    this.#showAnswer(!live);
     this.#showWaiting(live);
     this.#updateFoot(live);
   }
@@ -124,17 +126,35 @@ class TurnView {
   /** Only the text has grown. */
   grow() {
     this.reasoning.show(this.turn.reasoning, this.turn.answer !== '');
-    this.answer.show(this.turn.answer, false);
+    this.#showAnswer(false);
     this.#showWaiting(true);
+  }
+
+  #showAnswer(complete) {
+    const { turn } = this;
+    if (this.#steps) this.#steps.show(complete);
+    else if (turn.calls.length) this.#loadSteps();
+    else this.answer.show(turn.answer, complete);
+  }
+
+  async #loadSteps() {
+    const { Steps } = await import('./calls.js');
+    if (this.#steps) return;
+    this.#steps = new Steps(this.turn, this.actions, this.answer);
+    this.answer.element.replaceWith(this.#steps.element);
+    this.#steps.show(!isLive(this.turn));
+    this.actions.grown();
   }
 
   #showWaiting(live) {
     this.status.hidden = !live;
     if (!live) return;
-    const word = this.turn.stopRequested ? 'Stopping' : WAITING[this.turn.status];
+    const { state, tool } = this.turn.calls.at(-1) ?? {};
+    const step = { asking: 'Waiting for you', running: `Using ${tool}` }[state];
+    const word = this.turn.stopRequested ? 'Stopping' : step ?? WAITING[this.turn.status];
     const started = this.turn.answer !== '';
     this.status.classList.toggle('started', started);
-    const label = started && !this.turn.stopRequested ? '' : word;
+    const label = started && !this.turn.stopRequested && !step ? '' : word;
     if (this.status.firstChild) this.status.lastChild.textContent = label;
     else this.status.append(h('span', { class: 'hairpin' }), h('span', { class: 'waiting-word' }, label));
   }

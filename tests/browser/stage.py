@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from engine_bridge.protocol.engine_request import CalledTool
 from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import LOCAL
 from gateway.access.key_file import key_file_line, owner_of
@@ -205,6 +206,9 @@ class Writer:
 
     def finish(self, *pieces: str, reason: str = "stop") -> None:
         self._stage.do(lambda: self.answer.finish(*pieces, reason=reason))
+
+    def call(self, name: str, arguments: str, call_id: str = "c1") -> None:
+        self._stage.do(lambda: self.answer.call(CalledTool(call_id, name, arguments)))
 
     def fail(self) -> None:
         self._stage.do(lambda: self.answer.fail(EngineUnavailable("The engine is being rebuilt.")))

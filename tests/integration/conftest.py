@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.trust import Trust
+from engine_bridge.driver.apis.content_tokens import split_contents
 from engine_bridge.driver.background import is_background
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.node import Node
@@ -141,6 +142,16 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shared
     await node.start()
     yield node
     await node.really_close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def split(node: SharedNode) -> AsyncIterator[SharedNode]:
+    """The shared node as with the setting, until the test is over."""
+    client = node._client
+    client.continuing.known = split_contents(client.renderer, frozenset())
+    yield node
+    client.continuing.known = frozenset()
+    del client.renderer.render_messages_async, client.renderer.tokenize_prompts_async
 
 
 Gateways = Callable[..., Awaitable[Server]]

@@ -147,6 +147,7 @@ class BridgeEngineClient(EngineClient):
         known = replace(
             request,
             messages=(),
+            tools=(),
             prompt_token_ids=None,
             history_token_ids=b"",
             client_salt=core_request.cache_salt,
@@ -213,13 +214,16 @@ class BridgeEngineClient(EngineClient):
         """
         self.check_ready()
         self._streams.register(unique_id, stream)
-        config = self.vllm_config.structured_outputs_config
-        await check_grammar(request.sampling_params, config, self._grammars, tenant)
+        await self.check_grammar(request.sampling_params, tenant)
         await ban_all_forms(request.sampling_params, self.renderer)
         if history and text is not None:
             await self._continue(request, history, text)
         await self.predict_length(request)
         self.launch(unique_id, request, text)
+
+    async def check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
+        """Have a request's grammar checked; see `admission.check_grammar`."""
+        await check_grammar(params, self.vllm_config.structured_outputs_config, self._grammars, tenant)
 
     def launch(
         self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None

@@ -14,7 +14,19 @@ _IMAGE = "image"  # vLLM's name of the only kind of media that this server reads
 
 def as_dicts(messages: Sequence[ChatMessage]) -> Any:
     """Return messages as chat completions have them. A message's pictures stand before its text."""
-    return [{"role": message.role, "content": _content(message)} for message in messages]
+    return [_as_dict(message) for message in messages]
+
+
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    if message.call_id:
+        found["tool_call_id"] = message.call_id
+    return found
 
 
 def _content(message: ChatMessage) -> Any:

@@ -38,7 +38,7 @@ from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
 from engine_bridge.driver.apis.media import PICTURE_MESSAGE, check_sizes, is_of_a_picture
 from engine_bridge.driver.apis.messages import Messages
-from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
+from engine_bridge.driver.apis.output_split import OutputSplit
 from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
 from engine_bridge.driver.apis.tokenize_request import NoBody, TokenizeBody, tokenizer_facts
 from engine_bridge.driver.apis.tool_calls import NO_FORM
@@ -214,6 +214,11 @@ class Serving:
         """The name of vLLM's parser; "" for a model that does not reason."""
         return self._options.reasoning_parser
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools that the model writes by itself can be read."""
+        return self._options.tool_parser != NO_FORM
+
     def warm_up(self) -> None:
         """Compile the chat template and load lazy parts of the tokenizer."""
         self._renderer.warmup()
@@ -379,7 +384,9 @@ class Serving:
             is_spelled = await self._client.continuing.spells(ids, request.messages[-1].content)
             ids = ids if is_spelled else None
         if ids is not None:
-            chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
+            chat_request = ChatCompletionRequest(messages=[], stream=True, **_offered(request), **sampling)
+            if request.tools:  # as vLLM's renderer does for a rendered prompt
+                chat_request = self._parser(chat_request).adjust_request(chat_request)
             engine_input: Any = {"prompt_token_ids": list(ids)}
             stream.prompt = Prompt(pack_token_ids(ids), "given")
         else:
@@ -391,8 +398,9 @@ class Serving:
         )
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        # An answer that goes on is past its reasoning, where it had some.
-        stream.split = self._split(chat_request) if not request.goes_on else None
+        if (split := self._split(chat_request, request)) is not None:
+            stream.split, stream.calls = split, split.calls
+        await self._client.check_grammar(params, request.tenant)
         if stream.is_over:
             return None
         self._client.check_ready()
@@ -400,17 +408,22 @@ class Serving:
             engine_input, params, request.request_id, stream, request=request, lora_request=lora_request
         )
 
-    def _split(self, chat_request: ChatCompletionRequest) -> ReasoningSplit | None:
-        if not self._options.reasoning_parser:
+    def _split(self, chat_request: ChatCompletionRequest, request: EngineRequest) -> OutputSplit | None:
+        """Return what tells reasoning, text and calls of tools apart in an answer; None where there is only text."""
+        # An answer that goes on is past its reasoning, where it had some.
+        has_reasoning = bool(self._options.reasoning_parser) and not request.goes_on
+        if not has_reasoning and not request.tools:
             return None
-        # Each request gets its own parser, as in OpenAIServingChat: parsers know how far their answer has come.
-        parser = self._chat.parser_cls(
+        return OutputSplit(self._parser(chat_request), chat_request)
+
+    def _parser(self, chat_request: ChatCompletionRequest) -> Any:
+        """Return a parser for one answer, as in OpenAIServingChat: parsers know how far their answer has come."""
+        return self._chat.parser_cls(
             self._client.renderer.get_tokenizer(),
-            None,
+            chat_request.tools,
             chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat_request),
             model_config=self._client.model_config,
         )
-        return ReasoningSplit(parser, chat_request)
 
     async def draft_prompt(self, request: EngineRequest) -> Any:
         """Return the prompt, as vLLM's engine takes it, up to where it stays the same however the last message continues.
@@ -439,11 +452,11 @@ class Serving:
 
         Raises InvalidRequest, `prompt_too_long` where no shorter version fits or none may be made.
         """
-        body = {"messages": as_dicts(request.messages)}
-        shorter_ones = shorter(self._options.context_overflow, "chat", body, calls_tools=False)
+        body = {"messages": as_dicts(request.messages)} | _offered(request)
+        shorter_ones = shorter(self._options.context_overflow, "chat", body, calls_tools=bool(request.tools))
         for version, dropped in chain([(body, Dropped())], shorter_ones):
             chat_request = ChatCompletionRequest(
-                messages=version["messages"],
+                **version,
                 stream=True,
                 add_generation_prompt=not request.goes_on,
                 continue_final_message=request.goes_on,
@@ -520,6 +533,12 @@ class Serving:
         if lora_request is None:
             raise InvalidRequest(self._unknown_model(adapter), param="adapter", code="unknown_model")
         return lora_request
+
+
+def _offered(request: EngineRequest) -> dict[str, Any]:
+    """Return the field of a chat completion with the tools that a turn offers; nothing where it offers none."""
+    tools = [{"type": "function", "function": asdict(tool)} for tool in request.tools]
+    return {"tools": tools} if tools else {}
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:

@@ -25,6 +25,7 @@ from gateway.turns.failures import unavailable
 from gateway.turns.live_turn import LiveTurn
 from gateway.turns.protocol import (
     PROTOCOL_VERSION,
+    Allow,
     Hello,
     Message,
     Ping,
@@ -216,6 +217,8 @@ class ChatConnection:
                 await self._on_message(frame)
             elif isinstance(frame, Stop):
                 await self._on_stop(frame)
+            elif isinstance(frame, Allow):
+                self._services.turns.allow(self._owner, frame)
             elif isinstance(frame, Typing):
                 self._on_typing(frame)
             elif isinstance(frame, WatchEngine):
@@ -440,7 +443,8 @@ class ChatConnection:
         if seq > num_sent:
             more = turn.after(num_sent)
             frame = {"type": "delta", "id": turn.id, "seq": seq, "text": more.text}
-            frames.append(encode(frame | ({"reasoning": more.reasoning} if more.reasoning else {})))
+            frame |= {"reasoning": more.reasoning} if more.reasoning else {}
+            frames.append(encode(frame | ({"calls": more.calls} if more.calls else {})))
             self._sent[turn] = seq
         if turn.is_over:
             del self._sent[turn]

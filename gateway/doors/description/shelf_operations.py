@@ -1,9 +1,10 @@
-"""The part of the API's description that is about links and presets; see `gateway/doors/description/operations.py`."""
+"""The part of the API's description that is about links, presets and tools; see `gateway/doors/description/operations.py`."""
 
 from __future__ import annotations
 
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
 from gateway.doors.rest.shelf import Link, PresetList, SharedConversation
+from gateway.doors.rest.tools import ToolServers
 from gateway.shelf.store import PresetBody
 
 _TEXT = {"type": "string"}
@@ -43,6 +44,15 @@ SHELF_OPERATIONS: tuple[Operation, ...] = (
         parameters=(Parameter("token", "path", _TEXT, "The link's token."),),
         replies={200: ReplyShape(description="The conversation as it is now.", shape=SharedConversation)},
         errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/api/tools",
+        "list_tools",
+        SESSIONS,
+        "List the MCP servers whose tools conversations may use",
+        "A conversation uses those that its settings name (`tools`).",
+        replies={200: ReplyShape(description="The servers with their tools.", shape=ToolServers)},
     ),
     Operation(
         "get",

@@ -6,6 +6,7 @@ import { readFollow, readTheme, writeFollow, writeTheme } from '../storage.js';
 import { leave } from './leave.js';
 import { Presets } from './presets.js';
 import { addStyle } from './style.js';
+import { Tools } from './tools.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
 const NARROW = matchMedia('(max-width: 719.98px)');
@@ -44,7 +45,7 @@ export class Sheet {
       keydown: (event) => this.#onKey(event), close: () => this.#onClose() } },
     h('div', { class: 'sheet-head' }, h('h2', { id: 'sheet-title' }, 'Settings'), this.closeButton),
     h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
-      this.#presets(), ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
+      this.#presets(), ...this.#fields(), (this.tools = new Tools(this.settings)).element, h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
       themePicker(), followBox(), this.#ahead()),
     h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Conversations'), ...this.#importing()),
@@ -146,6 +147,7 @@ export class Sheet {
     this.#opener = document.activeElement;
     this.follow(this.settings.core.current);
     this.presets.read();
+    this.tools.read();
     this.ahead.hidden = !this.settings.composer.offersAhead;
     this.aheadBox.checked = this.settings.composer.ahead;
     const { user } = this.settings.core;
@@ -181,6 +183,7 @@ export class Sheet {
 
   /** Shows the settings of this conversation (null: of a new chat), unless they are just being changed. */
   follow(sessionId) {
+    this.tools.follow();
     if (sessionId !== this.#sessionId) {
       this.save();
       this.#changes = {};

@@ -9,7 +9,13 @@ import pytest
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, RequestId
+from engine_bridge.protocol.engine_request import (
+    CalledTool,
+    ChatMessage,
+    EngineRequest,
+    OfferedTool,
+    RequestId,
+)
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SessionHint, SseReply
 from tests.unit.cluster.catalog_node import PATIENCE_S, connected, until
@@ -33,6 +39,23 @@ async def test_an_answer_is_stopped_by_closing_it_or_by_its_name(is_by_name: boo
                 assert answer.is_cancelled
         await until(lambda: answer.is_cancelled if is_by_name else answer.is_closed)
         assert not await remote.cancel(RequestId("r1"))
+
+
+async def test_tools_go_to_the_node_and_calls_of_them_come_back() -> None:
+    node = FakeNode()
+    called = CalledTool("c1", "files__read", '{"path": "a"}')
+    tool = OfferedTool(
+        "files__read", "Reads a file.", {"type": "object", "properties": {"path": {"type": "string"}}}
+    )
+    said = (ChatMessage("assistant", "", calls=(called,)), ChatMessage("tool", "the text", call_id="c1"))
+    request = EngineRequest(request_id=RequestId("r1"), messages=said, tools=(tool,), turn="continues")
+    async with connected(node) as (remote, _):
+        assert remote.reads_calls
+        async with aclosing(remote.generate(request)) as deltas:  # type: ignore[type-var]
+            answer = await begun(node, deltas)
+            assert (answer.request.messages, answer.request.tools) == (said, (tool,))
+            answer.call(called)
+            assert [delta.calls for delta in [each async for each in deltas]][-1] == (called,)
 
 
 async def test_when_the_line_is_cut_all_that_is_under_way_ends_at_both_ends_and_can_be_tried_again() -> None:

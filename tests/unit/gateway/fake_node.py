@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from engine_bridge.protocol.engine_request import EngineRequest, RequestId
+from msgspec.structs import replace
+
+from engine_bridge.protocol.engine_request import CalledTool, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.protocol.figures import EngineState, NodeFigures, NodeState, Progress, SchedulingStats
 from engine_bridge.protocol.node import (
@@ -59,6 +61,10 @@ class Answer:
         """Say the pieces, then the end; `text` is what the last delta itself still carries."""
         self.say(*pieces)
         self._steps.put_nowait(self._end(reason, text))
+
+    def call(self, *calls: CalledTool) -> None:
+        """Call tools, which ends the answer."""
+        self._steps.put_nowait(replace(self._end("stop", ""), calls=calls))
 
     def fail(self, error: BaseException) -> None:
         self._steps.put_nowait(error)
@@ -142,6 +148,7 @@ class FakeNode:
         self.session_hints: list[SessionHint] = []
         self.max_model_len = 4096
         self.max_images = 0
+        self.reads_calls = True
         self.num_steps = self.num_rebuilds = 0
         self.scheduling: SchedulingStats | None = None
         self.tiers: TierStats | None = None

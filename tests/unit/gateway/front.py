@@ -53,7 +53,7 @@ class Gateway(Parts):
     """The whole gateway on a loopback port, on a fake node."""
 
     def __init__(self, store: SessionStore, config: Config) -> None:
-        super().__init__(store, accepts_drafts=config.draft_prefill)
+        super().__init__(store, accepts_drafts=config.draft_prefill, config=config)
         learned = Learned(self.node, self.advisories, is_on=False)
         keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has

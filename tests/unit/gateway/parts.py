@@ -14,6 +14,8 @@ from gateway.advisories.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
+from gateway.settings.config import Config
+from gateway.tools.toolbox import toolbox_of
 from gateway.turns.live_turn import LiveTurn
 from gateway.turns.protocol import Message
 from gateway.turns.turns import Turns
@@ -117,15 +119,23 @@ class Parts:
     """Turns, advisories and drafts over one fake node and one real store."""
 
     def __init__(
-        self, store: SessionStore, *, accepts_drafts: bool = True, now: Callable[[], float] = lambda: NOW
+        self,
+        store: SessionStore,
+        *,
+        accepts_drafts: bool = True,
+        now: Callable[[], float] = lambda: NOW,
+        config: Config | None = None,
     ) -> None:
         self.node = FakeNode()
         self.store = store
         self.metrics = Metrics(CollectorRegistry())
-        self.drafts = Drafts(self.node, store, self.metrics, accepts_drafts=accepts_drafts)
+        tools = toolbox_of(config, self.metrics) if config is not None else None
+        self.drafts = Drafts(self.node, store, self.metrics, tools, accepts_drafts=accepts_drafts)
         loop = asyncio.get_running_loop()
         self.advisories = Advisories(self.node, store, self.metrics, self.drafts, clock=loop.time)
-        self.turns = Turns(self.node, store, self.metrics, self.drafts, self.advisories, now=now)
+        self.turns = Turns(
+            self.node, store, self.metrics, self.drafts, self.advisories, now=now, toolbox=tools
+        )
 
     async def close(self) -> None:
         await self.drafts.close()

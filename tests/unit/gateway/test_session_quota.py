@@ -148,7 +148,8 @@ async def test_settings_are_set_over_http_and_told_on_the_socket(gateway: Gatewa
     assert reply.body["settings"]["max_tokens"] == 7
     more = {"top_p": 0.9, "stop": ["END", "\n\n"], "seed": 7}
     assert (await gateway.call("PATCH", path, {"settings": more})).status == 200
-    whole = {"system_prompt": PATIENT, "temperature": 0.5, "max_tokens": None, **more}
+    others = {"max_tokens": None, "tools": None, "allowed_tools": None}
+    whole = {"system_prompt": PATIENT, "temperature": 0.5, **others, **more}
     async with gateway.socket() as socket:
         await socket.send(type="hello", session_id=turn.session_id)
         assert (await socket.next())["session"]["settings"] == whole

@@ -1,14 +1,16 @@
-"""Separates a model's reasoning from its answer for turns of the gateway; for API calls vLLM's serving classes do it."""
+"""Tells reasoning, text and calls of tools apart in answers to turns of the gateway; for API calls vLLM's serving classes do it."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+from engine_bridge.protocol.engine_request import CalledTool
+
 log = logging.getLogger(__name__)
 
 
-class ReasoningSplit:
+class OutputSplit:
     """One answer's outputs, split by vLLM's parser as they come.
 
     Args:
@@ -23,6 +25,8 @@ class ReasoningSplit:
         self._mark: str = (
             getattr(getattr(parser, "reasoning_parser", None), "reasoning_start_str", None) or ""
         )
+        self._calls: dict[int, list[str]] = {}
+        """By the parser's number of a call, its id, name and arguments so far."""
 
     def __call__(self, output: Any) -> tuple[str, str]:
         """Return (reasoning, text) of one `RequestOutput` (delta kind).
@@ -41,12 +45,30 @@ class ReasoningSplit:
                 finished=bool(output.finished),
             )
         except Exception:
-            log.exception("the reasoning parser failed; what follows of this answer is shown as text")
+            log.exception("vLLM's parser failed; what follows of this answer is shown as text")
             self._parser = None
             return "", completion.text
         if delta is None:
             return "", ""
+        for call in delta.tool_calls or ():
+            self._note(call)
         reasoning = delta.reasoning or ""
         if reasoning:
             reasoning, self._mark = reasoning.removeprefix(self._mark), ""
         return reasoning, delta.content or ""
+
+    def _note(self, delta: Any) -> None:
+        """Add a piece of a call: the first one has its id and name, the others more of its arguments."""
+        known = self._calls.setdefault(delta.index, ["", "", ""])
+        known[0] = known[0] or delta.id or ""
+        if delta.function is not None:
+            known[1] += delta.function.name or ""
+            known[2] += delta.function.arguments or ""
+
+    def calls(self) -> tuple[CalledTool, ...]:
+        """Return the tools that the answer has called so far, in order."""
+        return tuple(
+            CalledTool(call_id, name, arguments)
+            for _, (call_id, name, arguments) in sorted(self._calls.items())
+            if name
+        )

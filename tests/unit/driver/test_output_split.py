@@ -7,7 +7,8 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
+from engine_bridge.driver.apis.output_split import OutputSplit
+from engine_bridge.protocol.engine_request import CalledTool
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 REQUEST = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
@@ -21,10 +22,10 @@ def tokenizer() -> Any:
     return found
 
 
-def split_of(name: str, tokenizer: Any) -> ReasoningSplit:
+def split_of(name: str, tokenizer: Any) -> OutputSplit:
     names = {"tool_parser_name": None, "reasoning_parser_name": name}
     parser = ParserManager.get_parser(**names, enable_auto_tools=False)
-    return ReasoningSplit(parser(tokenizer, None, chat_template_kwargs={}, model_config=None), REQUEST)
+    return OutputSplit(parser(tokenizer, None, chat_template_kwargs={}, model_config=None), REQUEST)
 
 
 def outputs(tokenizer: Any, text: str, size: int) -> list[Any]:
@@ -36,7 +37,7 @@ def outputs(tokenizer: Any, text: str, size: int) -> list[Any]:
     return [SimpleNamespace(**answers, outputs=[text], finished=text is texts[-1]) for text in texts]
 
 
-def joined(split: ReasoningSplit, given: list[Any]) -> tuple[str, str]:
+def joined(split: OutputSplit, given: list[Any]) -> tuple[str, str]:
     pairs = [split(output) for output in given]
     return "".join(reasoning for reasoning, _ in pairs), "".join(text for _, text in pairs)
 
@@ -55,5 +56,33 @@ def test_an_answer_is_never_lost_to_a_parser_that_fails(tokenizer: Any) -> None:
     def fail(*_: object, **__: object) -> None:
         raise IndexError("a mistake")
 
-    failing = ReasoningSplit(SimpleNamespace(parse_delta=fail), REQUEST)
+    failing = OutputSplit(SimpleNamespace(parse_delta=fail), REQUEST)
     assert joined(failing, outputs(tokenizer, ANSWER, 2)) == ("", ANSWER)
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("before", ["", "Let me look."])
+def test_calls_of_tools_are_no_text_and_come_whole(tokenizer: Any, before: str, size: int) -> None:
+    """Also where text stands before them; what is no call stays text."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
+    request = ChatCompletionRequest.model_validate(body)
+    names = {"tool_parser_name": "hermes", "reasoning_parser_name": None}
+    parser = ParserManager.get_parser(**names, enable_auto_tools=True)
+
+    def split_of_answer(text: str) -> tuple[str, tuple[CalledTool, ...]]:
+        split = OutputSplit(
+            parser(tokenizer, request.tools, chat_template_kwargs={}, model_config=None), request
+        )
+        return joined(split, outputs(tokenizer, text, size))[1], split.calls()
+
+    text, (call,) = split_of_answer(before + CALL)
+    assert (text.strip(), call.name, call.arguments) == (
+        before,
+        "get_weather",
+        '{"city": "Oslo"}',
+    ) and call.id
+    assert split_of_answer(ANSWER) == (ANSWER, ())
