@@ -353,6 +353,7 @@ vllm.model_executor.layers.attention.mla_attention:MLAAttention LORA
     read kv_b_proj
 vllm.model_executor.models.utils:WeightsMapper LORA
     call get_rename_mapper()
+    read orig_to_new_stacked
 # -- adapters: computing ------------------------------------------------------------------------------------------------
 vllm.lora.layers.base:BaseLayerWithLoRA LORA
     call set_lora(index, lora_a, lora_b) reset_lora(index)
