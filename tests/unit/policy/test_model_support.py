@@ -1,6 +1,13 @@
 import pytest
 
-from engine_bridge.policy.limits.model_support import CONSEQUENCES, Mechanism, ModelFacts, left_out
+from engine_bridge.policy.limits.model_support import (
+    CONSEQUENCES,
+    CannotHave,
+    Mechanism,
+    ModelFacts,
+    left_out,
+)
+from engine_bridge.policy.limits.refusals import is_final, refusal, refusal_of
 
 
 @pytest.mark.parametrize(
@@ -22,3 +29,48 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     found = left_out(ModelFacts(architecture="OddForCausalLM", **facts))
     assert list(found) == lacks and found.keys() <= CONSEQUENCES.keys()
     assert "OddForCausalLM" in found.get("adapters", "OddForCausalLM")
+
+
+def test_a_model_without_an_operation_that_it_needs_is_refused_with_what_to_do() -> None:
+    assert refusal(ModelFacts(architecture="OddForCausalLM")) is None
+    refused = refusal(ModelFacts(architecture="OddForCausalLM", missing_operation="odd_scan"))
+    assert refused is not None
+    assert "odd_scan" in refused.why and "OddForCausalLM" in refused.why and "--device" in refused.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "helps", "stays"),
+    [
+        ("'_OpNamespace' '_C' object has no attribute 'odd_scan'", "odd_scan", "--device", False),
+        ("is_odd=False is supported only for CUDA and ROCm for now", "is_odd=False", "--device", False),
+        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
+        ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
+        (
+            "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
+            "no class for this model",
+            "another model",
+            True,
+        ),
+        ("There is no module or parameter named 'a.b' in Odd. The", "Odd, which has no a.b", "again", True),
+        ("Following weights were not initialized from checkpoint: {'a.b'}", "a.b", "again", True),
+        ("Error while deserializing header: incomplete metadata", "incomplete", "again", True),
+        ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
+    ],
+)
+def test_an_error_of_vllms_becomes_one_that_says_what_to_do(
+    error: str, says: str, helps: str, stays: bool
+) -> None:
+    refused = refusal_of(error)
+    assert refused is not None
+    assert says in refused.why and helps in refused.remedy
+    assert is_final(error) == stays
+
+
+def test_an_unknown_error_stays_as_it_is() -> None:
+    assert refusal_of("something that nobody has seen yet") is None
+    assert not is_final("something that nobody has seen yet")
+
+
+def test_what_a_user_insists_on_is_said_with_the_settings_to_take_away() -> None:
+    refused = CannotHave({"adapters": "vLLM has no LoRA for OddForCausalLM"})
+    assert "OddForCausalLM" in refused.why and "--adapters on and --lora-module" in refused.remedy
