@@ -34,7 +34,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """The model to serve, as far as the disk tells.
 
     is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here. is_cached: a
-    model on a hub lies in the hub's cache on this machine.
+    model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a sentence; "" if none shows.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     has_config: bool
     weight_bytes: int
     is_cached: bool = False
+    fault: str = ""
 
 
 def install_command(device: str, *, is_checkout: bool) -> str:
@@ -126,6 +127,11 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
         yield DoctorFinding(
             problem=f"{model.name} has no config.json, so it is not a model in Hugging Face's format",
             remedy="give the folder that holds config.json and the weights: --model FOLDER",
+        )
+    elif model.fault:
+        yield DoctorFinding(
+            problem=model.fault,
+            remedy="fetch the model again, with all its files, or give another folder: --model FOLDER",
         )
 
 
