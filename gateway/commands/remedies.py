@@ -179,7 +179,10 @@ _START_ERRORS = (
 def of_start_error(text: str) -> str:
     """Return what to do about an error with which the engine did not start; where nothing better is known, to ask `overture doctor`."""
     known = (remedy for words, remedy in _START_ERRORS if words in text)
-    return next(known, "overture doctor looks for the cause, with the same flags")
+    return next(
+        known,
+        "overture doctor looks for the cause, with the same flags; where it finds none, try another release of vLLM or another model",
+    )
 
 
 def about_refusal(why: str, remedy: str) -> Iterator[DoctorFinding]:

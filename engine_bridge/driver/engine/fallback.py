@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
 from engine_bridge.policy.limits.refusals import is_final, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
@@ -81,7 +81,7 @@ def build_with_what_works(
             first = first or error
             guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             if not guess:
-                if (refused := refusal_of(_said_by(first))) is not None:
+                if (refused := refusal_of(said_by(first))) is not None:
                     raise refused from first
                 raise first from None
             log.warning(
@@ -119,20 +119,12 @@ def _guesses(*, has_tiers: bool, may_lose_adapters: bool) -> Iterator[Set[Mechan
 
 def _is_for_the_user(error: Exception) -> bool:
     """Return whether an error has a cause that only the user can mend. Too little memory is said by errors of many types."""
-    said = _said_by(error)
+    said = said_by(error)
     return isinstance(error, _OTHERS) or "memory" in said.lower() or is_final(said)
 
 
-def _said_by(error: Exception) -> str:
-    """Return an error's type and text; of one without a text the line that raised it, and where that stands."""
-    text = str(error)
-    if not text and (lines := traceback.extract_tb(error.__traceback__)):
-        text = f"{lines[-1].line} ({Path(lines[-1].filename).name}:{lines[-1].lineno})"
-    return f"{type(error).__name__}: {text}"
-
-
 def _in_short(error: Exception) -> str:
-    return " ".join(_said_by(error).split())[:_MAX_WHY_CHARS]
+    return " ".join(said_by(error).split())[:_MAX_WHY_CHARS]
 
 
 def _say(known: dict[Mechanism, str], tiers: KvTiers | None) -> Iterator[LeftOut]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_bridge.driver.engine.building import configure_environment, engine_args
+from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.policy.limits.model_support import (
     CannotHave,
@@ -111,12 +114,32 @@ def prepare(settings: bytes) -> EngineConfig:
 def told(config: EngineConfig) -> dict[str, Any]:
     """Return what the model of these settings cannot have, for `overture doctor`: {"left_out"}, or {"why", "remedy"} where it cannot be served."""
     try:
-        facts = facts_of(configuration_of(engine_args(config, None)))
+        facts = _facts_as_built(config)
     except UnusableModel as error:
         return {"why": error.why, "remedy": error.remedy}
+    except Exception as error:
+        refused = refusal_of(said_by(error))
+        return (
+            {"why": said_by(error), "remedy": ""}
+            if refused is None
+            else {"why": refused.why, "remedy": refused.remedy}
+        )
     if (refused := refusal(facts)) is not None:
         return {"why": refused.why, "remedy": refused.remedy}
     return {"left_out": left_out_of(facts, config, has_tiers=config.kv_host_gib > 0)}
+
+
+def _facts_as_built(config: EngineConfig) -> ModelFacts:
+    """Return the facts of a model; where vLLM fails to set it up, those without adapters and prefix caching, as the engine would be built."""
+    try:
+        return facts_of(configuration_of(engine_args(config, None)))
+    except UnusableModel:
+        raise
+    except Exception:
+        less = replace(config, enable_lora=False, enable_prefix_caching=False)
+        with contextlib.suppress(Exception):
+            return facts_of(configuration_of(engine_args(less, None)))
+        raise
 
 
 def facts_of(vllm_config: Any) -> ModelFacts:
@@ -136,6 +159,8 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         is_speculative=vllm_config.speculative_config is not None,
         splits_by_expert=vllm_config.device_config.device_type != "cpu",
         reuses_kv=reuses_kv(vllm_config),
+        generates=model.runner_type == "generate",
+        has_encoder=bool(model.is_encoder_decoder),
         missing_operation=missing_operation(model_class)
         if vllm_config.device_config.device_type == "cpu"
         else "",

@@ -65,6 +65,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         is_speculative: whether tokens are drafted.
         splits_by_expert: whether devices can have whole experts each.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, by the settings and by its own decision for this model.
+        generates: whether vLLM has it generate text; else it makes embeddings or scores.
+        has_encoder: whether it reads its input by an encoder of its own, as models that transcribe speech do.
         missing_operation: the name of an operation that the model's layers call and vLLM's build for the device lacks; "" where none is missing.
     """
 
@@ -74,6 +76,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_speculative: bool = False
     splits_by_expert: bool = True
     reuses_kv: bool = True
+    generates: bool = True
+    has_encoder: bool = False
     missing_operation: str = ""
 
 

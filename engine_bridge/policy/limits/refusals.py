@@ -11,6 +11,7 @@ from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
 ANOTHER_DEVICE = "Serve it on another device (on a GPU: --device cuda), or serve another model"
 OTHER_DRAFTS = "Change --speculative-config, or take it away"
 WHOLE_FILES = "Fetch the model again, with all its files. A draft model must be of the kind that --speculative-config names"
+GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
@@ -32,6 +33,16 @@ _ERRORS = (
     _known(
         r"'_OpNamespace' '\w+' object has no attribute '(\w+)'",
         "vLLM's build for this device lacks the operation {0}, with which this model computes",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"_C::(\w+)\(\) expected at most 0 argument",
+        "vLLM's build for this device lacks the operation {0}, with which this model computes",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"Failed to find a kernel that can implement the (.*?)(?:\. Reasons.*)?$",
+        "vLLM has no kernel for this device that computes this model's quantised weights: the {0}",
         ANOTHER_DEVICE,
     ),
     _known(
@@ -65,10 +76,21 @@ _ERRORS = (
         WHOLE_FILES,
     ),
     _known(
-        r"Following weights were not initialized from checkpoint: \{?(.{0,200})",
+        r"Following weights were not initialized from checkpoint: \{?([^}]{0,200})",
         "the weights are not all here: {0}",
         WHOLE_FILES,
     ),
+    _known(
+        r"(Attempted to load weight [^\n]*)",
+        "the sizes of the weights are not those that config.json gives: {0}",
+        WHOLE_FILES,
+    ),
+    _known(
+        r"[Vv]alidation error for (?:field|validator) '([^']*)':\s*(.*)",
+        "config.json is wrong, at {0}: {1}",
+        WHOLE_FILES,
+    ),
+    _known(r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
     _known(r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
     _known(r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
 )
@@ -76,10 +98,20 @@ _ERRORS = (
 
 def refusal(facts: ModelFacts) -> UnusableModel | None:
     """Return why a model cannot be computed, by its facts, as an error to raise; None where nothing is known against it."""
-    if not facts.missing_operation:
-        return None
-    why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
-    return UnusableModel(why, ANOTHER_DEVICE)
+    if facts.has_encoder:
+        return UnusableModel(
+            f"{facts.architecture} reads its input by an encoder, and only models that continue a text are served",
+            GENERATING,
+        )
+    if not facts.generates:
+        return UnusableModel(
+            f"{facts.architecture} generates no text here: by its files it makes embeddings or scores",
+            GENERATING,
+        )
+    if facts.missing_operation:
+        why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
+        return UnusableModel(why, ANOTHER_DEVICE)
+    return None
 
 
 def is_final(error: str) -> bool:

@@ -1,5 +1,6 @@
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,29 @@ def test_drafts_that_a_model_cannot_have_are_refused_with_what_helps(drafts: Any
         configuration_of(engine_args(config, None))
     assert "--speculative-config" in refused.value.remedy
     assert told(config) == {"why": refused.value.why, "remedy": refused.value.remedy}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification generates no text",
+        ),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+        ({"model_type": "odd", "architectures": ["OddForCausalLM"]}, "odd"),
+    ],
+)
+def test_the_doctor_is_told_why_a_model_cannot_be_served(
+    tmp_path: Path, changed: dict[str, Any], why: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = {"model": str(folder), "served_model_name": "demo", "device": "cpu"}
+    assert "left_out" in told(EngineConfig(**settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    assert why in told(EngineConfig(**settings))["why"]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from engine_bridge.policy.limits.model_support import (
@@ -31,11 +33,21 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     assert "OddForCausalLM" in found.get("adapters", "OddForCausalLM")
 
 
-def test_a_model_without_an_operation_that_it_needs_is_refused_with_what_to_do() -> None:
+@pytest.mark.parametrize(
+    ("facts", "says", "helps"),
+    [
+        ({"missing_operation": "odd_scan"}, "lacks the operation odd_scan", "--device"),
+        ({"generates": False}, "generates no text", "--embedding-model"),
+        ({"has_encoder": True}, "by an encoder", "that generates text"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
+    facts: dict[str, Any], says: str, helps: str
+) -> None:
     assert refusal(ModelFacts(architecture="OddForCausalLM")) is None
-    refused = refusal(ModelFacts(architecture="OddForCausalLM", missing_operation="odd_scan"))
+    refused = refusal(ModelFacts(architecture="OddForCausalLM", **facts))
     assert refused is not None
-    assert "odd_scan" in refused.why and "OddForCausalLM" in refused.why and "--device" in refused.remedy
+    assert says in refused.why and "OddForCausalLM" in refused.why and helps in refused.remedy
 
 
 @pytest.mark.parametrize(
@@ -43,6 +55,13 @@ def test_a_model_without_an_operation_that_it_needs_is_refused_with_what_to_do()
     [
         ("'_OpNamespace' '_C' object has no attribute 'odd_scan'", "odd_scan", "--device", False),
         ("is_odd=False is supported only for CUDA and ROCm for now", "is_odd=False", "--device", False),
+        ("_C::odd_quant() expected at most 0 argument(s) but received 4", "odd_quant", "--device", False),
+        (
+            "Failed to find a kernel that can implement the ScaledMM linear layer. Reasons: \n many",
+            "quantised weights: the ScaledMM linear layer",
+            "--device",
+            False,
+        ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
@@ -54,6 +73,14 @@ def test_a_model_without_an_operation_that_it_needs_is_refused_with_what_to_do()
         ("There is no module or parameter named 'a.b' in Odd. The", "Odd, which has no a.b", "again", True),
         ("Following weights were not initialized from checkpoint: {'a.b'}", "a.b", "again", True),
         ("Error while deserializing header: incomplete metadata", "incomplete", "again", True),
+        ("Attempted to load weight (torch.Size([4])) into parameter", "torch.Size([4])", "again", True),
+        (
+            "Validation error for field 'num_hidden_layers':\n    expected int",
+            "num_hidden_layers",
+            "again",
+            True,
+        ),
+        ("Unknown RoPE scaling type odd", "type odd", "another model", True),
         ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
     ],
 )
