@@ -551,7 +551,9 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
                 log.error("the engine could not be started", exc_info=error)
         known = error if isinstance(error, Unservable) and error.remedy else None
         say(f"error: the engine could not be started: {known.why if known else error}")
-        if known or not isinstance(error, BridgeError):  # other errors of ours say it in themselves
+        if isinstance(error, Unservable) or not isinstance(
+            error, BridgeError
+        ):  # other errors of ours say it in themselves
             say(f"  what to do: {known.remedy if known else of_start_error(str(error))}")
         return False
     adapters = ", ".join(info.name for info in services.node.adapters())
