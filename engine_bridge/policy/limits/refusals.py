@@ -61,6 +61,11 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     _known(
+        r"^AssertionError: (.*(?:[Dd]raft|[Ss]pecul).*)",
+        "vLLM cannot draft this model's tokens so: {0}",
+        OTHER_DRAFTS,
+    ),
+    _known(
         r"^AssertionError: (.+)",
         "a check of vLLM's own does not hold for this model on this device: {0}",
         ANOTHER_DEVICE,

@@ -81,6 +81,12 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             True,
         ),
         ("Unknown RoPE scaling type odd", "type odd", "another model", True),
+        (
+            "AssertionError: All drafting layers should belong to one group",
+            "to one group",
+            "--speculative-config",
+            True,
+        ),
         ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
     ],
 )
