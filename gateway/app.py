@@ -20,6 +20,7 @@ from aiohttp import web
 from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
 from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.policy.limits.model_support import Unservable
 from engine_bridge.policy.nodes.session_locations import MAX_SESSIONS
 from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collecting
 from engine_bridge.protocol.errors import BridgeError
@@ -557,8 +558,12 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         if not isinstance(error, BridgeError):  # our own errors say what is wrong, so they need no traceback
             with texts_are_ours():  # no client has been read yet
                 log.error("the engine could not be started", exc_info=error)
-        say(f"error: the engine could not be started: {error}")
-        say(f"  what to do: {of_start_error(str(error))}")
+        known = error if isinstance(error, Unservable) and error.remedy else None
+        say(f"error: the engine could not be started: {known.why if known else error}")
+        if isinstance(error, Unservable) or not isinstance(
+            error, BridgeError
+        ):  # other errors of ours say it in themselves
+            say(f"  what to do: {known.remedy if known else of_start_error(str(error))}")
         return False
     adapters = ", ".join(info.name for info in services.node.adapters())
     say(

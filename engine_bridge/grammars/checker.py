@@ -57,6 +57,7 @@ class HelperProcess:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._helper: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._is_over = False
         self.has_worked = False
 
     @property
@@ -83,13 +84,19 @@ class HelperProcess:
             self._exchange(msgspec.json.encode(self._setup), START_TIMEOUT_S)
         except (OSError, HelperDied) as error:
             self.close()
-            log.error("the helper process for grammars cannot be started", exc_info=error)
+            if not self._is_over:  # else it was ended while it started
+                log.error("the helper process for grammars cannot be started", exc_info=error)
             raise EngineUnavailable(
                 "Structured output cannot be checked now. Try again in a moment."
             ) from error
 
+    def end(self) -> None:
+        """End the process for good, also while another thread starts it."""
+        self._is_over = True
+        self.close()
+
     def close(self) -> None:
-        """End the process."""
+        """End the process; the next start makes a new one."""
         helper, self._helper, self.has_worked = self._helper, None, False
         if helper is not None:
             process, connection = helper
@@ -316,4 +323,4 @@ class GrammarChecker:
         """End the processes; checks under way fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
-            process.close()
+            process.end()

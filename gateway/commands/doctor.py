@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from engine_bridge.settings.engine_arguments import named
 from engine_bridge.settings.engine_config import kv_cache_bytes
 from engine_bridge.settings.machine import Machine, look
 from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
+from gateway.commands.model_files import fault_of
 from gateway.commands.remedies import DoctorFinding, ModelFacts
 from gateway.settings.config import PROJECT_ROOT, Config
 from kvtiers.weights import folder_revision
@@ -338,11 +340,14 @@ def model_facts(config: Config) -> ModelFacts:
     folder = Path(config.model).expanduser()
     is_folder = os.path.isdir(folder)
     weights = folder.glob("*.safetensors") if is_folder else ()
+    has_config, given = os.path.isfile(folder / "config.json"), named(config.engine_args)
+    has = {"has_weights": "load_format" not in given, "has_tokenizer": "tokenizer" not in given}
     return ModelFacts(
         name=config.model,
         is_path=is_folder or config.model.startswith(("/", ".", "~")),
         is_folder=is_folder,
-        has_config=os.path.isfile(folder / "config.json"),
+        has_config=has_config,
+        fault=fault_of(folder, **has) if has_config else "",
         weight_bytes=sum(each.stat().st_size for each in weights),
         is_cached=(_hub_cache() / f"models--{config.model.replace('/', '--')}").is_dir(),
     )

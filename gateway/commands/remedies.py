@@ -34,7 +34,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """The model to serve, as far as the disk tells.
 
     is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here. is_cached: a
-    model on a hub lies in the hub's cache on this machine.
+    model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a sentence; "" if none shows.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     has_config: bool
     weight_bytes: int
     is_cached: bool = False
+    fault: str = ""
 
 
 def install_command(device: str, *, is_checkout: bool) -> str:
@@ -127,6 +128,11 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
             problem=f"{model.name} has no config.json, so it is not a model in Hugging Face's format",
             remedy="give the folder that holds config.json and the weights: --model FOLDER",
         )
+    elif model.fault:
+        yield DoctorFinding(
+            problem=model.fault,
+            remedy="fetch the model again, with all its files, or give another folder: --model FOLDER",
+        )
 
 
 def about_hub(model: ModelFacts, *, is_offline: bool) -> Iterator[DoctorFinding]:
@@ -154,6 +160,10 @@ def about_memory(device: str, machine: Machine, model: ModelFacts, kv_bytes: int
 _START_ERRORS = (
     ("less than requested memory for kv", "lower --kv-cache-gib"),
     ("desired CPU memory utilization", "say how much memory KV may take: --kv-cache-gib 4; or free memory"),
+    (
+        "longer than the maximum model length",
+        "raise --max-model-len: an answer takes a prompt of one token at least",
+    ),
     ("greater than the derived max_model_len", "lower --max-model-len to what the model was made for"),
     (
         "larger than the available KV cache memory",
@@ -172,15 +182,22 @@ _START_ERRORS = (
 
 def of_start_error(text: str) -> str:
     """Return what to do about an error with which the engine did not start; where nothing better is known, to ask `overture doctor`."""
-    known = (remedy for words, remedy in _START_ERRORS if words in text)
-    return next(known, "overture doctor looks for the cause, with the same flags")
+    return (
+        _known_remedy(text)
+        or "overture doctor looks for the cause, with the same flags; where it finds none, try another release of vLLM or another model"
+    )
+
+
+def _known_remedy(text: str) -> str:
+    return next((remedy for words, remedy in _START_ERRORS if words in text), "")
 
 
 def about_refusal(why: str, remedy: str) -> Iterator[DoctorFinding]:
     """Return the finding about a model that vLLM refuses; none if `why` is empty. remedy: "" where none is known."""
     if why:
         yield DoctorFinding(
-            problem=why, remedy=remedy or "serve another model, or try a newer release of vLLM"
+            problem=why,
+            remedy=remedy or _known_remedy(why) or "serve another model, or try a newer release of vLLM",
         )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gateway.settings.config import DEMO_MODEL_DIR
 from tests.conftest import ROOT
 
 
@@ -20,7 +21,9 @@ def test_this_machine_can_serve_and_one_with_another_vllm_cannot(tmp_path: Path)
     model.mkdir()
     described = {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "num_hidden_layers": 1}
     (model / "config.json").write_text(json.dumps(described))
-    done = doctor("--json", "--data-dir", str(tmp_path / "data"), "--max-step-ms", "0", "--model", str(model))
+    elsewhere = ("--engine-arg", "load_format=dummy", "--engine-arg", f"tokenizer={DEMO_MODEL_DIR}")
+    flags = ("--json", "--data-dir", str(tmp_path / "data"), "--max-step-ms", "0", "--model", str(model))
+    done = doctor(*flags, *elsewhere)
     found = json.loads(done.stdout)
     assert (done.returncode, found["can_serve"], found["problems"]) == (0, True, []), done.stderr
     assert found["versions"]["vllm"] == f"{found['vllm']}" and found["machine"]["num_cores"] > 0
@@ -29,6 +32,11 @@ def test_this_machine_can_serve_and_one_with_another_vllm_cannot(tmp_path: Path)
     assert {"what": "short steps", "why": "--max-step-ms 0"} in found["off"]
     assert {"what": "adapters", "why": "vLLM has no LoRA for StableLmForCausalLM"} in found["off"]
     assert not (tmp_path / "data").exists()
+
+    done = doctor(*flags)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["can_serve"]) == (1, False)
+    assert [each["problem"] for each in found["problems"]] == [f"{model} has no weights (*.safetensors)"]
 
     other = tmp_path / "vllm"
     other.mkdir()

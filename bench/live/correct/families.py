@@ -168,6 +168,7 @@ _QWEN3_VISION = _VISION | {
 _WINDOW = {"sliding_window": WINDOW_TOKENS}
 _MIXED_WINDOWS = _WINDOW | {"layer_types": _LAST_IS_FULL}
 _GEMMA = _WITH_HEAD_DIM | _WINDOW | {"query_pre_attn_scalar": HEAD_DIM}
+_GEMMA4 = _WITH_HEAD_DIM | _WINDOW | {"global_head_dim": 2 * HEAD_DIM}
 _MAMBA2_SIZES = {f"mamba_{name}": size for name, size in _MAMBA2.items()}
 _TWICE = 2 * KV_TOKEN_BYTES
 
@@ -234,6 +235,14 @@ FAMILIES = (
         num_adapters=0,
         kv_token_bytes=_TWICE,
     ),
+    Family(
+        "bloom",  # no positions but in the attention itself
+        "BloomConfig",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "n_layer": NUM_LAYERS, "n_head": NUM_HEADS}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        num_adapters=0,
+        kv_token_bytes=_TWICE,
+    ),
     Family("smollm3", "SmolLM3Config", _SIZES),
     # Layers of two kinds, whose KV caches share memory.
     Family("gemma2", "Gemma2Config", _GEMMA | {"tie_word_embeddings": True}),
@@ -246,6 +255,24 @@ FAMILIES = (
         computed_as={"sliding_window": WINDOW_TOKENS + 1},
     ),
     Family("olmo3", "Olmo3Config", _SIZES | _MIXED_WINDOWS),
+    Family(
+        "gemma4",  # layers of two sizes, of which the last ones have the KV of earlier ones
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3}
+        | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 32}
+        | {"use_double_wide_mlp": True},
+        kv_token_bytes=_TWICE,
+    ),
+    Family(
+        "gemma4-experts",  # in full attention the values are the keys, so that an adapter of k_proj changes both
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"layer_types": _LAST_IS_FULL, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"hidden_size_per_layer_input": 0, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    ),
     # Experts.
     Family("mixtral", "MixtralConfig", _SIZES | {"num_local_experts": 4}),
     Family("qwen3-moe", "Qwen3MoeConfig", _WITH_HEAD_DIM | _EXPERTS),
@@ -332,6 +359,25 @@ FAMILIES = (
         },
         dtype="bfloat16",
         num_adapters=0,
+        kv_token_bytes=_TWICE,
+    ),
+    Family(
+        "mamba2",  # no attention, so vLLM keeps no state that could be found again
+        "Mamba2Config",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "num_hidden_layers": NUM_LAYERS}
+        | {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 1}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        reuses_kv=False,
+        num_adapters=0,
+        kv_token_bytes=_TWICE,
+    ),
+    Family(
+        "jamba",
+        "JambaConfig",
+        _SIZES
+        | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 4, "attn_layer_offset": 2}
+        | {"use_mamba_kernels": False},
+        operation="selective_scan_fwd",
         kv_token_bytes=_TWICE,
     ),
     # Quantised weights.

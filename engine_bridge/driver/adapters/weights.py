@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ class Loader:
         self._dtype = manager.lora_config.lora_dtype
         self.buffers = host_buffers(torch.device(manager.device).type == "cuda", max_idle_bytes)
         self._permutations = list(_permutations_of(manager.model))
+        self._copies = copies_of(manager)
         self._kept: OrderedDict[int, AdapterFiles] = OrderedDict()
         """Checked files of adapters that were loaded and found sound, by version; the one loaded longest ago first."""
 
@@ -220,6 +222,7 @@ class Loader:
         with torch.inference_mode():
             for prefix, permute in self._permutations:
                 _permute_heads(prefix, permute, model.loras)
+            _copy_parts(self._copies, model.loras)
             self._manager._create_merged_loras_inplace(model)
         return model
 
@@ -243,6 +246,42 @@ def _permute_heads(prefix: str, permute: Permute, loras: Mapping[str, Any]) -> N
         if name.startswith(prefix) and name.rpartition(".")[2] in ("q_proj", "k_proj"):
             _, permuted = permute(f"{name}.weight", lora.lora_b)
             lora.lora_b = permuted.contiguous()
+
+
+_QKV = ("q", "k", "v")
+"""How vLLM calls the parts of a fused attention layer, in their order."""
+
+
+def copies_of(manager: Any) -> Mapping[str, Sequence[str]]:
+    """Return which parts of fused layers a checkpoint has no weights for, as vLLM loads another part's there: by the name of that other part.
+
+    vLLM leaves an adapter of the other part out of them, though it changes what they compute as well. Source: vLLM 0.32, Gemma 4, whose layers with
+    `attention_k_eq_v` have their values from `k_proj`.
+    """
+    found: dict[str, list[str]] = {}
+    for path, module in manager.model.named_modules():
+        stacked = getattr(getattr(module, "hf_to_vllm_mapper", None), "orig_to_new_stacked", {})
+        for name, (_, shards) in stacked.items():
+            if not isinstance(shards, list) or not set(shards) <= set(_QKV):
+                continue
+            for parts in manager.packed_modules.values():
+                of_name = [part for part in parts if part.startswith(path) and name in f"{part}."]
+                for part in of_name:
+                    found[part] = [
+                        other
+                        for at, other in zip(_QKV, parts, strict=False)
+                        if at in shards and other != part
+                    ]
+    return found
+
+
+def _copy_parts(copies: Mapping[str, Sequence[str]], loras: dict[str, Any]) -> None:
+    """Give the parts that have another part's weights that part's adapter, too. Its lora_B is copied, as vLLM scales each in its place."""
+    for name, others in copies.items():
+        for other in others if name in loras else ():
+            twin = shallow_copy(loras[name])
+            twin.lora_b = twin.lora_b.clone()
+            loras.setdefault(other, twin)
 
 
 def _view(data: torch.Tensor, info: TensorInfo, data_offset: int) -> torch.Tensor:

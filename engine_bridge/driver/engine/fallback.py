@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
+from engine_bridge.policy.limits.refusals import is_final, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
 from engine_bridge.protocol.figures import LeftOut
 from engine_bridge.settings.engine_config import EngineConfig
@@ -54,6 +56,7 @@ def build_with_what_works(
 
     Raises:
         CannotHave: the user insists on adapters, and the model cannot have them.
+        UnusableModel: vLLM cannot serve the model, whatever is left out, and what to do is known.
         Exception: that of the first try, where nothing that can be left out helps.
     """
     known: dict[Mechanism, str] = {}
@@ -78,14 +81,17 @@ def build_with_what_works(
             first = first or error
             guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             if not guess:
+                if (refused := refusal_of(said_by(first))) is not None:
+                    raise refused from first
                 raise first from None
             log.warning(
                 "the engine cannot be built as set up and is built again without %s. The reason: %s",
                 " and ".join(sorted(guess)),
                 _in_short(error),
             )
-    for mechanism in sorted(guess):
-        known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
+    if first is not None:
+        for mechanism in sorted(guess):
+            known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
     return Built(driver, tried, tuple(_say(known, tiers)))
 
 
@@ -113,11 +119,12 @@ def _guesses(*, has_tiers: bool, may_lose_adapters: bool) -> Iterator[Set[Mechan
 
 def _is_for_the_user(error: Exception) -> bool:
     """Return whether an error has a cause that only the user can mend. Too little memory is said by errors of many types."""
-    return isinstance(error, _OTHERS) or "memory" in f"{type(error).__name__} {error}".lower()
+    said = said_by(error)
+    return isinstance(error, _OTHERS) or "memory" in said.lower() or is_final(said)
 
 
-def _in_short(error: Exception | None) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_WHY_CHARS]
+def _in_short(error: Exception) -> str:
+    return " ".join(said_by(error).split())[:_MAX_WHY_CHARS]
 
 
 def _say(known: dict[Mechanism, str], tiers: KvTiers | None) -> Iterator[LeftOut]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_bridge.driver.engine.building import configure_environment, engine_args
+from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.policy.limits.model_support import (
     CannotHave,
@@ -15,6 +19,7 @@ from engine_bridge.policy.limits.model_support import (
     UnusableModel,
     left_out,
 )
+from engine_bridge.policy.limits.refusals import OTHER_DRAFTS, refusal, refusal_of
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -23,7 +28,10 @@ if TYPE_CHECKING:
 # How pydantic writes that vLLM refuses a model, or, of the whole configuration, to split it into so many parts. Other faults of the whole may end
 # where a mechanism is left out.
 _REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
+_OF_DRAFTS = "error for SpeculativeConfig"
 _FEWER_PARTS = "Choose a --tensor-parallel-size that divides it"
+# By the class of a layer of vLLM's, what it calls on a CPU. Found by serving the models that have it: vLLM 0.32 builds the second for GPUs alone.
+_OPERATIONS = {"MambaMixer": "selective_scan_fwd"}
 _NEEDS_TORCHVISION = (
     "Models of families that can read pictures need torchvision for text, too: install the build for your torch, such as "
     "`pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu`"
@@ -34,15 +42,21 @@ def configuration_of(args: Any) -> Any:
     """Return the whole configuration of an engine (`VllmConfig`) with these arguments (`EngineArgs`), which vLLM completes.
 
     Raises:
-        UnusableModel: vLLM refuses the model, or to split it so. Other errors of vLLM pass unchanged.
+        UnusableModel: vLLM refuses the model, to split it so, or to draft its tokens so. Other errors of vLLM pass unchanged.
     """
     try:
         return args.create_engine_config()
+    except NotImplementedError as error:
+        if (refused := refusal_of(str(error))) is not None:
+            raise refused from error
+        raise
     except ValueError as error:
         head, _, text = str(error).partition(_WHY)
         why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
         if _UNDIVIDED in why:
             raise UnusableModel(why, _FEWER_PARTS) from error
+        if _OF_DRAFTS in head:
+            raise UnusableModel(" ".join(why.split()), OTHER_DRAFTS) from error
         if _REFUSED not in head:
             raise
         is_inspected = "failed to be inspected" not in why
@@ -59,11 +73,11 @@ def _has_torchvision() -> bool:
     return True
 
 
-def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> dict[Mechanism, str]:
+def left_out_of(facts: ModelFacts, config: EngineConfig, *, has_tiers: bool) -> dict[Mechanism, str]:
     """Return which of the mechanisms that an engine's settings ask for its model cannot have, and why.
 
     Args:
-        vllm_config: see `configuration_of`.
+        facts: those of the model.
         config: the settings.
         has_tiers: whether KV is to be kept in tiers.
     """
@@ -72,7 +86,7 @@ def left_out_of(vllm_config: Any, config: EngineConfig, *, has_tiers: bool) -> d
         "KV tiers": has_tiers,
         "expert parallelism": config.enable_expert_parallel,
     }
-    return {name: why for name, why in left_out(facts_of(vllm_config)).items() if asked.get(name)}
+    return {name: why for name, why in left_out(facts).items() if asked.get(name)}
 
 
 def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
@@ -80,10 +94,13 @@ def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
 
     Raises:
         CannotHave: the model cannot have what these settings ask for.
-        UnusableModel: vLLM refuses it.
+        UnusableModel: vLLM refuses it, or lacks what computes it.
     """
     vllm_config = configuration_of(engine_args(config, tiers))
-    if reasons := left_out_of(vllm_config, config, has_tiers=tiers is not None):
+    facts = facts_of(vllm_config)
+    if (refused := refusal(facts)) is not None:
+        raise refused
+    if reasons := left_out_of(facts, config, has_tiers=tiers is not None):
         raise CannotHave(reasons)
 
 
@@ -95,12 +112,34 @@ def prepare(settings: bytes) -> EngineConfig:
 
 
 def told(config: EngineConfig) -> dict[str, Any]:
-    """Return what the model of these settings cannot have, for `overture doctor`: {"left_out"}, or {"why", "remedy"} where vLLM refuses it."""
+    """Return what the model of these settings cannot have, for `overture doctor`: {"left_out"}, or {"why", "remedy"} where it cannot be served."""
     try:
-        vllm_config = configuration_of(engine_args(config, None))
+        facts = _facts_as_built(config)
     except UnusableModel as error:
         return {"why": error.why, "remedy": error.remedy}
-    return {"left_out": left_out_of(vllm_config, config, has_tiers=config.kv_host_gib > 0)}
+    except Exception as error:
+        refused = refusal_of(said_by(error))
+        return (
+            {"why": said_by(error), "remedy": ""}
+            if refused is None
+            else {"why": refused.why, "remedy": refused.remedy}
+        )
+    if (refused := refusal(facts)) is not None:
+        return {"why": refused.why, "remedy": refused.remedy}
+    return {"left_out": left_out_of(facts, config, has_tiers=config.kv_host_gib > 0)}
+
+
+def _facts_as_built(config: EngineConfig) -> ModelFacts:
+    """Return the facts of a model; where vLLM fails to set it up, those without adapters and prefix caching, as the engine would be built."""
+    try:
+        return facts_of(configuration_of(engine_args(config, None)))
+    except UnusableModel:
+        raise
+    except Exception:
+        less = replace(config, enable_lora=False, enable_prefix_caching=False)
+        with contextlib.suppress(Exception):
+            return facts_of(configuration_of(engine_args(less, None)))
+        raise
 
 
 def facts_of(vllm_config: Any) -> ModelFacts:
@@ -120,4 +159,18 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         is_speculative=vllm_config.speculative_config is not None,
         splits_by_expert=vllm_config.device_config.device_type != "cpu",
         reuses_kv=reuses_kv(vllm_config),
+        generates=model.runner_type == "generate",
+        has_encoder=bool(model.is_encoder_decoder),
+        missing_operation=missing_operation(model_class)
+        if vllm_config.device_config.device_type == "cpu"
+        else "",
     )
+
+
+def missing_operation(model_class: type) -> str:
+    """Return the operation that a model's layers call on a CPU and vLLM's build lacks; "" for none. A class's layers stand in its module."""
+    from engine_bridge.driver.vllm_api import _custom_ops
+
+    layers = vars(sys.modules[model_class.__module__])
+    needed = (operation for layer, operation in _OPERATIONS.items() if layer in layers)
+    return next((each for each in needed if not hasattr(_custom_ops.torch.ops._C, each)), "")

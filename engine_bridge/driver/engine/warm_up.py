@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.in_process import runner_of
@@ -36,7 +37,7 @@ def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None, *, with_adapter:
     if tiers is not None:
         tiers.is_paused = True
     prefills, decode_s = [], 0.0
-    for number, num_tokens in enumerate(min(wanted, limit - 2) for wanted in WARM_UP_TOKENS):
+    for number, num_tokens in enumerate(_within(limit, WARM_UP_TOKENS)):
         # Each prompt repeats another token: a prompt that begins like an earlier one is cached, and takes no time.
         prompt: Any = {"prompt_token_ids": [1 + number] * num_tokens}
         engine.add_request(f"warm-up-{number}", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -49,6 +50,11 @@ def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None, *, with_adapter:
     if tiers is not None:
         tiers.is_paused = False
     return table_from(prefills[1:], decode_s)
+
+
+def _within(limit: int, wanted: Iterable[int]) -> list[int]:
+    """Return the tokens of prompts that with two tokens of answer fit into a context; of the shortest contexts there is room for one."""
+    return [max(1, min(each, limit - 2)) for each in wanted]
 
 
 def _time_request(engine: Any, scheduler: Any) -> tuple[float, float]:
@@ -70,7 +76,7 @@ def _warm_up_grammars(engine: Any, scheduler: Any) -> None:
     grammar = StructuredOutputsParams(regex="[a-z]{1,2}")
     params = SamplingParams(max_tokens=2, structured_outputs=grammar)
     try:
-        engine.add_request("warm-up-grammar", {"prompt_token_ids": [1] * 4}, params)
+        engine.add_request("warm-up-grammar", {"prompt_token_ids": [1]}, params)
     except ValueError as error:
         log.warning("structured output is not offered with this model: %s", error)
         return
@@ -88,7 +94,7 @@ def _warm_up_adapter(engine: Any, scheduler: Any, limit: int) -> None:
     request = LoRARequest(lora_name="warm-up", lora_int_id=1, lora_path="/warm-up")
     rank = min(DUMMY_RANK, manager.lora_config.max_lora_rank)
     manager.add_dummy_lora(request, manager.get_dummy_lora_warmup_rank(rank))
-    for num_tokens in dict.fromkeys(min(wanted, limit - 2) for wanted in ADAPTER_WARM_UP_TOKENS):
+    for num_tokens in dict.fromkeys(_within(limit, ADAPTER_WARM_UP_TOKENS)):
         prompt: Any = {"prompt_token_ids": [1 + num_tokens] * num_tokens}
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         engine.add_request(f"warm-up-adapter-{num_tokens}", prompt, params, lora_request=request)

@@ -109,7 +109,7 @@ vllm.config:CacheConfig ENGINE at vllm_config.cache_config
 vllm.config:ModelConfig ENGINE at vllm_config.model_config
     read max_model_len
     KV_TIERS: read dtype hf_config hf_text_config model model_weights quantization
-    MODEL_FACTS: read is_attention_free is_hybrid
+    MODEL_FACTS: read is_attention_free is_encoder_decoder is_hybrid runner_type
     call get_vocab_size()
 vllm.model_executor.model_loader.utils MODEL_FACTS
     call get_model_architecture(model_config)
@@ -353,6 +353,7 @@ vllm.model_executor.layers.attention.mla_attention:MLAAttention LORA
     read kv_b_proj
 vllm.model_executor.models.utils:WeightsMapper LORA
     call get_rename_mapper()
+    read orig_to_new_stacked
 # -- adapters: computing ------------------------------------------------------------------------------------------------
 vllm.lora.layers.base:BaseLayerWithLoRA LORA
     call set_lora(index, lora_a, lora_b) reset_lora(index)

@@ -21,7 +21,21 @@ CONSEQUENCES: Mapping[Mechanism, str] = {
 }
 
 
-class CannotHave(NotSupported):
+class Unservable(NotSupported):
+    """A model cannot be served with these settings.
+
+    Attributes:
+        why: the reason, as a phrase, in vLLM's words where it is vLLM that refuses.
+        remedy: what helps, as a sentence; "" where that is not known.
+    """
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(f"{why.rstrip('.')}. {remedy}".rstrip())
+        self.why = why
+        self.remedy = remedy
+
+
+class CannotHave(Unservable):
     """An engine cannot have mechanisms that it was to be built with.
 
     Attributes:
@@ -30,22 +44,15 @@ class CannotHave(NotSupported):
 
     def __init__(self, reasons: Mapping[Mechanism, str]) -> None:
         whys = " and ".join(f"{mechanism} ({why})" for mechanism, why in reasons.items())
-        super().__init__(f"this model cannot have {whys}. Take away the settings that ask for it")
+        settings = ": --adapters on and --lora-module" if "adapters" in reasons else ""
+        super().__init__(
+            f"this model cannot have {whys}", f"Take away the settings that ask for it{settings}"
+        )
         self.reasons = reasons
 
 
-class UnusableModel(NotSupported):
-    """vLLM refuses a model before it loads the weights.
-
-    Attributes:
-        why: in vLLM's words.
-        remedy: what helps; "" where that is not known.
-    """
-
-    def __init__(self, why: str, remedy: str = "") -> None:
-        super().__init__(f"{why.rstrip('.')}. {remedy}".rstrip())
-        self.why = why
-        self.remedy = remedy
+class UnusableModel(Unservable):
+    """vLLM cannot serve a model: it refuses it before it loads the weights, or lacks what would compute it."""
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
@@ -58,6 +65,9 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         is_speculative: whether tokens are drafted.
         splits_by_expert: whether devices can have whole experts each.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, by the settings and by its own decision for this model.
+        generates: whether vLLM has it generate text; else it makes embeddings or scores.
+        has_encoder: whether it reads its input by an encoder of its own, as models that transcribe speech do.
+        missing_operation: the name of an operation that the model's layers call and vLLM's build for the device lacks; "" where none is missing.
     """
 
     architecture: str
@@ -66,6 +76,9 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_speculative: bool = False
     splits_by_expert: bool = True
     reuses_kv: bool = True
+    generates: bool = True
+    has_encoder: bool = False
+    missing_operation: str = ""
 
 
 def left_out(facts: ModelFacts) -> dict[Mechanism, str]:

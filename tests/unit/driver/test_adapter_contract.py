@@ -8,7 +8,7 @@ import torch
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract, inspect
-from engine_bridge.driver.adapters.weights import contract_of
+from engine_bridge.driver.adapters.weights import contract_of, copies_of
 from tests.adapter_corpus import make_adapter
 
 SLOTS, MAX_RANK, HIDDEN = 2, 16, 24
@@ -72,3 +72,21 @@ def test_where_a_models_checkpoints_are_fused_the_fused_module_takes_adapters(tm
     # Gated delta nets: queries, keys and values are one part of several slices, what gates them is another.
     parts = contract({"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}, in_proj_qkvz=layer(16, 16, 32, 8))
     assert parts.modules == {f"{MLP}.in_proj_qkv": (HIDDEN, 64), f"{MLP}.in_proj_z": (HIDDEN, 8)}
+
+
+def test_a_part_that_is_loaded_from_anothers_weights_takes_that_ones_adapter() -> None:
+    """Gemma 4's full attention has its values from k_proj: an adapter of k_proj changes both."""
+    gemma4 = importlib.import_module("vllm.model_executor.models.gemma4")
+    kinds = ["sliding_attention", "full_attention"]
+    config = SimpleNamespace(num_hidden_layers=2, layer_types=kinds, attention_k_eq_v=True)
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.hf_to_vllm_mapper = gemma4._gemma4_layer_weights_mapper(config)
+    places = [f"model.layers.{number}.self_attn" for number in (0, 1)]
+    fused = table_of("gemma4", "Gemma4ForCausalLM")["qkv_proj"]
+    parts = {f"{place}.qkv_proj": [f"{place}.{part}" for part in fused] for place in places}
+    of_gemma = copies_of(SimpleNamespace(model=model, packed_modules=parts))
+    assert of_gemma == {f"{places[1]}.k_proj": [f"{places[1]}.v_proj"]}
+    config.attention_k_eq_v = False
+    model.model.hf_to_vllm_mapper = gemma4._gemma4_layer_weights_mapper(config)
+    assert not copies_of(SimpleNamespace(model=model, packed_modules=parts))

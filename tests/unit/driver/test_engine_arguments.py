@@ -1,3 +1,6 @@
+import importlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +9,7 @@ import pytest
 from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
-from engine_bridge.driver.engine.model_facts import configuration_of
+from engine_bridge.driver.engine.model_facts import configuration_of, missing_operation, told
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.engine_arguments import parse, without_effect
@@ -39,7 +42,7 @@ def test_a_kv_cache_has_the_size_that_was_said() -> None:
 
 
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
-    for device, wished, told, sure in (
+    for device, wished, batch, sure in (
         ("cpu", None, 64, 64),
         ("cpu", 5, 5, 5),
         ("cuda", None, None, 256),  # 256 to 1,024, by the GPU's memory
@@ -49,7 +52,7 @@ def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
             model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, max_num_seqs=wished
         )
         args = engine_args(config, None)
-        assert args.max_num_seqs == told
+        assert args.max_num_seqs == batch
         assert config.grammar_bytes == max(1 << 30, sure * (16 << 20))
         assert args.max_loras == (max(8, sure) if device == "cpu" else 8)
 
@@ -92,6 +95,71 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
         UnusableModel, match=r"attention heads .* Choose a --tensor-parallel-size that divides it"
     ):
         configuration_of(engine_args(config, None))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "why"),
+    [
+        ({"method": "mtp", "num_speculative_tokens": 3}, "Unsupported speculative method: 'mtp'"),
+        (
+            {"method": "draft_model", "model": "/nowhere/at/all", "num_speculative_tokens": 3},
+            "/nowhere/at/all",
+        ),
+    ],
+)
+def test_drafts_that_a_model_cannot_have_are_refused_with_what_helps(drafts: Any, why: str) -> None:
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR),
+        served_model_name="demo",
+        device="cpu",
+        speculative_config=json.dumps(drafts),
+    )
+    with pytest.raises(UnusableModel, match=why) as refused:
+        configuration_of(engine_args(config, None))
+    assert "--speculative-config" in refused.value.remedy
+    assert told(config) == {"why": refused.value.why, "remedy": refused.value.remedy}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification generates no text",
+        ),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+        ({"model_type": "odd", "architectures": ["OddForCausalLM"]}, "odd"),
+    ],
+)
+def test_the_doctor_is_told_why_a_model_cannot_be_served(
+    tmp_path: Path, changed: dict[str, Any], why: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = {"model": str(folder), "served_model_name": "demo", "device": "cpu"}
+    assert "left_out" in told(EngineConfig(**settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    assert why in told(EngineConfig(**settings))["why"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "needs"),
+    [
+        ("jamba", "JambaForCausalLM", "selective_scan_fwd"),
+        ("mamba", "MambaForCausalLM", "selective_scan_fwd"),
+        ("mamba2", "Mamba2ForCausalLM", ""),
+        ("llama", "LlamaForCausalLM", ""),
+    ],
+)
+def test_a_model_tells_by_its_layers_which_operation_the_build_lacks(
+    module: str, name: str, needs: str
+) -> None:
+    from vllm import _custom_ops
+
+    found = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+    is_there = hasattr(_custom_ops.torch.ops._C, needs) if needs else True
+    assert missing_operation(found) == ("" if is_there else needs)
 
 
 def test_what_cannot_be_set_is_refused_with_the_reason() -> None:

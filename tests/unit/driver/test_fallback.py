@@ -108,3 +108,32 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
     errors = iter([ValueError("the cause"), *(ValueError("another") for _ in range(9))])
     with pytest.raises(ValueError, match="the cause"):
         built(lambda _: next(errors))
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "num_tries"),
+    [
+        (RuntimeError("Cannot find any model weights with `m`"), "Fetch the model again", 1),
+        (
+            ValueError("There is no module or parameter named 'lm_head' in OddModel. The available ones"),
+            "not those of OddModel, which has no lm_head.* --speculative-config",
+            1,
+        ),
+        # Adapters or tiers may have called for what the device lacks.
+        (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
+    ],
+)
+def test_what_vllm_cannot_serve_is_said_with_what_to_do(error: Exception, says: str, num_tries: int) -> None:
+    tries: list[Tried] = []
+    with pytest.raises(UnusableModel, match=says) as raised:
+        built(lambda tried: tries.append(tried) or error)
+    assert raised.value.remedy and raised.value.__cause__ is error
+    assert len(tries) == num_tries
+
+
+def test_an_error_without_a_text_is_said_by_the_line_that_raised_it(tmp_path: Path) -> None:
+    router = tmp_path / "odd_router.py"
+    router.write_text("\nassert not 'softmax'\n")
+    code = compile(router.read_text(), str(router), "exec")
+    with pytest.raises(UnusableModel, match=r"assert not 'softmax' \(odd_router.py:2\).*--device"):
+        built(lambda _: exec(code))

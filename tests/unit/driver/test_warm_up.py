@@ -38,9 +38,10 @@ class Engine:
         if lora_request is not None:
             assert lora_request.lora_int_id in self.adapters
             self.prompts_with_adapter.append(len(prompt["prompt_token_ids"]))
+        ids = prompt["prompt_token_ids"]
+        assert 0 < len(ids) < self.vllm_config.model_config.max_model_len
         if params.structured_outputs is not None:
             raise ValueError("no grammars here")
-        ids = prompt["prompt_token_ids"]
         num_cached = max((_num_common(ids, other) for other in self._cached), default=0)
         num_cached = min(num_cached, len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         self._cached.append(ids)
@@ -103,3 +104,12 @@ def test_on_a_gpu_the_kernels_of_adapters_are_compiled_before_anybody_waits_for_
     assert engine.prompts_with_adapter == lengths
     assert not engine.adapters, "what serves adapters finds none"
     assert engine.seen_paused == {True}
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 4])
+def test_the_shortest_contexts_are_warmed_up_with_a_token(max_model_len: int) -> None:
+    engine = Engine(schedules_ahead=False)
+    engine.vllm_config.model_config.max_model_len = max_model_len
+    engine.tiers = tiers = SimpleNamespace(is_paused=False)
+    warm_up(engine, engine, tiers, with_adapter=True)
+    assert set(engine.prompts_with_adapter) == {max(1, max_model_len - 2)}

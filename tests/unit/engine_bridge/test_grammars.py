@@ -152,3 +152,15 @@ async def test_a_helper_that_was_killed_or_dies_of_earlier_grammars_is_replaced_
     for tenant, num in (("a", 10), ("c", 5000), ("d", 5001)):
         assert await checker.check(values(num), tenant) == ""
     assert end is starve or any(helper.pid not in (*pids, None) for helper in checker.processes)
+
+
+def test_a_checker_that_is_closed_while_its_helpers_start_reports_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = GrammarChecker(BYTES, timeout_s=30.0, memory_mib=512)
+    made.warm_up()
+    while not any(process.pid for process in made.processes):
+        pass
+    made.close()
+    made._threads.shutdown(wait=True)
+    assert not caplog.records

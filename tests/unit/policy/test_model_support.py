@@ -1,6 +1,15 @@
+from typing import Any
+
 import pytest
 
-from engine_bridge.policy.limits.model_support import CONSEQUENCES, Mechanism, ModelFacts, left_out
+from engine_bridge.policy.limits.model_support import (
+    CONSEQUENCES,
+    CannotHave,
+    Mechanism,
+    ModelFacts,
+    left_out,
+)
+from engine_bridge.policy.limits.refusals import is_final, refusal, refusal_of
 
 
 @pytest.mark.parametrize(
@@ -22,3 +31,79 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     found = left_out(ModelFacts(architecture="OddForCausalLM", **facts))
     assert list(found) == lacks and found.keys() <= CONSEQUENCES.keys()
     assert "OddForCausalLM" in found.get("adapters", "OddForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("facts", "says", "helps"),
+    [
+        ({"missing_operation": "odd_scan"}, "lacks the operation odd_scan", "--device"),
+        ({"generates": False}, "generates no text", "--embedding-model"),
+        ({"has_encoder": True}, "by an encoder", "that generates text"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
+    facts: dict[str, Any], says: str, helps: str
+) -> None:
+    assert refusal(ModelFacts(architecture="OddForCausalLM")) is None
+    refused = refusal(ModelFacts(architecture="OddForCausalLM", **facts))
+    assert refused is not None
+    assert says in refused.why and "OddForCausalLM" in refused.why and helps in refused.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "helps", "stays"),
+    [
+        ("'_OpNamespace' '_C' object has no attribute 'odd_scan'", "odd_scan", "--device", False),
+        ("is_odd=False is supported only for CUDA and ROCm for now", "is_odd=False", "--device", False),
+        ("_C::odd_quant() expected at most 0 argument(s) but received 4", "odd_quant", "--device", False),
+        (
+            "Failed to find a kernel that can implement the ScaledMM linear layer. Reasons: \n many",
+            "quantised weights: the ScaledMM linear layer",
+            "--device",
+            False,
+        ),
+        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
+        ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
+        (
+            "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
+            "no class for this model",
+            "another model",
+            True,
+        ),
+        ("There is no module or parameter named 'a.b' in Odd. The", "Odd, which has no a.b", "again", True),
+        ("Following weights were not initialized from checkpoint: {'a.b'}", "a.b", "again", True),
+        ("Error while deserializing header: incomplete metadata", "incomplete", "again", True),
+        ("Attempted to load weight (torch.Size([4])) into parameter", "torch.Size([4])", "again", True),
+        (
+            "Validation error for field 'num_hidden_layers':\n    expected int",
+            "num_hidden_layers",
+            "again",
+            True,
+        ),
+        ("Unknown RoPE scaling type odd", "type odd", "another model", True),
+        (
+            "AssertionError: All drafting layers should belong to one group",
+            "to one group",
+            "--speculative-config",
+            True,
+        ),
+        ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
+    ],
+)
+def test_an_error_of_vllms_becomes_one_that_says_what_to_do(
+    error: str, says: str, helps: str, stays: bool
+) -> None:
+    refused = refusal_of(error)
+    assert refused is not None
+    assert says in refused.why and helps in refused.remedy
+    assert is_final(error) == stays
+
+
+def test_an_unknown_error_stays_as_it_is() -> None:
+    assert refusal_of("something that nobody has seen yet") is None
+    assert not is_final("something that nobody has seen yet")
+
+
+def test_what_a_user_insists_on_is_said_with_the_settings_to_take_away() -> None:
+    refused = CannotHave({"adapters": "vLLM has no LoRA for OddForCausalLM"})
+    assert "OddForCausalLM" in refused.why and "--adapters on and --lora-module" in refused.remedy

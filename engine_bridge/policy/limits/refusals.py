@@ -1,0 +1,133 @@
+"""Why vLLM cannot serve a model at all, and what to do, by its facts and by the errors that vLLM ends with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
+
+ANOTHER_DEVICE = "Serve it on another device (on a GPU: --device cuda), or serve another model"
+OTHER_DRAFTS = "Change --speculative-config, or take it away"
+WHOLE_FILES = "Fetch the model again, with all its files. A draft model must be of the kind that --speculative-config names"
+GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
+OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
+
+
+class _Known(NamedTuple):
+    """An error of vLLM's: what it says, why that is, by what it says, and what to do."""
+
+    pattern: re.Pattern[str]
+    why: Callable[[re.Match[str]], str]
+    remedy: str
+
+
+def _known(pattern: str, why: str, remedy: str) -> _Known:
+    """Return an error with this reason, in which {0}, {1} … stand for the pattern's groups."""
+    return _Known(re.compile(pattern, re.DOTALL), lambda found: why.format(*found.groups()), remedy)
+
+
+# Seen in vLLM 0.32 and torch 2.13, with models that these do not serve. The first that fits counts.
+_ERRORS = (
+    _known(
+        r"'_OpNamespace' '\w+' object has no attribute '(\w+)'",
+        "vLLM's build for this device lacks the operation {0}, with which this model computes",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"_C::(\w+)\(\) expected at most 0 argument",
+        "vLLM's build for this device lacks the operation {0}, with which this model computes",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"Failed to find a kernel that can implement the (.*?)(?:\. Reasons.*)?$",
+        "vLLM has no kernel for this device that computes this model's quantised weights: the {0}",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"(.*(?:supported only for|only supported on) (?:CUDA|GPU|XPU|ROCm).*)",
+        "vLLM does not compute this model on this device: {0}",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"module '(triton[\w.]*)' has no attribute '(\w+)'",
+        "vLLM computes this model with kernels of Triton's, which this device does not have ({0}.{1})",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"(Unsupported CPU attention configuration: \S+)",
+        "vLLM's attention on a CPU does not have this model's sizes: {0}",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"^AssertionError: (.*(?:[Dd]raft|[Ss]pecul).*)",
+        "vLLM cannot draft this model's tokens so: {0}",
+        OTHER_DRAFTS,
+    ),
+    _known(
+        r"^AssertionError: (.+)",
+        "a check of vLLM's own does not hold for this model on this device: {0}",
+        ANOTHER_DEVICE,
+    ),
+    _known(
+        r"(.*does not dispatch through the Transformers attention interface)",
+        "vLLM has no class for this model, and cannot run that of transformers: {0}",
+        OTHER_MODEL,
+    ),
+    _known(
+        r"There is no module or parameter named '([^']*)' in (\w+)",
+        "the weights are not those of {1}, which has no {0}",
+        WHOLE_FILES,
+    ),
+    _known(
+        r"Following weights were not initialized from checkpoint: \{?([^}]{0,200})",
+        "the weights are not all here: {0}",
+        WHOLE_FILES,
+    ),
+    _known(
+        r"(Attempted to load weight [^\n]*)",
+        "the sizes of the weights are not those that config.json gives: {0}",
+        WHOLE_FILES,
+    ),
+    _known(
+        r"[Vv]alidation error for (?:field|validator) '([^']*)':\s*(.*)",
+        "config.json is wrong, at {0}: {1}",
+        WHOLE_FILES,
+    ),
+    _known(r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
+    _known(r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
+    _known(r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
+)
+
+
+def refusal(facts: ModelFacts) -> UnusableModel | None:
+    """Return why a model cannot be computed, by its facts, as an error to raise; None where nothing is known against it."""
+    if facts.has_encoder:
+        return UnusableModel(
+            f"{facts.architecture} reads its input by an encoder, and only models that continue a text are served",
+            GENERATING,
+        )
+    if not facts.generates:
+        return UnusableModel(
+            f"{facts.architecture} generates no text here: by its files it makes embeddings or scores",
+            GENERATING,
+        )
+    if facts.missing_operation:
+        why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
+        return UnusableModel(why, ANOTHER_DEVICE)
+    return None
+
+
+def is_final(error: str) -> bool:
+    """Return whether an error of vLLM's stays the same whatever is left out. What a device lacks, adapters or tiers may have called for."""
+    refused = refusal_of(error)
+    return refused is not None and refused.remedy != ANOTHER_DEVICE
+
+
+def refusal_of(error: str) -> UnusableModel | None:
+    """Return an error of vLLM's, by its text, as one that says what to do; None where that is not known."""
+    for known in _ERRORS:
+        if (found := known.pattern.search(error)) is not None:
+            return UnusableModel(known.why(found), known.remedy)
+    return None

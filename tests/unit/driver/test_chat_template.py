@@ -1,0 +1,37 @@
+"""A chat template that cannot be read is found when the server starts, not by the first conversation."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates
+from engine_bridge.protocol.errors import InvalidRequest
+
+SOUND = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% break %}{% endfor %}"
+BROKEN = "{% for message in messages %}\n{{ message.content "
+
+
+def engine(own: Any) -> Any:
+    """An engine of vLLM's with a tokenizer that has this template."""
+    tokenizer = SimpleNamespace(chat_template=own)
+    return SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
+
+
+def test_a_template_that_can_be_read_is_taken() -> None:
+    assert chat_templates(engine(SOUND), None) == (None, SOUND)
+    assert chat_templates(engine(BROKEN), SOUND) == (SOUND, SOUND)
+
+
+def test_the_operators_template_is_refused_with_the_line() -> None:
+    with pytest.raises(InvalidRequest, match=r"--chat-template: .* line 2: "):
+        chat_templates(engine(SOUND), BROKEN)
+
+
+def test_a_plain_template_stands_in_for_a_models_that_cannot_be_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chat_templates(engine(BROKEN), None) == (PLAIN, PLAIN)
+    assert "line 2" in caplog.text and "--chat-template FILE" in caplog.text

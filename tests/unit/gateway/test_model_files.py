@@ -1,0 +1,79 @@
+"""What is wrong with a model's folder is found before vLLM is asked, which would say it late and in other words."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.commands.doctor import at_start
+from gateway.commands.model_files import fault_of
+from gateway.settings.config import Config
+
+HEADER = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER.encode() + bytes(16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder that is in order, as far as can be seen without its weights."""
+    found = tmp_path / "model"
+    found.mkdir()
+    (found / "config.json").write_text('{"model_type": "llama"}')
+    (found / "model.safetensors").write_bytes(WEIGHTS)
+    (found / "tokenizer.json").write_text('{"model": {}}\n')
+    (found / "tokenizer_config.json").write_text("{}")
+    return found
+
+
+def cut(name: str, num_bytes: int) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:num_bytes]) and None
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (written("config.json", '{"model_type":'), "config.json is not JSON"),
+        (written("config.json", "[]"), "config.json is not JSON"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (cut("model.safetensors", len(WEIGHTS) - 1), f"has {len(WEIGHTS) - 1} of {len(WEIGHTS)} bytes"),
+        (cut("model.safetensors", 20), "cut off: it has 20 bytes"),
+        (cut("model.safetensors", 0), "cut off: it has 0 bytes"),
+        (written("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+        (written("model.safetensors.index.json", INDEX), "lacks 1 of the files .* model-2.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+        (written("tokenizer.json", "{}"), "tokenizer.json holds no tokenizer"),
+        (cut("tokenizer.json", 9), "tokenizer.json holds no tokenizer"),
+    ],
+)
+def test_each_fault_is_a_problem_of_the_start_and_of_the_doctor(
+    folder: Path, spoil: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    settings = {"model": str(folder), "device": "cpu", "data_dir": tmp_path}
+    assert at_start(Config(**settings))[0] == []
+    spoil(folder)
+    (problem,) = at_start(Config(**settings))[0]
+    assert re.search(says, problem.problem)
+    assert "--model FOLDER" in problem.remedy
+
+
+def test_what_comes_from_elsewhere_is_not_asked_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "tokenizer.json").unlink()
+    elsewhere = ("load_format=dummy", "tokenizer=/somewhere/else")
+    config = Config(model=str(folder), device="cpu", data_dir=tmp_path, engine_args=elsewhere)
+    assert at_start(config)[0] == []
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "spiece.model", "vocab.json", "qwen.tiktoken"])
+def test_a_tokenizer_may_come_in_other_forms(folder: Path, name: str) -> None:
+    (folder / "tokenizer.json").rename(folder / name)
+    assert fault_of(folder) == ""
