@@ -227,7 +227,7 @@ class Advisories:
         probability: float | None = None,
         is_pin: bool = False,
     ) -> AdvisoryRecord:
-        """Act on an advisory, or renew the one that it repeats. Returns at once.
+        """Act on an advisory, or renew the live advisory that it repeats. Returns at once.
 
         Args:
             owner: whose session it is.

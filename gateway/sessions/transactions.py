@@ -53,7 +53,7 @@ _VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOI
 TURN_COLUMNS = f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}, {pictures.OF_TURN}"
 
 
-# A person goes on with the session.
+# A person continues the session.
 _AS_CHAT = "UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'"
 
 
