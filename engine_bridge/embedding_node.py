@@ -106,6 +106,6 @@ class EmbeddingNode:
         return True
 
     async def close(self) -> None:
-        """End the engine. One that is being built ends with the process."""
+        """End the engine. An engine still being built ends with the process."""
         if not self._thread.close_later(lambda: None):
             await self._thread.close()

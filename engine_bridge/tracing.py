@@ -61,9 +61,9 @@ class Traces:
         """Keep a span while a request is served; its status is an error where the block raises.
 
         Args:
-            name: what is served, without anything that clients put in.
+            name: the operation, without anything that clients put in.
             traceparent: the client's own; "" or a malformed one begins a trace.
-            attributes: what is known of the request, without texts of users.
+            attributes: facts of the request, without texts of users.
             begun_s: Unix time; now without it.
         """
         start_ns = None if begun_s is None else int(begun_s * 1e9)
@@ -86,7 +86,7 @@ class Traces:
     def close(self) -> None:
         """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread.
 
-        Before that, requests that are just ending are waited for, as long at most: a web server ends without requests whose clients have gone.
+        Before that, requests that are just ending are waited for, as long at most: a web server ends without requests whose clients have left.
         """
         if self._provider is not None:
             with self._has_ended:
@@ -133,7 +133,7 @@ def parent_of(traceparent: str) -> Context:
 
 
 def traceparent_of(span: Span) -> str:
-    """Return the W3C `traceparent` of a span, for what is done on its behalf; "" for a span that belongs to no trace."""
+    """Return the W3C `traceparent` of a span, for work done on its behalf; "" for a span that belongs to no trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
     return carrier.get("traceparent", "")

@@ -555,7 +555,7 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         return False
     stopping.cancel()
     if (error := starting.exception()) is not None:
-        if not isinstance(error, BridgeError):  # our own errors say what is wrong, so they need no traceback
+        if not isinstance(error, BridgeError):  # our own errors explain themselves, so they need no traceback
             with texts_are_ours():  # no client has been read yet
                 log.error("the engine could not be started", exc_info=error)
         known = error if isinstance(error, Unservable) and error.remedy else None

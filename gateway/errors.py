@@ -69,7 +69,7 @@ class GatewayError(Exception):
         code: a key of ``KINDS``; another one is a mistake in the program and raises ValueError.
         message: safe to show to a client.
         retryable: None takes the table's value.
-        param: the name of the field at fault, if there is one.
+        param: the name of the field at fault, if any.
         retry_after_s: seconds after which another try makes sense, if known.
         close_code: None takes the table's value.
     """

@@ -131,9 +131,9 @@ class Services:
         return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
 
     def signed_in(self, request: web.Request) -> Principal | None:
-        """Return the person who is signed in without a key: whom a trusted proxy names, else whose cookie the browser sent; None if there is none.
+        """Return the person signed in without a key: named by a trusted proxy, else by the browser's cookie; None without either.
 
-        Raises GatewayError `unauthorized` where the proxy names somebody who may not be let in.
+        Raises GatewayError `unauthorized` where the proxy names a person who may not be let in.
         """
         named = request.get(NAMED_BY_PROXY)
         if named is None or not _is_own_page(request):
@@ -224,7 +224,7 @@ class Services:
     ) -> None:
         """Tell the owner's sockets that have read this session which turn of it is shown now.
 
-        The socket that asked for the change is left out. is_changed: the turn was shown before, and its answer goes on.
+        The socket that asked for the change is left out. is_changed: the turn was shown before, and its answer is being continued.
         """
         shown = {"type": "shown", "session_id": session_id, "turn_id": turn_id, "is_changed": is_changed}
         self.list_feed.changed(owner, session_id, but=but)
@@ -233,7 +233,7 @@ class Services:
                 socket.tell(shown)
 
     def user_info(self, principal: Principal) -> dict[str, Any] | None:
-        """Return who is signed in, for a page that connects; None where no keys are asked for."""
+        """Return the person signed in, for a page that connects; None where no keys are asked for."""
         if self.keys.is_open:
             return None
         role = "operator" if principal.is_operator else "member"

@@ -109,7 +109,7 @@ def _is_tool_result(message: Any) -> bool:
 
 
 def _num_chars(turn: Sequence[Any]) -> int:
-    """Return the characters of some messages, a picture counted as so much text as it takes tokens."""
+    """Return the characters of some messages, a picture counted as the text that takes equally many tokens."""
     seen = urls_of({"messages": turn})
     return sum(measure(message)[1] for message in turn) - sum(map(len, seen)) + PICTURE_CHARS * len(seen)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine_bridge.protocol.errors import InvalidRequest
 
-# All pictures of a call together, in the pixels of the largest one that is read. Chosen: the decoded pictures of a call take 600 MB at most.
+# The most pixels of a call's pictures together, in units of the largest readable picture. Chosen: the decoded pictures of a call take 600 MB at most.
 LARGEST_IN_A_CALL = 4
 
 _MESSAGES = ("messages", "input")
@@ -54,7 +54,7 @@ def _parts_in(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def is_picture(part: Mapping[str, Any]) -> bool:
-    """Return whether a part is a picture. vLLM also takes one that does not say its type."""
+    """Return whether a part is a picture. vLLM also takes a picture without a type."""
     kind = part.get("type")
     return kind in _FIELDS if isinstance(kind, str) else kind is None and "image_url" in part
 

@@ -41,7 +41,7 @@ def embeddings_of(api: Api, body: Any) -> list[Any]:
 
 
 def file_of(text: Any) -> bytes:
-    """Return the file that a value of `prompt_embeds` is. Raises InvalidRequest for what is no base64, or no file of one plain tensor."""
+    """Return the file in a value of `prompt_embeds`. Raises InvalidRequest if it is not base64, or not a file of one plain tensor."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:

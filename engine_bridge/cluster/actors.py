@@ -162,7 +162,7 @@ def _take_stderr(folder: Path) -> None:
 
 
 def drive(control: socket.socket, log_to: int) -> None:
-    """Drive Ray until the gateway ends or says so. Does not return; the guard that started this process removes what is left of Ray.
+    """Drive Ray until the gateway ends or says so. Does not return; the guard that started this process removes the rest of Ray.
 
     Args:
         control: the socket to the gateway.

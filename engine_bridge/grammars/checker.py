@@ -134,8 +134,8 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     with theirs:
         try:
-            # Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does. In the server's session, as in one
-            # of its own Linux would not let answers go before checks, however nice it is (sched(7), "autogroup").
+            # Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does. In the server's session, because in
+            # a separate one Linux would not let answers go before checks, however nice it is (sched(7), "autogroup").
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine_bridge.grammars.worker"],
                 stdin=theirs.fileno(),

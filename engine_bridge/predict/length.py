@@ -124,7 +124,7 @@ class OnlineLengths:
     # -- on the engine's thread ----------------------------------------------------------------------------------------
 
     def predict(self, features: EngineRequest) -> LengthGuess:
-        """Predict by what was fitted if anything was, else by the narrowest history that is long enough. 30 µs."""
+        """Predict by the fitted model if there is any, else by the narrowest history that is long enough. 30 µs."""
         if self._model is None:
             return self._by_recent(features)
         low, high = self._model.values(self._row(features), features.asked.words)
@@ -399,7 +399,7 @@ class Trees(Struct, frozen=True, array_like=True):
 
 
 class Fitted(Struct, frozen=True, array_like=True):
-    """What was learned from a window of answers.
+    """The model learned from a window of answers.
 
     Attributes:
         linear: the regression.

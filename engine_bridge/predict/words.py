@@ -48,7 +48,7 @@ def places_of(question: str) -> tuple[int, ...]:
 
 
 class Figure(Struct, frozen=True, array_like=True):
-    """What one figure of a request adds: its distance from the mean, in units of `spread`, times `weight`."""
+    """The contribution of one figure of a request: its distance from the mean, in units of `spread`, times `weight`."""
 
     mean: float
     spread: float

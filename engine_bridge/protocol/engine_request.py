@@ -91,8 +91,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             request without tools.
         keeps_ids: whether the gateway stores the ids of an API call's prompt and answer.
         expected_tokens: how long the client expects the answer to be, which is not trusted; None where it does not say.
-        goes_on: whether the last message is an answer of the model, which was cut and is to go on.
-        is_marked: whether the client has marked parts of the prompt to be kept, so that its usage says what was.
+        goes_on: whether the last message is a cut answer of the model, which is to be continued.
+        is_marked: whether the client has marked parts of the prompt to be kept, so that its usage reports them.
         asked: facts about its text from which its answer's length is predicted; the question itself only where a user's own predictor reads it.
         kv_from: another node's address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
         traceparent: the W3C name of the gateway's span that the request belongs to; "" where no trace is kept.
@@ -105,7 +105,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             model reads. The node leaves them out of the request that it queues.
         num_prompt_tokens: the node fills in this field and the fields below; tokens of the prompt, cached or not.
         max_tokens: the client's bound of the answer.
-        hints: numbers for length predictors, always as many and in one order: those of `predict/hints.py`.
+        hints: numbers for length predictors, always the same ones in the same order: see `predict/hints.py`.
         rank: the rank of the request's adapter; 0 without one.
         client_salt: the client's own salt that keeps its KV apart, before the tenant's and the adapter's were added.
         guess: the length that a user's own predictor returned; None: the scheduler asks the node's predictor.

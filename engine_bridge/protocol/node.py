@@ -147,7 +147,7 @@ class KvSources(Struct, frozen=True):
 
 
 class CallFigures(Struct, frozen=True):
-    """What an API call's request cost: where its prompt's KV came from, and the tokens of its answer. Of several prompts or answers: of the first."""
+    """The cost of an API call's request: the sources of its prompt's KV, and its answer's tokens. Only the first prompt and answer count."""
 
     kv: KvSources
     num_answer_tokens: int = 0
@@ -279,14 +279,14 @@ class Advisory(Struct, frozen=True, kw_only=True):
 
 
 class SessionHint(Struct, frozen=True, kw_only=True):
-    """Word on what the KV of a session is worth from now on.
+    """A hint about the worth of a session's KV from now on.
 
     Attributes:
         tenant: as in `EngineRequest`.
         adapter: whose KV the device may take first; None for the base model.
         keep_s: for so long host memory prefers it to the tenant's other sessions; 0: no longer.
         is_shared: other sessions begin as it does, and its blocks stay its own while they use them.
-        is_idle: the device takes its blocks before any other, except those that other sessions of the tenant begin with.
+        is_idle: the device takes its blocks before any other, except blocks that other sessions of the tenant share.
     """
 
     session_id: str
@@ -480,7 +480,7 @@ class Figures(Protocol):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that requests may use for the base model; replies have the first. There is one at least."""
+        """The names that requests may use for the base model; replies have the first. Never empty."""
 
     @property
     def max_model_len(self) -> int:

@@ -139,7 +139,7 @@ def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
 
 
 def parse_line(text: str) -> KeyLine | None:
-    """Return what a line says; None for one that is malformed. Each field stands once at most, and a person without a key names its owner."""
+    """Return the fields of a line; None for a malformed line. A field appears once at most, and a line without a key must name the owner."""
     match = _LINE.fullmatch(text)
     if match is None:
         return None
@@ -167,12 +167,12 @@ def limits_of(lines: Iterable[KeyLine]) -> PersonLimits:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text can be a person's name: see NAME_RULE. One that begins a comment or cannot be printed can be none."""
+    """Return whether a text can be a person's name: see NAME_RULE. A text that begins a comment or cannot be printed is no name."""
     return re.fullmatch(_NAME, text) is not None and text.isprintable() and not text.startswith("#")
 
 
 def new_owner() -> str:
-    """Return a random owner id, for a person who has no key that could give one."""
+    """Return a random owner id, for a person without a key from which an id could be made."""
     return "k_" + secrets.token_hex(16)
 
 

@@ -231,7 +231,7 @@ class Advisories:
         is_pin: bool = False,
         token_ids: bytes | None = None,
     ) -> AdvisoryRecord:
-        """Act on an advisory, or renew the one that it repeats. Returns at once.
+        """Act on an advisory, or renew the live advisory that it repeats. Returns at once.
 
         Args:
             owner: whose session it is.

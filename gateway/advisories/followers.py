@@ -330,7 +330,7 @@ class _Owner:
             promises.append(_Promise(visit, share))
 
     def candidates(self, run: _Run) -> list[str]:
-        """Return the agents that may come next: those of the run, the latest first, then those that the owner used last."""
+        """Return the agents that may come next: the run's agents, the latest first, then the agents that the owner used last."""
         found = dict.fromkeys(islice(reversed(run.visits), MAX_CANDIDATES))
         for name in islice(reversed(self.agents), MAX_CANDIDATES):
             found.setdefault(name)
@@ -496,7 +496,7 @@ def _around(session_id: str, agent: str) -> tuple[str, str] | None:
 
 
 def _renamed(arrival: AgentCall, agent: str) -> str | None:
-    """Return the arrival's session id with another agent's name in place of its own; None if its own is not in it."""
+    """Return the arrival's session id with `agent` in place of the arrival's agent; None if the id does not contain that name."""
     around = _around(arrival.session_id, arrival.agent)
     return None if around is None else agent.join(around)
 
@@ -504,7 +504,7 @@ def _renamed(arrival: AgentCall, agent: str) -> str | None:
 def _session(
     owner: _Owner, run: _Run, arrival: AgentCall, agent: str, link: Succession | None
 ) -> tuple[str, str | None] | None:
-    """Return the likely session and adapter of an agent: those it used in this run, else those that names or its last runs suggest."""
+    """Return an agent's likely session and adapter: as used in this run, else as session names or the agent's last runs suggest."""
     visit = run.visits.get(agent)
     if visit is not None:
         return visit.arrival.session_id, visit.arrival.adapter

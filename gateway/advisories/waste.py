@@ -11,7 +11,7 @@ def worth(probability: float, saved_s: float, cost_s: float) -> bool:
     Args:
         probability: that the request comes.
         saved_s: how much sooner the request's first token comes when its KV is there.
-        cost_s: what others wait if no request comes: the time that the bytes keep a link busy, and reading back what they pushed out.
+        cost_s: seconds that others wait if no request comes: the bytes keep a link busy, and KV that they pushed out is read back.
     """
     return probability * saved_s > (1 - probability) * cost_s
 

@@ -43,7 +43,7 @@ def _connected(config: Config) -> socket.socket:
 
 
 def main() -> int:
-    """Return the exit status, and say what is wrong."""
+    """Return the exit status; print why the server is not healthy."""
     try:
         if is_healthy(load_config()):
             return 0

@@ -99,7 +99,7 @@ def _as_json(person: Any) -> dict[str, Any]:
 @click.argument("name")
 @place_options
 def disable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
-    """Refuse all keys of a person, and end what is open with them. What the person has stays."""
+    """Refuse all keys of a person, and end what is open with them. The person's data stays."""
     _set_disabled(name, True, Place(key_file, data_dir, config_file))
 
 
@@ -177,7 +177,7 @@ def _shown(limit: int | None) -> str:
 )
 @place_options
 def export(name: str, to: Path, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
-    """Write all conversations of a person, and what was used on which day, into a zip file.
+    """Write all conversations of a person, and the usage of each day, into a zip file.
 
     Each conversation is a JSON file, as the page exports it. A server may be running.
     """

@@ -140,7 +140,7 @@ def _xlsx(data: bytes) -> tuple[str, int | None]:
 
 
 def _sheets(book: openpyxl.Workbook) -> Iterator[str]:
-    """Return each sheet's name and its rows, without those that are empty."""
+    """Yield each sheet's name, then its rows without the empty ones."""
     for sheet in book.worksheets:
         yield f"# {sheet.title}"
         for row in sheet.iter_rows(values_only=True):

@@ -32,7 +32,7 @@ class DocumentReader:
         """Return the text of a document. media_type: as its sender names it.
 
         Raises:
-            GatewayError: `bad_request` with what is wrong with it, `overloaded` where no process can be started.
+            GatewayError: `bad_request` with the document's fault, `overloaded` where no process can be started.
         """
         async with self._turns:
             output = await self._ask(data, media_type)

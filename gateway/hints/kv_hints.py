@@ -72,7 +72,7 @@ class KvHintRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Whose hint it is. client: whose share it counts for. model: the adapter whose KV is meant; None for the base model."""
+    """The sender of a hint. client: whose share the hint counts for. model: the adapter whose KV is meant; None for the base model."""
 
     owner: str
     client: str
@@ -86,7 +86,7 @@ class HintRecord:
     Attributes:
         sessions: the node's names of the sessions that it is about.
         outcome: that of its grant, or `unknown` where no session was found, `refused` where the advisory was.
-        advisories: what was begun for it.
+        advisories: the advisories begun for it.
     """
 
     asker: Asker
@@ -132,7 +132,7 @@ class KvHints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shares = HintShares()
-        # As for advisories: the engine's thread looks for the blocks of what is demoted.
+        # The same limits as for advisories: the engine's thread looks up the blocks of each demoted session.
         self._rates = Rates(MAX_PER_S, BURST)
         self._advisories, self._recognition, self._node = advisories, recognition, node
         self._metrics, self._clock = metrics, clock
@@ -197,7 +197,7 @@ class KvHints:
     # -- by themselves -----------------------------------------------------------------------------------------------
 
     async def submit(self, asker: Asker, wanted: KvHintRequest) -> HintRecord:
-        """Act on a hint that came by itself. Raises GatewayError `bad_request` for one that is about nothing."""
+        """Act on a hint that came by itself. Raises GatewayError `bad_request` for a hint without a subject."""
         hint = KvHint(wanted.action, "rest", wanted.session_id or "", wanted.ttl_s, wanted.expected_arrival_s)
         if wanted.session_id is not None:
             return self._begin(asker, hint, self._sessions(asker, wanted.session_id))

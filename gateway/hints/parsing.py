@@ -26,7 +26,7 @@ FIELDS = (
     "prompt_cache_options",
     "cache_control",
 )
-# Hints of one call, of one source. Chosen; as many as an envelope of advisories may hold.
+# The most hints of one source in a call. Chosen: as in an envelope of advisories.
 MAX_HINTS = 64
 MAX_NAME_CHARS = 128
 # Source: OpenAI's guide to prompt caching: unused prefixes stay for 5 to 10 minutes in memory, a day where that is asked for, 30 minutes by default
@@ -46,7 +46,7 @@ _MARKS: dict[str, HintSource] = {"cache_control": "anthropic", "prompt_cache_bre
 
 @dataclass(slots=True)
 class CallHints:
-    """What a call says of KV.
+    """The hints about KV in a call.
 
     Attributes:
         hints: about sessions.
@@ -54,7 +54,7 @@ class CallHints:
         priority: what Dynamo's two priorities come to, lower first; None without them. It is not yet checked whether the key may have it.
         expected_tokens: how long the client expects the answer to be; None where it does not say.
         is_marked: whether the client marks parts of its prompt to be kept.
-        noted: source, action and outcome of what is no matter of a session, and of what is passed over as `malformed` or `unsupported`.
+        noted: source, action and outcome of hints that concern no session, and of hints ignored as `malformed` or `unsupported`.
     """
 
     hints: list[KvHint] = field(default_factory=list)

@@ -74,7 +74,7 @@ class Places:
             failed: the errors of the nodes that have failed the request, by node.
 
         Raises:
-            EngineUnavailable: where no other node takes the request; the first error of `failed`, if there is one.
+            EngineUnavailable: where no other node takes the request; the first error of `failed`, if any.
         """
         ask = self._ask(make_ask)
         home = self._homes.home(key)

@@ -43,7 +43,7 @@ What = Literal[
     "operator_action",
 ]
 # Refused sign-ins that are written: of one address and of all, a burst and the rate after it. Chosen: guessing must not fill the disk, and one
-# line a minute still tells that it goes on. Those between are counted in the next line.
+# line a minute still shows that guessing continues. Refusals in between are counted in the next line.
 REFUSED_BURST, REFUSED_PER_S = 5, 1 / 60
 REFUSED_BURST_OF_ALL, REFUSED_PER_S_OF_ALL = 100, 0.5
 MAX_WAITING = 10_000  # Chosen: lines that wait for a slow disk, some MB of them.

@@ -45,7 +45,7 @@ class Contents(msgspec.Struct, frozen=True):
 def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
     """Copy a server's data, which may be running, into a new folder for its owner only. What fails leaves no folder.
 
-    The key file comes last, so that nobody who has a conversation in the backup is missing in it. This blocks. Raises StartupError.
+    The key file comes last, so that it lists every person with a conversation in the backup. This blocks. Raises StartupError.
     """
     if os.path.lexists(to):
         raise StartupError(f"{to} is there already, and nothing is overwritten: name a folder that is new.")
@@ -164,7 +164,7 @@ def _copy_if_there(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, for its owner only; root's copy belongs to whoever owns the folder. Raises OSError."""
+    """Copy a file, for its owner only; root's copy belongs to the folder's owner. Raises OSError."""
     with source.open("rb") as old, _made(target) as new:
         shutil.copyfileobj(old, new)
         new.flush()

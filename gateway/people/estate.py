@@ -110,7 +110,7 @@ def _conversations(file: Path, owner: str) -> Iterator[Archive]:
 
 
 def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
-    """Erase what a person has in the data folder: conversations, usage, what was learned of the person's agents, and KV on disk.
+    """Erase what a person has in the data folder: conversations, usage, learned habits of the person's agents, and KV on disk.
 
     No server may run over the folder. Raises StartupError, also where one does; the KV goes last, so a store that is held keeps only itself.
     """

@@ -95,13 +95,13 @@ class Ledger:
         return cls(conn)
 
     def add(self, days: list[Day], learned: Mapping[str, tuple[str, str]]) -> None:
-        """Add what was used, and note whose keys are. learned: owner and name by `KeyLine.mark`."""
+        """Add usage, and note the owners of keys. learned: owner and name by `KeyLine.mark`."""
         with self._lock, _transaction(self._conn):
             self._conn.executemany(_ADD, [(owner, day, *spent) for owner, day, spent in days])
             self._conn.executemany(_LEARN, [(mark, *whose) for mark, whose in learned.items()])
 
     def days(self, since: str, owner: str | None = None) -> list[Day]:
-        """Return what was used since that day, of one person or of all, the latest day first."""
+        """Return the usage since that day, of one person or of all, the latest day first."""
         sql = "SELECT owner, day, num_requests, prompt_tokens, answer_tokens FROM usage WHERE day >= ?"
         with self._lock:
             rows = self._conn.execute(
@@ -135,7 +135,7 @@ class Ledger:
             self._conn.execute(sql, (mark, owner, expires_s))
 
     def browsers(self, now: float) -> list[tuple[str, str, float]]:
-        """Return the browsers that are signed in, the oldest first, as (hash, owner, until when). Those that are too old go."""
+        """Return the browsers that are signed in, the oldest first, as (hash, owner, until when). Expired ones are deleted."""
         with self._lock, _transaction(self._conn):
             self._conn.execute("DELETE FROM browsers WHERE expires_s <= ?", (now,))
             return self._conn.execute("SELECT mark, owner, expires_s FROM browsers ORDER BY row").fetchall()

@@ -16,7 +16,7 @@ from gateway.settings.config import Config
 
 
 class NamedByProxy(NamedTuple):
-    """A person of a request. owner: "" where nobody can be signed in by this name; then `why_not` says why, for the person."""
+    """A person of a request. owner: "" where this name cannot be signed in; then `why_not` says why, for the person."""
 
     name: str
     owner: str

@@ -91,7 +91,7 @@ class Roll:
         return "".join((row if isinstance(row, str) else row.text) + "\n" for row in self.rows)
 
     def people(self) -> list[Person]:
-        """Return all people in the order of their first lines. A line whose owner is not known is a person of its own."""
+        """Return all people in the order of their first lines. A line without a known owner counts as a separate person."""
         found: dict[str, list[KeyLine]] = {}
         for number, line in enumerate(row for row in self.rows if isinstance(row, KeyLine)):
             found.setdefault(self._owner_of(line) or f"line {number}", []).append(line)
@@ -160,7 +160,7 @@ class Roll:
         return key
 
     def revoke(self, person: Person, lines: tuple[KeyLine, ...]) -> None:
-        """Remove keys of a person. A person who has none left stays in the file.
+        """Remove keys of a person. A person without any key left stays in the file.
 
         Where only the key itself tells the owner, its line is disabled instead, so that the old key can still say later whose it was.
         """
@@ -322,12 +322,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _take_rights(path: Path, fd: int) -> None:
-    """Give a file the owner and the mode of the one that it will replace, so that the server can still read it."""
+    """Give a file the owner and the mode of the file that it will replace, so that the server can still read it."""
     try:
         status = path.stat()
     except FileNotFoundError:
         folder = path.parent.stat()
-        if os.geteuid() == 0:  # root's command makes it for whoever the folder belongs to
+        if os.geteuid() == 0:  # root's command makes it for the folder's owner
             os.fchown(fd, folder.st_uid, folder.st_gid)
         return
     mine = os.fstat(fd)

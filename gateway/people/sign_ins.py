@@ -61,7 +61,7 @@ class SignIns:
         self._sessions = {mark: SignedIn(owner, expires_s) for mark, owner, expires_s in rows}
 
     def principal(self, cookie: str | None) -> Principal | None:
-        """Return the person whose browser presents this cookie; None for no cookie, and for one that is unknown, too old or of nobody any more."""
+        """Return the person whose browser presents this cookie; None for a missing, unknown or expired cookie, or without such a person."""
         if not cookie or len(cookie) > MAX_TOKEN_CHARS or self._keys.is_open:
             return None
         mark = _mark(cookie)
@@ -77,7 +77,7 @@ class SignIns:
         return token, expires_s
 
     async def sign_in(self, token: str) -> tuple[str, Principal]:
-        """Use up a link, and return the cookie for the browser and who is signed in.
+        """Use up a link, and return the cookie for the browser and the person signed in.
 
         Raises GatewayError `unauthorized` for a link that is unknown, used or too old, or whose person was disabled; `storage_failed`.
         """
@@ -92,9 +92,9 @@ class SignIns:
         return await self.begin(owner)
 
     async def begin(self, owner: str) -> tuple[str, Principal]:
-        """Return the cookie for a new browser of a person, and who is signed in.
+        """Return the cookie for a new browser of a person, and the person signed in.
 
-        Raises GatewayError `unauthorized` for somebody who is disabled or no longer there, `storage_failed`.
+        Raises GatewayError `unauthorized` for a disabled or removed person, `storage_failed`.
         """
         refused = GatewayError("unauthorized", "You may not sign in: the server's operator has disabled you.")
         if self._keys.person(owner) is None:
@@ -112,7 +112,7 @@ class SignIns:
         return cookie, principal
 
     async def sign_out(self, cookie: str) -> Withdrawn | None:
-        """End a browser's sign-in, and return what it stood for, whose open connections the caller must end; None if it was none."""
+        """End a browser's sign-in, and return it, because the caller must end its open connections; None for an unknown cookie."""
         mark = _mark(cookie)
         session = self._sessions.get(mark)
         if session is None:
@@ -122,7 +122,7 @@ class SignIns:
         return Withdrawn(_key(mark), session.owner, person.name if person else "", is_last=False)
 
     async def forget(self, owner: str) -> list[Withdrawn]:
-        """End all sign-ins and links of a person, and return what they stood for, as `sign_out` does. Raises GatewayError `storage_failed`."""
+        """End all sign-ins and links of a person, and return the sign-ins, as `sign_out` does. Raises GatewayError `storage_failed`."""
         own = [mark for mark, session in self._sessions.items() if session.owner == owner]
         for mark in own:
             del self._sessions[mark]

@@ -66,7 +66,7 @@ class Usage:
     async def open(config: Config, keys: KeyRing, metrics: Metrics, data_dir: Path) -> Usage:
         """Make the usage of the settings, with what the data folder has of today.
 
-        Raises StartupError for a file that cannot be opened, GatewayError for one that cannot be read.
+        Raises StartupError for a file that cannot be opened, GatewayError for an unreadable file.
         """
         usage = Usage(
             await asyncio.to_thread(Ledger.open, data_dir / NAME),
@@ -142,7 +142,7 @@ class Usage:
             await self.save()
 
     async def save(self) -> None:
-        """Write what was counted, and whose keys were used that do not say so. What cannot be written is kept for the next time.
+        """Write the counted usage, and the owners of used keys that do not name them. A failed write is repeated the next time.
 
         A caller that is cancelled does not end this, because a count that is written while it is taken for unwritten would be written twice.
         """
@@ -169,7 +169,7 @@ class Usage:
                 self._learned |= learned
 
     async def days(self, since: str, owner: str | None) -> list[Day]:
-        """Return what was used since a day, of one person or (None) of all, the latest day first. Raises GatewayError `storage_failed`."""
+        """Return the usage since a day, of one person or (None) of all, the latest day first. Raises GatewayError `storage_failed`."""
         await self.save()
         return await self._of_file(self.ledger.days, since, owner)
 
@@ -195,7 +195,7 @@ class Usage:
 
 
 def spent_by_turn(final: Delta | None, question: str, num_generated: int) -> Spent:
-    """Return what a chat turn has used; of one that failed before the engine counted, the question and what was made of the answer. Pure."""
+    """Return the usage of a chat turn; if it failed before the engine counted, estimate from the question and the generated tokens. Pure."""
     if final is not None and final.usage is not None:
         return Spent(1, final.usage.prompt_tokens, final.usage.completion_tokens)
     return Spent(1, len(question) // CHARS_PER_TOKEN if num_generated else 0, num_generated)

@@ -43,7 +43,7 @@ class Conversation:
 
     @property
     def key(self) -> str:
-        """Its name apart from those of other tenants."""
+        """The session's name, distinct from the names of other tenants' sessions."""
         return _key(self.scope[0], self.session_id)
 
 
@@ -55,7 +55,7 @@ class Recognised(NamedTuple):
 
 
 class Conversations:
-    """All conversations of calls that name no stored session. Costs: a look-up for each step of a call."""
+    """Conversations of calls that name no stored session. Finding one costs a look-up for each step of a call."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[Scope, bytes], list[Conversation]] = {}
@@ -98,7 +98,7 @@ class Conversations:
     def _find(self, scope: Scope, name: SessionName, found: Fingerprint) -> tuple[Conversation | None, How]:
         for known, answer in self._continued(scope, found):
             likely = [each for each in known if each.answer is not None and each.answer.is_like(answer)]
-            # Those that stand at the same place with the same answer cannot be told apart and need not be: their KV is the same.
+            # Conversations at the same place with the same answer cannot be told apart and need not be: their KV is the same.
             if likely:
                 return min(likely, key=lambda each: each.num_running), "continued"
             # A client may have changed the answer before it sent it back.
@@ -109,7 +109,7 @@ class Conversations:
                 return each, "retried"
         if name.name and name.source != "prompt_cache_key":  # many clients may share such a key
             for each in self._named.get(scope, ()):
-                # One that waits for its tools comes back with their results: meanwhile another agent of the client asks.
+                # A conversation waiting for its tools comes back with their results, so this call is another agent's.
                 if each.opening == found.opening and not each.num_running and not each.calls_tools:
                     return each, "rewritten"
         return None, "named" if name.name and scope not in self._named else "new"

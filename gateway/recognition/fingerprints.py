@@ -52,7 +52,7 @@ class Answer:
 
 
 class State(NamedTuple):
-    """Where a conversation stands: a hash of all its steps, how many they are, and what of a plain prompt fills no piece: its length and hash."""
+    """The place where a conversation stands: a hash and the number of its steps; length and hash of a plain prompt's end that fills no piece."""
 
     prefix: bytes
     num_steps: int
@@ -78,7 +78,7 @@ class Fingerprint:
 
     @property
     def state(self) -> State:
-        """What a later call of the same conversation begins with."""
+        """The state that a later call of the same conversation begins with."""
         rest = self.prompt[len(self.prefixes) * PIECE_BYTES :]
         return State(self.prefixes[-1], len(self.prefixes), len(rest), _hash(rest))
 
@@ -154,7 +154,7 @@ def turn_of(body: Any) -> Literal["", "begins", "continues"]:
 
 
 def ends_with_results(body: Any) -> bool:
-    """Return whether a call brings the results of tools: its conversation goes on by itself, without a person."""
+    """Return whether a call brings the results of tools, so that its conversation continues without a person."""
     steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
     last = steps[-1] if isinstance(steps, list) and steps else None
     if not isinstance(last, dict):

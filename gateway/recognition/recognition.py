@@ -46,7 +46,7 @@ class SessionCall:
         model: the adapter that it names; None for the base model.
         conversation: None for a session that is stored, whose client named it.
         is_over: whether its end was noted.
-        at_end: what is to be done then; None for nothing.
+        at_end: what to do then; None for nothing.
     """
 
     owner: str
@@ -64,7 +64,7 @@ class Away:
     Attributes:
         went_s: when it was answered, on the clock of `Recognition`.
         num_announced: how often its return was announced.
-        timer: when what was announced is over; None where it is not announced again.
+        timer: for the end of the announcement; None where the return is not announced again.
     """
 
     tools: frozenset[str]

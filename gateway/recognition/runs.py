@@ -65,7 +65,7 @@ class AgentRun(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of a session whose calls offer tools. num_known: tokens of its last prompt and answer."""
+    """The known facts of a session whose calls offer tools. num_known: tokens of its last prompt and answer."""
 
     session_id: str
     model: str | None

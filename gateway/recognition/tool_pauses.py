@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 # Upper ends of the classes that pauses are counted in, in seconds. Chosen: half as long again from class to class.
 ENDS_S = tuple(0.02 * 1.5**step for step in range(28))
-# The published shares, and how many pauses they stand for beside those that were seen. Chosen: ten pauses outweigh them.
+# The published shares, and how many observed pauses they count as. Chosen: ten pauses outweigh them.
 PUBLISHED, NUM_ASSUMED = ((1.0, 0.8646), (10.0, 0.9512), (ENDS_S[-1], 1.0)), 4.0
 # After this many pauses an old one counts half. Chosen: tools change with the task.
 HALF_LIFE = 64
@@ -89,7 +89,7 @@ class ToolPauses:
             own.popitem(last=False)
 
     def expected(self, tenant: str, tools: Iterable[str], waited_s: float = 0.0) -> Return:
-        """Return when a conversation is expected that has been away for `waited_s` already: those that are back sooner no longer count."""
+        """Return when a conversation is expected that has been away for `waited_s` already: shorter pauses no longer count."""
         own = self._tenants.get(tenant)
         seen = own.get(frozenset(tools)) if own is not None else None
         weights = []

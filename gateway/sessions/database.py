@@ -376,7 +376,7 @@ def _settle(conn: Database) -> None:
         """SELECT t.seq, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session JOIN owners o ON o.name = s.owner
            WHERE t.status = 'running'"""
     ).fetchall()
-    # While a turn runs, only an answer that goes on has the reason of its earlier end.
+    # A running turn has a finish reason only if it continues an answer that ended earlier.
     conn.execute(
         """UPDATE turns SET status = CASE finish_reason WHEN 'length' THEN 'done' WHEN 'stopped' THEN 'stopped' ELSE 'failed' END
            WHERE status = 'running'"""

@@ -60,7 +60,7 @@ def describe(data: bytes, max_pixels: float) -> StoredPicture:
 
 
 def _media_type(image: Image.Image) -> str:
-    """Return the type of a picture's file. A JPEG with more pictures behind the first one, such as phones take, has a format of its own in PIL."""
+    """Return the type of a picture's file. A JPEG with more pictures behind the first one, such as phones take, is a separate format in PIL."""
     return MEDIA_TYPES["JPEG" if image.format == "MPO" else str(image.format)]
 
 

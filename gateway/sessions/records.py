@@ -200,10 +200,10 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `begin_turn`.
 
-    outcome: for `new`, `retried` (the turn had failed before) and `continued` (its answer was cut and goes on) the caller must run the turn and call
+    outcome: for `new`, `retried` (the turn had failed before) and `continued` (its cut answer is continued) the caller must run the turn and call
     `finish_turn`; for `existing` the turn runs or is over already, and nothing was written. history: the turns that the prompt begins with, oldest
     first; empty for `existing`. title: the session's, perhaps just made. history_token_ids: what `finish_turn` was given for the last turn of the
-    history that has ids; b"" if none has. answer_token_ids: of a turn that goes on, all ids up to the end of its answer; b"" if not known.
+    history that has ids; b"" if none has. answer_token_ids: of a continued turn, all ids up to the end of its answer; b"" if not known.
     """
 
     turn: Turn
@@ -293,7 +293,7 @@ def question_of(turn: Turn, pictures: Mapping[str, Picture]) -> ChatMessage:
 
 
 class PictureRoom(NamedTuple):
-    """What a prompt can hold of its conversation's pictures: pixels and bytes of all together."""
+    """The room for pictures in a prompt: pixels and bytes of all pictures together."""
 
     max_pixels: float = math.inf
     max_bytes: float = math.inf
@@ -303,9 +303,9 @@ ANY_PICTURES: Final = PictureRoom()
 
 
 def with_latest_pictures(turns: Sequence[Turn], max_images: int, room: PictureRoom) -> list[Turn]:
-    """Return turns, oldest first, with the latest of their pictures: at most `max_images`, and as many as there is room for.
+    """Return turns, oldest first, with the latest of their pictures: at most `max_images`, as far as there is room.
 
-    Those of the last turn are not measured here: what is just asked is read whole or refused.
+    Pictures of the last turn are not measured here: a new question is read whole or refused.
     """
     kept: list[Turn] = []
     num_pixels = num_bytes = 0
@@ -337,7 +337,7 @@ def messages_of(
     Args:
         history: the turns.
         settings: the session's.
-        pictures: those that the prompt has, by id; the turns' others are left out.
+        pictures: the prompt's pictures by id; other pictures of the turns are left out.
         keeps_calls: whether the model knows tools; without, answers that called some have their text alone.
     """
     messages = [] if settings.system_prompt is None else [ChatMessage("system", settings.system_prompt)]

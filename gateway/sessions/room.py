@@ -101,7 +101,7 @@ class Reserve:
 def _condemn(conn: sqlite3.Connection, owner: str) -> int:
     """Let the next purge remove all sessions and pictures of an owner, and return the number of sessions.
 
-    From now on this connection overwrites what it removes; otherwise removed texts could be read from the file until other texts take their place.
+    From now on this connection overwrites removed texts; otherwise they could be read from the file until other texts take their place.
     """
     conn.execute("PRAGMA secure_delete = ON").fetchall()
     own = "owner = (SELECT row FROM owners WHERE name = ?)"
@@ -157,7 +157,7 @@ class FileRoom:
         num_sessions = await self.making(_condemn, owner)
         await self.purge(now)
         await self.making(_forget_owner, owner)
-        # What was overwritten stands in the log until the log is folded back, and freed pages leave the file.
+        # Overwritten texts stay in the log until it is folded back, and freed pages stay in the file until it is compacted.
         while await self._writer.run(compact):
             pass
         await self.fold_log()

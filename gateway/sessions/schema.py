@@ -287,7 +287,7 @@ def migrate(conn: sqlite3.Connection) -> None:
 
 
 def drop_old_search(conn: sqlite3.Connection) -> None:
-    """Remove the search index of version 1, if there is one. This needs the FTS5 module: without it such a table cannot be dropped."""
+    """Remove the search index of version 1, if any. This needs the FTS5 module: without it such a table cannot be dropped."""
     # Without zeros over what goes: they would be written to the log first, as much as the index took, over words that are stored anyway.
     with without_zeros(conn):
         for table in _OLD_SEARCH_TABLES:

@@ -349,7 +349,7 @@ def _build(conn: sqlite3.Connection, row: int, progress: _Progress) -> None:
         progress.add(len(part))
 
 
-# -- the words around what was found --------------------------------------------------------------------------------
+# -- the words around a match ---------------------------------------------------------------------------------------
 
 
 def excerpt(q: str, *texts: str) -> Excerpt | None:

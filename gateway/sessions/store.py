@@ -357,7 +357,7 @@ class SessionStore:
             after: the id of the turn that the message follows (None: it is the first); if left out, the last one shown. Turns that followed that
                 turn before are kept as other versions (see `choose_version`).
             pictures: ids of pictures that `StoredPictures.put` has stored, which the message shows.
-            continues: if the turn is known and its answer was cut, the answer goes on.
+            continues: if the turn is known and its answer was cut, continue the answer.
             now: seconds since the epoch.
 
         Raises:

@@ -39,7 +39,7 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 _HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Headers that say who asks in another way, or what nobody vouches for.
+# Headers that identify the sender in another way, or that any sender can set freely.
 _OTHER_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-api-key", "user-agent"})
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _TRUE_WORDS = {"1", "true", "yes", "on"}
@@ -180,7 +180,7 @@ def _check_is_file(config: Config, name: str) -> None:
 
 
 def is_tls_or_local(url: str) -> bool:
-    """Return whether what is sent to an address stays between the two ends: by TLS, or on this machine."""
+    """Return whether data sent to an address stays between the two ends: by TLS, or on this machine."""
     try:
         split = urlsplit(url)
         host = split.hostname or ""

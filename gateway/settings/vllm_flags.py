@@ -28,7 +28,7 @@ SEVERAL: Mapping[str, str] = {
 }
 # A flag that has one value here, -> ours for the further values that vLLM takes behind it.
 FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
-# vLLM's switches -> the engine argument that they are, which has no setting of its own here.
+# vLLM's switches -> the equivalent engine argument, which has no setting here.
 ARGUMENTS: Mapping[str, str] = {
     "--async-scheduling": "async_scheduling=true",
     "--no-async-scheduling": "async_scheduling=false",
@@ -126,7 +126,7 @@ def translate(words: Iterable[str], own: Iterable[str] = (), *, needs_model: boo
     Args:
         words: the command line.
         own: our flags, which are never taken for vLLM's.
-        needs_model: the command takes a model as a word of its own. Where the line begins with no such word, as vLLM's does, and has no --model,
+        needs_model: the command takes a model as a separate word. Where the line begins with no such word, as vLLM's does, and has no --model,
             the last of several words behind a flag that has one value here is the model.
 
     Raises:

@@ -69,7 +69,7 @@ class SharedSession(NamedTuple):
 class Shelf:
     """The file. Its methods block: not for the event loop.
 
-    Each raises GatewayError `storage_failed` where the disk or the file does not do, and nothing else but what it says.
+    Each raises GatewayError `storage_failed` where the disk or the file fails, and otherwise only the errors that it names.
     """
 
     def __init__(self, path: Path) -> None:

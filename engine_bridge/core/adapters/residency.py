@@ -265,7 +265,7 @@ class AdapterPlaces:
         """Note that a load has ended and the adapter is in host memory. host_bytes: size of that copy. elapsed_s: duration of the load."""
         version = self.table[adapter_id]
         self.table.end_load(version, host_bytes)
-        # Its files may have another type, and each of several ranks has some parts of it: room is made by what it takes in memory.
+        # Files may have another data type, and each of several ranks holds only a part: room is made by the bytes taken in memory.
         version.num_bytes = host_bytes
         self.wanted.arrived(adapter_id)
         self.counts[f"loads:{source}"] += 1

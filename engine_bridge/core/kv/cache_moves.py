@@ -37,7 +37,7 @@ class CopiesUnderWay:
 
     @property
     def num_held_blocks(self) -> int:
-        """How many blocks of the device they hold: those that they fill, and those before them."""
+        """The number of the device's blocks that copies hold: the blocks to fill, and all blocks before these."""
         return sum(copy.start + len(copy.sources) for copy in self._copies.values())
 
     def begin_all(self, copies: Mapping[str, Copy]) -> None:

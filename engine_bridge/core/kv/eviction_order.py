@@ -84,7 +84,7 @@ class EvictionOrder:
         self._is_loss_told = False
         self._waiting: dict[str, Refresh] = {}  # by request id
         self._waiting_blocks: Counter[bytes] = Counter()
-        self._awaited: dict[str, int] = {}  # by request id, of those that wait: blocks that it will take
+        self._awaited: dict[str, int] = {}  # by id of a waiting request: the blocks that it will take
         self._num_awaited = 0  # the sum of these
 
     @property
@@ -94,7 +94,7 @@ class EvictionOrder:
 
     @property
     def num_awaited_blocks(self) -> int:
-        """The number of blocks that waiting requests will take when they start, with those that are on the device for them already."""
+        """The number of blocks that waiting requests will take when they start, including cached blocks already on the device."""
         return max(self._num_awaited, self.num_waiting_blocks)
 
     @property
@@ -108,7 +108,7 @@ class EvictionOrder:
         return self._is_disturbed or bool(self._pending)
 
     def awaits(self, request_id: str, num_blocks: int) -> None:
-        """Note that a request waits to start, for which it takes so many blocks."""
+        """Note that a request waits, and that it will take this many blocks when it starts."""
         self._num_awaited += num_blocks - self._awaited.pop(request_id, 0)
         self._awaited[request_id] = num_blocks
 

@@ -199,7 +199,7 @@ class Memory:
         return self._hashes.get(whose, ())
 
     def num_shared(self, whose: Whose) -> int:
-        """Return with how many of its blocks another session under the same salt begins, too. Each hash stands for all content before it."""
+        """Return how many leading blocks the session shares with another one under the same salt. A hash covers all content before it."""
         own, num = self.of(whose), 0
         for other, hashes in self._hashes.items():
             if other == whose or other[1] != whose[1]:

@@ -330,7 +330,7 @@ class Restores:
         return True
 
     def take_copies(self) -> dict[str, Copy]:
-        """Return the pieces to copy to the device now, by request. Call `copied` for each of them; one that was not copied is asked for again."""
+        """Return the pieces to copy to the device now, by request. Call `copied` for each of them; an uncopied piece is returned again."""
         copies, self._copies = self._copies, {}
         self._copying.begin_all(copies)
         return copies
@@ -518,7 +518,7 @@ class Restores:
 
 
 def _tell(known: Known | None, store: TierStore | None, *, is_running: bool) -> None:
-    """Tell the store whether a request computes or waits: one that waits needs its KV in host memory most."""
+    """Tell the store whether a request computes or waits: a waiting request needs its KV in host memory most."""
     if known is not None and known.entered is not None and store is not None and known.runs != is_running:
         known.runs = is_running
         store.runs(known.entered, tenant=known.request.tenant, is_running=is_running)
@@ -542,7 +542,7 @@ def _peer_of(known: Known, store: TierStore, tiers: Tiers, layout: KvLayout) -> 
 
 
 def _loss(costs: SwapOrRecompute | None, facts: RestoreFacts, num_kept_tokens: int) -> LossDecision:
-    """Return what each way back of a preempted request takes by now, of which the device has kept so many tokens."""
+    """Return the present cost of each way back of a preempted request; the device has kept its first `num_kept_tokens`."""
     assert costs is not None, "a way was chosen without costs"
     num_bytes = facts.num_blocks * facts.block_bytes
     num_tokens = num_kept_tokens + facts.num_blocks * facts.block_size_tokens

@@ -85,7 +85,7 @@ class Promotions:
         self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, ExpectedSession] = {}  # by advisory id
         self._copying = CopiesUnderWay()  # by advisory id
-        self._begun: Copy | None = None  # of these the one that is being begun
+        self._begun: Copy | None = None  # the copy among these that is being begun
         self._expected: dict[Whose, ExpectedSession] = {}  # the same guesses, by session and salt
         self._accounts = OpenAccounts()
         self.memory = Memory()
@@ -305,7 +305,7 @@ class Promotions:
                 self._restage(guess, self._device.resident(guess.entries, guess.limit).num_blocks)
 
     def _num_free_blocks(self) -> int:
-        """Return the device's blocks that no running request holds, without those that waiting requests will take when they start."""
+        """Return the device's blocks that no running request holds, less the blocks that waiting requests will take when they start."""
         return max(self._device.num_free_blocks() - self._order.num_awaited_blocks, 0)
 
     def _next_look(self, now: float, beside: Beside) -> float | None:

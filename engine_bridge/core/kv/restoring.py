@@ -256,7 +256,7 @@ class Restore:
         return Copy(entries(), start, sources)
 
     def whole_copy(self, entries: Sequence[Entry], num_blocks: int) -> Copy:
-        """Return a copy of the next `num_blocks`, which are ready, to the device before the request starts: nobody waits for it but the request."""
+        """Return a copy of the next `num_blocks`, which are ready, to the device before the request starts: only the request waits for it."""
         self.asked_at = start = self.first + self.num_skipped
         sources = [block for stage in self.stages for block in stage.blocks]
         return Copy(entries, start, sources[self.num_skipped : self.num_skipped + num_blocks])

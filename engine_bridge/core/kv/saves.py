@@ -67,14 +67,14 @@ class Saves:
         return found
 
     def find(self, key: BlockKey) -> OnDevice | None:
-        """Return the block that has last held what a key stands for; None where none has. It may have another use by now."""
+        """Return the block that has last held a key's content; None where there was none. It may hold other content by now."""
         block_id = self._block_of.get(key)
         return self._on_device[block_id] if block_id is not None else None
 
     def save_again(self, leaving: Iterable[tuple[int, Entry]], store: TierStore) -> Iterator[SaveJob]:
         """Save blocks that the device is about to lose, as far as no tier has them. Each save is begun when its turn comes.
 
-        leaving: their numbers and what they hold, the first to go first; of each conversation the device loses the end first.
+        leaving: their numbers and content, the first to go first; of each conversation the device loses the end first.
         """
         # By key, as several blocks of the device may hold the same.
         groups: dict[tuple[str, str], dict[BlockKey, OnDevice]] = defaultdict(dict)

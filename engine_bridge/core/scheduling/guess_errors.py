@@ -9,7 +9,7 @@ from engine_bridge.protocol.engine_request import LengthGuess
 
 # Tokens. Chosen: the typical errors of a short answer, a long one and the longest.
 ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-# Tenants told apart; the one that was counted first is forgotten first. Chosen.
+# The most tenants told apart; beyond it the tenant counted first is forgotten. Chosen.
 MAX_TENANTS = 1024
 
 

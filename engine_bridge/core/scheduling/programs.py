@@ -22,15 +22,15 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 # Tokens of all programs inside together: as a share of the device's, since some are always away with their tools, and as a share of the device's
 # and host memory's together, since each holds much that the other has, too. Chosen: `bench.emulated agents`.
 DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
-# A program that has gone away and was not announced to come back is over after this time. Chosen: the word comes with the end of its answer.
+# A program that left without an announced return is over after this time. Chosen: the word comes with the end of its answer.
 UNANNOUNCED_S = 0.5
 # An announcement keeps a place for no longer than this. Chosen: nineteen of twenty tools have answered long before.
 ANNOUNCED_AT_MOST_S = 60.0
-# After so many turns a program waits with the new ones again, so that endless ones let others in. Chosen: five times as many as agents take.
+# After this many turns a program waits with the new ones again, so that endless ones let others in. Chosen: five times the turns of agents.
 MAX_TURNS = 50
 # Seconds after which a request is let in whose tenant had none let in meanwhile. Chosen: a person's patience.
 LEAK_S = 30.0
-# Programs that may still come back, of which the one that left first is forgotten first.
+# The most absent programs remembered in case they return; beyond it the first to leave is forgotten.
 MAX_LATE = 4096
 # Seconds between two looks for programs that are over. Chosen: a thousand are looked at in a tenth of a millisecond.
 LOOK_EVERY_S = 0.1
@@ -94,9 +94,9 @@ class Programs:
         return request_id in self._outside
 
     def came(self, request: Waiting, now: float) -> Waiting:
-        """Return a request with what the queue needs to know of its program.
+        """Return a request with the facts of its program that the queue needs.
 
-        One that continues a program inside starts in the order of programs. One that begins a program, or continues one that is not inside, waits
+        A request of a program that is inside starts in the order of programs. A request that begins a program, or continues a program outside, waits
         until `may_start` lets it in.
         """
         name = request.program
@@ -123,7 +123,7 @@ class Programs:
         return request
 
     def waits_for(self, request: Waiting) -> Hashable:
-        """Return what a request waits for before it may start: with others of its kind to begin a program, or for what it names itself."""
+        """Return what a request waits for before it may start: a place for its program, with others of its kind, or the request's own `waits_for`."""
         if request.request_id in self._outside:
             return "program", request.tenant, request.priority, request.waits_for
         return request.waits_for
@@ -151,7 +151,7 @@ class Programs:
         return True
 
     def ended(self, request_id: str, num_tokens: int, now: float) -> None:
-        """Note that a request has left, with this many tokens of context. One that belongs to no program is ignored."""
+        """Note that a request has left, with this many tokens of context. A request without a program is ignored."""
         if request_id in self._outside:
             self._leave(request_id)
         name = self._program_of.pop(request_id, None)
@@ -165,7 +165,7 @@ class Programs:
             program.left_s = now
 
     def announced(self, name: str, until_s: float, now: float) -> None:
-        """Note that a program comes back, by this time if at all. One that is not inside is ignored."""
+        """Note that a program comes back, by this time if at all. A program outside is ignored."""
         program = self._inside.get(name)
         if program is not None:
             program.until_s = min(until_s, now + ANNOUNCED_AT_MOST_S)

@@ -99,5 +99,5 @@ class DeviceCopies:
         return self._core.copies.take_less_valuable_than_blocks(self._prefix_facts(num_blocks), self._clock())
 
     def first_to_go(self) -> int | None:
-        """Return the cached adapter of least worth among those that no request needs from their blocks. Its blocks are then the caller's."""
+        """Return the cached adapter of least worth whose blocks no request needs. Its blocks are then the caller's."""
         return self._core.copies.take_first_to_go(self._clock())

@@ -23,7 +23,7 @@ class EmbeddingDriver:
         from engine_bridge.driver.vllm_api import LLMEngine, UsageContext
 
         args, served = pooling_args(config), UsageContext.OPENAI_API_SERVER
-        configuration_of(args)  # which says in a sentence what is wrong with a model
+        configuration_of(args)  # refuses an unfit model in one sentence
         self.engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
         self._internal_ids: dict[str, str] = {}
         tasks = self.engine.get_supported_tasks()

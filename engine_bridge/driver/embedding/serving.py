@@ -30,7 +30,7 @@ _TENANT: ContextVar[str] = ContextVar("tenant")
 
 
 class EmbeddingClient:
-    """What vLLM's serving class asks for embeddings, in the place of its `EngineClient`.
+    """The client that vLLM's serving class asks for embeddings, in place of its `EngineClient`.
 
     Args:
         thread: a started engine thread.
@@ -99,7 +99,7 @@ class EmbeddingServing(ServingEmbedding):
         super().__init__(client, models, request_logger=None, chat_template_config=template)
 
     async def serve(self, body: Any, headers: Mapping[str, str], tenant: str) -> JsonReply:
-        """Answer one call. What is wrong with it becomes a reply, too."""
+        """Answer one call. A faulty call gets a reply that says the fault."""
         _TENANT.set(tenant)
         raw_request = SimpleNamespace(headers=headers, state=SimpleNamespace())
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-# The longest wait for copies that are to end before the engine goes on. Chosen: many times what copying all of host memory takes.
+# The longest wait for copies that must end before the engine continues. Chosen: many times what copying all of host memory takes.
 PATIENCE_S = 30.0
 # Meanwhile, the seconds between two questions whether they have. Chosen.
 LOOK_S = 0.005
@@ -82,7 +82,7 @@ class HeldBlocks:
         return not self._ended.empty()
 
     def wait_s(self) -> float | None:
-        """Return None: whoever makes the copy tells."""
+        """Return None: the copier reports the end of a copy, so there is nothing to look for."""
         return None
 
     @property
@@ -105,13 +105,13 @@ class HeldBlocks:
             except Empty:
                 return
             timeout_s = 0.0
-            if number not in self._kept:  # told before: what was called for the copy has failed behind that
+            if number not in self._kept:  # told a second time, because something behind the first word failed
                 continue
             blocks, then = self._kept.pop(number)
             try:
                 then(is_made)
             finally:
-                # The beginning of a conversation is evicted last: what is left of it is still of use.
+                # The beginning of a conversation is evicted last, because it is of use without the end.
                 self._pool.free_blocks(reversed(blocks))
                 if number in self._first:
                     self._first.discard(number)

@@ -235,7 +235,7 @@ class KvTiers:
             self.held.finish(self.copier.ask)
 
     def begin_moves(self, moves: StepMoves) -> None:
-        """Remember the loads and saves of a step that was scheduled, until `end_moves`. What it saves is held where it is copied beside the steps."""
+        """Remember a scheduled step's loads and saves until `end_moves`. Blocks to save are held where they are copied beside the steps."""
         if moves.loads or moves.saves:
             self._moving.append(moves)
         if moves.saves and self.held is not None and self.copier is not None and self.copier.overlaps:
@@ -484,7 +484,7 @@ class KvTiers:
 def settle(store: KvStore, moves: StepMoves, *, is_right: bool) -> None:
     """Commit the saves of a step that has copied, or abandon them unless `is_right`, and release its loads' host memory. From any thread.
 
-    store: the one that the saves and loads are from. By the time a device has copied the tiers may have another, or none.
+    store: the store of these saves and loads. By the time a device has copied, the tiers may have another store, or none.
     """
     for job in moves.saves:
         if is_right:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# By so much the most blocks that were given away between two looks count less at each look. Chosen: half after 350 steps.
+# At each look, the recorded maximum of blocks given away between two looks is multiplied by this. Chosen: half after 350 steps.
 FADE = 0.998
 
 
@@ -47,7 +47,7 @@ class LastSaves:
         tiers.store.use_device(self.keeps)
 
     def keeps(self, key: BlockKey) -> bool:
-        """Return whether the device has what a key stands for, and is not about to lose it. From any thread."""
+        """Return whether the device has a key's content, and is not about to lose it. From any thread."""
         restores = self._tiers.restores
         found = restores.saves.find(key) if restores is not None else None
         if found is None:
@@ -69,12 +69,12 @@ class LastSaves:
                 self._copying.update((each, self._leaving[each]) for each in job.block_ids)
                 self._tiers.copy_out(job, functools.partial(self._copied, job))
         except Exception:
-            # What was begun is given up, and no further save has begun. The next look finds these blocks again if they are still there.
+            # Begun saves are given up, and no further save has begun. The next look finds these blocks again if they are still there.
             log.exception("KV that leaves the device could not be saved")
             self._leaving = {}
 
     def _look(self) -> list[tuple[int, Entry]]:
-        """Return the blocks that are watched from now on and were not before: their numbers, and what they hold."""
+        """Return the newly watched blocks: their numbers and content."""
         queue, num_free = self._pool.free_block_queue, self._pool.get_num_free_blocks()
         num_wanted = max(self._num_blocks, int(2 * self._most_given))
         # What a request lets go of, or finds again, comes to the end of the queue; then others may have come to its front.
@@ -98,7 +98,7 @@ class LastSaves:
 
 
 def num_leaving(scheduler: Any, layout: KvLayout) -> int:
-    """Return how many blocks two steps may give to requests: what is copied out beside a step must not be needed by the next one."""
+    """Return how many blocks two steps may give to requests: the next step must not need a block that is copied out beside this one."""
     config = scheduler.scheduler_config
     # A running answer takes a block once for as many steps as the block has tokens.
     num_tokens = config.max_num_batched_tokens + config.max_num_seqs

@@ -201,7 +201,7 @@ class Promoter:
         return (session_id, salt) in self._core.memory
 
     def set_idle(self, session_id: str, salt: str | None) -> None:
-        """Have the device take a session's blocks before any other; those that other sessions begin with, or requests use, keep their places."""
+        """Have the device take a session's blocks before any other; blocks that other sessions share, or requests use, keep their places."""
         with self._contained():
             found = (cached_block(self._pool, entry) for entry in self._core.idle_entries((session_id, salt)))
             idle = {each.block_id: each for each in found if each is not None and each.ref_cnt == 0}
@@ -333,7 +333,7 @@ class Promoter:
         release = None
         try:
             # By the time that a device has copied the advisory may be over and its host memory reused, so the store holds it until then. Before
-            # the copier is asked: what it was asked it copies, whatever fails here, and then the blocks must not be another's.
+            # the copier is asked: it then copies whatever fails here, and meanwhile the blocks must not be another's.
             release = store.begin_copy(copy.sources)
             for layer in range(self._num_layers):
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
@@ -363,7 +363,7 @@ class Promoter:
 def _in_turn(
     release: Callable[[], None], end: Callable[[bool], None], *, is_made: bool
 ) -> Callable[[], None]:
-    """Return what is to be called when a copy has ended: host memory may have another use before anything is told of it."""
+    """Return the callback for the end of a copy: it releases the host memory first, then calls `end`."""
 
     def call() -> None:
         """Release the copy's host memory, and tell that it has ended."""

@@ -54,10 +54,10 @@ class BlockCopier(Protocol):
         """Copy slots of host memory into a layer's device blocks, by the next `flush` or `end_step` at the latest."""
 
     def flush(self) -> None:
-        """Begin the copies so far, so that what is computed from here on finds their blocks on the device."""
+        """Begin the copies so far, so that later kernels find their blocks on the device."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Begin the other copies, for which nothing that is computed waits: until they are made their blocks must be left alone.
+        """Begin the other copies, which no kernel waits for: until they are made their blocks must be left alone.
 
         `then` is called, on any thread, once all copies since the last call are made; `failed` where they cannot be made.
         """
@@ -154,8 +154,8 @@ class CpuCopier:
 class CudaCopier:
     """The copier of a CUDA device, from and to pinned memory: one call for all copies of a direction.
 
-    There is a stream for copies to host memory, one for copies to the device that the next kernels wait for, and one for those that none waits for.
-    Copies are gathered until `flush` or `end_step`. They are counted once they are done, on the waiter's threads.
+    There are three streams: for copies to host memory, for copies to the device that the next kernels wait for, and for copies to the device that
+    no kernel waits for. Copies are gathered until `flush` or `end_step`. They are counted once they are done, on the waiter's threads.
     """
 
     overlaps = True
@@ -187,14 +187,14 @@ class CudaCopier:
         self._to_device.append((layer, blocks, slots))
 
     def flush(self) -> None:
-        """Launch what was gathered, behind the kernels launched so far; kernels that are launched later wait for copies to the device."""
+        """Launch the gathered copies, behind the kernels launched so far; kernels launched later wait for copies to the device."""
         if self._send(self._in):
             torch.cuda.current_stream().wait_stream(self._in)
 
     def _send(self, back: Any) -> bool:
-        """Launch what was gathered, and return whether something goes to the device, by the stream `back`.
+        """Launch the gathered copies, and return whether any of them go to the device, by the stream `back`.
 
-        Copies to the device are made behind copies to host memory of the same call, which may be what they read.
+        Copies to the device are made behind copies to host memory of the same call, because they may read its results.
         """
         compute = torch.cuda.current_stream()
         out, self._to_host = self._to_host, []
@@ -210,7 +210,7 @@ class CudaCopier:
         return bool(gathered)
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Launch what was gathered, behind the kernels launched so far. Neither the host nor any kernel waits for it.
+        """Launch the gathered copies, behind the kernels launched so far. Neither the host nor any kernel waits for them.
 
         `then` is called on another thread once all copies since the last call are done; `failed` (or `then`, without a `failed`) if the device has
         failed while it copied: the memory is free, and its new contents are not to be trusted.
@@ -284,7 +284,7 @@ _Timed = tuple[Copied, int, int, Any, Any]
 def joined(source: Rows, into: Rows, pieces: Rows, row_bytes: int) -> tuple[Rows, Rows, Rows]:
     """Return where to copy from and to, and how many bytes: rows that follow one another on both sides are one copy.
 
-    Each copy costs a microsecond or two of its own on a GPU, as much as 100 kB.
+    On a GPU each copy costs a microsecond or two beside its bytes, as long as 100 kB take.
 
     Args:
         source: the addresses of the rows to read, in the order in which they may follow one another.

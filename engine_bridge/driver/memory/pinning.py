@@ -63,7 +63,7 @@ class Pinning:
         for offset, num_bytes in pieces(region.nbytes, region.shape[1], MAX_PIECE_BYTES):
             error_number = runtime.cudaHostRegister(start + offset, num_bytes)
             if error_number:
-                # CUDA keeps the error until somebody asks, and torch would report it as that of the next kernel.
+                # CUDA keeps the error until it is read, and torch would report it as an error of the next kernel.
                 runtime.cudaGetLastError()
                 log.warning(
                     "the host tier's memory could not be pinned (CUDA error %s), so copies will be slower",

@@ -22,7 +22,7 @@ LATE_S = 0.005
 
 
 class RankError(RuntimeError):
-    """A rank could not do what it was asked to do."""
+    """A rank has ended or failed at a call."""
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,11 +65,11 @@ class Ranks:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has ended, or could not do what it was sent to do."""
+        """Whether a rank has ended or failed at a call."""
         return self._problem is not None or bool(self._executor.is_failed)
 
     def check(self) -> None:
-        """Raise RankError if a rank has ended or could not do what it was sent to do: what the engine's caches say is not to be trusted then."""
+        """Raise RankError if a rank has ended or failed at a call: the engine's caches are not to be trusted then."""
         if self.has_failed:
             raise RankError("a rank of the engine has failed or ended") from self._problem
 
@@ -166,7 +166,7 @@ class RanksCopier:
         self._copies.append(RegionCopy(True, layer, list(blocks), list(slots)))
 
     def flush(self) -> None:
-        """Do nothing: what is sent is begun before the next step."""
+        """Do nothing: the ranks begin sent copies before the next step."""
 
     def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Have the ranks make the copies, and call `then` once all have answered that they are made; `failed` where one could not.
@@ -201,7 +201,7 @@ class RanksCopier:
             give_up()
 
     def ask(self) -> None:
-        """Ask the ranks what they have copied since they last told. Raises RuntimeError where one has ended."""
+        """Ask the ranks for the copies made since their last answer. Raises RuntimeError where a rank has ended."""
         self._hear_all(self._ranks.call("overture_answers"))
 
     def hear(self, answers: StepAnswers) -> None:

@@ -36,7 +36,7 @@ def keep_quiet(*, is_wished: bool) -> None:
 
     @functools.wraps(stock)
     def make_worker_process(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Start a rank with an environment and log settings of its own."""
+        """Start a rank with its separate environment and log settings."""
         before = {name: os.environ.get(name) for name in QUIET}
         logging_config = vllm_config.logging_config
         os.environ |= QUIET
@@ -55,7 +55,7 @@ def keep_quiet(*, is_wished: bool) -> None:
 
 
 class LateAnswers:
-    """Asks the ranks what they have copied since the last step, while no request runs whose next step would tell.
+    """Asks the ranks for the copies made since the last step, while no request runs whose next step would bring the answer.
 
     Args:
         copier: hears their answers.

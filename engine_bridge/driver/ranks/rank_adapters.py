@@ -73,7 +73,7 @@ class RankAdapters:
 
     def serve(self, authkey: bytes) -> str:
         """Begin to answer the engine's process on a thread. Returns the address where it connects, with this key."""
-        # A name that no file stands for, so that none is left behind however this process ends.
+        # An abstract socket name has no file, so none is left behind however this process ends.
         address = f"\0overture-{uuid.uuid4().hex}"
         listener = Listener(address, "AF_UNIX", authkey=authkey)
         threading.Thread(target=self._serve, args=(listener,), name="rank-adapters", daemon=True).start()
@@ -104,7 +104,7 @@ class RankAdapters:
         """Read an adapter, and keep this rank's part of it under a number. Returns the part's bytes.
 
         Args:
-            number: names what is read.
+            number: names the loaded part.
             record: the adapter as it was registered.
             copy: the path of a copy of its files; "" for none.
 
@@ -122,7 +122,7 @@ class RankAdapters:
         return num_bytes
 
     def _part(self, name: str, module: ModuleWeights) -> ModuleWeights:
-        """Return this rank's part of a module, in memory of its own."""
+        """Return this rank's part of a module, in separate memory."""
         part = part_of(self._split[name], module) if name in self._split else module
         a, b = (
             tuple(None if each is None else self._own(each) for each in half) for half in (part.a, part.b)
@@ -137,7 +137,7 @@ class RankAdapters:
         )
 
     def drop(self, number: int) -> None:
-        """Let go of what was loaded under this number; an unknown one changes nothing."""
+        """Release the part loaded under this number; an unknown number changes nothing."""
         self._held.pop(number, None)
 
     # -- between two steps -------------------------------------------------------------------------------------------

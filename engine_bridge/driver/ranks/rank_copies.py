@@ -119,7 +119,7 @@ class RankCopies(StepCopies):
         return set()
 
     def take_answers(self) -> StepAnswers | None:
-        """Return what has been copied since the last call; None for nothing."""
+        """Return the copies made since the last call; None for none."""
         ended = dict(self._ended.popleft() for _ in range(len(self._ended)))
         if not ended:
             return None

@@ -129,7 +129,7 @@ class Scheduling:
         ways: returns counts of the planned and the taken ways by which preempted requests get their KV back. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
         pauses: pauses other requests for urgent ones; None: no request is paused.
-        predictor: predicts the lengths of answers; None: a new one that learns from answers.
+        predictor: predicts the lengths of answers; None: a new predictor, which learns from answers.
         clock: the clock of requests' times, in seconds.
         stopwatch: measures the time that our own work takes, in seconds.
         run_fit: runs the fitting of lanes and the predictor; None: a separate thread, closed with this object.

@@ -141,7 +141,7 @@ def _merit(guess: GuessFacts) -> tuple[int, int, float]:
     """Return the sort key of a guess, the least for the best: priority, then seconds saved per block to within a factor of two, then age.
 
     No finer, because estimates are not: guesses that take turns at being the best would push each other out. The user typing for longest
-    will ask soonest, so the oldest guess is first, until half of the probability that it comes is gone.
+    will ask soonest, so the oldest guess is first, until its probability to come has halved.
     """
     per_block = guess.probability * guess.saved_s / max(guess.num_blocks, 1)
     num_halved = int(-math.log2(max(guess.left, 1e-12)))

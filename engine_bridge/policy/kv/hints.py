@@ -33,7 +33,7 @@ MAX_PINS, MAX_KEPT, MAX_OF_ALL = 16, 512, 32768
 
 
 class PrefixEnd(NamedTuple):
-    """Where the prefix ends that a hint is about: after a block (-1: all of it) of an entry in a part of a call."""
+    """The end of the prefix that a hint is about: after a block (-1: all of it) of an entry in a part of a call."""
 
     part: Literal["tools", "system", "messages", "call"]
     entry: int = -1
@@ -61,7 +61,7 @@ class KvHint:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a key is granted of a hint. ttl_s: for how long; 0 where nothing lasts."""
+    """The part of a hint that a key is granted. ttl_s: for how long; 0 where nothing lasts."""
 
     outcome: Outcome
     ttl_s: float
@@ -107,7 +107,7 @@ class HintShares:
             self._drop(key, (session, is_pin))
 
     def _has_room(self, key: str, *, is_pin: bool, now: float) -> bool:
-        """Return whether one more session has a place, once those that are over were dropped."""
+        """Return whether one more session has a place; drop expired sessions if needed."""
         most = MAX_PINS if is_pin else MAX_KEPT
         if sum(name[1] == is_pin for name in self._until_s.get(key, ())) >= most:
             self._drop_over(key, now)

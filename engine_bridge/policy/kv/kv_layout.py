@@ -122,7 +122,7 @@ class KvLayout(Struct, frozen=True):
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a request of this many tokens holds.
 
-        Of a state those are two: the one in which it computes, and the one that the step before has left.
+        A state takes at most two blocks: one in which the step computes, and one with the result of the step before.
         """
         return sum(
             min(-(-num_tokens // group.block_tokens), 2)

@@ -12,9 +12,10 @@ from itertools import accumulate
 
 # Waits are counted in bins whose ends differ by half a power of two, in seconds. Chosen: finer than people's times repeat.
 _BINS_PER_OCTAVE, _FIRST_END_S, _NUM_BINS = 2, 0.25, 26
-# What is assumed at first, as so many waits: log-normal with the median and spread of typing ten words (bench.live.kv.people), with a longer tail.
+# The waits assumed at first: their number, and a log-normal with the median and spread of typing ten words (bench.live.kv.people), with a longer
+# tail.
 _PRIOR_WAITS, _PRIOR_MEDIAN_S, _PRIOR_SIGMA = 8.0, 11.5, 0.9
-# A wait that was learned counts half as much after so many others. Chosen: habits change in days, and a server of one user has some hundred a day.
+# A learned wait counts half as much after this many others. Chosen: habits change in days, and a server of one user has some hundred a day.
 _HALF_LIFE_WAITS = 200.0
 
 

@@ -64,9 +64,9 @@ class Fair(QueuePolicy):
 
     Each set holds the requests that fit.
 
-    Source: AdaptiveLLM §3.5 and Algorithm 2. Its choice of "as many as possible" is taken as the order of urgency until one does not fit: if that
-    one were skipped, smaller ones could keep it out for ever. No bound on waiting: under lasting overload short requests always catch up with
-    long ones.
+    Source: AdaptiveLLM §3.5 and Algorithm 2. Its choice of "as many as possible" is taken as the order of urgency until a request does not fit: if
+    that request were skipped, smaller ones could keep it out for ever. No bound on waiting: under lasting overload short requests always catch up
+    with long ones.
     """
 
     name = "fair"

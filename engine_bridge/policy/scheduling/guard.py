@@ -12,9 +12,9 @@ from collections import deque
 
 # A request may wait as long as this share of the recent ones would have waited at most in order of arrival, and that many are recent. Chosen: P99.
 WAIT_SHARE, NUM_RECENT = 0.99, 500
-# Starts whose measured left-over work counts as much as what is reckoned from the requests' lengths. Chosen.
+# Starts whose measured left-over work counts as much as the estimate from the requests' lengths. Chosen.
 PRIOR_STARTS = 20.0
-# Overtaking pays only where waits are longer than this share of what a full device has still to do: shorter ones are noise of who ends when. Chosen:
+# Overtaking pays only where waits are longer than this share of a full device's remaining work: shorter ones are noise of when requests end. Chosen:
 # with none, P99 of single plays rises by up to 22% at loads where P50 has nothing to gain (bench/LOG.md).
 LEAST_SHARE = 0.4
 # Share of each sum that a further request leaves. Chosen: 350 requests are half of the mean.
@@ -45,7 +45,7 @@ class WorkLeft:
         self._per_s += per_s
 
     def ended(self, request_id: str) -> None:
-        """Note that a request has left. One that is past its predicted end, or unknown, is ignored."""
+        """Note that a request has left. A request past its predicted end, or an unknown one, is ignored."""
         found = self._running.pop(request_id, None)
         if found is not None:
             self._at_zero -= found[1]
@@ -66,12 +66,12 @@ class WorkLeft:
 class Guard:
     """Knows what requests of one tenant and priority would wait in order of arrival, and keeps the time.
 
-    A request that comes waits there for the work that waits before it and for what running requests have still to do, less what is left of them when
+    A request that comes waits there for the work that waits before it and for what running requests have still to do, less the work left when
     its turn has come. Both are the same in any order that keeps the device busy, so this tells that order's wait without playing it. A request may
     then wait for as long as the P99 of these waits. What is left when a turn comes is measured at starts in order of arrival.
 
     Overtaking requests take at most `overtaking_share` of the started work while others wait. Otherwise long ones would be held back until their time
-    is up, then fill the device all at once, and end all at once: nobody starts in between.
+    is up, then fill the device all at once, and end all at once: no request starts in between.
 
     Source: ours. Letting later jobs start before earlier ones as long as these keep their times is backfilling (Lifka, 1995), with a slack as in
     Talby and Feitelson (IPPS 1999).
@@ -128,11 +128,11 @@ class Guard:
         self.running.started(request_id, work_s, duration_s, self.now)
 
     def left(self) -> None:
-        """Note that a request that waited has gone without a start."""
+        """Note that a waiting request has left without a start."""
         self.num_waiting -= 1
 
     def owed(self, owed_s: float, work_s: float, is_first: bool) -> float:
-        """Return what is owed after one more start. What is saved up is as much as the share has of what a full device has still to do."""
+        """Return the overtaking debt after one more start. At most the share of a full device's remaining work can be saved up."""
         if not is_first:
             return owed_s + work_s
         return max(owed_s - self._repaid * work_s, -self.share * self._usual_left_s)

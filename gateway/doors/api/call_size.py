@@ -39,7 +39,7 @@ def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) ->
 
 
 def check_inputs(body: Any, *, max_inputs: int, max_chars: int) -> None:
-    """Raise InvalidRequest for a call for embeddings with too many inputs, or one that is too long (`max_chars`) to be split into tokens.
+    """Raise InvalidRequest for a call for embeddings with too many inputs, or with an input too long (`max_chars`) to be split into tokens.
 
     Malformed fields are left for vLLM to explain, but for the form of the reply: it is JSON.
     """

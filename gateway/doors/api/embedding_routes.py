@@ -49,7 +49,7 @@ async def embeddings(request: web.Request) -> web.Response:
 
 
 def _check_model(services: Services, own: str, body: Any) -> None:
-    """Raise GatewayError for a call that names another model than that for embeddings; vLLM says what is wrong with a name that is no text."""
+    """Raise GatewayError for a call that names another model than the embedding model; vLLM itself refuses a name that is no text."""
     named = body.get("model") if isinstance(body, dict) else None
     if not isinstance(named, str) or named in ("", own):
         return

@@ -18,7 +18,7 @@ from engine_bridge.calls.pictures import replace_urls, urls_of
 from gateway.errors import GatewayError
 from gateway.settings.config import Config
 
-# For all pictures of a call together. Chosen: a slow host holds up nobody but the call that names it.
+# The longest time to fetch all pictures of a call. Chosen: a slow host delays only the call that names it.
 FETCH_S = 15.0
 _PIECE_BYTES = 1 << 16
 # IPv4 addresses written as IPv6 ones, private ones among them (RFC 6052, 8215, 4291, 2765), and networks that are routed inside of sites only.
@@ -76,7 +76,7 @@ async def fetch_pictures(config: Config, body: Any, resolver: AbstractResolver |
         return
     connector = aiohttp.TCPConnector(resolver=resolver or PublicAddresses(), use_dns_cache=False)
     timeout = aiohttp.ClientTimeout(total=FETCH_S)
-    # What is packed could unpack to any size.
+    # A compressed reply could unpack to any size.
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:
         room = _Room(config.max_body_bytes)
         fetched = await asyncio.gather(*(_fetch(http, url, num, room) for url, num in wanted.items()))
@@ -100,7 +100,7 @@ class _Room:
         self._left = num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Take so many bytes. Raises ValueError where there is no room for them."""
+        """Take room for this many bytes. Raises ValueError where too little is left."""
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError("the pictures are larger than a body may be (max_body_bytes)")

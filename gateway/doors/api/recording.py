@@ -44,7 +44,7 @@ class Recording:
     Attributes:
         items: of a Responses call, its `input` as items; None for a call that is not kept as a response.
         previous: of a Responses call, its `previous_response_id`.
-        is_named: whether the call names its session; otherwise it begins one of its own, of which only the response is kept.
+        is_named: whether the call names its session; otherwise it begins a new session, of which only the response is kept.
         pictures: those of the question, as `data:` URLs.
         history_token_ids: the ids of the conversation so far, packed, as far as they are known.
     """

@@ -160,7 +160,7 @@ class _Shapes:
             },
         }
         if operation.name != "count_tokens":
-            # Of any form, as other servers have them: what is malformed is passed over.
+            # Hints may have any form, as on other servers: malformed ones are ignored.
             fields |= {name: {"description": text} for name, text in HINT_FIELDS.items()}
             fields["session_id"] = {
                 "anyOf": [SESSION_ID_SCHEMA, {"type": "null"}],

@@ -95,8 +95,8 @@ class Admission:
 def admit(arrival: NewConnection, limits: Limits) -> Admission:
     """Decide about a connection that has just arrived.
 
-    A connection that is held without being used is closed before one that is used: first the oldest that never completed a request, then the one
-    idle for longest. Reserved places are used when no connection can be closed.
+    A connection held without being used is closed before a used connection: first the oldest that never completed a request, then the one idle for
+    longest. Reserved places are used when no connection can be closed.
     """
     if arrival.num_of_address is not None and arrival.num_of_address >= limits.num_per_address:
         if arrival.has_unfinished_of_address:

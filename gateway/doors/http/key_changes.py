@@ -48,7 +48,7 @@ async def follow_key_file(services: Services) -> None:
 
 
 async def read_again(services: Services) -> None:
-    """Accept the keys that the file holds now, and end what is open with keys that are withdrawn.
+    """Accept the keys that the file holds now, and cut off withdrawn keys (see `cut_off`).
 
     If the file is broken the keys stay as they are, and the log says where.
     """
@@ -75,7 +75,7 @@ async def _take_over(services: Services) -> frozenset[Withdrawn]:
 
 
 async def cut_off(services: Services, withdrawn: Withdrawn) -> None:
-    """End what is under way with a key. Answers in conversations end with the last key of their person, because the others may be reading."""
+    """End everything under way with a key. Answers in conversations end with the last key of their person, because the others may be reading."""
     services.calls.cut_off(withdrawn.key)
     if withdrawn.is_last:
         services.drafts.stop_owner(withdrawn.owner)

@@ -51,7 +51,7 @@ class UnixSite(web.BaseSite):
 
 
 def _bound(path: Path) -> socket.socket:
-    """Return a socket that is bound to a path and does not listen yet, so that nobody can connect before the file has its mode."""
+    """Return a socket that is bound to a path and does not listen yet, so that no client can connect before the file has its mode."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _make_room(path)

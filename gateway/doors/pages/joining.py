@@ -75,7 +75,7 @@ def join(texts: Mapping[str, str], version: str) -> Joined:
         version: see `version_of`.
 
     Raises:
-        CannotJoinError: a module imports or exports in another way than the others, imports what is not there, or imports itself over others.
+        CannotJoinError: a module imports or exports in another way than the others, imports something missing, or imports itself through others.
     """
     modules = {path: _parsed(path, text) for path, text in texts.items() if path.startswith("js/")}
     pages = {path: text for path, text in texts.items() if path.endswith(".html")}
@@ -160,12 +160,12 @@ def _reached(modules: Mapping[str, _Module], start: str) -> set[str]:
 
 
 def _is_library(path: str) -> bool:
-    """Return whether a path is that of a library, which is loaded as a file of its own."""
+    """Return whether a path belongs to a library, which pages load as a separate file."""
     return path.startswith("vendor/")
 
 
 def _script(modules: Mapping[str, _Module], path: str, needed: Iterable[str], version: str) -> str:
-    """Return the joined script of a module: those that it needs, then what it exports itself."""
+    """Return the joined script of a module: the modules that it needs, then its own exports."""
     libraries: dict[str, None] = {}
     parts = [_defined(modules[each], posixpath.dirname(path), libraries, version) for each in needed]
     exports = modules[path].exports

@@ -23,8 +23,8 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
-# Of the frame that shows a model's HTML: programs run there, without an origin, cookies, storage, windows, forms or any network. Nor can the frame
-# lead elsewhere, because the page around it takes frames of its own origin only.
+# For the frame with a model's HTML: programs run there, without an origin, cookies, storage, windows, forms or any network. Nor can the frame
+# lead elsewhere, because the page around it takes only frames from its origin.
 _FRAME_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
     "media-src data: blob:; frame-ancestors 'self'; base-uri 'none'; form-action 'none'; webrtc 'block'"
@@ -36,7 +36,7 @@ PAGE_HEADERS = {
     # Always asked again, answered 304 while nothing changed: a page never runs with yesterday's scripts.
     "Cache-Control": "no-cache",
 }
-# Of files whose path holds the hash of what they are.
+# For files whose path holds the hash of their content.
 KEPT = "public, max-age=31536000, immutable"
 
 
@@ -54,7 +54,7 @@ def page(name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Return the handler of a page.
 
     Args:
-        name: its file, such as `index.html`. Pages say nothing by themselves: what they show takes a key. The token of a sign-in link stands
+        name: its file, such as `index.html`. A page holds no data itself: the data that it shows takes a key. The token of a sign-in link stands
             behind a `#`, so no server and no log sees it.
     """
 
@@ -85,7 +85,7 @@ async def static_file(request: web.Request) -> web.StreamResponse:
     if name.startswith("v-"):
         joined = await asyncio.to_thread(_joined)
         version, _, name = name.removeprefix("v-").partition("/")
-        # A page of an older version gets what there is now, and does not keep it.
+        # A page of an older version gets the current file, and does not keep it.
         headers = PAGE_HEADERS | ({"Cache-Control": KEPT} if version == joined.version else {})
         if (text := joined.files.get(name)) is not None:
             return await _sent(request, text.encode(), Path(name).suffix, headers)
@@ -130,7 +130,7 @@ def _packed(text: bytes) -> tuple[bytes, str]:
 
 
 def _joined() -> Joined:
-    """Return the pages and what they load, as the files are now."""
+    """Return the pages and the files that they load, as they are now."""
     states = ((path, path.stat()) for path in sorted(STATIC_DIR.rglob("*")) if path.is_file())
     return _joined_of(tuple((path, state.st_mtime_ns, state.st_size) for path, state in states))
 

@@ -109,7 +109,7 @@ def _redirect_uri(request: web.Request) -> str:
 
 
 def _problem(request: web.Request, error: GatewayError) -> web.Response:
-    """Return a page that says why nobody is signed in, to a browser; for any other client raise the error."""
+    """Return a page that says why the sign-in failed, for a browser; for any other client raise the error."""
     log.warning("a sign-in by OIDC failed: %s", error.__cause__ or error.message)
     if error.code == "unauthorized":
         request.app[SERVICES].audit.refused(request.remote or "", error.message)

@@ -289,7 +289,7 @@ async def export_person(request: web.Request) -> web.StreamResponse:
 
 
 def _exported(services: Services, person: Person) -> IO[bytes]:
-    """Return an export as a file without a name, which is gone with the process. This blocks."""
+    """Return an export as a file without a name, which vanishes with the process. This blocks."""
     folder = services.config.data_dir
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it is sent, and closed, by the caller
     try:

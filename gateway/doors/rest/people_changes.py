@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# How long an erasure waits for what is under way to end, and between two looks. Chosen: a turn that is stopped ends within a step or two.
+# How long an erasure waits for running calls and turns to end, and between two looks. Chosen: a turn that is stopped ends within a step or two.
 ENDING_S, LOOK_EVERY_S = 30.0, 0.05
 
 
@@ -85,9 +85,9 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
 
 
 async def erase(services: Services, person: Person) -> Erased:
-    """Erase all that a person has, who is no longer in the key file: conversations, usage, what was learned, and KV on all nodes.
+    """Erase all data of a person removed from the key file: conversations, usage, learned habits, and KV on all nodes.
 
-    Raises GatewayError `overloaded` if something of the person's does not end, or an engine is not up, whose KV is then left; then it may be tried
+    Raises GatewayError `overloaded` if a call or turn of the person's does not end, or if an engine is not up, so that its KV is left; then try
     again.
     """
     owner = person.owner

@@ -56,7 +56,7 @@ async def sign_in(request: web.Request) -> web.Response:
 
 
 def set_cookie(request: web.Request, response: web.Response, cookie: str) -> None:
-    """Give a browser the cookie that stands for a person."""
+    """Set the cookie by which a browser is signed in as a person."""
     response.set_cookie(
         COOKIE,
         cookie,
@@ -74,7 +74,7 @@ def is_secure(request: web.Request) -> bool:
 
 
 async def _body(request: web.Request) -> SignIn:
-    """Return the body, of which no more is read than a token takes, because whoever sends it has no key. Raises GatewayError."""
+    """Return the body, reading no more than a token takes, because its sender has no key yet. Raises GatewayError."""
     body = bytearray()
     while len(body) <= MAX_BODY_BYTES and (
         piece := await request.content.read(MAX_BODY_BYTES + 1 - len(body))
@@ -89,7 +89,7 @@ async def _body(request: web.Request) -> SignIn:
 
 
 async def sign_out(request: web.Request) -> web.Response:
-    """Handle `POST /v1/sign-out`: end what the browser's cookie stands for, with all that is open by it."""
+    """Handle `POST /v1/sign-out`: end the browser's sign-in, with everything open by it."""
     services = request.app[SERVICES]
     principal = services.by_cookie(request)
     if principal is not None:

@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def named_by_proxy(header: TrustedHeader) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware. A request with a key of its own is the key's holder's, whatever the header says."""
+    """Return the middleware. A request with a key belongs to the key's holder, whatever the header says."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -35,7 +35,7 @@ def named_by_proxy(header: TrustedHeader) -> Callable[..., Awaitable[web.StreamR
 
 
 async def person_named(services: Services, name: str, peer: str, by: str) -> NamedByProxy:
-    """Return the person of this name, who is added where that is allowed.
+    """Return the person of this name; add an unknown person where that is allowed.
 
     Args:
         services: have the people.
@@ -61,7 +61,7 @@ async def person_named(services: Services, name: str, peer: str, by: str) -> Nam
 
 
 async def _made(services: Services, name: str, peer: str, by: str) -> Person:
-    """Return a person, whose lines name the owner from now on, and who is added where that is allowed.
+    """Return a person whose lines name the owner from now on; add an unknown person where that is allowed.
 
     Raises GatewayError `conflict`, `storage_failed`.
     """
