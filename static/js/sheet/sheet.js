@@ -227,7 +227,7 @@ export class Sheet {
       this.#numSaving += 1;
       this.#saving = this.#saving.then(() => this.#store(sessionId, changes));
     }
-    return this.#saving;
+    return Promise.all([this.#saving, this.tools.saved]);
   }
 
   async #store(sessionId, changes) {

@@ -9,6 +9,8 @@ const MAX_NAMES = 8; // of tools in a note; chosen: two lines
 export class Tools {
   #boxes = new Map();
   #off = null;
+  /** Resolves when the server has what was switched, or has refused it. */
+  saved = Promise.resolve();
 
   /** @param {import('../settings.js').Settings} settings */
   constructor(settings) {
@@ -48,17 +50,13 @@ export class Tools {
   }
 
   #toggle() {
-    return this.#change({ tools: [...this.#boxes].filter(([, box]) => box.checked).map(([name]) => name) });
+    this.#change({ tools: [...this.#boxes].filter(([, box]) => box.checked).map(([name]) => name) });
   }
 
-  async #change(changes) {
+  #change(changes) {
     const { current } = this.settings.core;
-    try {
-      await this.settings.change(current, changes);
-    } catch (error) {
-      toast(`The tools were not changed. ${error.message}`);
-    }
-    this.follow();
+    this.saved = this.saved.then(() => this.settings.change(current, changes))
+      .catch((error) => toast(`The tools were not changed. ${error.message}`)).then(() => this.follow());
   }
 }
 
