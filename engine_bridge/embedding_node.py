@@ -89,7 +89,7 @@ class EmbeddingNode:
         return 0
 
     @property
-    def reads_calls(self) -> bool:
+    def can_use_tools(self) -> bool:
         """No call: nothing is generated."""
         return False
 

@@ -376,9 +376,9 @@ class LocalNode:
         return self._client.max_images if self._client is not None else 0
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools that the model writes by itself can be read; False until the engine is up."""
-        return self._serving is not None and self._serving.reads_calls
+    def can_use_tools(self) -> bool:
+        """Whether turns may offer tools; see `Node`."""
+        return self._serving is not None and self._serving.can_use_tools
 
     @property
     def num_steps(self) -> int:

@@ -97,9 +97,9 @@ class RemoteNode:
         return self._report.max_images if self._report is not None else 0
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools can be read; False before the first report."""
-        return self._report is not None and self._report.reads_calls
+    def can_use_tools(self) -> bool:
+        """Whether turns may offer tools; False before the first report."""
+        return self._report is not None and self._report.can_use_tools
 
     def figures(self) -> NodeFigures:
         """Return the last report's figures; rebuilds count engines in one process, and processes."""

@@ -59,7 +59,7 @@ class NodeServer:
             adapters=adapters,
             peer_address=self.peer_address,
             max_images=node.max_images,
-            reads_calls=node.reads_calls,
+            can_use_tools=node.can_use_tools,
         )
 
 

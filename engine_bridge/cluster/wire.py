@@ -77,7 +77,7 @@ class NodeReport(Struct, frozen=True, array_like=True):
     adapters: list[AdapterInfo] | None = None
     peer_address: str = ""
     max_images: int = 0
-    reads_calls: bool = False
+    can_use_tools: bool = False
 
 
 class Problem(Struct, frozen=True, array_like=True):

@@ -491,8 +491,11 @@ class Figures(Protocol):
         """The most pictures that the model reads in one prompt; 0 for a model that reads none, and until the engine is up."""
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools that the model writes by itself can be read; False until the engine is up."""
+    def can_use_tools(self) -> bool:
+        """Whether turns may offer tools: calls that the model writes can be read, and no tool's result can spell a special token.
+
+        False until the engine is up.
+        """
 
     def figures(self) -> NodeFigures:
         """Return all figures as one snapshot; cheap to take. From any thread."""

@@ -192,7 +192,7 @@ class Drafts:
         offer = NO_TOOLS
         if outlook is not None:
             turns, pictures = await self._store.pictures.latest(owner, outlook.history, self._node.max_images)
-            history = messages_of(turns, outlook.settings, pictures, keeps_calls=self._node.reads_calls)
+            history = messages_of(turns, outlook.settings, pictures, keeps_calls=self._node.can_use_tools)
             offer = await self._toolbox.offer(outlook.settings.tools, self._node)
         if work.text is None and not history:
             work.then = lambda: None

@@ -341,9 +341,10 @@ class Router:
         return max((node.max_images for node in self._members.all()), default=0)
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether any node reads calls of tools. All have one model, so they agree once they are up."""
-        return any(node.reads_calls for node in self._members.all())
+    def can_use_tools(self) -> bool:
+        """Whether turns may offer tools on each node that is up: any of them may answer the next one."""
+        ready = [node for node in self._members.all() if node.progress.state == "ready"]
+        return bool(ready) and all(node.can_use_tools for node in ready)
 
     def figures(self) -> NodeFigures:
         """Return the figures of all nodes together."""

@@ -113,7 +113,7 @@ class Toolbox:
         """
         wanted = set(names or ())
         on = [name for name in self._servers if name in wanted]
-        if not on or not node.reads_calls:
+        if not on or not node.can_use_tools:
             return NO_TOOLS
         listings = dict(zip(on, await asyncio.gather(*map(self._usual, on)), strict=True))
         problems = {name: listing.problem for name, listing in listings.items() if listing.problem}

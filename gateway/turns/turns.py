@@ -342,7 +342,9 @@ class Turns:
                 request = structs.replace(request, traceparent=traceparent_of(span))
                 turns = [*begun.history, begun.turn]
                 turns, pictures = await self._store.pictures.latest(live.owner, turns, self._node.max_images)
-                before = messages_of(turns[:-1], begun.settings, pictures, keeps_calls=self._node.reads_calls)
+                before = messages_of(
+                    turns[:-1], begun.settings, pictures, keeps_calls=self._node.can_use_tools
+                )
                 messages = (*before, question_of(turns[-1], pictures))
                 request = structs.replace(request, goes_on=begun.outcome == "continued")
                 request = _request(

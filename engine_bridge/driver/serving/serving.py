@@ -215,9 +215,9 @@ class Serving:
         return self._options.reasoning_parser
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools that the model writes by itself can be read."""
-        return self._options.tool_parser != NO_FORM
+    def can_use_tools(self) -> bool:
+        """Whether calls of tools that the model writes can be read, and contents are split, so that no result can spell a special token."""
+        return self._options.tool_parser != NO_FORM and bool(self._client.continuing.known)
 
     def warm_up(self) -> None:
         """Compile the chat template and load lazy parts of the tokenizer."""

@@ -55,10 +55,15 @@ async def list_tools(request: web.Request) -> web.Response:
 
 
 def _why_off(services: Services) -> str | None:
-    if services.node.reads_calls:
+    if services.node.can_use_tools:
         return None
     if services.node.progress.state != "ready":
         return "The engine is starting."
+    if services.config.is_cluster:
+        return (
+            "This model is not known to call tools (--tool-parser), or a node was not started with "
+            "--special-tokens-in-content split, so none are offered."
+        )
     return "This model is not known to call tools, so none are offered (--tool-parser)."
 
 

@@ -50,7 +50,7 @@ async def test_tools_go_to_the_node_and_calls_of_them_come_back() -> None:
     said = (ChatMessage("assistant", "", calls=(called,)), ChatMessage("tool", "the text", call_id="c1"))
     request = EngineRequest(request_id=RequestId("r1"), messages=said, tools=(tool,), turn="continues")
     async with connected(node) as (remote, _):
-        assert remote.reads_calls
+        assert remote.can_use_tools
         async with aclosing(remote.generate(request)) as deltas:  # type: ignore[type-var]
             answer = await begun(node, deltas)
             assert (answer.request.messages, answer.request.tools) == (said, (tool,))

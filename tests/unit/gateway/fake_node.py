@@ -148,7 +148,7 @@ class FakeNode:
         self.session_hints: list[SessionHint] = []
         self.max_model_len = 4096
         self.max_images = 0
-        self.reads_calls = True
+        self.can_use_tools = True
         self.num_steps = self.num_rebuilds = 0
         self.scheduling: SchedulingStats | None = None
         self.tiers: TierStats | None = None

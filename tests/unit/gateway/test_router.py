@@ -208,6 +208,15 @@ async def test_it_is_ready_as_soon_as_one_node_is_and_failed_when_all_are() -> N
         await until(lambda: router.progress.state == "rebuilding")
 
 
+async def test_tools_are_offered_only_where_each_node_that_is_up_can_have_them() -> None:
+    async with routed("node-1", "node-2") as (router, placement):
+        assert router.can_use_tools
+        placement.inner["node-1"].can_use_tools = False
+        await until(lambda: not router.can_use_tools)
+        placement.kill("node-1")
+        await until(lambda: router.can_use_tools)
+
+
 async def test_a_node_is_drained_once_those_that_stay_serve_its_adapters(tmp_path: Path) -> None:
     async with routed("a", "b") as (router, placement):
         placement.kill("b")

@@ -379,12 +379,12 @@ async def test_tools_are_off_unless_the_conversation_has_them_and_the_model_can_
     await tooled.follow(turn).over()
     changed = await tooled.call("PATCH", f"/api/sessions/{session_id}", {"settings": {"tools": ["files"]}})
     assert changed.status == 200
-    tooled.node.reads_calls = False
+    tooled.node.can_use_tools = False
     reply = await tooled.call("GET", "/api/tools")
     assert reply.body["off"] == "This model is not known to call tools, so none are offered (--tool-parser)."
     await tooled.ask("b", session_id=session_id, owner="local")
     assert (await tooled.node.asked(1)).request.tools == ()
-    tooled.node.reads_calls = True
+    tooled.node.can_use_tools = True
     (server,) = (await tooled.call("GET", "/api/tools")).body["servers"]
     assert (server["name"], server["problem"]) == ("files", None)
     assert {"name": "get_weather", "description": "The weather of a city."} in server["tools"]
