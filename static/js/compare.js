@@ -34,7 +34,9 @@ export async function compare(turn, core, askAgain, keep) {
       const live = isLive(shown);
       view.show(shown.answer, !live);
       waiting.hidden = !live && shown.status !== 'failed';
-      waiting.textContent = live ? 'Thinking' : shown.error?.message ?? 'This answer could not be finished.';
+      const isAsking = shown.calls?.some(({ state }) => state === 'asking');
+      const step = isAsking ? 'It would like to use a tool: close this window to say whether it may.' : 'Thinking';
+      waiting.textContent = live ? step : shown.error?.message ?? 'This answer could not be finished.';
       const isThere = !live && shown.status !== 'failed';
       foot.replaceChildren(...(isThere ? [h('span', {}, summary({ ...shown, adapter: null })),
         h('button', { type: 'button', class: 'button quiet', on: { click: () => dialog.close(shown.id) } }, 'Keep this answer')] : []));
