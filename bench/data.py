@@ -14,7 +14,7 @@ OPEN_ASSISTANT = FOLDER / "sharegpt_multiturn/oasst_en_100_tree.jsonl.zst"
 
 
 def are_recorded(*paths: Path) -> bool:
-    """Return whether all of these files are there. Print the missing ones: what is drawn in their place, if anything, gives other figures."""
+    """Return whether all of these files are there. Print the missing ones: made-up data in their place, if any, gives other figures."""
     missing = [path for path in paths if not path.exists()]
     for path in missing:
         print(

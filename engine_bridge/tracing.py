@@ -84,7 +84,7 @@ class Traces:
                 self._has_ended.notify_all()
 
     def close(self) -> None:
-        """Send what has not been sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread.
+        """Send the spans not sent yet. Takes as long as the collector takes, at most `SEND_WITHIN_S`: not for the event loop's thread.
 
         Before that, requests that are just ending are waited for, as long at most: a web server ends without requests whose clients have left.
         """

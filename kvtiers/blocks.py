@@ -174,7 +174,7 @@ class Stage:
 
     @property
     def first_bad(self) -> set[BlockKey]:
-        """The first block that will not come, if there is one. Later ones may not have been looked for: a peer lends leading blocks only."""
+        """The first block that will not come, if any. Later ones may not have been looked for: a peer lends leading blocks only."""
         return set([block.key for block in self.blocks if block.is_bad][:1])
 
 

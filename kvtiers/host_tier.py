@@ -18,9 +18,9 @@ from kvtiers.stats import HostStats
 
 # The share of the slots that leaves at a time, so that ranking all sessions is paid for once per batch. Chosen.
 EVICTION_BATCH = 1 / 64
-# The share of host memory in which a tenant's kept sessions are preferred; of more of them the ones kept last. Chosen.
+# The share of host memory in which a tenant's kept sessions are preferred; beyond it only the sessions kept last are. Chosen.
 KEPT_SHARE = 0.5
-# Sessions that are remembered as kept. Chosen: as many as `engine_bridge.policy.kv.hints` lets all keys have.
+# The most sessions remembered as kept. Chosen: the limit of `engine_bridge.policy.kv.hints` for all keys together.
 MAX_KEPT = 32768
 
 
@@ -69,7 +69,7 @@ class HostTier:
         """The part of these that computes; the others wait."""
         self.device_keeps: Callable[[BlockKey], bool] | None = None
         """Says of a block whether the device has it, too, and keeps it for now; None where there is no device."""
-        self._kept: OrderedDict[GroupId, Kept] = OrderedDict()  # what was kept last comes last
+        self._kept: OrderedDict[GroupId, Kept] = OrderedDict()  # the session kept last comes last
         self._over: OrderedDict[GroupId, None] = OrderedDict()
         """Sessions that have ended for good, the last one last."""
         self._returns = Returns()
@@ -87,7 +87,7 @@ class HostTier:
         return self._is_on_disk(key) if self._is_on_disk is not None else False
 
     def end(self, group: GroupId) -> None:
-        """Note that a session has ended for good: what is left of it leaves first, and nothing of it is saved again."""
+        """Note that a session has ended for good: its blocks leave first, and none of them is saved again."""
         self._kept.pop(group, None)
         if group in self.groups:
             self.groups[group].is_over = True
@@ -100,7 +100,7 @@ class HostTier:
         return group in self._over
 
     def find(self, tenant: str, name: str) -> Group:
-        """Return the session's group as it is, or a new one that is used now."""
+        """Return the session's group as it is, or a new group, marked as used now."""
         return self.groups.get((tenant, name)) or self.touch(tenant, name, is_guess=True)
 
     def enter(self, group: GroupId, *, is_asked: bool, is_session: bool) -> None:
@@ -147,11 +147,11 @@ class HostTier:
         return found
 
     def asked(self, group: GroupId, num_wanted: int) -> None:
-        """Note that a request needs so many of a session's blocks from the tiers."""
+        """Note that a request needs this many of a session's blocks from the tiers."""
         self._eviction.asked(_name_of(group), num_wanted)
 
     def saved(self, group: GroupId, num_blocks: int) -> None:
-        """Note that a session has so many blocks that no tier held."""
+        """Note that a session has this many blocks that no tier held."""
         self._eviction.saved(_name_of(group), num_blocks)
 
     def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
@@ -179,7 +179,7 @@ class HostTier:
         group.blocks = {block.key: block for block in blocks} | group.blocks
 
     def move(self, block: Block, group: Group) -> None:
-        """Make a block the latest of a group: a block belongs to the session that used it last, or to one that is kept for others to share."""
+        """Make a block the latest of a group: a block belongs to the session that used it last, or to a session kept for others to share."""
         kept = self._kept.get(block.group.id)
         if kept is not None and kept.is_shared and kept.until_s > self._clock():
             return

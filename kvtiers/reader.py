@@ -102,12 +102,12 @@ class Reader:
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     def bytes_left(self, *, is_asked: bool) -> int:
-        """Return the bytes still to come of all reads under way. is_asked: only of those that requests wait for."""
+        """Return the bytes still to come of all reads under way. is_asked: count only reads with a waiting request."""
         num_left = sum(job.num_left for job in self.jobs if job.num_asked or not is_asked)
         return num_left * self._host.shape.layer_bytes
 
     def join(self, job: ReadJob, stage: Stage) -> None:
-        """Have a stage wait for a read. One that gave way goes first from now on, if the stage's request has come."""
+        """Have a stage wait for a read. A read that gave way goes first from now on, if the stage's request has come."""
         job.num_users += 1
         if not stage.gives_way:
             job.num_asked += 1
@@ -354,7 +354,7 @@ class Readers:
                 assert isinstance(reader, Reader)
                 left[reader] = left.get(reader, 0) + (shape.num_layers - block.ready) * shape.layer_bytes
         readers = list(left) or [self.disk]
-        # Reads that no request waits for are not ahead of those that one waits for.
+        # Reads that no request waits for are not ahead of reads with a waiting request.
         ahead = {
             each: max(each.bytes_left(is_asked=not stage.gives_way) - left.get(each, 0), 0)
             for each in readers

@@ -100,7 +100,7 @@ class KvStore:
             group: the session.
             keys: its blocks, in the order of the conversation.
             tenant: the session's tenant.
-            again: whether they are not new, so that this is no use of the session; they come before what is held of it.
+            again: whether the blocks are not new: saving them is no use of the session, and they come before its blocks already held.
         """
         num_layers = self.shape.num_layers
         with self._lock:

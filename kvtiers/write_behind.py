@@ -69,7 +69,7 @@ class WriteBehind:
         return now - min((queue[0][0] for queue in self._unwritten.values() if queue), default=now)
 
     def drop(self, tenant: str) -> None:
-        """Take a tenant's blocks out of the queue; those that are being written right now are not in it."""
+        """Take a tenant's blocks out of the queue; blocks being written right now are no longer in it."""
         for group, queue in list(self._unwritten.items()):
             # A block may have come to another session since.
             left = [entry for entry in queue if entry[1].group.tenant != tenant]
@@ -97,7 +97,7 @@ class WriteBehind:
                 await self._write(records)
 
     async def erase(self, tenant: str) -> int:
-        """Erase a tenant's blocks on disk, behind what is being written, and return their number. Raises OSError."""
+        """Erase a tenant's blocks on disk, once the present write has ended, and return their number. Raises OSError."""
         async with self._writing:
             return await self._disk.erase(owner_tag(tenant))
 

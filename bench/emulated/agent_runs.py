@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-# Characters of a token, and the speed at which the recorded answers are taken to have come: a pause is what is left of the time until the next call.
+# Characters of a token, and the speed at which the recorded answers are taken to have come: a pause is the rest of the time until the next call.
 # Chosen: English text, and a served model of some ten billion parameters.
 TOKEN_CHARS, RECORDED_TOKENS_PER_S = 4, 50.0
 MIN_ANSWER_TOKENS = 16

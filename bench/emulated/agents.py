@@ -121,7 +121,7 @@ def recorded(path: str) -> list[tuple[Turn, ...]]:
 
 
 def capacity(kind: str) -> float:
-    """Return the programs a second at a load of 1; of recorded ones as many as have `AT_ONCE` under way if they take what they took."""
+    """Return the programs a second at a load of 1; for recorded programs, the rate that keeps `AT_ONCE` under way at their recorded durations."""
     if kind in CAPACITY:
         return CAPACITY[kind]
     took_s = [
@@ -253,7 +253,7 @@ class Agent:
 
 
 class Play:
-    """All programs of a point on one node."""
+    """A play of all programs of a point on one node."""
 
     def __init__(self, point: Point) -> None:
         self.point, self.clock = point, Clock()

@@ -47,7 +47,7 @@ ENGINE = Engine(pool_blocks(COST))
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A play of so many requests. turn: tells plays of the same requests apart."""
+    """A play of `num_requests` requests. turn: tells plays of the same requests apart."""
 
     load: str
     policy: str
@@ -58,7 +58,7 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Steps while so many requests wait all the time."""
+    """Steps while `num_queued` requests wait all the time."""
 
     policy: str
     num_queued: int = NUM_QUEUED

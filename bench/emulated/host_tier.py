@@ -116,7 +116,7 @@ def requests_of_node(node: int, seed: int) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Sessions of one kind. continues: the probability of another turn; num_turns: exactly so many instead. spread: of a pause's logarithm."""
+    """Sessions of one kind. continues: the probability of another turn; num_turns: instead, an exact number. spread: of a pause's logarithm."""
 
     pause_s: float
     spread: float

@@ -84,7 +84,7 @@ def trees(rng: random.Random) -> list[Answered]:
 
 
 def branch(question: dict[str, Any], before: list[tuple[str, str]]) -> Iterator[Answered]:
-    """Yield a question of a tree and those that follow its best answer."""
+    """Yield a question of a tree and the questions that follow its best answer."""
     said = [*before, ("user", question["text"])]
     answers = [reply for reply in question["replies"] if reply["role"] == "assistant"]
     if not answers:

@@ -129,7 +129,7 @@ def _classes(jobs: Sequence[Job]) -> dict[str, list[Job]]:
 def serve(point: Point) -> dict[str, float]:
     """Play a point and return P50 and P99 of TTFT, and P99 of each class, in seconds.
 
-    Of requests that come at once: what is answered a second while there is always enough, from the first fifth of answers to the fourth.
+    For requests that come all at once, return the answers a second from the first fifth of answers to the fourth, while some always wait.
     """
     jobs = play(point)
     if not point.load:

@@ -60,7 +60,7 @@ TWO_CORES = Gpu(
 )
 EIGHT = replace(LLAMA3_8B, max_tokens=65_536)
 SEVENTY = Model("llama3-70b", 80, 8192, 28672, 64, 8, 128_256, 65_536)
-# Four of them, each with a link of its own, as one: tensor parallelism of four without what exchanging takes.
+# Four A100, each with its own link, counted as one: tensor parallelism of four without the cost of exchanging.
 FOUR_A100 = replace(
     A100,
     name="4 A100",
@@ -82,10 +82,10 @@ class Setting:
 
     Attributes:
         shortest_tokens: of a conversation; the longest has `LONGEST_BY_SHORTEST` times as many.
-        device_share, host_share: of all conversations' KV.
+        device_share, host_share: the shares of all conversations' KV that fit.
         think_s: the mean of reading and typing, each half of it; None: as people read and type.
-        typing_share: of questions, that are typed; the others come without an announcement.
-        given_up_share: of what is typed, that is never sent.
+        typing_share: the share of questions that are typed; the others come without an announcement.
+        given_up_share: the share of typed questions that are never sent.
     """
 
     model: Model = SMALL
@@ -131,7 +131,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run, until so many questions have been answered."""
+    """One run, until `num_questions` questions have been answered."""
 
     arm: str
     num_questions: int
@@ -189,7 +189,7 @@ class People:
         self._asking: dict[str, str] = {}
         self._advised: dict[str, str] = {}
         self._precision, self._num_asked, self._num_answered = Precision(), 0, 0
-        # One for each person, so that what one arm makes slower changes nobody's habits.
+        # One generator for each person, so that a slower arm does not change people's habits.
         self._chances = {session: random.Random(f"{point.seed} {session}") for session in self.lengths}
         for session, length in self.lengths.items():
             self.place(session, length // BLOCK_SIZE)
@@ -253,14 +253,14 @@ class People:
             return
         now = self.clock.now
         if session in self._advised:
-            return  # the word renews what was announced before
+            return  # the word renews the earlier advisory
         wait_s = asks_s - now if self.arm == "timed" else None
         likely = 1.0 if self.arm == "timed" else self._precision.probability("people", "typing", now)
         advisory = self._advised[session] = self.node.advise(session, wait_s, probability=likely)
         self.clock.at(now + DEFAULT_TTL_S, lambda now: self.expire(session, advisory))
 
     def expire(self, session: str, advisory: str) -> None:
-        """Give up an advisory that nobody asked for."""
+        """Give up an advisory whose question never came."""
         if self._advised.get(session) == advisory:
             del self._advised[session]
             self._precision.note("people", "typing", False, self.clock.now)

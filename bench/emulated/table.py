@@ -136,7 +136,7 @@ class Workers:
 
 @dataclass(slots=True)
 class Bench:
-    """The plays of one table, each of which is made once, and what is found of them.
+    """The plays of one table, each of which is made once, and their findings.
 
     Attributes:
         serve: plays one point and returns its outcome.
@@ -211,12 +211,12 @@ class Table:
 
     Attributes:
         name: of the bench, as its JSON and its kept run have it.
-        sizes: of each play, usually and with `--quick`; see `Bench.size`.
+        sizes: the size of each play, usually and with `--quick`; see `Bench.size`.
         quick: what `--quick` leaves, for the help text.
         quick_parts: the parts that `--quick` plays; all of them where it is empty.
         first_seed: the seed of the first play unless another one is asked for.
         is_timed: wall time is measured, and so one play runs at a time.
-        files: names the option by which a user adds files of data, and says what is in them; see `Bench.files`.
+        files: names the option by which a user adds files of data, and describes their content; see `Bench.files`.
     """
 
     name: str

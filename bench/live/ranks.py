@@ -140,7 +140,7 @@ async def _stored(server: Asker, session: str) -> list[str]:
 
 
 def _share(cases: Sequence[Checked], case: str) -> float:
-    """Return the smallest share of a long prompt that cases of this name found, of what they can find."""
+    """Return the smallest share of a long prompt that cases of this name found in the cache, relative to the most that can be found."""
     possible = (LONG_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     found = [each.num_cached / possible for each in cases if each.case.strip() == case and each.num_cached]
     return round(min(found, default=0.0), 3)

@@ -394,7 +394,7 @@ class DiskLog:
                 try:
                     await self._workers.run(overwrite, segment.path, [place.offset for place, _ in own])
                 except FileNotFoundError:
-                    pass  # somebody has removed it, and what it held
+                    pass  # the segment was removed from outside, with its blocks
                 segment.records = [record for record in segment.records if record[0].owner != owner]
                 num_blocks += sum(place.num_blocks for place, _ in own)
         return num_blocks

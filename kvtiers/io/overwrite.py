@@ -9,11 +9,11 @@ from pathlib import Path
 from kvtiers.io.records import ALIGNMENT_BYTES, decode_head, encode_prelude
 from kvtiers.keys import KEY_BYTES, BlockKey
 
-_ZEROS_BYTES = 1 << 20  # Chosen: what is written at once over blocks that are erased.
+_ZEROS_BYTES = 1 << 20  # Chosen: bytes written at once over erased blocks.
 
 
 def overwrite(path: Path, offsets: Sequence[int]) -> None:
-    """Replace the records that begin at these bytes of a segment by records of zeros under keys that nobody asks for.
+    """Replace the records that begin at these bytes of a segment by records of zeros under keys that no request asks for.
 
     They stay records, so that the ones behind them are still found. This blocks. Raises OSError.
     """

@@ -19,7 +19,7 @@ class ReadTurns:
         """Set once, when a read that gave way may have its turn; another event then takes its place."""
 
     def settle(self) -> None:
-        """Let reads look again, because one has ended, or because a request waits for one that gave way until now."""
+        """Let reads look again, because one has ended, or because a request now waits for a read that gave way."""
         self.news.set()
         self.news = asyncio.Event()
 

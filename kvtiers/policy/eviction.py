@@ -15,12 +15,12 @@ from kvtiers.policy.returns import ASSUMED_PAUSE_S, ASSUMED_SPREAD
 
 # An announced session is worth more than any other until its request is late by this time. Chosen: advisories are taken back long before.
 LATE_AT_MOST_S = 300.0
-# A session counts for the probability that it is asked for within so many usual pauses. Chosen.
+# A session counts for the probability that it is asked for within this many usual pauses. Chosen.
 HORIZON_PAUSES = 1.0
-# What is less likely to be asked for is weighed by its silence alone: the normal law has no numbers there.
+# A session with a smaller probability than this is weighed by its silence alone: the normal law has no numbers there.
 LEAST_SOON = 1e-9
 NUM_BANDS = 4
-"""Bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""
+"""The number of bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class ByValue:
     Of one session the last layers go first, because reading them overlaps with computing the earlier ones; among equals the smallest KV goes first,
     since it is the cheapest to bring back.
 
-    A session comes back soon with the probability that one goes on after so many requests, and after such a silence, by the pauses of all
-    sessions and by its own. All of that is learned (`returns.py`): pauses differ by four orders of magnitude between agents that call one
+    The likelihood that a session comes back soon is estimated from its number of requests and its silence, by the pauses of all sessions and by its
+    own. All of that is learned (`returns.py`): pauses differ by four orders of magnitude between agents that call one
     another and people who read.
 
     Source: SYMPHONY §4.3 (latest layers first, then the smallest KV). Departs in weighing layers against likelihood: taking last layers of
@@ -129,10 +129,10 @@ class ByValue:
 
 @dataclass(frozen=True, slots=True)
 class LeastRecent(ByValue):
-    """Evicts the session that was used longest ago, of those that no request needs and no advisory expects."""
+    """Evicts the session used longest ago, among the sessions that no request needs and no advisory expects."""
 
     def worth(self, facts: GroupFacts, idle_s: float) -> float:
-        """Return the less, the longer it has not been used."""
+        """Return a value that falls with the time since the session was used."""
         return -idle_s
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 MAX_SESSIONS = 16_384
 # Number of recent pauses that count. NUM_ASSUMED pauses of people that read and type (Mooncake's median) are assumed at first. Chosen.
 NUM_PAUSES, NUM_ASSUMED, ASSUMED_PAUSE_S, ASSUMED_SPREAD = 256, 16, 123.0, 1.2
-# Pauses are taken to differ by no less. Chosen: what has just been learned of few is not believed too much.
+# Pauses are taken to differ by no less. Chosen: a few observed pauses are not believed too much.
 LEAST_SPREAD, SHORTEST_PAUSE_S = 0.4, 0.01
 # Requests of a session that are told apart; beyond them sessions go on alike. A session of u requests is at first taken to send another one with
 # probability u / (u + 3): 27, 40, 56, 61, 69% for u = 1 ... 5 in Mooncake's trace. That counts for NUM_ASSUMED sessions. Chosen.
 MOST_TOLD_APART, ASSUMED_REQUESTS, FEW = 12, 3, 8
-# A session that has been silent for so many usual pauses counts as over, until it comes back. Chosen: of people's pauses, one in twelve
+# A session that has been silent for this many usual pauses counts as over, until it comes back. Chosen: of people's pauses, one in twelve
 # is longer.
 OVER_AFTER_PAUSES = 5
 # Counts are halved whenever they have grown to this many requests. Chosen: some hours of a team's traffic.
@@ -114,7 +114,7 @@ class Returns:
         """Return the probability that a session sends another request, by how many it has sent."""
         likely, known = 0.0, 0.0
         for at in range(min(max(self.num_requests(session), 1), MOST_TOLD_APART)):
-            # What is known of sessions that have sent one fewer is the best guess about those of which little is known.
+            # Where few sessions have sent this many requests, the sessions with one request fewer are the best guess.
             assumed = (NUM_ASSUMED * (at + 1) / (at + 1 + ASSUMED_REQUESTS) + known * likely) / (
                 NUM_ASSUMED + known
             )
@@ -123,7 +123,7 @@ class Returns:
         return likely
 
     def _count_all(self, now: float) -> None:
-        """Count the sessions that were left long enough ago: as gone on, or as over. Earlier, those that go on would be counted before the others."""
+        """Count the sessions left long enough ago, as continued or as over. Earlier, only the continued ones would be counted."""
         while self._left and now - self._left[0][0] > OVER_AFTER_PAUSES * self.usual_pause_s:
             left_s, session, num_requests = self._left.popleft()
             known = self._sessions.get(session)

@@ -40,7 +40,7 @@ class SharedLink:
         return self.setup_s + num_bytes / self.bytes_per_s
 
     def transfer(self, num_bytes: int, done: Callable[[float], None], *, is_set_up: bool = False) -> None:
-        """Begin a transfer now. done: called with the time of its end. is_set_up: it continues one that has just ended, without a new set-up."""
+        """Begin a transfer now. done: called with the time of its end. is_set_up: it continues a transfer that just ended, without a new set-up."""
         if self.setup_s == 0 or is_set_up:
             self._start(num_bytes, done, self._clock.now)
             return

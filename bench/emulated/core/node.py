@@ -225,7 +225,7 @@ class EmulatedNode:
 
         Args:
             session: the session.
-            arrival_s: the request comes in so many seconds or later; None: at an unknown time.
+            arrival_s: the request comes this many seconds from now or later; None: at an unknown time.
             priority: as of advisories.
             lifetime_s: for how long the order of requests counts on it.
             probability: that it comes.

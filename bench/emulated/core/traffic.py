@@ -37,8 +37,8 @@ ALPACA_MOST_TOKENS = 1024
 
 # Azure's functions of 2019, share of them and invocations a day. Source: Shahrad et al., Serverless in the Wild, ATC 2020, §3.2: 45% are invoked once
 # an hour or less, 18.6% once a minute or more, rates span eight orders of magnitude over the two weeks; it counts applications. 2.6% of functions
-# are invoked once a second or more, by a later study of the same trace. Between these, logarithms are linear. What was not put in and comes out: the
-# 18.6% have 99.7% of all invocations, published: 99.6%.
+# are invoked once a second or more, by a later study of the same trace. Between these, logarithms are linear. A check on a figure that was not
+# put in: the 18.6% have 99.7% of all invocations, published: 99.6%.
 FUNCTION_QUANTILES = ((0.0, 1 / 14), (0.45, 24.0), (0.814, 1440.0), (0.974, 86_400.0), (1.0, 1e8 / 14))
 
 

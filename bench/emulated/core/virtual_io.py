@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def turn(self) -> None:
-        """Run what is due. A call from within a turn does nothing: the outer call runs all of it."""
+        """Run all due callbacks. A call from within a turn does nothing: the outer call runs all of it."""
         while not self.is_running() and self._ready:  # type: ignore[attr-defined]  # asyncio has no other way to ask
             self.call_soon(self.stop)
             self.run_forever()

@@ -49,7 +49,7 @@ from bench.measures import quantile
 
 STEP_ADAPTERS, SPARE_SLOTS = 8, 2
 NUM_KV_BLOCKS, MAX_MODEL_LEN = 256, 2048
-# As many as an LRU cache holds in the bytes of our host memory, on average over such requests.
+# The adapters that an LRU cache holds in the bytes of our host memory, on average over such requests.
 PEER_HOST_ADAPTERS = 31
 COLD_RANK, COLD_PROMPT_TOKENS, COLD_ANSWER_TOKENS = 64, 256, 3
 STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 4, 32, 1000

@@ -20,7 +20,7 @@ from pydantic import Field
 
 
 async def play(program: dict[str, Any], wish: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run one agent to its end; return what was seen of its calls."""
+    """Run one agent to its end; return the observations of its calls."""
     seen: list[dict[str, Any]] = []
     steps = iter(program["steps"])
 

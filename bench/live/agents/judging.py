@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class ToldCall(Struct, frozen=True, kw_only=True):
-    """What a client saw of one call.
+    """One call as its client saw it.
 
     thread: the conversation that it is part of, as the program knows it. after: the conversation that this one left off from, "" for none.
     number: of the call in its conversation. session: the name that the server gave it. ttft_s: None where the client does not stream.
@@ -36,8 +36,8 @@ class Recognising(NamedTuple):
 def judge(calls: Iterable[ToldCall]) -> Recognising:
     """Return how the sessions of calls were found.
 
-    A conversation's session is what its first call was given: a new one, or that of the conversation that it left off from (the branch that goes on
-    first, a compacted history), if no other has taken that over. Any other session of another conversation is a wrong one.
+    A conversation's session is the session that its first call was given: a new one, or that of the conversation that it left off from (the branch
+    that continues first, a compacted history), if no other has taken that over. Any other session of another conversation is a wrong one.
     """
     session_of: dict[str, str] = {}
     holder_of: dict[str, str] = {}

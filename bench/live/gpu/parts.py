@@ -41,12 +41,12 @@ class Sizes:
     Attributes:
         is_dry: the demo model on a CPU.
         correct: prompts that are to come back from every tier.
-        streams: how many requests at once.
-        prompts: of which the time to the first token is taken.
-        repeats: of each of them.
+        streams: how many requests run at once.
+        prompts: the prompts whose time to the first token is taken.
+        repeats: how often each of these prompts is taken.
         beside_streams: how many decode while conversations of `beside_tokens` come to the device, `beside_moves` of them, one a second.
         beside_answer: of each of these streams.
-        num_adapters: that are served, and num_requests that ask for them, so many a second.
+        num_adapters: the adapters that are served; `num_requests` requests ask for them, `requests_per_s` on average.
         histories: of the play over HTTP.
         copied_mib: of each way of the copies.
     """
@@ -110,7 +110,7 @@ class Run:
     def engine(
         self, kind: str, shape: ModelShape, *, has_weights: bool = True, **more: Any
     ) -> Iterator[Worker]:
-        """Start an engine in a process of its own; it ends with the block. Raises WorkerFailed. shape: on a GPU."""
+        """Start an engine in a separate process; it ends with the block. Raises WorkerFailed. shape: on a GPU."""
         self._num_engines += 1
         folder = self._folder / f"{kind}-{self._num_engines}"
         folder.mkdir()
@@ -145,7 +145,7 @@ class Run:
         }
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- correctness -------------------------------------------------------------------------------------------------------
 
 
 def correct(run: Run) -> Found:
@@ -224,7 +224,7 @@ def hybrid(run: Run) -> Found:
 
 
 def copies(run: Run) -> Found:
-    """The link, in a process of its own."""
+    """Measure the link, in a separate process."""
     device = "cpu" if run.sizes.is_dry else "cuda"
     command = (
         sys.executable,
@@ -252,7 +252,7 @@ def _streams(worker: Worker, sizes: Sizes, num_streams: int) -> dict[str, Any]:
         Ask(prompt=text(sizes.stream_prompt, "stream", num_streams, number), max_tokens=sizes.stream_answer)
         for number in range(num_streams)
     ]
-    worker.play(asks)  # compiles and captures what it needs
+    worker.play(asks)  # compiles and captures kernels and graphs
     return told(worker.play(asks))
 
 
@@ -327,7 +327,7 @@ def _disturbed(
     asks: Sequence[Ask] = (),
     advised: Sequence[tuple[float, str]] = (),
 ) -> dict[str, Any]:
-    """Play streams while KV comes from host memory to the device, for requests or for advisories, and compare them with those that were alone."""
+    """Play streams while KV comes from host memory to the device, for requests or for advisories, and compare them with streams alone."""
     worker.call("place", source="host")
     is_ours = worker.name.startswith("ours")
     before = worker.call("copied_bytes") if is_ours else 0
@@ -381,7 +381,7 @@ def over_http(run: Run) -> Found:
     """Histories as a client meets them: computed, resident, from host memory and disk, with advisories and without."""
     name, device = ("dry", "cpu") if run.sizes.is_dry else ("8b", "cuda")
     _, found = asyncio.run(measure(name, device, run.sizes.histories))
-    # Of weights that vLLM makes up answers hardly depend on the prompt: `correct` says more of what is right.
+    # With weights that vLLM makes up, answers hardly depend on the prompt: `correct` says more about correctness.
     yield {"is_right": found["tokens_identical"]} | found
 
 

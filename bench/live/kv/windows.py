@@ -61,7 +61,7 @@ def model(kind: str) -> str:
 
 
 class Bench(Progress):
-    """The running engines, and what was measured on them, by kind and the prompt's tokens."""
+    """The running engines, and the measurements on them, by kind and the prompt's tokens."""
 
     def __init__(self, workers: dict[str, Worker]) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class Stock(Engine):
                 "max_lora_rank": settings.max_lora_rank,
                 "max_cpu_loras": settings.max_cpu_loras,
             }
-        # What is not set vLLM chooses as `vllm serve` does.
+        # vLLM chooses unset arguments as `vllm serve` does.
         given = EngineArgs(**{name: value for name, value in arguments.items() if value is not None})
         served = UsageContext.OPENAI_API_SERVER
         self.llm = LLMEngine.from_engine_args(given, served, enable_multiprocessing=False)

@@ -44,7 +44,7 @@ class Worker:
     """One engine in a process, until the block ends.
 
     Args:
-        name: of the engine, and of the file that gets what it prints.
+        name: of the engine, and of the file with its output.
         kind: which engine, a key of `KINDS`.
         settings: the engine's.
         folder: for that file.
@@ -76,7 +76,7 @@ class Worker:
 
     def call(self, do: str, **arguments: Any) -> Any:
         """Have one command done. Raises WorkerFailed."""
-        with suppress(BrokenPipeError):  # a worker that is gone does not answer either
+        with suppress(BrokenPipeError):  # a worker that has ended does not answer either
             self._pipe.send((do, arguments))
         return self._answer(do, COMMAND_TIMEOUT_S)
 
@@ -131,7 +131,7 @@ def _serve(kind: str, settings: Settings, pipe: Connection, log_file: Path) -> N
 def start_alike(
     kinds: Sequence[str], shape: ModelShape, folder: Path, stack: ExitStack, **settings: Any
 ) -> dict[str, Worker]:
-    """Start engines of these kinds, which are alike in all else, each with a folder of its own; see `start_workers`."""
+    """Start engines of these kinds, which are alike in all else, each with a separate folder; see `start_workers`."""
     arms = {}
     for kind in kinds:
         (folder / kind).mkdir()

@@ -90,7 +90,7 @@ class Server:
         if self._life is not None:
             self._life.stop()
 
-    # -- what is seen ----------------------------------------------------------------------------------------------------
+    # -- observations ----------------------------------------------------------------------------------------------------
 
     def take_log(self) -> bytes:
         """Return what the server has logged since the last call."""

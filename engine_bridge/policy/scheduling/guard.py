@@ -68,7 +68,7 @@ class Guard:
 
     A request that comes waits there for the work that waits before it and for what running requests have still to do, less the work left when
     its turn has come. Both are the same in any order that keeps the device busy, so this tells that order's wait without playing it. A request may
-    then wait for as long as the P99 of these waits. What is left when a turn comes is measured at starts in order of arrival.
+    then wait for as long as the P99 of these waits. The work left when a turn comes is measured at starts in order of arrival.
 
     Overtaking requests take at most `overtaking_share` of the started work while others wait. Otherwise long ones would be held back until their time
     is up, then fill the device all at once, and end all at once: no request starts in between.

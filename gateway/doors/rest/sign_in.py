@@ -28,7 +28,7 @@ class SignIn(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SignedInAs(Struct, frozen=True):
-    """The person who is signed in now."""
+    """The person signed in now."""
 
     name: str
     role: Literal["member", "operator"]

@@ -62,7 +62,7 @@ class Server(server.Server):
 
     Args:
         keys: that it takes; the first is an operator's, which reads /metrics.
-        ledger: is told of what is broken.
+        ledger: is told of each break.
 
     Attributes:
         num_kills: engines broken on purpose in this life.

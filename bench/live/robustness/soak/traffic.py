@@ -69,7 +69,7 @@ class World:
         return [self.references[questions, name, is_long] for name in names]
 
     def http(self, key: str) -> aiohttp.ClientSession:
-        """Return an HTTP session that sends this key on a connection of its own for each call."""
+        """Return an HTTP session that sends this key on a separate connection for each call."""
         return aiohttp.ClientSession(
             f"http://{HOST}:{self.port}",
             headers={"Authorization": f"Bearer {key}"},
@@ -126,7 +126,7 @@ class Client(ChatClient):
         """Return the question with its whole answer, whatever breaks meanwhile.
 
         Args:
-            question: what is asked.
+            question: the question to ask.
             on_delta: called after each delta; it may cut the line.
 
         Raises:
