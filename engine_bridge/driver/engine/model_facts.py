@@ -157,6 +157,8 @@ def facts_of(vllm_config: Any) -> ModelFacts:
         takes_adapters=bool(supports_lora(model_class)),
         is_recurrent=bool(model.is_hybrid or model.is_attention_free),
         is_speculative=vllm_config.speculative_config is not None,
+        # Of vLLM 0.32: its kernels for CPUs know one state of a sequence, that behind all tokens of a step.
+        undoes_drafts=vllm_config.device_config.device_type != "cpu",
         splits_by_expert=vllm_config.device_config.device_type != "cpu",
         reuses_kv=reuses_kv(vllm_config),
         generates=model.runner_type == "generate",

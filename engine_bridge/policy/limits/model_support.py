@@ -63,6 +63,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         takes_adapters: whether vLLM has LoRA for that class.
         is_recurrent: whether layers keep a state in place of KV, such as Mamba's or a gated delta net's.
         is_speculative: whether tokens are drafted.
+        undoes_drafts: whether recurrent layers take the state back to before drafted tokens that were refused.
         splits_by_expert: whether devices can have whole experts each.
         reuses_kv: whether vLLM reuses the KV of a prompt's beginning, by the settings and by its own decision for this model.
         generates: whether vLLM has it generate text; else it makes embeddings or scores.
@@ -74,6 +75,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     takes_adapters: bool = True
     is_recurrent: bool = False
     is_speculative: bool = False
+    undoes_drafts: bool = True
     splits_by_expert: bool = True
     reuses_kv: bool = True
     generates: bool = True

@@ -10,7 +10,7 @@ from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
 
 ANOTHER_DEVICE = "Serve it on another device (on a GPU: --device cuda), or serve another model"
 OTHER_DRAFTS = "Change --speculative-config, or take it away"
-WHOLE_FILES = "Fetch the model again, with all its files. A draft model must be of the kind that --speculative-config names"
+WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. A draft model must be of the kind that --speculative-config names"
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
@@ -95,6 +95,16 @@ _ERRORS = (
         "config.json is wrong, at {0}: {1}",
         WHOLE_FILES,
     ),
+    _known(
+        r"'(\w+Config)' object has no attribute '(\w+)'",
+        "config.json lacks {1}, which vLLM reads of a {0}",
+        WHOLE_FILES,
+    ),
+    _known(
+        r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
+        "vLLM cannot set this model up on this device: {0}",
+        ANOTHER_DEVICE,
+    ),
     _known(r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
     _known(r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
     _known(r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
@@ -113,6 +123,9 @@ def refusal(facts: ModelFacts) -> UnusableModel | None:
             f"{facts.architecture} generates no text here: by its files it makes embeddings or scores",
             GENERATING,
         )
+    if facts.is_recurrent and facts.is_speculative and not facts.undoes_drafts:
+        why = f"on this device vLLM leaves drafted tokens that were refused in the state of {facts.architecture}, so that its answers would be wrong"
+        return UnusableModel(why, "Take away --speculative-config")
     if facts.missing_operation:
         why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
         return UnusableModel(why, ANOTHER_DEVICE)

@@ -37,6 +37,11 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     ("facts", "says", "helps"),
     [
         ({"missing_operation": "odd_scan"}, "lacks the operation odd_scan", "--device"),
+        (
+            {"is_recurrent": True, "is_speculative": True, "undoes_drafts": False},
+            "answers would be wrong",
+            "--speculative-config",
+        ),
         ({"generates": False}, "generates no text", "--embedding-model"),
         ({"has_encoder": True}, "by an encoder", "that generates text"),
     ],
@@ -79,6 +84,13 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "num_hidden_layers",
             "again",
             True,
+        ),
+        ("'OddConfig' object has no attribute 'rotary_dim'", "lacks rotary_dim", "again", True),
+        (
+            "1 validation error for VllmConfig\n  Value error, --odd can only be set with --even [type=value_error]",
+            "--odd can only be set with --even",
+            "--device",
+            False,
         ),
         ("Unknown RoPE scaling type odd", "type odd", "another model", True),
         (
