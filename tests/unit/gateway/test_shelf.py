@@ -104,5 +104,7 @@ async def test_a_link_ends_with_its_conversation_also_where_another_one_gets_its
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
     later = {"makes_session": True, "now": now + RESTORE_WINDOW_S + 9}
     await store.record_turn(owner_of(ann), "agent", "b", "Now?", answer="A secret.", **later)
-    assert (await gateway.call("GET", "/api/sessions/agent", key=ann)).body["turns"][0]["answer"] == "A secret."
+    assert (await gateway.call("GET", "/api/sessions/agent", key=ann)).body["turns"][0][
+        "answer"
+    ] == "A secret."
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
