@@ -236,3 +236,11 @@ async def test_a_line_of_an_earlier_version_needs_its_key_used_once(
 def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
     with pytest.raises(GatewayError, match=why):
         load(flags)
+
+
+@pytest.mark.parametrize("route", ["/api/sessions", "/api/sessions/none", "/v1/usage", "/v1/sign-in"])
+async def test_no_cache_keeps_a_reply_for_another_person(gateway: Gateway, route: str) -> None:
+    """A person may be known by a cookie or a proxy's word, of which a cache in front knows nothing (RFC 9111 §3.5)."""
+    async with aiohttp.ClientSession(gateway.server.url, headers={HEADER: "bob"}) as http:
+        assert (await http.get(route)).headers["Cache-Control"] == "no-store"
+        assert (await http.get("/")).headers["Cache-Control"] == "no-cache"
