@@ -255,11 +255,6 @@ class KeyRing:
         ]
         return lines[0].name if lines else owner
 
-    def keys_of(self, owner: str) -> frozenset[str]:
-        """Return `Principal.key` of each key of a person that was used, and of each browser that is signed in."""
-        keys = {key for key, entry in self._known.items() if _owner(key, entry) == owner}
-        return frozenset(keys | {key for key, whose in self._browsers.items() if whose == owner})
-
     def owners_by_line(self) -> dict[str, tuple[str, str]]:
         """Return the owner and name of each line whose key was used, by `KeyLine.mark`, as far as the line itself does not name its owner."""
         return {line.mark: (key, line.name) for key, line in self._known.items() if not line.owner}

@@ -31,7 +31,9 @@ _SCHEME = "sha256"
 NO_KEY = "no-key"
 _OWNER = r"k_[0-9a-f]{32}"
 _NAME = r"[^:\s]{1,64}"
-NAME_RULE = "a name has 1 to 64 characters, none of them a space or a colon"
+NAME_RULE = (
+    "a name has 1 to 64 characters, none of them a space or a colon, and is not written like an owner id"
+)
 _LINE = re.compile(
     rf"(?P<name>{_NAME}):"
     rf"(?:(?P<none>{NO_KEY})|{_SCHEME}\$(?P<salt>(?:[0-9a-f]{{2}}){{1,64}})\$(?P<digest>[0-9a-f]{{64}}))"
@@ -168,7 +170,8 @@ def limits_of(lines: Iterable[KeyLine]) -> PersonLimits:
 
 def is_name(text: str) -> bool:
     """Return whether a text can be a person's name: see NAME_RULE. A text that begins a comment or cannot be printed is no name."""
-    return re.fullmatch(_NAME, text) is not None and text.isprintable() and not text.startswith("#")
+    is_plain = text.isprintable() and not text.startswith("#")
+    return re.fullmatch(_NAME, text) is not None and is_plain and not is_owner(text)
 
 
 def new_owner() -> str:

@@ -1,12 +1,13 @@
-"""API calls under way, so that those of one key can be ended."""
+"""API calls under way, so that those of one key can be ended, and those of one person waited for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Container
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.access.auth import withdrawn
+from gateway.access.auth import Principal, withdrawn
 
 
 class OpenCalls:
@@ -14,11 +15,14 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._open: dict[str, set[asyncio.Timeout]] = {}
+        # Beside the keys: those of a person are no longer known once they are withdrawn.
+        self._num_of_owner: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def of(self, key: str) -> AsyncIterator[None]:
+    async def of(self, principal: Principal) -> AsyncIterator[None]:
         """Register a call while the context is open. Raises GatewayError `unauthorized` when `cut_off` ends it."""
-        scope = asyncio.timeout(None)
+        scope, key, owner = asyncio.timeout(None), principal.key, principal.owner
+        self._num_of_owner[owner] += 1
         try:
             async with scope:
                 self._open.setdefault(key, set()).add(scope)
@@ -31,13 +35,16 @@ class OpenCalls:
             calls.discard(scope)
             if not calls:
                 del self._open[key]
+            self._num_of_owner[owner] -= 1
+            if not self._num_of_owner[owner]:
+                del self._num_of_owner[owner]
         # Also where the call took its cancellation for the client's leaving, and answered.
         if scope.expired():
             raise withdrawn()
 
-    def is_open(self, keys: Container[str]) -> bool:
-        """Return whether a call of one of these keys is under way."""
-        return any(key in keys for key in self._open)
+    def is_open(self, owner: str) -> bool:
+        """Return whether a call of this person is under way, whatever its key, and also while it ends."""
+        return owner in self._num_of_owner
 
     def cut_off(self, key: str) -> None:
         """End all calls of this key."""

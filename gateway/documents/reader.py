@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -27,14 +28,22 @@ class DocumentReader:
         self._timeout_s = timeout_s
         self._memory_mib = memory_mib
         self._turns = asyncio.Semaphore(AT_ONCE)
+        # Of each sender, while documents of it are read or wait.
+        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def read(self, data: bytes, media_type: str) -> Document:
-        """Return the text of a document. media_type: as its sender names it.
+    async def read(self, data: bytes, media_type: str, sender: str = "") -> Document:
+        """Return the text of a document.
+
+        Args:
+            data: the file.
+            media_type: as its sender names it.
+            sender: whose documents are read one after the other, so that many of one sender do not hold up others'.
 
         Raises:
             GatewayError: `bad_request` with the document's fault, `overloaded` where no process can be started.
         """
-        async with self._turns:
+        own = self._turns_of.setdefault(sender, asyncio.Semaphore(1))
+        async with own, self._turns:
             output = await self._ask(data, media_type)
         try:
             found = msgspec.json.decode(output, type=Outcome)

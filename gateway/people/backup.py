@@ -11,6 +11,7 @@ import os
 import shutil
 import sqlite3
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -102,24 +103,45 @@ def restore(backup: Path, data_dir: Path, key_file: Path | None) -> Contents:
             raise StartupError(
                 f"The backup is damaged: {name} is missing, or not as it was. Nothing was restored."
             )
-    for place in places.values():
+    for place in [*places.values(), *_left_by(data_dir / name for name in DATABASES)]:
         if os.path.lexists(place):
             raise StartupError(
                 f"{place} is there already, and nothing is overwritten. Move it away, or name other places."
             )
+    _put_in_place({backup / name: place for name, place in places.items()}, data_dir)
+    return contents
+
+
+def _left_by(databases: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that a killed process leaves beside databases: SQLite would put what they say into a restored one."""
+    for database in databases:
+        for end in ("-wal", "-shm", "-journal"):
+            yield database.with_name(database.name + end)
+
+
+def _put_in_place(places: Mapping[Path, Path], data_dir: Path) -> None:
+    """Copy files to new places: all of them, or none. Each has its name only once it is whole, also where the process is killed.
+
+    Raises StartupError.
+    """
+    new = {place: place.with_name(f".{place.name}.new-{os.getpid()}") for place in places.values()}
     made: list[Path] = []
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, place in places.items():
+        for source, place in places.items():
+            made.append(new[place])
+            _copy(source, new[place])
+        for place, copied in new.items():
+            if os.path.lexists(place):
+                raise FileExistsError(f"{place} has come meanwhile")
+            copied.rename(place)
             made.append(place)
-            _copy(backup / name, place)
     except BaseException as error:
-        for place in made:
-            place.unlink(missing_ok=True)
+        for path in made:
+            path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise StartupError(f"The backup could not be restored: {error}.") from error
         raise
-    return contents
 
 
 def _contents_of(backup: Path) -> Contents:

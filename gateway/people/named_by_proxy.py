@@ -31,6 +31,7 @@ class TrustedHeader:
 
     def __init__(self, config: Config) -> None:
         self.name = config.trusted_user_header
+        self._is_at_a_path = config.uds is not None
         self._proxies = [ipaddress.ip_network(proxy, strict=False) for proxy in config.trusted_proxies]
 
     def person_in(self, values: Sequence[str], peer: str) -> str | None:
@@ -38,7 +39,8 @@ class TrustedHeader:
 
         Args:
             values: of all headers of this name.
-            peer: the address of the other end of the connection; "" on a Unix socket, which only the server's own user can open.
+            peer: the address of the other end of the connection; "" on a Unix socket, which only the server's own user can open, and of a client
+                that hung up before anybody looked at its connection.
 
         Raises:
             GatewayError: `bad_request` for more than one name: one of them came from elsewhere than from the proxy.
@@ -52,7 +54,7 @@ class TrustedHeader:
 
     def _is_trusted(self, peer: str) -> bool:
         if not peer:
-            return True
+            return self._is_at_a_path
         try:
             address = ipaddress.ip_address(peer.partition("%")[0])
         except ValueError:

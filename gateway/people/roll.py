@@ -102,12 +102,17 @@ class Roll:
 
     def find(self, named: str) -> Person:
         """Return the person of this name or owner id. Raises NoSuchPerson; RollError if there is more than one."""
-        people = [person for person in self.people() if named in (person.owner, person.name)]
+        people = [person for person in self.people() if person.owner == named]
+        return people[0] if people else self.find_by_name(named)
+
+    def find_by_name(self, name: str) -> Person:
+        """Return the person of this name, for names that somebody else gives: owner ids lead to nobody. Raises as `find`."""
+        people = [person for person in self.people() if person.name == name]
         if not people:
-            raise NoSuchPerson(f"There is no person named {named!r} in the key file.")
+            raise NoSuchPerson(f"There is no person named {name!r} in the key file.")
         if len(people) > 1:
             ids = ", ".join(person.owner or "one whose owner is not known yet" for person in people)
-            raise RollError(f"{len(people)} people are named {named!r}. Give the owner id instead: {ids}.")
+            raise RollError(f"{len(people)} people are named {name!r}. Give the owner id instead: {ids}.")
         return people[0]
 
     def find_or_gone(self, named: str) -> Person:

@@ -89,6 +89,8 @@ class Shelf:
 
     def withdraw(self, owner: str, session_id: str) -> None:
         """End a conversation's link, if it has one."""
+        if not self._path.exists():
+            return
         with self._open() as conn:
             conn.execute("DELETE FROM links WHERE owner = ? AND session_id = ?", (owner, session_id))
 

@@ -89,7 +89,7 @@ class BackgroundResponses:
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, str], BackgroundResponse] = {}
-        self._running: set[BackgroundResponse] = set()
+        self._running: dict[BackgroundResponse, str] = {}  # with the owner of each
 
     async def start(
         self,
@@ -113,8 +113,8 @@ class BackgroundResponses:
         """
         job = BackgroundResponse(is_streamed=is_streamed)
         job.task = asyncio.create_task(self._run(owner, job, reply, scope, record), name="response")
-        self._running.add(job)
-        job.task.add_done_callback(lambda _: self._running.discard(job))
+        self._running[job] = owner
+        job.task.add_done_callback(lambda _: self._running.pop(job, None))
         # Also when it was cancelled before it had begun: `begun` must return.
         job.task.add_done_callback(lambda _: job.end())
         job.task.add_done_callback(lambda _: ended())
@@ -124,6 +124,10 @@ class BackgroundResponses:
     def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
         """Return the response of this id; None if it is not under way."""
         return self._by_id.get((owner, response_id))
+
+    def is_busy(self, owner: str) -> bool:
+        """Return whether a response of this owner is under way, or is still stored."""
+        return owner in self._running.values()
 
     async def cancel(self, job: BackgroundResponse) -> None:
         """End a response, and return when its answer so far is stored."""
@@ -139,7 +143,7 @@ class BackgroundResponses:
         """Wait for all responses under way; after `timeout_s` cancel them. All are stored when this returns."""
         if tasks := self._tasks():
             await asyncio.wait(tasks, timeout=timeout_s)
-        for job in self._running:
+        for job in list(self._running):
             self._stop(job)
         if tasks := self._tasks():
             await asyncio.wait(tasks, timeout=10.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -72,3 +74,33 @@ def test_a_diagram_is_drawn_without_network_and_what_is_none_is_said(wired, stag
     wrong = page.frame_locator("iframe").last
     expect(wrong.get_by_role("alert")).to_contain_text("This is no diagram that Mermaid can draw.")
     assert audit(page) == [] and page_watch.foreign == []
+
+
+def test_a_frame_cannot_call_anybody(wired, stage, page_watch) -> None:
+    """WebRTC asks any host that a page names, and no browser lets a content security policy forbid it."""
+    page_watch.forgive()
+    chat = wired()[0].open()
+    page = chat.page
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as elsewhere:
+        elsewhere.bind(("127.0.0.1", 0))
+        server = f"{{iceServers: [{{urls: 'stun:127.0.0.1:{elsewhere.getsockname()[1]}'}}]}}"
+        call = f"""<p id="said">trying</p><script>
+        const said = text => {{ document.getElementById('said').textContent = text }};
+        try {{
+          const call = new RTCPeerConnection({server});
+          call.createDataChannel('secret');
+          call.onicegatheringstatechange = () => {{ if (call.iceGatheringState === 'complete') said('called') }};
+          call.createOffer().then(offer => call.setLocalDescription(offer));
+        }} catch {{ said('no calls') }}
+        </script>"""
+        with stage.by_hand() as next_answer:
+            chat.start("A page, please.")
+            next_answer().finish(f"```html\n{call}\n```")
+        chat.wait_done()
+        with page.expect_response("**/sandbox") as response:
+            page.get_by_role("button", name="Preview").click()
+        expect(page.frame_locator("iframe").locator("#said")).to_have_text("no calls")
+        elsewhere.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            elsewhere.recv(1)
+    assert response.value.headers["connection-allowlist"] == "()", "for frames within the frame"

@@ -35,7 +35,7 @@ async def embeddings(request: web.Request) -> web.Response:
     model.check_is_up()
     # Before the body is read: waiting bodies take memory, too.
     with services.budgets.enter(principal.owner), services.metrics.embedding_s.time():
-        async with services.calls.of(principal.key):
+        async with services.calls.of(principal):
             body = await json_body(request, MOST_TOKENS)
             _check_model(services, model.name, body)
             config = services.config

@@ -75,7 +75,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
             services.budgets.ask(principal.owner)
         # Before the body is read: waiting bodies take memory, too.
         with services.budgets.enter(principal.owner):
-            async with services.calls.of(principal.key):
+            async with services.calls.of(principal):
                 return await _handle(request, services, principal, api)
 
     return handle
@@ -203,7 +203,7 @@ async def _answer_in_background(
 
     async def scope(reading: Awaitable[None]) -> None:
         """Read the response as one of the owner's calls."""
-        async with services.calls.of(principal.key):
+        async with services.calls.of(principal):
             await reading
 
     async def store(job: BackgroundResponse) -> None:
@@ -428,7 +428,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     """Answer as `vllm serve --enable-tokenizer-info-endpoint` does: with the tokenizer's settings, special tokens and chat template."""
     services = request.app[SERVICES]
     principal = services.admit(request)
-    async with services.calls.of(principal.key):
+    async with services.calls.of(principal):
         asker = EngineRequest(tenant=tenant_of(principal.owner), weight=principal.weight)
         reply = await services.node.serve(
             "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, asker
@@ -446,7 +446,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         principal = services.admit(request)
         services.check_may_change_adapters(principal)
         services.note_operator(request, principal)
-        async with services.calls.of(principal.key):
+        async with services.calls.of(principal):
             reply = await getattr(services.node, method)(await json_body(request))
         return as_response(reply)
 

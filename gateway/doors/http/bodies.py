@@ -128,7 +128,7 @@ def in_place(handler: Handler) -> Handler:
         services = request.app[SERVICES]
         principal = services.principal(request)
         with services.budgets.enter(f"conversations of {principal.owner}"):
-            async with services.calls.of(principal.key):
+            async with services.calls.of(principal):
                 response = await handler(request)
                 await response.prepare(request)
                 await response.write_eof()

@@ -192,6 +192,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     request[BEGUN] = response
     response.headers["Server"] = "Overture"  # aiohttp's own tells which versions of it and of Python run here
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    # Replies are one person's. A cache in front knows that of requests with a key, and not of those with a cookie, or whom a proxy names.
+    response.headers.setdefault("Cache-Control", "no-store")
     if TRACE in request:
         response.headers["traceparent"] = request[TRACE].traceparent
     if speaks_anthropic(request):

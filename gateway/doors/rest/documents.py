@@ -14,11 +14,12 @@ _READER = web.AppKey("reader", DocumentReader)
 async def read_document(request: web.Request) -> web.Response:
     """Handle `POST /api/documents`: return the text of the body, a document. Nothing of it is kept."""
     services = request.app[SERVICES]
-    services.admit(request)
+    sender = services.client_of(services.admit(request).owner, request)
     limit = services.config.max_body_bytes
     if (request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
-    return json_reply(await request.app[_READER].read(await request.read(), request.content_type))
+    data = await request.read()
+    return json_reply(await request.app[_READER].read(data, request.content_type, sender))
 
 
 def add_routes(app: web.Application) -> None:

@@ -91,10 +91,9 @@ async def erase(services: Services, person: Person) -> Erased:
     again.
     """
     owner = person.owner
-    keys = services.keys.keys_of(owner)
     services.drafts.stop_owner(owner)
     await services.turns.stop_owner(owner)
-    await _until_ended(services, owner, keys)
+    await _until_ended(services, owner)
     sessions = await services.store.rows.ids_of(owner)
     num_sessions = await services.store.erase_owner(owner, time.time())
     for session_id in sessions:
@@ -111,10 +110,15 @@ async def erase(services: Services, person: Person) -> Erased:
         raise GatewayError("overloaded", message) from error
 
 
-async def _until_ended(services: Services, owner: str, keys: frozenset[str]) -> None:
+async def _until_ended(services: Services, owner: str) -> None:
     """Wait for the calls and turns of a person, which were stopped: the end of an answer is stored, and would outlive the erasure."""
     for _ in range(int(ENDING_S / LOOK_EVERY_S)):
-        if not services.turns.is_busy(owner) and not services.calls.is_open(keys):
+        busy = (
+            services.turns.is_busy(owner),
+            services.calls.is_open(owner),
+            services.background.is_busy(owner),
+        )
+        if not any(busy):
             return
         await asyncio.sleep(LOOK_EVERY_S)
     raise GatewayError("overloaded", "Answers of this person are still under way. Try it again in a moment.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, cast, get_args
 
@@ -12,6 +13,7 @@ from gateway.access.auth import tenant_of
 from gateway.doors.http.bodies import _struct_body, in_place, json_reply
 from gateway.doors.pages.serving import manifest, page, sandbox, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
+from gateway.doors.rest.shelf import SHELF
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions import Origin, SettingsPatch
@@ -142,7 +144,10 @@ async def delete_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session_id = request.match_info["id"]
+    # Its link first, for a later conversation of this name must not be read by it; and again after that, as one may have been made meanwhile.
+    await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
     await services.store.delete(owner, session_id, time.time())
+    await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
     services.list_feed.changed(owner, session_id)
     services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)

@@ -15,7 +15,7 @@ from gateway.sessions import Turn
 from gateway.sessions.text import is_id
 from gateway.shelf.store import NAME, Preset, PresetBody, Shelf
 
-_SHELF = web.AppKey("shelf", Shelf)
+SHELF = web.AppKey("shelf", Shelf)
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -55,13 +55,19 @@ async def make_link(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session = await services.store.get_session(owner, request.match_info["id"])
-    return json_reply(Link(await asyncio.to_thread(request.app[_SHELF].link, owner, session.id)))
+    link = Link(await asyncio.to_thread(request.app[SHELF].link, owner, session.id))
+    try:
+        await services.store.get_session(owner, session.id)
+    except GatewayError:  # deleted meanwhile, and its links with it
+        await asyncio.to_thread(request.app[SHELF].withdraw, owner, session.id)
+        raise
+    return json_reply(link)
 
 
 async def withdraw_link(request: web.Request) -> web.Response:
     """Handle `DELETE /api/sessions/{id}/link`."""
     owner = request.app[SERVICES].admit(request).owner
-    await asyncio.to_thread(request.app[_SHELF].withdraw, owner, request.match_info["id"])
+    await asyncio.to_thread(request.app[SHELF].withdraw, owner, request.match_info["id"])
     return web.Response(status=204)
 
 
@@ -69,7 +75,7 @@ async def read_shared(request: web.Request) -> web.Response:
     """Handle `GET /api/shared/{token}`: return the conversation behind a link, as it is now."""
     services = request.app[SERVICES]
     services.admit(request)
-    found = await asyncio.to_thread(request.app[_SHELF].behind, request.match_info["token"])
+    found = await asyncio.to_thread(request.app[SHELF].behind, request.match_info["token"])
     session = await services.store.get_session(found.owner, found.session_id)
     turns = [_as_shared(turn) for turn in session.turns if turn.status in ("done", "stopped")]
     return json_reply(
@@ -93,7 +99,7 @@ def _as_shared(turn: Turn) -> SharedTurn:
 async def list_presets(request: web.Request) -> web.Response:
     """Handle `GET /api/presets`."""
     owner = request.app[SERVICES].admit(request).owner
-    return json_reply(PresetList(await asyncio.to_thread(request.app[_SHELF].presets, owner)))
+    return json_reply(PresetList(await asyncio.to_thread(request.app[SHELF].presets, owner)))
 
 
 async def put_preset(request: web.Request) -> web.Response:
@@ -106,7 +112,7 @@ async def put_preset(request: web.Request) -> web.Response:
     body = _preset_of(await json_body(request))
     if body.is_shared and not services.keys.is_operator(principal):
         raise GatewayError("forbidden", "Only an operator may share presets.", param="is_shared")
-    await asyncio.to_thread(request.app[_SHELF].put, principal.owner, preset_id, body)
+    await asyncio.to_thread(request.app[SHELF].put, principal.owner, preset_id, body)
     return web.Response(status=204)
 
 
@@ -120,13 +126,13 @@ def _preset_of(body: Any) -> PresetBody:
 async def delete_preset(request: web.Request) -> web.Response:
     """Handle `DELETE /api/presets/{id}`."""
     owner = request.app[SERVICES].admit(request).owner
-    await asyncio.to_thread(request.app[_SHELF].drop, owner, request.match_info["id"])
+    await asyncio.to_thread(request.app[SHELF].drop, owner, request.match_info["id"])
     return web.Response(status=204)
 
 
 def add_routes(app: web.Application) -> None:
     """Add the routes of links and presets."""
-    app[_SHELF] = Shelf(app[SERVICES].config.data_dir / NAME)
+    app[SHELF] = Shelf(app[SERVICES].config.data_dir / NAME)
     app.add_routes(
         [
             web.post("/api/sessions/{id}/link", in_place(make_link)),

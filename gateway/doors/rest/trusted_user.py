@@ -72,7 +72,7 @@ async def _made(services: Services, name: str, peer: str, by: str) -> Person:
         """Find the person, whom a request that came at the same time may have added."""
         nonlocal is_new
         try:
-            return roll.name_owner(roll.find(name))
+            return roll.name_owner(roll.find_by_name(name))
         except NoSuchPerson:
             is_new = True
             return roll.add_without_key(name)

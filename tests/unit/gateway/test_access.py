@@ -418,7 +418,7 @@ async def test_a_call_that_swallows_its_cancellation_ends_all_the_same() -> None
     calls, is_under_way = OpenCalls(), asyncio.Event()
 
     async def answers_anyway() -> str:
-        async with calls.of("a"):
+        async with calls.of(Principal("ann", "ann", key="a")):
             is_under_way.set()
             try:
                 await asyncio.Event().wait()

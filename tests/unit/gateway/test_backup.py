@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import shutil
+import signal
+import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from gateway.access.key_file import key_file_line
 from gateway.app import Server, build_services
 from gateway.metrics.metrics import Metrics
+from gateway.people.estate import SESSIONS_NAME
 from gateway.settings.config import Config
 from gateway.turns.protocol import Message
 
@@ -119,3 +125,59 @@ def test_nothing_is_overwritten_and_nothing_half_restored(run: Run, tmp_path: Pa
     with pytest.raises(Refused, match="no backup"):
         run("restore", "nowhere", "--data-dir", "new", "--key-file", "new-keys")
     assert not (tmp_path / "new").exists() and not (tmp_path / "new-keys").exists()
+
+
+@pytest.fixture
+def copy(run: Run, tmp_path: Path) -> Path:  # noqa: F811
+    """A backup of a server with a key file."""
+    key_file(tmp_path, key_file_line("ada", KEY))
+
+    async def begin() -> None:
+        async with serving(tmp_path / "data", tmp_path / "keys"):
+            pass
+
+    asyncio.run(begin())
+    run("backup", "copy")
+    return tmp_path / "copy"
+
+
+def test_what_a_killed_server_left_beside_its_databases_is_not_put_into_a_restored_one(
+    run: Run,  # noqa: F811
+    copy: Path,
+    tmp_path: Path,
+) -> None:
+    left, new = tmp_path / "data" / "left", tmp_path / "new"
+    with closing(sqlite3.connect(tmp_path / "data" / SESSIONS_NAME)) as conn:
+        conn.execute("CREATE TABLE later (text)")
+        conn.execute("INSERT INTO later VALUES ('said after the backup')")
+        conn.commit()
+        shutil.copytree(tmp_path / "data", left)  # as `kill -9` leaves it
+    assert (left / f"{SESSIONS_NAME}-wal").stat().st_size > 0
+    for path in left.iterdir():
+        if "-wal" in path.name or "-shm" in path.name:
+            new.mkdir(exist_ok=True)
+            path.rename(new / path.name)
+    with pytest.raises(Refused, match=r"sessions.sqlite3-wal is there already"):
+        run("restore", "copy", "--data-dir", "new", "--key-file", "new-keys")
+    assert not (new / SESSIONS_NAME).exists() and not (tmp_path / "new-keys").exists()
+
+
+def test_a_restore_that_is_killed_leaves_no_half_database(copy: Path, tmp_path: Path) -> None:
+    """The process is killed after the first bytes of the last file."""
+    listed = json.loads((copy / "backup.json").read_text())
+    last = list(listed["files"])[-1]
+    new = tmp_path / "new"
+    script = (
+        "import os, pathlib, signal\n"
+        "from gateway.people import backup\n"
+        "whole = backup.shutil.copyfileobj\n"
+        "def half(old, new):\n"
+        f"    if pathlib.Path(old.name).name == {last!r}:\n"
+        "        new.write(old.read(10)); new.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    whole(old, new)\n"
+        "backup.shutil.copyfileobj = half\n"
+        f"backup.restore(pathlib.Path({str(copy)!r}), pathlib.Path({str(new)!r}), pathlib.Path({str(tmp_path / 'new-keys')!r}))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (new / last).exists()

@@ -1,5 +1,6 @@
 """Documents as text: each format, what is wrong with some, and the bounds of the process that reads them."""
 
+import asyncio
 import io
 import zipfile
 from collections.abc import Callable
@@ -125,6 +126,19 @@ async def test_a_document_is_read_in_a_process_with_bounds() -> None:
     bomb = packed(word_document=b"<a>" + b"<b/>" * 5_000_000 + b"</a>")
     with pytest.raises(GatewayError, match=r"damaged|document_mib|failed"):
         await DocumentReader(30, 64).read(bomb, "")
+
+
+async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
+    reader, done = DocumentReader(30, 512), []
+
+    async def read(whose: str) -> None:
+        await reader.read(b"High water.", "text/plain", whose)
+        done.append(whose)
+
+    reading = [asyncio.create_task(read("ann")) for _ in range(6)]
+    await asyncio.sleep(0)  # all of them are in the queue
+    await asyncio.gather(read("bob"), *reading)
+    assert done.index("bob") <= 2 and len(done) == 7
 
 
 async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:

@@ -1,23 +1,29 @@
 """A reverse proxy names people by a header: it is believed from trusted peers alone, and keys go before it."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
+from prometheus_client import CollectorRegistry
 
 from gateway.access.key_file import key_file_line, owner_of
-from gateway.app import build_app
+from gateway.app import Server, build_app, build_services
 from gateway.errors import GatewayError
+from gateway.metrics.metrics import Metrics
 from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import COOKIE
 from gateway.settings.config import Config
 
+from .fake_node import FakeNode
 from .front import Gateway, Gateways, bearer
 from .test_access import KEY, OTHER, key_file, old_line
 from .test_audit import written
@@ -110,10 +116,40 @@ def test_the_header_of_any_other_peer_is_not_read(peer: str) -> None:
     header = TrustedHeader(config)
     for names in (["ada"], ["ada", "bob"]):
         assert header.person_in(names, peer) is None
-    trusted = ["127.0.0.1", "::1", "", "192.0.2.3", "::ffff:192.0.2.3", "2001:db8::1"]
+    assert header.person_in(["ada"], "") is None, "a peer that has hung up has no address"
+    trusted = ["127.0.0.1", "::1", "192.0.2.3", "::ffff:192.0.2.3", "2001:db8::1"]
     assert [header.person_in([" ada "], each) for each in trusted] == ["ada"] * len(trusted)
     assert TrustedHeader(Config()).person_in(["ada"], "127.0.0.1") is None
     assert header.person_in([""], "127.0.0.1") is None
+    assert (
+        TrustedHeader(Config(trusted_user_header=HEADER, uds=Path("socket"))).person_in(["ada"], "") == "ada"
+    )
+
+
+def hang_up_after(port: int, request: bytes) -> None:
+    """Send a request and reset the connection at once, so that the server no longer learns whose it was."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(request)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_client_that_hangs_up_is_not_taken_for_a_proxy(tmp_path: Path) -> None:
+    """On uvloop, which servers run on, its connection has no address, as one of a Unix socket has none."""
+    keys = key_file(tmp_path, key_file_line("ada", KEY, is_operator=True))
+
+    async def whom_it_added() -> list[str]:
+        node: Any = FakeNode()
+        config = Config(port=0, data_dir=tmp_path / "data", api_key_file=keys, trusted_user_header=HEADER)
+        services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
+        async with Server(services) as server:
+            body = b'{"name": "mallory", "role": "operator"}'
+            head = f"POST {ADMIN} HTTP/1.1\r\nHost: a\r\n{HEADER}: ada\r\nContent-Length: {len(body)}\r\n\r\n"
+            hang_up_after(server.port, head.encode() + body)  # before the server's loop can look at it
+            async with aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http:
+                people = (await (await http.get(ADMIN)).json())["people"]
+            return [person["name"] for person in people]
+
+    assert uvloop.run(whom_it_added()) == ["ada"]
 
 
 async def test_a_client_that_comes_past_the_proxy_is_nobody(gateway: Gateway) -> None:
@@ -151,7 +187,8 @@ async def test_a_stranger_is_refused_or_added_as_a_member(
     assert len(owners) == 1 and {status for status, _ in found} == {200}
     people = (await adding.call("GET", ADMIN, key=KEY)).body["people"]
     assert [person["role"] for person in people if person["name"] == "eve@example.org"] == ["member"]
-    for name in ("x y", "a:b", "x" * 65, "#note"):
+    assert (await asked(url, owner_of(KEY), path=ADMIN))[0] == 401, "a name leads to nobody by an owner id"
+    for name in ("x y", "a:b", "x" * 65, "#note", owner_of(KEY), owner_of("nobody's key")):
         status, body = await asked(url, name)
         assert status == 401 and "cannot be a name" in body["error"]["message"], name
     assert (await asked(url, "eve@example.org"))[0] == 200
@@ -199,3 +236,11 @@ async def test_a_line_of_an_earlier_version_needs_its_key_used_once(
 def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
     with pytest.raises(GatewayError, match=why):
         load(flags)
+
+
+@pytest.mark.parametrize("route", ["/api/sessions", "/api/sessions/none", "/v1/usage", "/v1/sign-in"])
+async def test_no_cache_keeps_a_reply_for_another_person(gateway: Gateway, route: str) -> None:
+    """A person may be known by a cookie or a proxy's word, of which a cache in front knows nothing (RFC 9111 §3.5)."""
+    async with aiohttp.ClientSession(gateway.server.url, headers={HEADER: "bob"}) as http:
+        assert (await http.get(route)).headers["Cache-Control"] == "no-store"
+        assert (await http.get("/")).headers["Cache-Control"] == "no-cache"

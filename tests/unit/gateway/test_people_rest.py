@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from engine_bridge.protocol.errors import EngineUnavailable
-from gateway.access.auth import generate_key
+from gateway.access.auth import Principal, generate_key
 from gateway.access.key_file import key_file_line, owner_of
+from gateway.errors import GatewayError
 from gateway.people.ledger import Spent
+from gateway.sessions import SessionStore
 
 from .front import Gateway, Gateways, bearer
+from .parts import until
 from .stores import chat
 from .test_access import KEY, OTHER, key_file, old_line
 from .test_audit import written
@@ -240,3 +244,35 @@ async def _until_closed(socket: Any) -> Any:
             yield await socket.next()
     except ConnectionClosed:
         return
+
+
+async def test_an_erasure_waits_for_calls_that_are_still_stored(
+    gateway: Gateway, store: SessionStore
+) -> None:
+    """A call that is cut off keeps what was answered so far, which would otherwise outlive its person."""
+    assert await is_let_in(gateway, OTHER)
+    bob, calls = owner_of(OTHER), gateway.server.services.calls
+    is_under_way, may_store = asyncio.Event(), asyncio.Event()
+
+    async def call() -> None:
+        async with calls.of(Principal(bob, "bob", key=bob)):
+            try:
+                is_under_way.set()
+                await asyncio.Event().wait()
+            finally:
+                await may_store.wait()
+                turn = {"answer": "A secret.", "makes_session": True, "now": time.time()}
+                await store.record_turn(bob, "agent", "a", "How?", **turn)
+
+    calling = asyncio.create_task(call())
+    await is_under_way.wait()
+    erasing = asyncio.create_task(gateway.call("DELETE", f"{ADMIN}/bob", key=KEY))
+    await until(lambda: "bob" not in gateway.server.services.keys.people().values())
+    for _ in range(50):
+        await asyncio.sleep(0.002)
+    assert not erasing.done()
+    may_store.set()
+    with pytest.raises(GatewayError, match="withdrawn"):
+        await calling
+    assert (await erasing).status == 200
+    assert await store.rows.ids_of(bob) == []

@@ -174,9 +174,12 @@ async def test_who_cancels_one_that_is_being_stored_waits_for_it_and_changes_not
     ends += [asyncio.create_task(each) for each in (call.all.cancel(job), call.all.drain(0.0))]
     await settled(5)
     assert not any(end.done() for end in ends) and not job.is_over
+    assert call.all.is_busy("ann") and not call.all.is_busy("bob"), "who erases ann waits"
     call.may_store.set()
     await asyncio.gather(*ends)
     assert call.stored == ["in_progress" if has_ended else "cancelled"] and job.is_over
+    await settled(5)
+    assert not call.all.is_busy("ann")
     assert job.reply()["id"] == "resp_1"
 
 

@@ -1,10 +1,13 @@
 """Links to conversations, and presets: who may read, make and withdraw them, and that they go with their person."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+from gateway.access.key_file import owner_of
 from gateway.errors import GatewayError
+from gateway.sessions import RESTORE_WINDOW_S, SessionStore
 from gateway.shelf.store import MAX_PRESETS, PresetBody, Shelf
 
 from .front import Gateway, Gateways
@@ -85,3 +88,23 @@ async def test_only_operators_share_presets(gateways: Gateways) -> None:
         assert (await gateway.call("PUT", "/api/presets/p", bad, key=ann)).status == 400
     assert (await gateway.call("DELETE", "/api/presets/p", key=bob)).status == 404
     assert (await gateway.call("DELETE", "/api/presets/p", key=ann)).status == 204
+
+
+async def test_a_link_ends_with_its_conversation_also_where_another_one_gets_its_name(
+    gateways: Gateways, store: SessionStore
+) -> None:
+    """Clients of the APIs name sessions themselves, so a name may come again once its conversation is deleted."""
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    ann, bob = KEYS
+    now = time.time()
+    await store.record_turn(owner_of(ann), "agent", "a", "How?", answer="So.", makes_session=True, now=now)
+    token = (await gateway.call("POST", "/api/sessions/agent/link", key=ann)).body["token"]
+    assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 200
+    assert (await gateway.call("DELETE", "/api/sessions/agent", key=ann)).status == 204
+    assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
+    later = {"makes_session": True, "now": now + RESTORE_WINDOW_S + 9}
+    await store.record_turn(owner_of(ann), "agent", "b", "Now?", answer="A secret.", **later)
+    assert (await gateway.call("GET", "/api/sessions/agent", key=ann)).body["turns"][0][
+        "answer"
+    ] == "A secret."
+    assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
