@@ -31,6 +31,7 @@ CLAUDE = {
     "created_at": "2026-01-02T03:04:05Z",
     "chat_messages": [
         {"sender": "human", "text": "How low?", "content": [{"type": "text", "text": "How low?"}]},
+        None,
         {"sender": "assistant", "text": "One metre.", "content": []},
     ],
 }
@@ -53,13 +54,13 @@ OPEN_WEBUI = {
 def test_conversations_of_others_are_understood(bare_page) -> None:
     found = bare_page.evaluate(
         "async (data) => (await import('/js/transfer/foreign.js')).conversationsOf(data)",
-        [CHATGPT, CLAUDE, OPEN_WEBUI, {"messages": []}, {"mapping": {}}, 7],
+        [CHATGPT, CLAUDE, OPEN_WEBUI, {"messages": []}, {"mapping": {}}, 7, {"chat": {"messages": 3}}],
     )
     turns = [[(turn["content"], turn["answer"]) for turn in item["turns"]] for item in found[:3]]
     assert turns == [[("How high?", "Three metres.")], [("How low?", "One metre.")], [("When?", "At six.")]]
     assert [item["title"] for item in found[:3]] == ["Of ChatGPT", "Of Claude", "Of Open WebUI"]
     assert [item["created_at"] for item in found[:3]] == [1700000000.5, 1767323045, 1700000000]
-    assert found[3:] == [{"messages": []}, 7], "what is not understood is left to the server"
+    assert found[3:] == [{"messages": []}, 7, {"chat": {"messages": 3}}], "what is not understood is left to the server"
 
 
 def test_all_conversations_come_in_go_out_and_are_deleted(wired, page_watch) -> None:

@@ -12,7 +12,16 @@ const MAX_TITLE = 200; // the server's
  */
 export function conversationsOf(data) {
   const list = Array.isArray(data) ? data : [data];
-  return list.map((item) => converted(item) ?? item).filter((item) => item?.turns?.length !== 0);
+  return list.map((item) => understood(item) ?? item).filter((item) => item?.turns?.length !== 0);
+}
+
+/** A conversation whose form is not the one that it seems to have is left as it is. */
+function understood(item) {
+  try {
+    return converted(item);
+  } catch {
+    return null;
+  }
 }
 
 function converted(item) {
@@ -30,14 +39,14 @@ function fromChatGpt({ title, mapping, current_node: last, create_time: createdA
 }
 
 function fromClaude({ name, chat_messages: messages, created_at: createdAt, updated_at: updatedAt }) {
-  return archive(name, seconds(createdAt), seconds(updatedAt), messages.map((message) => ({ role: message.sender === 'human' ? 'user' : message.sender,
+  return archive(name, seconds(createdAt), seconds(updatedAt), messages.filter(Boolean).map((message) => ({ role: message.sender === 'human' ? 'user' : message.sender,
     text: textOf(message.content?.map?.((part) => part?.text)) || message.text, at: seconds(message.created_at) })));
 }
 
 function fromOpenWebUi({ title, chat, created_at: createdAt, updated_at: updatedAt }) {
   const { history, messages } = chat;
   const shown = history?.messages && history.currentId ? branch((id) => history.messages[id], history.currentId, 'parentId') : messages ?? [];
-  return archive(title ?? chat.title, createdAt, updatedAt, shown.map((message) => ({ role: message.role, text: message.content, at: message.timestamp })));
+  return archive(title ?? chat.title, createdAt, updatedAt, shown.filter(Boolean).map((message) => ({ role: message.role, text: message.content, at: message.timestamp })));
 }
 
 /** From a node up to the root, in the order of reading. A circle ends where it closes. */
