@@ -166,7 +166,9 @@ def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> 
     assert chat.session_id != first
     page_watch.forgive()
     chat.page.get_by_label("File to import").set_input_files(markdown)
-    expect(chat.page.get_by_text("This file cannot be imported: it is not JSON.")).to_be_visible()
+    expect(
+        chat.page.get_by_text("This file cannot be imported: it is neither JSON nor an archive")
+    ).to_be_visible()
 
 
 def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds_them(chat) -> None:

@@ -138,7 +138,7 @@ async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
     reading = [asyncio.create_task(read("ann")) for _ in range(6)]
     await asyncio.sleep(0)  # all of them are in the queue
     await asyncio.gather(read("bob"), *reading)
-    assert done.index("bob") <= 2 and len(done) == 7
+    assert done.index("bob") <= 4 and len(done) == 7, "behind all of them it would be one of the last two"
 
 
 async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:
