@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.errors import EngineUnavailable
 
@@ -127,3 +131,34 @@ async def test_a_rank_that_ends_fails_the_engine_and_host_memory_outlives_it(
     said = await split.say()
     assert (said.token_ids, said.kv.host) == (whole["prompt"], REUSABLE)
     assert await ask(split.node, QUESTION, 24, adapter="poet") == whole["poet"]
+
+
+async def test_a_rank_killed_while_its_engine_starts_is_said_and_costs_no_mechanism() -> None:
+    """What is started outlives a Ctrl-C of the terminal meanwhile, which its processes get as well."""
+    told: list[str] = []
+    before = _spawned()
+
+    def kill() -> None:
+        """Send a SIGINT to ranks that import, which they hold back, and kill one of them."""
+        while len(young := [each for each in _spawned() if each not in before]) < 2:
+            time.sleep(0.01)
+        for each in young:
+            each.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        told.extend(each.status() for each in young)
+        young[1].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RankKilled, match="rank 1 of the model was killed"):
+        async with engine(tensor_parallel_size=2, max_loras=2, **SETTINGS):
+            raise AssertionError("it has started, without a rank")
+    killer.join()
+    assert len(told) == 2 and psutil.STATUS_ZOMBIE not in told
+    assert _spawned() == before
+
+
+def _spawned() -> list[psutil.Process]:
+    """The ranks that this process has started, those included that have not named themselves yet."""
+    children = sorted(multiprocessing.active_children(), key=lambda child: child.name)
+    return [psutil.Process(child.pid) for child in children if child.name.startswith("VllmWorker")]

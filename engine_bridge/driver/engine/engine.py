@@ -7,6 +7,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, ranks_of, reuses_kv, scheduler_of
 from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
+from engine_bridge.driver.ranks.starting import ranks_starting
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
@@ -103,7 +105,8 @@ class VllmDriver:
         self._copy_of = copy_of
         self._traces = traces
         try:
-            self._build(config, adapters, report, wake)
+            with ranks_starting() if config.tensor_parallel_size > 1 else nullcontext():
+                self._build(config, adapters, report, wake)
         except BaseException:
             # No caller gets this driver, so no caller can close the parts that were built.
             self.close()

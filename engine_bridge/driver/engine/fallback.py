@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from engine_bridge.driver.engine.errors_text import said_by
+from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
 from engine_bridge.policy.limits.refusals import is_final, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Driver = TypeVar("Driver")
-# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know.
-_OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel)
+# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know, a rank
+# that was killed.
+_OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel, RankKilled)
 _MAX_WHY_CHARS = 300
 _TIERS: Set[Mechanism] = {"KV tiers", "prefix caching"}
 """Without one of these there are no tiers."""

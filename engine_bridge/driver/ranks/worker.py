@@ -132,3 +132,6 @@ def end_with_parent() -> None:
         os._exit(1)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # which `ranks_starting` has held back until here

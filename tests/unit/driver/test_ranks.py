@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from engine_bridge.driver.ranks.calls import (
 from engine_bridge.driver.ranks.connection import LateAnswers
 from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
+from engine_bridge.driver.ranks.starting import ranks_starting
+from engine_bridge.driver.vllm_api import WorkerProc
 from engine_bridge.policy.costs.costs import Copied
 from engine_bridge.policy.limits.cores import WAITING, cores_of_ranks
 from kvtiers.io.host_pool import HostPool
@@ -318,3 +321,21 @@ def test_another_process_maps_the_same_memory() -> None:
         pool.region[3] = 7
         assert np.memmap(file, dtype=np.uint8, shape=(10, 64))[3].sum() == 7 * 64
     assert HostPool(64, 640).path == ""
+
+
+def test_ranks_that_start_are_killed_at_the_end_of_their_engines_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They ignore what Python asks them with then, which waited for them for 39 s."""
+    at_end: list[Callable[[], None]] = []
+    killed: list[int] = []
+    stock = WorkerProc.make_worker_process
+    monkeypatch.setattr("atexit.register", at_end.append)
+    process = SimpleNamespace(pid=7, exitcode=None, kill=lambda: killed.append(7))
+    monkeypatch.setattr(WorkerProc, "make_worker_process", lambda config: SimpleNamespace(proc=process))
+    with ranks_starting():
+        WorkerProc.make_worker_process(None)
+        at_end[0]()
+    assert killed == [7]
+    monkeypatch.undo()
+    assert WorkerProc.make_worker_process is stock
