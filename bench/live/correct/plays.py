@@ -181,6 +181,7 @@ async def _tiers(judge: Judge, server: Asker, adapter: str) -> None:
     if adapter:
         judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
         judge.check("adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True)
+    judge.check("of one token", await server.complete(prompt_of(4, 1)), may_reuse=False)
     shared = [*prompt_of(1)[:320], *prompt_of(2, 200)]
     judge.check("another end, from the device", await server.complete(shared))
     judge.check("another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False)

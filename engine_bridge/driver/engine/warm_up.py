@@ -43,7 +43,7 @@ def warm_up(engine: Any, scheduler: Any, tiers: KvTiers | None, *, with_adapter:
         engine.add_request(f"warm-up-{number}", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
         prefill_s, decode_s = _time_request(engine, scheduler)
         prefills.append((num_tokens, prefill_s))
-    _warm_up_grammars(engine, scheduler, limit)
+    _warm_up_grammars(engine, scheduler)
     if with_adapter:
         _warm_up_adapter(engine, scheduler, limit)
     engine.reset_prefix_cache()
@@ -69,16 +69,14 @@ def _time_request(engine: Any, scheduler: Any) -> tuple[float, float]:
     return times[1] - times[0], times[-1] - times[1]
 
 
-def _warm_up_grammars(engine: Any, scheduler: Any, limit: int) -> None:
+def _warm_up_grammars(engine: Any, scheduler: Any) -> None:
     """Build the grammar backend now: otherwise the first grammar builds it inside a step, which takes a second with a large vocabulary."""
     from engine_bridge.driver.vllm_api import SamplingParams, StructuredOutputsParams
 
     grammar = StructuredOutputsParams(regex="[a-z]{1,2}")
     params = SamplingParams(max_tokens=2, structured_outputs=grammar)
     try:
-        # Not of one token where there is room: vLLM's kernel for gated delta nets on a CPU refuses these.
-        prompt: Any = {"prompt_token_ids": [1] * _within(limit, (4,))[0]}
-        engine.add_request("warm-up-grammar", prompt, params)
+        engine.add_request("warm-up-grammar", {"prompt_token_ids": [1]}, params)
     except ValueError as error:
         log.warning("structured output is not offered with this model: %s", error)
         return

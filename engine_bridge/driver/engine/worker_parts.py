@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, MAMBA2, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, GATED_DELTA, MAMBA2, ROTARY, SEEDS
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api.start import Off
@@ -42,6 +42,10 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.corrections import mamba2
 
         mamba2.install()
+    if on_cpu and GATED_DELTA not in off:
+        from engine_bridge.driver.corrections import gated_delta
+
+        gated_delta.install()
 
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:

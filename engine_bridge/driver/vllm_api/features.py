@@ -93,6 +93,11 @@ MAMBA2 = Feature(
     "models with Mamba2 layers compute every prompt as a whole on a CPU",
     device="cpu",
 )
+GATED_DELTA = Feature(
+    "prompts of one token for gated delta nets on a CPU",
+    "with gated delta nets a prompt of one token ends the answers of all requests",
+    device="cpu",
+)
 SEEDS = Feature(
     "seeds on a CPU",
     "a request with a seed whose prompt takes several steps ends the answers of all requests",

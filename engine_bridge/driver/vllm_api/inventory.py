@@ -155,6 +155,8 @@ vllm.renderers.hf EMBEDS_TOKEN
     APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
 vllm._custom_ops ROTARY
     replace rotary_embedding
+vllm._custom_ops GATED_DELTA
+    replace causal_conv1d_fwd_cpu(x, *args, **kwargs)
 vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2
     replace get_kv_cache_spec(vllm_config)
 vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
