@@ -71,6 +71,11 @@ def configure_environment(config: EngineConfig) -> None:
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
+def logs_as_usual() -> bool:
+    """Return whether the user has set no level for vLLM's log."""
+    return os.environ.get("VLLM_LOGGING_LEVEL") == _set.get("VLLM_LOGGING_LEVEL")
+
+
 def users_environment() -> dict[str, str]:
     """Return the environment without what was set here, for a process with an engine of its own."""
     return {name: value for name, value in os.environ.items() if _set.get(name) != value}
@@ -128,10 +133,6 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         tiers.arguments = arguments_that_count(args)
     # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
     served = UsageContext.OPENAI_API_SERVER
-    if has_ranks:
-        connection.keep_quiet(
-            is_wished=os.environ.get("VLLM_LOGGING_LEVEL") == _set.get("VLLM_LOGGING_LEVEL")
-        )
     engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
     if PICTURE_CACHE not in off:
         from engine_bridge.driver.corrections import picture_cache

@@ -17,7 +17,7 @@ from engine_bridge.core.adapters.step_layouts import StepFacts
 from engine_bridge.core.kv.sources import Sources
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter, NoRanks
-from engine_bridge.driver.engine.building import build_engine, configure_environment
+from engine_bridge.driver.engine.building import build_engine, configure_environment, logs_as_usual
 from engine_bridge.driver.engine.model_facts import check_model
 from engine_bridge.driver.engine.warm_up import warm_up
 from engine_bridge.driver.in_process import know_weights, ranks_of, reuses_kv, scheduler_of
@@ -105,7 +105,8 @@ class VllmDriver:
         self._copy_of = copy_of
         self._traces = traces
         try:
-            with ranks_starting() if config.tensor_parallel_size > 1 else nullcontext():
+            has_ranks = config.tensor_parallel_size > 1
+            with ranks_starting(is_quiet=logs_as_usual()) if has_ranks else nullcontext():
                 self._build(config, adapters, report, wake)
         except BaseException:
             # No caller gets this driver, so no caller can close the parts that were built.

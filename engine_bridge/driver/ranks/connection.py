@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.in_process import reuses_kv, scheduler_of
@@ -17,41 +14,6 @@ from engine_bridge.policy.limits.model_support import CannotHave
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-
-
-# The environment of a rank: it would warn a dozen times at a healthy start, as our own log settings do not reach it.
-QUIET = {
-    "VLLM_CONFIGURE_LOGGING": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-def keep_quiet(*, is_wished: bool) -> None:
-    """Have ranks that are started from here on log errors alone, where that is wished. The environment of this process stays as it is."""
-    from engine_bridge.driver.vllm_api import WorkerProc
-
-    stock = getattr(WorkerProc.make_worker_process, "__wrapped__", WorkerProc.make_worker_process)
-
-    @functools.wraps(stock)
-    def make_worker_process(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Start a rank with its separate environment and log settings."""
-        before = {name: os.environ.get(name) for name in QUIET}
-        logging_config = vllm_config.logging_config
-        os.environ |= QUIET
-        vllm_config.logging_config = replace(logging_config, log_level="ERROR", configure_logging=True)
-        try:
-            return stock(vllm_config, *args, **kwargs)
-        finally:
-            vllm_config.logging_config = logging_config
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-    WorkerProc.make_worker_process = make_worker_process if is_wished else stock
 
 
 class LateAnswers:

@@ -1,13 +1,23 @@
-"""What becomes of ranks while an engine is built: signals meant for its process do not end them, and one that others kill is said to be."""
+"""How the processes of ranks are started: they log errors alone, no signal meant for the engine's process ends them, and a kill is told."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
+
+# The environment of a rank: it would warn a dozen times at a healthy start, as our own log settings do not reach it.
+QUIET = {
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 class RankKilled(RuntimeError):
@@ -15,8 +25,11 @@ class RankKilled(RuntimeError):
 
 
 @contextmanager
-def ranks_starting() -> Iterator[None]:
+def ranks_starting(*, is_quiet: bool) -> Iterator[None]:
     """Have ranks that are started in the block hear no SIGINT until they ignore it themselves (`end_with_parent`).
+
+    Args:
+        is_quiet: whether these ranks log errors alone. The environment of this process stays as it is.
 
     Raises:
         RankKilled: the block failed, and a rank was killed, and not by vLLM.
@@ -26,24 +39,22 @@ def ranks_starting() -> Iterator[None]:
     stock = WorkerProc.make_worker_process
     was = vars(WorkerProc)["make_worker_process"]  # as the class has it: a static method
     started: list[Any] = []
-    ended: list[int] = []
+    killed_by_vllm: list[int] = []
+    kills: list[Callable[[], None]] = []
 
     def make_worker_process(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Start a rank."""
-        resource_tracker.ensure_running()  # its start would let the signals through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the rank has the mask from here
-        try:
+        with _held_back(signal.SIGINT), _quiet(vllm_config, is_wished=is_quiet):
             handle = stock(vllm_config, *args, **kwargs)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         started.append(handle.proc)
-        _note_kills(handle.proc, ended)
+        kills.append(handle.proc.kill)
+        _note_kills(handle.proc, killed_by_vllm)
         return handle
 
     def end() -> None:
         """Kill the ranks: at its end Python asks them by SIGTERM, which they ignore, and waits for them."""
-        for process in started:
-            process.kill()
+        for kill in kills:
+            kill()
 
     WorkerProc.make_worker_process = staticmethod(make_worker_process)
     atexit.register(end)  # called before what multiprocessing has registered
@@ -51,7 +62,7 @@ def ranks_starting() -> Iterator[None]:
         yield
     except Exception as error:
         for rank, process in enumerate(started):
-            if process.exitcode == -signal.SIGKILL and process.pid not in ended:
+            if process.exitcode == -signal.SIGKILL and process.pid not in killed_by_vllm:
                 said = f"rank {rank} of the model was killed while the engine started, as the kernel does where memory runs out"
                 raise RankKilled(said) from error
         raise
@@ -60,13 +71,45 @@ def ranks_starting() -> Iterator[None]:
         WorkerProc.make_worker_process = was
 
 
-def _note_kills(process: Any, ended: list[int]) -> None:
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Block a signal on this thread. Processes that are started in the block begin with it blocked."""
+    resource_tracker.ensure_running()  # multiprocessing starts it before the first process, and that would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _quiet(vllm_config: Any, *, is_wished: bool) -> Iterator[None]:
+    """Have processes that are started in the block log errors alone, where that is wished."""
+    if not is_wished:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in QUIET}
+    logging_config = vllm_config.logging_config
+    os.environ |= QUIET
+    vllm_config.logging_config = replace(logging_config, log_level="ERROR", configure_logging=True)
+    try:
+        yield
+    finally:
+        vllm_config.logging_config = logging_config
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _note_kills(process: Any, killed: list[int]) -> None:
     """Note a process's id once this process kills it: vLLM does so with ranks that do not end in time behind one that failed."""
     stock = process.kill
 
     def kill() -> None:
         """Kill the process."""
-        ended.append(process.pid)
+        killed.append(process.pid)
         stock()
 
     process.kill = kill

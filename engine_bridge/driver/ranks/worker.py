@@ -132,6 +132,5 @@ def end_with_parent() -> None:
         os._exit(1)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT}
-    )  # which `ranks_starting` has held back until here
+    # The signal was held back until here, where it is ignored: see `starting.ranks_starting`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

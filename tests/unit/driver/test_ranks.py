@@ -333,7 +333,7 @@ def test_ranks_that_start_are_killed_at_the_end_of_their_engines_process(
     monkeypatch.setattr("atexit.register", at_end.append)
     process = SimpleNamespace(pid=7, exitcode=None, kill=lambda: killed.append(7))
     monkeypatch.setattr(WorkerProc, "make_worker_process", lambda config: SimpleNamespace(proc=process))
-    with ranks_starting():
+    with ranks_starting(is_quiet=False):
         WorkerProc.make_worker_process(None)
         at_end[0]()
     assert killed == [7]
