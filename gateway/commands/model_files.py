@@ -61,7 +61,10 @@ def _faults_of_weights(folder: Path) -> Iterator[str]:
         yield f"{folder} has no weights (*.safetensors)"
     if (folder / _INDEX).is_file():
         index = _json_of(folder / _INDEX)
-        named = index.get("weight_map", {}) if isinstance(index, dict) else {}
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            yield f"{folder / _INDEX} does not name the files of weights"
+            return
         missing = sorted({name for name in named.values() if not (folder / name).is_file()})
         if missing:
             yield f"{folder} lacks {len(missing)} of the files that {_INDEX} names, such as {missing[0]}"
@@ -81,14 +84,22 @@ def _faults_of_tensors(path: Path) -> Iterator[str]:
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= min(size_bytes, _MAX_HEADER_BYTES) else b""
-    tensors = _parsed(header)
-    if not isinstance(tensors, dict):
+    end_bytes = _end_of(_parsed(header))
+    if end_bytes is None:
         yield f"{path} is no safetensors file, or it is cut off: it has {size_bytes:,} bytes"
         return
-    ends = [each["data_offsets"][1] for name, each in tensors.items() if name != "__metadata__"]
-    wanted_bytes = 8 + length + max(ends, default=0)
+    wanted_bytes = 8 + length + end_bytes
     if size_bytes < wanted_bytes:
         yield f"{path} is cut off: it has {size_bytes:,} of {wanted_bytes:,} bytes"
+
+
+def _end_of(header: Any) -> int | None:
+    """Return where the last tensor ends behind a safetensors file's header; None for what is no such header."""
+    try:
+        tensors = [each for name, each in header.items() if name != "__metadata__"]
+        return max((int(each["data_offsets"][1]) for each in tensors), default=0)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
 
 
 def _json_of(path: Path) -> Any:

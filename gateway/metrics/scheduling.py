@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
@@ -182,12 +183,11 @@ def _calibration(
     by_tenant: Mapping[str, tuple[int, int, int]], name_of: Callable[[str], str]
 ) -> Iterator[Metric]:
     """Yield how many answers of each person were as short as predicted: half of them should be within "0.5", and nine of ten within "0.9"."""
-    answers: dict[str, float] = {}
-    within: dict[tuple[str, str], float] = {}
+    answers, within = Counter[str](), Counter[tuple[str, str]]()
     for tenant, (num_answers, within_p50, within_p90) in by_tenant.items():
         name = name_of(tenant)
-        answers[name] = num_answers
-        within |= {(name, "0.5"): within_p50, (name, "0.9"): within_p90}
+        answers[name] += num_answers
+        within.update({(name, "0.5"): within_p50, (name, "0.9"): within_p90})
     yield labelled(
         CounterMetricFamily,
         "overture_user_answers",

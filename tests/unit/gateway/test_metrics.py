@@ -95,14 +95,14 @@ def test_who_waits_what_was_done_and_how_long_answers_were_is_told() -> None:
 def test_people_are_told_apart_only_where_their_names_are_given() -> None:
     figures: dict[str, Any] = {"policy": "bounded", "num_running": 0, "num_waiting": 0, "num_by_reason": {}}
     figures |= {"lanes": None, "counts": {}, "seconds": {}, "length_errors": None}
-    stats = SchedulingStats(**figures, length_calibration={"owner-1": (9, 4, 8)})
+    stats = SchedulingStats(**figures, length_calibration={"owner-1": (9, 4, 8), "owner-2": (1, 1, 1)})
     assert not any("user" in name for name in exposed(SchedulingCollector(lambda: stats)))
-    told = exposed(SchedulingCollector(lambda: stats, {"owner-1": "ada"}.__getitem__))
-    assert told['user_answers_total{user="ada"}'] == 9
+    told = exposed(SchedulingCollector(lambda: stats, lambda owner: "ada"))
+    assert told['user_answers_total{user="ada"}'] == 10, "two people of one name are one"
     within = [
         told[f'user_answers_within_total{{quantile="{quantile}",user="ada"}}'] for quantile in (0.5, 0.9)
     ]
-    assert within == [4, 8]
+    assert within == [5, 9]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,13 @@ def written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+def headed(text: str) -> str:
+    """A file of tensors with this header, of up to 127 bytes."""
+    return f"{chr(len(text))}{chr(0) * 7}{text}"
+
+
+ODD_INDEXES = ("[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}')
+ODD_HEADERS = ("[]", '{"a": 1}', '{"a": {}}', '{"a": {"data_offsets": [0]}}', '{"a": {"data_offsets": "ab"}}')
 INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
 
 
@@ -49,6 +56,8 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
         (cut("model.safetensors", 0), "cut off: it has 0 bytes"),
         (written("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
         (written("model.safetensors.index.json", INDEX), "lacks 1 of the files .* model-2.safetensors"),
+        *((written("model.safetensors.index.json", text), "does not name the files") for text in ODD_INDEXES),
+        *((written("model.safetensors", headed(text)), "is no safetensors file") for text in ODD_HEADERS),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
         (written("tokenizer.json", "{}"), "tokenizer.json holds no tokenizer"),
         (cut("tokenizer.json", 9), "tokenizer.json holds no tokenizer"),
