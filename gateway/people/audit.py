@@ -121,6 +121,7 @@ class AuditLog:
         self._clock = clock
         self._waiting: deque[Entry] = deque()
         self._has_more = asyncio.Event()
+        self._is_writing = asyncio.Lock()
         self._refused = Rates(REFUSED_PER_S, REFUSED_BURST)
         self._refused_of_all = Rates(REFUSED_PER_S_OF_ALL, REFUSED_BURST_OF_ALL)
         self._num_left_out = 0
@@ -153,16 +154,20 @@ class AuditLog:
             await self.write()
 
     async def write(self) -> None:
-        """Write all entries that wait. Where the file cannot be written they are dropped, and the server's log says so once."""
-        self._has_more.clear()
-        entries = list(self._waiting)
-        self._waiting.clear()
-        if not entries:
-            return
-        try:
-            await asyncio.to_thread(append, self._path, entries)
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                log.error("the audit log %s cannot be written: %s", self._path, error.strerror)
-            self._has_failed = True
+        """Return when all entries noted so far stand in the file, also those that another call is writing.
+
+        Where the file cannot be written they are dropped, and the server's log says so once.
+        """
+        async with self._is_writing:
+            self._has_more.clear()
+            entries = list(self._waiting)
+            self._waiting.clear()
+            if not entries:
+                return
+            try:
+                await asyncio.to_thread(append, self._path, entries)
+                self._has_failed = False
+            except OSError as error:
+                if not self._has_failed:
+                    log.error("the audit log %s cannot be written: %s", self._path, error.strerror)
+                self._has_failed = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ async def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> Non
     audit.note(Entry(what="operator_action", about="later"))
     await audit.write()
     assert [each["about"] for each in lines(tmp_path)] == ["later"]
+
+
+async def test_writing_ends_when_lines_that_another_call_writes_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    os.mkfifo(path)  # a writer waits until somebody reads
+    audit = AuditLog(path)
+    audit.note(Entry(what="operator_action"))
+    first = asyncio.create_task(audit.write())
+    await asyncio.sleep(0)
+    second = asyncio.create_task(audit.write())
+    done, _ = await asyncio.wait([second], timeout=0.05)
+    read = await asyncio.to_thread(path.read_text)
+    await asyncio.gather(first, second)
+    assert not done and json.loads(read)["what"] == "operator_action"
 
 
 async def test_refusals_operators_and_changes_of_keys_are_noted_without_a_key(
