@@ -52,6 +52,7 @@ HYSTERESIS = 0.02  # Another shadow is followed once it has lost less by this sh
 SURE = 3.0
 # A shadow evicts the least valuable of this many in turn, so that it costs the same with thousands. Chosen.
 NUM_COMPARED = 64
+TIE = 1e-9  # By how much an adapter is preferred to the one before it, so that equals have an order that stays. Chosen.
 ROOM_FADE = 0.98  # Per eviction: how fast the size of shadows follows a cache that shrinks. Chosen.
 
 
@@ -98,11 +99,12 @@ class RequestShares:
         return self.by(half_life, adapter_id) + 1 / len(self._counts)
 
     def alike(self, adapter_id: int) -> float:
-        """Return the same share for every known adapter: the cheapest to bring back leaves first, whenever it was used.
+        """Return nearly the same share for every known adapter: the cheapest to bring back leaves first, whenever it was used.
 
-        Where adapters are asked for in a circle, what is kept must stay the same, as any use is the farthest from its next.
+        Among adapters of one size those of the highest ids stay. Where adapters are asked for in a circle, what is kept must stay the same, as the
+        one that was used last is the one whose next use is farthest.
         """
-        return 1 / len(self._counts) if adapter_id in self._counts else 0.0
+        return (1 + adapter_id * TIE) / len(self._counts) if adapter_id in self._counts else 0.0
 
     def mixed(self, adapter_id: int) -> float:
         """Return the share by all half-lives, each weighted by its trust."""
