@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gateway.doors.chat import socket
 from gateway.doors.http.connections import CONNECTIONS
-from gateway.doors.http.key_changes import follow_key_file
+from gateway.doors.http.key_changes import follow_key_file, follow_sign_ins
 from gateway.errors import GatewayError
 from gateway.services import SERVICES, Services
 
@@ -31,6 +31,7 @@ async def work_beside(app: web.Application) -> AsyncIterator[None]:
         "open files": app[CONNECTIONS].watch_files,
         "loop stall": services.metrics.watch_loop,
         "purge": lambda: _purge(services),
+        "sign-ins": lambda: follow_sign_ins(services),
         "session database": services.store.watch,
         "learned agents": services.learned.keep_saving,
         "usage": services.usage.keep_saving,

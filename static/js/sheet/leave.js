@@ -1,6 +1,6 @@
 /** Signing out. */
 
-const PERSONAL = ['overture.key', 'overture.draft.', 'overture.unsent.']; // names in storage.js
+const PERSONAL = ['overture.key', 'overture.draft.', 'overture.person', 'overture.unsent.']; // names in storage.js
 
 /** Forgets who was signed in here: the key, and what was written and not sent. */
 export function forgetPerson() {
