@@ -124,7 +124,7 @@ class SignIns:
         return self._withdrawn(mark, session.owner)
 
     def take_ended(self) -> list[Withdrawn]:
-        """Return, once each, the sign-ins that have lasted their time or made room for newer ones, as `sign_out` does. The file keeps them longer."""
+        """Return, once each, the sign-ins that have lasted their time or made room for newer ones, as `sign_out` does."""
         now = self._clock()
         for mark, session in [each for each in self._sessions.items() if each[1].expires_s <= now]:
             del self._sessions[mark]
@@ -132,6 +132,10 @@ class SignIns:
             self._ended.append(self._withdrawn(mark, session.owner))
         ended, self._ended = self._ended, []
         return ended
+
+    async def purge(self) -> None:
+        """Remove links and browsers whose time is over from the file. Raises GatewayError `storage_failed`."""
+        await _stored(self._ledger.drop_old, self._clock())
 
     async def forget(self, owner: str) -> list[Withdrawn]:
         """End all sign-ins and links of a person, and return the sign-ins, as `sign_out` does. Raises GatewayError `storage_failed`."""

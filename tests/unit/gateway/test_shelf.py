@@ -7,11 +7,13 @@ import aiohttp
 import pytest
 
 from gateway.access.key_file import owner_of
+from gateway.background import purge
 from gateway.errors import GatewayError
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore
-from gateway.shelf.store import MAX_PRESETS, PresetBody, Shelf
+from gateway.shelf.store import MAX_PRESETS, NAME, PresetBody, Shelf
 
 from .front import Gateway, Gateways, bearer
+from .parts import NOW
 from .test_pictures import image, put
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
@@ -144,3 +146,35 @@ async def test_a_link_ends_with_its_conversation_also_where_another_one_gets_its
         "answer"
     ] == "A secret."
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
+
+
+async def test_a_purge_ends_links_whose_conversations_are_gone(
+    gateways: Gateways, store: SessionStore, tmp_path: Path
+) -> None:
+    """Earlier versions left them, and a later conversation of that name could have been read by them."""
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    services, shelf = gateway.server.services, Shelf(tmp_path / NAME)
+    await purge(services, shelf, time.time())
+    assert not (tmp_path / NAME).exists(), "a purge makes no file"
+    for session in ("kept", "deleted"):
+        await store.create_session("ann", session_id=session, now=time.time())
+    tokens = [shelf.link("ann", session) for session in ("kept", "deleted", "purged")]
+    tokens.append(shelf.link("bob", "kept"))
+    await store.delete("ann", "deleted", time.time())
+    await purge(services, shelf, time.time())
+    assert shelf.behind(tokens[0]) == ("ann", "kept")
+    for token in tokens[1:]:
+        with pytest.raises(GatewayError, match="withdrawn"):
+            shelf.behind(token)
+
+
+async def test_what_cannot_be_purged_keeps_nothing_else_from_it(
+    gateways: Gateways, store: SessionStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    (tmp_path / NAME).write_bytes(b"no database" * 100)
+    await store.create_session("ann", session_id="s", now=NOW)
+    await store.delete("ann", "s", NOW)
+    await purge(gateway.server.services, Shelf(tmp_path / NAME), NOW + RESTORE_WINDOW_S + 1)
+    assert "links to deleted conversations could not be purged" in caplog.text
+    assert (await store.rows.stored())["ann"] == (0, 0)

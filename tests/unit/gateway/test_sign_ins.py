@@ -1,6 +1,8 @@
 """Signing in by a link: it is good once, the cookie stands for the person, and it ends when the person does or signs out."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,14 @@ async def test_sign_ins_outlive_a_restart_and_grow_old(tmp_path: Path) -> None:
     assert again.principal(cookie) == principal
     clock.now_s += SESSION_LASTS_S
     assert again.principal(cookie) is None
+    await again.make_link(BOB)
+    clock.now_s += LINK_LASTS_S
+    kept, _ = await again.make_link(BOB)
+    await again.purge()
+    with closing(sqlite3.connect(tmp_path / "people.sqlite3")) as conn:
+        assert conn.execute("SELECT count(*) FROM browsers").fetchone() == (0,)
+        assert conn.execute("SELECT count(*) FROM links").fetchone() == (1,)
+    await again.sign_in(kept)
     cookies = []
     for _ in range(MAX_SESSIONS + 1):
         token, _ = await again.make_link(BOB)
