@@ -14,7 +14,7 @@ async function canSignIn() {
 }
 
 function noteOf(wasWrong, hasEnded) {
-  if (hasEnded) return 'Your sign-in in this browser has ended. Sign in again and reload this page, or enter an API key. What you have written is kept.';
+  if (hasEnded) return 'Sign in again and reload this page, or enter an API key. What you have written is kept.';
   if (wasWrong) return 'The server did not accept that key. Please check it and try again.';
   return 'Enter the API key that you were given. It is kept in this browser only.';
 }
@@ -23,7 +23,7 @@ function noteOf(wasWrong, hasEnded) {
  * Asks for an API key until one is given.
  *
  * @param {boolean} wasWrong  one was tried and refused
- * @param {boolean} [hasEnded]  the browser was signed in without a key, and is no more
+ * @param {boolean} [hasEnded]  a sign-in without a key has
  * @returns {Promise<string>} the key; empty when the dialog was dismissed
  */
 export async function askKey(wasWrong, hasEnded = false) {

@@ -5,7 +5,6 @@ import { copyFrom } from './copy.js';
 import { ask, dialogWith } from './dialogs.js';
 import { h } from './dom.js';
 import { fullTime } from './format.js';
-import { gallery } from './pictures.js';
 import { addStyle } from './sheet/style.js';
 import { toast } from './toast.js';
 
@@ -43,7 +42,7 @@ export async function shareConversation(api, id) {
  */
 export async function showShared(api, token) {
   const shared = await api.call('GET', `api/shared/${encodeURIComponent(token)}`);
-  await addStyle('static/css/shared.css');
+  const [{ gallery }] = await Promise.all([import('./pictures.js'), addStyle('static/css/shared.css')]);
   const title = shared.title || 'New chat';
   let copied = null;
   const read = (id) => api.picture(id, token);
@@ -86,14 +85,15 @@ async function importCopy(api, shared, read) {
   }
 }
 
-function base64(blob) {
-  return new Promise((resolve, reject) => {
-    const reader = Object.assign(new FileReader(), { onload: () => resolve(reader.result.split(',')[1]), onerror: () => reject(reader.error) });
-    reader.readAsDataURL(blob);
-  });
+async function base64(blob) {
+  const reader = new FileReader();
+  const read = new Promise((resolve) => reader.addEventListener('loadend', resolve));
+  reader.readAsDataURL(blob);
+  await read;
+  return reader.result.split(',')[1];
 }
 
-/** The conversation in the form that imports take. whole: the pictures by id, in base64; others are left out. */
+/** As imports take it. whole: pictures by id, in base64; others are left out. */
 function archive({ title, adapter, turns }, whole) {
   return { format: 'overture-conversation', version: 1, title, adapter, turns: turns.map(({ content, answer, adapter: by, status, created_at: at, pictures }, index) => ({
     id: String(index), parent: index ? String(index - 1) : null, content, answer, adapter: by, status, created_at: at,

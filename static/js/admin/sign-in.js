@@ -2,7 +2,6 @@
 
 import { Api } from '../api.js';
 import { forgetPerson } from '../sheet/leave.js';
-import { readPerson, writeKey } from '../storage.js';
 
 const button = document.getElementById('go');
 const said = document.getElementById('said');
@@ -12,8 +11,7 @@ button.addEventListener('click', async () => {
   button.disabled = true;
   try {
     const { owner } = await api.call('POST', 'v1/sign-in', { token: location.hash.slice(1) });
-    if (owner !== readPerson()) forgetPerson(); // who was here before
-    writeKey(null); // it would go before the cookie
+    forgetPerson(owner); // who was here before, with a key that would go before the cookie
     location.replace('./');
   } catch (error) {
     said.textContent = error.message;

@@ -34,7 +34,7 @@ export async function textInZip(blob, name) {
   return entry.method === 8 ? textOf(packed.stream().pipeThrough(new DecompressionStream('deflate-raw')), entry.numBytes) : null;
 }
 
-/** The text of a stream of so many bytes. Rejects as soon as there are more, which is where a small file would fill the memory. */
+/** The text of a stream of so many bytes. Rejects as soon as there are more. */
 async function textOf(stream, numBytes) {
   const decoder = new TextDecoder();
   const parts = [];
@@ -45,7 +45,7 @@ async function textOf(stream, numBytes) {
     left -= value.byteLength;
     if (left < 0) {
       await reader.cancel();
-      throw new Error('The archive holds more than it says.');
+      throw new Error('too long');
     }
     parts.push(decoder.decode(value, { stream: true }));
   }
