@@ -11,9 +11,11 @@ from aiohttp import web
 
 from gateway.doors.chat import socket
 from gateway.doors.http.connections import CONNECTIONS
-from gateway.doors.http.key_changes import follow_key_file
+from gateway.doors.http.key_changes import follow_key_file, follow_sign_ins
+from gateway.doors.rest.shelf import SHELF
 from gateway.errors import GatewayError
 from gateway.services import SERVICES, Services
+from gateway.shelf.store import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ async def work_beside(app: web.Application) -> AsyncIterator[None]:
         "connections": app[CONNECTIONS].watch,
         "open files": app[CONNECTIONS].watch_files,
         "loop stall": services.metrics.watch_loop,
-        "purge": lambda: _purge(services),
+        "purge": lambda: _purge_now_and_then(services, app[SHELF]),
+        "sign-ins": lambda: follow_sign_ins(services),
         "session database": services.store.watch,
         "learned agents": services.learned.keep_saving,
         "usage": services.usage.keep_saving,
@@ -57,13 +60,37 @@ async def _kept_up(what: str, watch: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(AGAIN_S)
 
 
-async def _purge(services: Services) -> None:
+async def _purge_now_and_then(services: Services, shelf: Shelf) -> None:
     while True:
         await asyncio.sleep(PURGE_EVERY_S)
+        await purge(services, shelf, time.time())
+
+
+async def purge(services: Services, shelf: Shelf, now: float) -> None:
+    """Remove once, for ever, what nobody can have any more. What cannot be removed is logged, and hinders nothing else.
+
+    Args:
+        services: have the conversations and the sign-ins.
+        shelf: has the links.
+        now: seconds since the epoch.
+    """
+    steps: dict[str, Callable[[], Awaitable[object]]] = {
+        "deleted sessions": lambda: services.store.purge(now),
+        "links to deleted conversations": lambda: _end_dead_links(services, shelf),
+        "sign-ins whose time is over": services.sign_ins.purge,
+    }
+    for what, step in steps.items():
         try:
-            await services.store.purge(time.time())
+            await step()
         except GatewayError as error:
-            log.warning("deleted sessions could not be purged: %s", error.message)
+            log.warning("%s could not be purged: %s", what, error.message)
         except Exception:
             # An OSError of a file that was moved, say. The next round may go well.
-            log.exception("deleted sessions could not be purged")
+            log.exception("%s could not be purged", what)
+
+
+async def _end_dead_links(services: Services, shelf: Shelf) -> None:
+    """End links whose conversations are gone. Deleting one ends its link, but earlier versions left links behind."""
+    linked = await asyncio.to_thread(shelf.links)
+    for owner, session_id in await services.store.rows.missing(linked) if linked else ():
+        await asyncio.to_thread(shelf.withdraw, owner, session_id)

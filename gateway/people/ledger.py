@@ -145,6 +145,12 @@ class Ledger:
         with self._lock, _transaction(self._conn):
             self._conn.execute("DELETE FROM browsers WHERE mark = ?", (mark,))
 
+    def drop_old(self, now: float) -> None:
+        """Forget the links and browsers whose time is over."""
+        with self._lock, _transaction(self._conn):
+            self._conn.execute("DELETE FROM links WHERE expires_s <= ?", (now,))
+            self._conn.execute("DELETE FROM browsers WHERE expires_s <= ?", (now,))
+
     def drop_sign_ins(self, owner: str) -> None:
         """Forget the links and browsers of a person."""
         with self._lock, _transaction(self._conn):

@@ -47,6 +47,8 @@ class SignIns:
         self._ledger, self._keys, self._clock = ledger, keys, clock
         # By the hash of the cookie, the oldest first.
         self._sessions: dict[str, SignedIn] = {}
+        # Ended, but their open connections are not, so far.
+        self._ended: list[Withdrawn] = []
 
     @staticmethod
     async def open(ledger: Ledger, keys: KeyRing) -> SignIns:
@@ -103,6 +105,7 @@ class SignIns:
         mark = _mark(cookie)
         own = [other for other, session in self._sessions.items() if session.owner == owner]
         for oldest in own[: max(len(own) - MAX_SESSIONS + 1, 0)]:
+            self._ended.append(self._withdrawn(oldest, owner))
             await self._drop(oldest)
         await _stored(self._ledger.add_browser, mark, owner, expires_s)
         self._sessions[mark] = SignedIn(owner, expires_s)
@@ -118,8 +121,21 @@ class SignIns:
         if session is None:
             return None
         await self._drop(mark)
-        person = self._keys.person(session.owner)
-        return Withdrawn(_key(mark), session.owner, person.name if person else "", is_last=False)
+        return self._withdrawn(mark, session.owner)
+
+    def take_ended(self) -> list[Withdrawn]:
+        """Return, once each, the sign-ins that have lasted their time or made room for newer ones, as `sign_out` does."""
+        now = self._clock()
+        for mark, session in [each for each in self._sessions.items() if each[1].expires_s <= now]:
+            del self._sessions[mark]
+            self._keys.signed_out(_key(mark))
+            self._ended.append(self._withdrawn(mark, session.owner))
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def purge(self) -> None:
+        """Remove links and browsers whose time is over from the file. Raises GatewayError `storage_failed`."""
+        await _stored(self._ledger.drop_old, self._clock())
 
     async def forget(self, owner: str) -> list[Withdrawn]:
         """End all sign-ins and links of a person, and return the sign-ins, as `sign_out` does. Raises GatewayError `storage_failed`."""
@@ -129,6 +145,10 @@ class SignIns:
             self._keys.signed_out(_key(mark))
         await _stored(self._ledger.drop_sign_ins, owner)
         return [Withdrawn(_key(mark), owner, "", is_last=False) for mark in own]
+
+    def _withdrawn(self, mark: str, owner: str) -> Withdrawn:
+        person = self._keys.person(owner)
+        return Withdrawn(_key(mark), owner, person.name if person else "", is_last=False)
 
     async def _drop(self, mark: str) -> None:
         self._sessions.pop(mark, None)

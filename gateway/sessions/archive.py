@@ -15,11 +15,21 @@ from engine_bridge.protocol.node import Timings, Usage
 from gateway.errors import GatewayError
 from gateway.sessions.records import SettingsPatch, TurnCall, TurnId
 from gateway.sessions.text import is_id
+from gateway.tools.results import arguments_of
 
 FORMAT: Final = "overture-conversation"
 VERSION: Final = 1
 MAX_TURNS: Final = (
     10_000  # Chosen: a person writes fewer in a year; storing an archive of this size takes a second.
+)
+MAX_PICTURES: Final = (
+    MAX_TURNS  # Of all turns together. Chosen: to look at so many and to store them takes a second, too.
+)
+MAX_CALLS: Final = (
+    1000  # Of one turn. Chosen: far above what the rounds of an answer make, and a page can still show them.
+)
+MAX_SAID_CHARS: Final = (
+    300  # Chosen: of a fault in the words of msgspec, which repeat what the file has there.
 )
 MAX_VALUES: Final = 40 * MAX_TURNS  # A turn with all its figures has 26 as JSON.
 
@@ -85,8 +95,12 @@ class OpenAIMessages(Struct, frozen=True, kw_only=True):
     title: Word | None = None
 
 
-def read_archive(body: object) -> Archive:
+def read_archive(body: object, max_pictures: int = MAX_PICTURES) -> Archive:
     """Check a client's file and return it as an archive.
+
+    Args:
+        body: the file's JSON value.
+        max_pictures: of one message.
 
     Raises:
         GatewayError: `bad_request`, with the place of the fault.
@@ -99,17 +113,27 @@ def read_archive(body: object) -> Archive:
         raise _refused(f'It has neither "format": "{FORMAT}" nor "messages".')
     version = body.get("version")
     if version != VERSION:
-        raise _refused(f"It is of version {version!r}, and this server reads version {VERSION}.")
+        raise _refused(
+            f"It is of version {_shortened(repr(version))}, and this server reads version {VERSION}."
+        )
     archive = _converted(body, Archive)
     _check_tree(archive.turns)
-    return archive
+    _check_pictures(archive.turns, max_pictures)
+    turns = [_with_ended_calls(turn, f"turns[{number}]") for number, turn in enumerate(archive.turns)]
+    return msgspec.structs.replace(archive, turns=turns)
 
 
 def _converted(body: object, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise _refused(f"{error}.") from error
+        raise _refused(f"{_shortened(str(error))}.") from error
+
+
+def _shortened(said: str) -> str:
+    """Return a text without its middle if it is long: its end says where the fault is."""
+    half = MAX_SAID_CHARS // 2
+    return said if len(said) <= MAX_SAID_CHARS else f"{said[:half]}…{said[-half:]}"
 
 
 def _refused(why: str) -> GatewayError:
@@ -136,6 +160,33 @@ def _check_tree(turns: Sequence[ArchivedTurn]) -> None:
         seen.add(turn.id)
     if not all(chosen.values()):
         raise _refused("Of some message no version is chosen.")
+
+
+def _check_pictures(turns: Sequence[ArchivedTurn], most: int) -> None:
+    for number, turn in enumerate(turns):
+        if len(turn.pictures) > most:
+            raise _refused(f"turns[{number}] has {len(turn.pictures)} pictures, and {most} are the most.")
+    num_pictures = sum(len(turn.pictures) for turn in turns)
+    if num_pictures > MAX_PICTURES:
+        raise _refused(f"It has {num_pictures} pictures, and {MAX_PICTURES} are the most.")
+
+
+def _with_ended_calls(turn: ArchivedTurn, where: str) -> ArchivedTurn:
+    """Check the calls of a turn, and return it with calls that are over: nobody is asked about them any more."""
+    if not turn.calls:
+        return turn
+    if len(turn.calls) > MAX_CALLS:
+        raise _refused(f"{where} has {len(turn.calls)} calls, and {MAX_CALLS} are the most.")
+    if len({call.id for call in turn.calls}) < len(turn.calls):
+        raise _refused(f"Two calls of {where} have the same id.")
+    # Chat templates and vLLM read the arguments of earlier calls as JSON.
+    if any(call.state != "missing" and arguments_of(call.arguments) is None for call in turn.calls):
+        raise _refused(f"The arguments of a call of {where} are no JSON object.")
+    ended = [
+        msgspec.structs.replace(call, state="stopped") if call.state in ("asking", "running") else call
+        for call in turn.calls
+    ]
+    return msgspec.structs.replace(turn, calls=ended)
 
 
 def _from_messages(given: OpenAIMessages) -> Archive:

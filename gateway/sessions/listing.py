@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.errors import GatewayError
@@ -102,6 +103,12 @@ def ids_of(conn: sqlite3.Connection, owner: str) -> list[str]:
     return [session_id for (session_id,) in conn.execute(sql, (owner,))]
 
 
+def missing(conn: sqlite3.Connection, sessions: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return those of these sessions, each an owner and an id, that do not exist or were deleted."""
+    sql = "SELECT 1 FROM sessions WHERE owner = ? AND id = ? AND deleted_at IS NULL"
+    return [named for named in sessions if conn.execute(sql, tuple(named)).fetchone() is None]
+
+
 def stored(conn: sqlite3.Connection) -> dict[str, tuple[int, int]]:
     """Return the bytes and the number of sessions that each owner has, deleted ones that can be restored among them."""
     sql = "SELECT o.name, o.num_bytes, count(s.row) FROM owners o LEFT JOIN sessions s ON s.owner = o.name GROUP BY o.row"
@@ -125,6 +132,10 @@ class Rows:
     async def ids_of(self, owner: str) -> list[str]:
         """Return the ids of all sessions of this owner, the oldest first, without deleted ones."""
         return await self._reader.transact(ids_of, owner)
+
+    async def missing(self, sessions: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return those of these sessions, each an owner and an id, that do not exist or were deleted."""
+        return await self._reader.transact(missing, sessions)
 
     async def stored(self) -> dict[str, tuple[int, int]]:
         """Return the bytes and the number of sessions of each owner."""

@@ -94,6 +94,13 @@ class Shelf:
         with self._open() as conn:
             conn.execute("DELETE FROM links WHERE owner = ? AND session_id = ?", (owner, session_id))
 
+    def links(self) -> list[SharedSession]:
+        """Return the conversations that have a link."""
+        if not self._path.exists():
+            return []
+        with self._open() as conn:
+            return [SharedSession(*row) for row in conn.execute("SELECT owner, session_id FROM links")]
+
     def behind(self, token: str) -> SharedSession:
         """Return the conversation behind a link. Raises GatewayError `not_found`."""
         with self._open() as conn:

@@ -91,9 +91,10 @@ export class Api {
     return this.call('POST', 'api/documents', file);
   }
 
-  /** A stored picture, as a Blob. */
-  async picture(id) {
-    const response = await this.#fetch('GET', `api/pictures/${id}`);
+  /** A stored picture, as a Blob. token: of the link to the shared conversation that shows it, where it is not the caller's own. */
+  async picture(id, token = null) {
+    const place = token === null ? 'api' : `api/shared/${encodeURIComponent(token)}`;
+    const response = await this.#fetch('GET', `${place}/pictures/${id}`);
     if (!response.ok) throw new ApiError(response.status, 'The picture is gone.');
     return response.blob();
   }

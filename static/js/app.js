@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
+import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 import { isLive, newId } from './turn.js';
@@ -416,6 +416,7 @@ export class App {
     if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
+      writePerson(this.core.user?.owner);
       this.api.resume();
       this.#list(true);
       this.#showShared();
@@ -427,7 +428,7 @@ export class App {
   async #unlock() {
     this.#keyAsked = true;
     const { askKey } = await import('./key.js');
-    const key = await askKey(Boolean(this.core.apiKey));
+    const key = await askKey(Boolean(this.core.apiKey), this.core.user !== null && !this.core.apiKey);
     if (!key) return;
     this.core.apiKey = key;
     writeKey(key);

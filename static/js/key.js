@@ -13,19 +13,23 @@ async function canSignIn() {
   }
 }
 
+function noteOf(wasWrong, hasEnded) {
+  if (hasEnded) return 'Sign in again and reload this page, or enter an API key. What you have written is kept.';
+  if (wasWrong) return 'The server did not accept that key. Please check it and try again.';
+  return 'Enter the API key that you were given. It is kept in this browser only.';
+}
+
 /**
  * Asks for an API key until one is given.
  *
  * @param {boolean} wasWrong  one was tried and refused
+ * @param {boolean} [hasEnded]  a sign-in without a key has
  * @returns {Promise<string>} the key; empty when the dialog was dismissed
  */
-export async function askKey(wasWrong) {
+export async function askKey(wasWrong, hasEnded = false) {
   const input = h('input', { type: 'password', id: 'key', autocomplete: 'current-password', required: true,
     spellcheck: false, 'aria-describedby': 'key-note' });
-  const dialog = dialogWith('This server asks for a key',
-    h('p', { id: 'key-note' }, wasWrong
-      ? 'The server did not accept that key. Please check it and try again.'
-      : 'Enter the API key that you were given. It is kept in this browser only.'),
+  const dialog = dialogWith(hasEnded ? 'You are signed out' : 'This server asks for a key', h('p', { id: 'key-note' }, noteOf(wasWrong, hasEnded)),
     h('form', { method: 'dialog', on: { submit: (event) => {
       event.preventDefault();
       dialog.close(input.value.trim());

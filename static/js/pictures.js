@@ -6,13 +6,20 @@ import { addStyle } from './sheet/style.js';
 const TAKEN = new Set(['image/png', 'image/jpeg', 'image/webp', 'image/gif']);
 const urls = new Map(); // id → promise of an address of the picture in this page
 const loads = new WeakMap(); // element → what loads its picture, once it is almost in sight
-const sight = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) {
-    if (!isIntersecting) continue;
-    sight.unobserve(target);
-    loads.get(target)();
-  }
-}, { root: document.getElementById('scroller'), rootMargin: '100%' });
+const sights = new WeakMap(); // what scrolls → what sees that a picture is almost in sight there
+const page = document.getElementById('scroller');
+
+function sightOf(root) {
+  const seen = (entries, sight) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      sight.unobserve(target);
+      loads.get(target)();
+    }
+  };
+  if (!sights.has(root)) sights.set(root, new IntersectionObserver(seen, { root, rootMargin: '100%' }));
+  return sights.get(root);
+}
 
 /** A picture as the server takes it; other kinds that this browser can show become PNG. */
 export async function forServer(file) {
@@ -30,9 +37,10 @@ export async function forServer(file) {
  *
  * @param {{id: string, width?: number, height?: number}[]} pictures
  * @param {(id: string) => Promise<Blob>} read
- * @param {() => void} grown  called when one was drawn
+ * @param {() => void} [grown]  called when one was drawn
+ * @param {HTMLElement} [root]  what scrolls around them
  */
-export function gallery(pictures, read, grown) {
+export function gallery(pictures, read, grown = () => {}, root = page) {
   addStyle('static/css/files.css');
   const items = pictures.map(({ id, width, height }, index) => {
     const label = `Picture ${index + 1}${width ? `, ${width} × ${height} pixels` : ''}`;
@@ -41,7 +49,7 @@ export function gallery(pictures, read, grown) {
     const item = h('li', {}, link);
     loads.set(item, () => address(id, read).then((url) => Object.assign(image, { src: url }) && Object.assign(link, { href: url }),
       () => link.replaceWith(h('span', { class: 'note' }, `${label} could not be loaded.`))));
-    sight.observe(item);
+    sightOf(root).observe(item);
     return item;
   });
   return h('ul', { class: 'pictures', 'aria-label': 'Pictures' }, ...items);

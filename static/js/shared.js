@@ -28,7 +28,7 @@ export async function shareConversation(api, id) {
   };
   const copy = button('Copy link', 'primary', (event) => copyFrom(event.currentTarget, url));
   const dialog = dialogWith('Share with the team',
-    h('p', {}, 'Whoever may use this server can read this conversation by this link, as it is at that moment: without your settings, system prompt and pictures.'),
+    h('p', {}, 'Whoever may use this server can read this conversation by this link, as it is at that moment, with its pictures: without your settings and system prompt.'),
     h('label', { htmlFor: 'share-link' }, 'Link'), field,
     h('div', { class: 'dialog-buttons' }, button('Stop sharing', 'danger', () => withdraw().catch((error) => toast(error.message))),
       button('Close', 'quiet', () => dialog.close()), copy));
@@ -42,15 +42,18 @@ export async function shareConversation(api, id) {
  */
 export async function showShared(api, token) {
   const shared = await api.call('GET', `api/shared/${encodeURIComponent(token)}`);
-  await addStyle('static/css/shared.css');
+  const [{ gallery }] = await Promise.all([import('./pictures.js'), addStyle('static/css/shared.css')]);
   const title = shared.title || 'New chat';
   let copied = null;
+  const read = (id) => api.picture(id, token);
   const copy = async () => {
-    copied = await api.call('POST', 'api/sessions/import', archive(shared));
+    copied = await importCopy(api, shared, read);
     dialog.close();
   };
+  const place = h('div', { class: 'shared', tabIndex: 0, role: 'region', 'aria-label': 'Shared conversation' });
+  place.append(...shared.turns.map((turn) => turnOf(turn, (pictures) => gallery(pictures, read, undefined, place))));
   const dialog = dialogWith(title, h('p', {}, `A shared conversation, last changed ${fullTime(shared.updated_at * 1000)}.`),
-    h('div', { class: 'shared', tabIndex: 0, role: 'region', 'aria-label': 'Shared conversation' }, ...shared.turns.map(turnOf)),
+    place,
     h('div', { class: 'dialog-buttons' }, button('Close', 'quiet', () => dialog.close()),
       button('Go on in a copy', 'primary', () => copy().catch((error) => toast(error.message)))));
   dialog.classList.add('wide');
@@ -58,16 +61,41 @@ export async function showShared(api, token) {
   return copied;
 }
 
-function turnOf({ content, answer, num_pictures: num }) {
+function turnOf({ content, answer, pictures }, galleryOf) {
   const view = new AnswerView();
   view.show(answer, true);
+  const bubble = content && h('div', { class: 'bubble' }, content);
   return h('article', { class: 'turn' },
-    h('div', { class: 'question' }, h('div', { class: 'bubble' }, content || '(a picture)')),
-    num > 0 && h('p', { class: 'note' }, num === 1 ? 'A picture is not shown here.' : `${num} pictures are not shown here.`),
+    h('div', { class: 'question' }, pictures.length ? h('div', { class: 'asked' }, galleryOf(pictures), bubble) : bubble),
     h('div', { class: 'reply' }, view.element));
 }
 
-function archive({ title, adapter, turns }) {
-  return { format: 'overture-conversation', version: 1, title, adapter, turns: turns.map(({ content, answer, adapter: by, status, created_at: at }, index) => ({
-    id: String(index), parent: index ? String(index - 1) : null, content, answer, adapter: by, status, created_at: at })) };
+/** Stores a copy with its pictures, or without where they are too large for one import. */
+async function importCopy(api, shared, read) {
+  const whole = new Map();
+  for (const { id } of shared.turns.flatMap(({ pictures }) => pictures)) {
+    if (!whole.has(id)) whole.set(id, await base64(await read(id)));
+  }
+  try {
+    return await api.call('POST', 'api/sessions/import', archive(shared, whole));
+  } catch (error) {
+    if (error.status !== 413 || !whole.size) throw error;
+    toast('The copy has no pictures: together they are too large.');
+    return api.call('POST', 'api/sessions/import', archive(shared, new Map()));
+  }
+}
+
+async function base64(blob) {
+  const reader = new FileReader();
+  const read = new Promise((resolve) => reader.addEventListener('loadend', resolve));
+  reader.readAsDataURL(blob);
+  await read;
+  return reader.result.split(',')[1];
+}
+
+/** As imports take it. whole: pictures by id, in base64; others are left out. */
+function archive({ title, adapter, turns }, whole) {
+  return { format: 'overture-conversation', version: 1, title, adapter, turns: turns.map(({ content, answer, adapter: by, status, created_at: at, pictures }, index) => ({
+    id: String(index), parent: index ? String(index - 1) : null, content, answer, adapter: by, status, created_at: at,
+    pictures: pictures.filter(({ id }) => whole.has(id)).map(({ id, media_type: type }) => ({ media_type: type, data: whole.get(id) })) })) };
 }

@@ -9,6 +9,7 @@ const AHEAD = 'overture.ahead';
 const FOLLOW = 'overture.follow';
 const RAIL = 'overture.rail';
 const SETTINGS = 'overture.settings';
+const PERSON = 'overture.person';
 const THEME = 'overture.theme'; // theme.js reads it, too
 
 function read(name) {
@@ -95,6 +96,9 @@ export const readSettings = () => parsed(read(SETTINGS)) ?? {};
 
 /** Keeps that. */
 export const writeSettings = (settings) => write(SETTINGS, JSON.stringify(settings));
+
+/** Keeps the id of the person whose drafts are here (leave.js). */
+export const writePerson = (owner) => write(PERSON, owner);
 
 /** The theme that was chosen, '' for the system's. */
 export const readTheme = () => read(THEME) ?? '';

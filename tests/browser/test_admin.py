@@ -13,6 +13,7 @@ import pytest
 from gateway.access.key_file import owner_of
 from gateway.access.person_limits import PersonLimits
 from gateway.people.ledger import Spent
+from gateway.people.sign_ins import SESSION_LASTS_S
 from tests.browser.stage import Site, Stage
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -189,6 +190,38 @@ def test_a_link_signs_a_browser_in_until_it_signs_out(
     page.goto(link)
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("status")).to_contain_text("used already")
+
+
+def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
+    admin: Page, open_page: Any, stage: Stage, page_watch: Any
+) -> None:
+    page_watch.forgive()
+    page = open_page()
+
+    def sign_in() -> None:
+        admin.choose("bob", "Sign-in link")
+        field = admin.page.get_by_role("dialog").get_by_label("Link")
+        expect(field).to_be_visible()
+        page.goto(field.input_value())
+        admin.press("Done")
+        page.get_by_role("button", name="Sign in").click()
+
+    sign_in()
+    question = page.get_by_role("textbox", name="Message", exact=True)
+    question.fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.turn").last).to_have_attribute("data-status", "done")
+    conversation = page.url
+    question.fill("And what I was about to ask")
+    stage.gateway.clock_ahead_s = SESSION_LASTS_S + 1
+    ended = page.get_by_role("dialog", name="You are signed out")
+    expect(ended).to_contain_text("What you have written is kept.")
+    expect(page.locator("textarea")).to_have_value("And what I was about to ask")
+    sign_in()
+    expect(page.get_by_text("Hello!").first).to_be_visible()
+    page.goto(conversation)
+    expect(question).to_have_value("And what I was about to ask")
+    expect(page.locator("article.turn .answer")).to_have_text("Well, hello.")
 
 
 def test_a_member_is_told_that_the_page_is_for_operators(

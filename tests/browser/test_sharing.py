@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 
 from tests.browser.conftest import Chat
 from tests.browser.stage import Site
+from tests.unit.gateway.test_pictures import image
 
 expect = pytest.importorskip("playwright.sync_api").expect
 
@@ -41,6 +44,38 @@ def test_a_conversation_is_read_by_its_link_until_that_is_withdrawn(
     other.page.goto("about:blank")
     other.page.goto(link)
     expect(other.page.locator(".toast")).to_contain_text("There is no such link, or it was withdrawn.")
+
+
+def test_a_reader_sees_the_pictures_of_a_shared_conversation(visit, open_page, stage, audit) -> None:
+    """Once they are almost in sight; the last one stands below a long answer."""
+    chat = visit()
+    turns = [
+        {"id": f"{number}", "parent": f"{number - 1}" if number else None, "status": "done"}
+        | {"content": "What is it?" if number else "", "answer": "A ship. " * 2000}
+        | {"pictures": [{"media_type": "image/png", "data": base64.b64encode(image(90 * number)).decode()}]}
+        for number in range(2)
+    ]
+    whole = {"format": "overture-conversation", "version": 1, "title": "Ships", "turns": turns}
+    chat.bring_in(whole, 2)
+    token = chat.call("POST", f"/api/sessions/{chat.session_id}/link").json()["token"]
+    other = Chat(open_page(), Site(stage.url, stage.keys["bob"]))
+    read: list[str] = []
+    other.page.on(
+        "request", lambda request: read.append(request.url) if "/pictures/" in request.url else None
+    )
+    other.page.goto(f"{stage.url}/#/shared/{token}")
+    shown = other.page.get_by_role("dialog", name="Ships")
+    pictures = shown.get_by_role("img", name="Picture 1, 8 × 6 pixels")
+    expect(pictures).to_have_count(2)
+    expect(pictures.first).to_have_js_property("naturalWidth", 8)
+    expect(shown.locator(".bubble")).to_have_text(["What is it?"])
+    assert len(read) == 1 and f"/api/shared/{token}/pictures/" in read[0]
+    assert audit(other.page, "dialog") == []
+    pictures.last.scroll_into_view_if_needed()
+    expect(pictures.last).to_have_js_property("naturalWidth", 8)
+    shown.get_by_role("button", name="Go on in a copy").click()
+    expect(shown).to_have_count(0)
+    expect(other.page.locator("#transcript .pictures img")).to_have_count(2)
 
 
 def test_a_preset_brings_its_settings_and_is_shared_by_operators_alone(wired, stage, audit) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from gateway.doors.description.operation import SESSIONS, Body, Operation, Parameter, ReplyShape
 from gateway.doors.rest.shelf import Link, PresetList, SharedConversation
 from gateway.doors.rest.tools import ToolServers
+from gateway.sessions.pictures import MEDIA_TYPES
 from gateway.shelf.store import PresetBody
 
 _TEXT = {"type": "string"}
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 _PRESET = Parameter("id", "path", _TEXT, "The preset's id, which its maker chooses.")
+_TOKEN = Parameter("token", "path", _TEXT, "The link's token.")
 _DONE = {204: ReplyShape(description="It is done.")}
 
 SHELF_OPERATIONS: tuple[Operation, ...] = (
@@ -40,9 +42,20 @@ SHELF_OPERATIONS: tuple[Operation, ...] = (
         "read_shared",
         SESSIONS,
         "Read a shared conversation",
-        "Without its system prompt, its settings and its pictures.",
-        parameters=(Parameter("token", "path", _TEXT, "The link's token."),),
+        "Without its system prompt and its settings.",
+        parameters=(_TOKEN,),
         replies={200: ReplyShape(description="The conversation as it is now.", shape=SharedConversation)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/api/shared/{token}/pictures/{id}",
+        "read_shared_picture",
+        SESSIONS,
+        "Return a picture of a shared conversation",
+        "One that the conversation shows now.",
+        parameters=(_TOKEN, Parameter("id", "path", _TEXT, "The picture's id, as its turn has it.")),
+        replies={200: ReplyShape(description="The picture.", media=tuple(MEDIA_TYPES.values()))},
         errors=(404, 503),
     ),
     Operation(

@@ -1,4 +1,4 @@
-"""Keys that change while the server runs: the key file is followed, and withdrawing a key ends everything under way with it."""
+"""Keys that change while the server runs: the key file is followed, and the end of a key or of a sign-in ends everything under way with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
-# How often the file is checked. Chosen: a stat costs microseconds, and a leaked key works no longer than this.
+# How often the file and the sign-ins are checked. Chosen: that costs microseconds, and a leaked key works no longer than this.
 LOOK_EVERY_S = 1.0
 # Of one reading: changes that the audit log names. Chosen: a line of some kB.
 MAX_NAMED = 50
@@ -45,6 +45,13 @@ async def follow_key_file(services: Services) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_EVERY_S):
                 await services.look_at_keys.wait()
+
+
+async def follow_sign_ins(services: Services) -> None:
+    """Run until cancelled: cut off browsers whose sign-in has ended by itself (see `cut_off`)."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.gather(*(cut_off(services, ended) for ended in services.sign_ins.take_ended()))
 
 
 async def read_again(services: Services) -> None:

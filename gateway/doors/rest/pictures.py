@@ -7,6 +7,7 @@ import time
 
 from aiohttp import web
 
+from engine_bridge.protocol.engine_request import Picture
 from gateway.doors.http.bodies import in_place, json_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
@@ -36,12 +37,17 @@ async def read_picture(request: web.Request) -> web.Response:
     found = (await services.store.pictures.read(owner, [name])).get(name)
     if found is None:
         raise GatewayError("not_found", "There is no such picture.", param="id")
+    return picture_reply(found, "private, max-age=31536000, immutable")
+
+
+def picture_reply(picture: Picture, caching: str) -> web.Response:
+    """Return a stored picture as a response that no browser takes for a page or a program. caching: its Cache-Control."""
     headers = {
-        "Cache-Control": "private, max-age=31536000, immutable",
+        "Cache-Control": caching,
         "Content-Security-Policy": "default-src 'none'; sandbox",
         "X-Content-Type-Options": "nosniff",
     }
-    return web.Response(body=found.data, content_type=found.media_type, headers=headers)
+    return web.Response(body=picture.data, content_type=picture.media_type, headers=headers)
 
 
 def add_routes(app: web.Application) -> None:

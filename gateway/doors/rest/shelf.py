@@ -9,9 +9,10 @@ import msgspec
 from aiohttp import web
 
 from gateway.doors.http.bodies import in_place, json_body, json_reply
+from gateway.doors.rest.pictures import picture_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
-from gateway.sessions import Turn
+from gateway.sessions import Session, StoredPicture, Turn
 from gateway.sessions.text import is_id
 from gateway.shelf.store import NAME, Preset, PresetBody, Shelf
 
@@ -32,11 +33,11 @@ class SharedTurn(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None
     status: str
     created_at: float
-    num_pictures: int
+    pictures: list[StoredPicture]
 
 
 class SharedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation as others see it: what is shown of it, without its system prompt, its settings and its pictures."""
+    """A conversation as others see it: what is shown of it, without its system prompt and its settings."""
 
     title: str | None
     adapter: str | None
@@ -73,16 +74,37 @@ async def withdraw_link(request: web.Request) -> web.Response:
 
 async def read_shared(request: web.Request) -> web.Response:
     """Handle `GET /api/shared/{token}`: return the conversation behind a link, as it is now."""
-    services = request.app[SERVICES]
-    services.admit(request)
-    found = await asyncio.to_thread(request.app[SHELF].behind, request.match_info["token"])
-    session = await services.store.get_session(found.owner, found.session_id)
-    turns = [_as_shared(turn) for turn in session.turns if turn.status in ("done", "stopped")]
+    request.app[SERVICES].admit(request)
+    _, session, turns = await _shared(request)
+    shown = [_as_shared(turn) for turn in turns]
     return json_reply(
         SharedConversation(
-            title=session.title, adapter=session.adapter, updated_at=session.updated_at, turns=turns
+            title=session.title, adapter=session.adapter, updated_at=session.updated_at, turns=shown
         )
     )
+
+
+async def read_shared_picture(request: web.Request) -> web.Response:
+    """Handle `GET /api/shared/{token}/pictures/{id}`: return a picture that the conversation behind a link shows now.
+
+    Other pictures of its owner are not found, also those of its other versions. Browsers ask again each time, because links are withdrawn.
+    """
+    services = request.app[SERVICES]
+    services.admit(request)
+    name = request.match_info["id"]
+    owner, _, turns = await _shared(request)
+    is_shown = any(picture.id == name for turn in turns for picture in turn.pictures)
+    found = (await services.store.pictures.read(owner, [name])).get(name) if is_shown else None
+    if found is None:
+        raise GatewayError("not_found", "This conversation shows no such picture.", param="id")
+    return picture_reply(found, "private, no-store")
+
+
+async def _shared(request: web.Request) -> tuple[str, Session, list[Turn]]:
+    """Return the owner of the conversation behind the request's link, it, and those of its turns that others see. Raises GatewayError `not_found`."""
+    found = await asyncio.to_thread(request.app[SHELF].behind, request.match_info["token"])
+    session = await request.app[SERVICES].store.get_session(found.owner, found.session_id)
+    return found.owner, session, [turn for turn in session.turns if turn.status in ("done", "stopped")]
 
 
 def _as_shared(turn: Turn) -> SharedTurn:
@@ -92,7 +114,7 @@ def _as_shared(turn: Turn) -> SharedTurn:
         adapter=turn.adapter,
         status=turn.status,
         created_at=turn.created_at,
-        num_pictures=len(turn.pictures),
+        pictures=turn.pictures,
     )
 
 
@@ -138,6 +160,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/api/sessions/{id}/link", in_place(make_link)),
             web.delete("/api/sessions/{id}/link", in_place(withdraw_link)),
             web.get("/api/shared/{token}", in_place(read_shared)),
+            web.get("/api/shared/{token}/pictures/{id}", in_place(read_shared_picture)),
             web.get("/api/presets", in_place(list_presets)),
             web.put("/api/presets/{id}", in_place(put_preset)),
             web.delete("/api/presets/{id}", in_place(delete_preset)),

@@ -28,8 +28,9 @@ class SignIn(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SignedInAs(Struct, frozen=True):
-    """The person signed in now."""
+    """The person signed in now. owner: the id that stays when a name changes."""
 
+    owner: str
     name: str
     role: Literal["member", "operator"]
 
@@ -49,7 +50,8 @@ async def sign_in(request: web.Request) -> web.Response:
             services.audit.refused(request.remote or "", error.message)
         raise
     note_sign_in(request, principal, "link")
-    response = json_reply(SignedInAs(principal.name, "operator" if principal.is_operator else "member"))
+    role: Literal["member", "operator"] = "operator" if principal.is_operator else "member"
+    response = json_reply(SignedInAs(principal.owner, principal.name, role))
     set_cookie(request, response, cookie)
     response.headers["Cache-Control"] = "no-store"
     return response

@@ -14,6 +14,7 @@ from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.sessions.archive import MAX_VALUES, Archive, as_markdown, file_name, read_archive
 from gateway.sessions.pictures import describe
+from gateway.turns.protocol import MAX_PICTURES
 
 MEDIA = {"json": "application/json", "markdown": "text/markdown"}
 SUFFIXES = {"json": "json", "markdown": "md"}
@@ -52,7 +53,9 @@ async def import_session(request: web.Request) -> web.Response:
     """Handle the import: store an exported conversation, from here or elsewhere, as a new session of the caller."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    archive = await asyncio.to_thread(read_archive, await json_body(request, at_least_values=MAX_VALUES))
+    body = await json_body(request, at_least_values=MAX_VALUES)
+    # As many as a message may have that is sent to this server, and as one of a server whose model reads fewer.
+    archive = await asyncio.to_thread(read_archive, body, max(MAX_PICTURES, services.node.max_images))
     adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
     max_pixels = services.config.max_image_mpixels * 1e6
     described = await asyncio.to_thread(

@@ -10,8 +10,8 @@ const api = new Api(() => null);
 button.addEventListener('click', async () => {
   button.disabled = true;
   try {
-    await api.call('POST', 'v1/sign-in', { token: location.hash.slice(1) });
-    forgetPerson(); // who was here before, with a key that would go before the cookie
+    const { owner } = await api.call('POST', 'v1/sign-in', { token: location.hash.slice(1) });
+    forgetPerson(owner); // who was here before, with a key that would go before the cookie
     location.replace('./');
   } catch (error) {
     said.textContent = error.message;

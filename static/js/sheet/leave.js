@@ -1,12 +1,19 @@
 /** Signing out. */
 
-const PERSONAL = ['overture.key', 'overture.draft.', 'overture.unsent.']; // names in storage.js
+const KEY = 'overture.key'; // names in storage.js
+const PERSON = 'overture.person';
+const PERSONAL = [KEY, PERSON, 'overture.draft.', 'overture.unsent.'];
 
-/** Forgets who was signed in here: the key, and what was written and not sent. */
-export function forgetPerson() {
+/**
+ * Forgets who was signed in here: the key, and what was written and not sent.
+ *
+ * @param {string} [owner]  of the person who is signed in now: what that person wrote is kept
+ */
+export function forgetPerson(owner) {
   try {
+    const forgotten = owner !== undefined && localStorage.getItem(PERSON) === owner ? [KEY] : PERSONAL;
     for (const name of Object.keys(localStorage)) {
-      if (PERSONAL.some((beginning) => name.startsWith(beginning))) localStorage.removeItem(name);
+      if (forgotten.some((beginning) => name.startsWith(beginning))) localStorage.removeItem(name);
     }
   } catch {
     // Storage may be refused, and then nothing was kept.

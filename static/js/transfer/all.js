@@ -17,22 +17,33 @@ const UNDO_MS = 20000; // the server restores for 30 s
  * @returns {Promise<?object>} the only one or the last one; null where none was stored
  */
 export async function importFile(api, file) {
-  let items;
+  let found;
   try {
-    items = conversationsOf(JSON.parse(await textInZip(file, 'conversations.json') ?? await file.text()));
+    found = conversationsOf(JSON.parse(await textInZip(file, 'conversations.json') ?? await file.text()));
   } catch {
-    toast('This file cannot be imported: it is neither JSON nor an archive with a file conversations.json.');
+    toast('This file cannot be imported: it is neither JSON nor an archive with a file conversations.json, or it is broken.');
     return null;
   }
+  const items = found.filter((item) => item?.turns?.length !== 0);
+  const empty = found.length > items.length ? ` ${count(found.length - items.length)} without messages left out.` : '';
   let last = null;
   const { done, problem } = await forEach('Importing conversations', items, async (item) => {
-    last = await api.call('POST', 'api/sessions/import', item);
+    last = await api.call('POST', 'api/sessions/import', written(item));
   });
-  if (problem) toast(items.length > 1 ? `${count(done)} of ${count(items.length)} conversations were imported. ${problem}` : problem, { ms: 10000 });
-  else if (items.length > 1) toast(`${count(done)} conversations imported.`);
-  else if (last) toast(`“${last.title || 'New chat'}” imported.`);
+  if (problem) toast(items.length > 1 ? `${count(done)} of ${count(items.length)} conversations were imported. ${problem}${empty}` : problem, { ms: 10000 });
+  else if (items.length > 1) toast(`${count(done)} conversations imported.${empty}`);
+  else if (last) toast(`“${last.title || 'New chat'}” imported.${empty}`);
   else toast('There is no conversation in this file.');
   return last;
+}
+
+/** A conversation as it is sent. */
+function written(item) {
+  try {
+    return new Blob([JSON.stringify(item)], { type: 'application/json' });
+  } catch { // browsers differ in how deep and how long it may be
+    throw new ApiError(-1, 'A conversation is nested too deeply, or is too long.');
+  }
 }
 
 /** Saves all conversations as one file, which can be imported. */

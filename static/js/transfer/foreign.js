@@ -12,7 +12,7 @@ const MAX_TITLE = 200; // the server's
  */
 export function conversationsOf(data) {
   const list = Array.isArray(data) ? data : [data];
-  return list.map((item) => understood(item) ?? item).filter((item) => item?.turns?.length !== 0);
+  return list.map((item) => understood(item) ?? item);
 }
 
 /** A conversation whose form is not the one that it seems to have is left as it is. */
@@ -34,7 +34,7 @@ function converted(item) {
 
 /** A tree of messages, of which the branch that was shown last is taken. */
 function fromChatGpt({ title, mapping, current_node: last, create_time: createdAt, update_time: updatedAt }) {
-  const messages = branch((id) => mapping[id], last ?? lastOf(mapping)).map(({ message }) => message).filter(Boolean);
+  const messages = branch((id) => mapping[id], mapping[last] ? last : lastOf(mapping)).map(({ message }) => message).filter(Boolean);
   return archive(title, createdAt, updatedAt, messages.map((message) => ({ role: message.author?.role, text: textOf(message.content?.parts), at: message.create_time })));
 }
 
@@ -66,8 +66,9 @@ const lastOf = (mapping) => Object.keys(mapping).findLast((id) => mapping[id]?.m
 function archive(title, createdAt, updatedAt, messages) {
   const turns = [];
   let answers = false;
-  for (const { role, text, at } of messages) {
-    if (typeof text !== 'string' || !text.trim()) continue;
+  for (const { role, text: raw, at } of messages) {
+    if (typeof raw !== 'string' || !raw.trim()) continue;
+    const text = raw.toWellFormed(); // half a character, as of an emoji that was cut, is no JSON to the server
     const last = turns.at(-1);
     if (role === 'assistant' && last) {
       Object.assign(last, { answer: last.answer ? `${last.answer}\n\n${text}` : text, status: 'done' });
@@ -78,7 +79,7 @@ function archive(title, createdAt, updatedAt, messages) {
       answers = false;
     }
   }
-  return { ...FORMAT, title: String(title ?? '').slice(0, MAX_TITLE) || null, created_at: moment(createdAt), updated_at: moment(updatedAt), turns };
+  return { ...FORMAT, title: String(title ?? '').slice(0, MAX_TITLE).toWellFormed() || null, created_at: moment(createdAt), updated_at: moment(updatedAt), turns };
 }
 
 const textOf = (parts) => (Array.isArray(parts) ? parts.filter((part) => typeof part === 'string' && part).join('\n\n') : '');

@@ -6,7 +6,8 @@ const END_BYTES = 22;
 const ENTRY_BYTES = 46;
 const LOCAL_BYTES = 30;
 const MOST_COMMENT = 0xffff;
-const MOST_BYTES = 1 << 30; // of the file that is read; chosen: no browser holds much more as one text
+const MOST_BYTES = 1 << 29; // of the file that is read; no browser holds more as one text
+const MOST_DIRECTORY = 1 << 26; // chosen: of a million files
 
 /**
  * The text of the file of this name in an archive, whatever folder it lies in.
@@ -21,14 +22,33 @@ export async function textInZip(blob, name) {
   while (end >= 0 && tail.getUint32(end, true) !== END) end -= 1;
   if (end < 0) return null;
   const from = tail.getUint32(end + 16, true);
-  const entry = find(await view(blob, from, from + tail.getUint32(end + 12, true)), name);
+  const size = tail.getUint32(end + 12, true);
+  if (size > MOST_DIRECTORY) return null;
+  const entry = find(await view(blob, from, from + size), name);
   if (!entry || entry.numBytes > MOST_BYTES) return null;
   const local = await view(blob, entry.at, entry.at + LOCAL_BYTES);
   if (local.byteLength < LOCAL_BYTES) return null;
   const begin = entry.at + LOCAL_BYTES + local.getUint16(26, true) + local.getUint16(28, true);
   const packed = blob.slice(begin, begin + entry.numPacked);
   if (entry.method === 0) return packed.text();
-  return entry.method === 8 ? new Response(packed.stream().pipeThrough(new DecompressionStream('deflate-raw'))).text() : null;
+  return entry.method === 8 ? textOf(packed.stream().pipeThrough(new DecompressionStream('deflate-raw')), entry.numBytes) : null;
+}
+
+/** The text of a stream of so many bytes. Rejects as soon as there are more. */
+async function textOf(stream, numBytes) {
+  const decoder = new TextDecoder();
+  const parts = [];
+  let left = numBytes;
+  for (const reader = stream.getReader(); ;) {
+    const { done, value } = await reader.read();
+    if (done) return parts.join('') + decoder.decode();
+    left -= value.byteLength;
+    if (left < 0) {
+      await reader.cancel();
+      throw new Error('too long');
+    }
+    parts.push(decoder.decode(value, { stream: true }));
+  }
 }
 
 /** Where the directory says that a file lies, and how it is packed. */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.ledger import Ledger
 from gateway.people.oidc import OidcProvider
-from gateway.people.sign_ins import SignIns
+from gateway.people.sign_ins import COOKIE, SignIns
 from gateway.people.usage import Usage
 from gateway.services import Services
 from gateway.sessions import SessionStore
@@ -50,7 +51,9 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 class Gateway(Parts):
-    """The whole gateway on a loopback port, on a fake node."""
+    """The whole gateway on a loopback port, on a fake node. clock_ahead_s: how much later it is for sign-ins."""
+
+    clock_ahead_s = 0.0
 
     def __init__(self, store: SessionStore, config: Config) -> None:
         super().__init__(store, accepts_drafts=config.draft_prefill, config=config)
@@ -71,7 +74,7 @@ class Gateway(Parts):
             RequestBudgets.of(config, self.metrics, 64, keys),
             gatekeeper,
             self.usage,
-            SignIns(self.usage.ledger, keys),
+            SignIns(self.usage.ledger, keys, lambda: time.time() + self.clock_ahead_s),
             audit,
         )
         self.nodes: Nodes = OneNode(node)
@@ -93,9 +96,12 @@ class Gateway(Parts):
             return Reply(reply.status, json.loads(text) if is_json else text or None, reply.headers)
 
     @contextlib.asynccontextmanager
-    async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:
+    async def socket(
+        self, *, key: str | None = None, hello: Frame | None = None, cookie: str = ""
+    ) -> AsyncIterator[Socket]:
         url = self.server.url.replace("http", "ws") + "/ws"
-        async with connect(url, additional_headers=bearer(key), max_size=None, ping_interval=None) as raw:
+        headers = bearer(key) | ({"Cookie": f"{COOKIE}={cookie}"} if cookie else {})
+        async with connect(url, additional_headers=headers, max_size=None, ping_interval=None) as raw:
             socket = Socket(raw)
             if hello is not None:
                 await socket.send(type="hello", **hello)

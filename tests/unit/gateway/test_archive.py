@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.sessions.archive import MAX_TURNS, Archive, as_markdown, read_archive
+from gateway.sessions.archive import MAX_CALLS, MAX_PICTURES, MAX_TURNS, Archive, as_markdown, read_archive
 
 from .front import Gateway
 
@@ -17,6 +17,14 @@ TIMINGS = {"queue_ms": 0.5, "ttft_ms": 9.0, "tpot_ms": None, "e2e_ms": 12.0, "kv
 
 def turn(name: str, parent: str | None = None, **more: Any) -> dict[str, Any]:
     return {"id": name, "parent": parent, "content": f"ask {name}", "answer": f"re: {name}"} | more
+
+
+def call(name: str, **more: Any) -> dict[str, Any]:
+    texts = {"server": "tides", "tool": "height", "name": "tides__height", "arguments": "{}"}
+    return {"id": name, "round": 0, "at": 0, "state": "done"} | texts | more
+
+
+PICTURE = {"media_type": "image/png", "data": "AAAA"}
 
 
 WHOLE: dict[str, Any] = {
@@ -111,6 +119,12 @@ def with_turn(number: int, **changes: Any) -> dict[str, Any]:
         (with_turn(0, timings={"kv": "device"}), "timings"),
         (with_turn(0, usage={"prompt_tokens": "5"}), "usage"),
         (with_turn(0, content=7), "content"),
+        (changed(turns=[turn("a", pictures=[PICTURE] * 64)] + [turn(f"{number}", f"{number - 1}" if number else "a", pictures=[PICTURE] * 64)
+            for number in range(MAX_PICTURES // 64)]), "10048 pictures, and 10000 are the most"),
+        (with_turn(1, calls=[call("a"), call("a")]), "Two calls of turns[1] have the same id"),
+        (with_turn(1, calls=[call("a", arguments="no JSON")]), "arguments of a call of turns[1]"),
+        (with_turn(1, calls=[call("a", arguments="[" * 100_000)]), "arguments of a call of turns[1]"),
+        (with_turn(1, calls=[call(f"{number}") for number in range(MAX_CALLS + 1)]), "turns[1] has 1001 calls"),
         ({"messages": [{"role": "assistant", "content": "first"}]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": "x"}] * (MAX_TURNS + 1)}, "most"),
@@ -120,6 +134,44 @@ def test_a_file_that_is_no_conversation_is_refused_with_the_place(body: object, 
     with pytest.raises(GatewayError, match="cannot be imported") as refused:
         read_archive(body)
     assert refused.value.code == "bad_request" and why in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        changed(version="x" * 100_000),
+        changed(settings={"x" * 100_000: 1}),
+        with_turn(0, status="x" * 100_000),
+    ],
+)
+def test_a_refusal_repeats_little_of_a_file(body: object) -> None:
+    with pytest.raises(GatewayError, match="cannot be imported") as refused:
+        read_archive(body)
+    assert len(refused.value.message) < 500
+
+
+async def test_a_message_of_an_archive_has_no_more_pictures_than_one_that_is_sent(gateway: Gateway) -> None:
+    """The model's own bound may be lower, because another one may have read them, or higher."""
+    for num_pictures, max_images, said in (
+        (65, 1, "turns[1] has 65 pictures, and 64 are"),
+        (66, 65, "65 are"),
+    ):
+        gateway.node.max_images = max_images
+        body = with_turn(1, pictures=[PICTURE] * num_pictures)
+        reply = await gateway.call("POST", "/api/sessions/import", body)
+        assert reply.status == 400 and said in reply.body["error"]["message"]
+
+
+def test_calls_of_an_archive_are_over() -> None:
+    """Otherwise a page would ask its person about them."""
+    calls = [
+        call("a", state="asking"),
+        call("b", state="running"),
+        call("c"),
+        call("d", state="missing", arguments=""),
+    ]
+    found = read_archive(with_turn(1, calls=calls)).turns[1].calls
+    assert [each.state for each in found] == ["stopped", "stopped", "done", "missing"]
 
 
 def test_markdown_holds_what_is_shown() -> None:

@@ -3,14 +3,18 @@
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from gateway.access.key_file import owner_of
+from gateway.background import purge
 from gateway.errors import GatewayError
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore
-from gateway.shelf.store import MAX_PRESETS, PresetBody, Shelf
+from gateway.shelf.store import MAX_PRESETS, NAME, PresetBody, Shelf
 
-from .front import Gateway, Gateways
+from .front import Gateway, Gateways, bearer
+from .parts import NOW
+from .test_pictures import image, put
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 
@@ -76,6 +80,40 @@ async def test_others_read_a_shared_conversation_without_its_settings(gateways: 
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
 
 
+async def test_readers_see_the_pictures_that_a_shared_conversation_shows_and_no_others(
+    gateways: Gateways, store: SessionStore
+) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    ann, bob = KEYS
+    owner, now = owner_of(ann), time.time()
+    shown, failed, replaced, unshared = [await put(store, image(shade), owner, now) for shade in (1, 2, 3, 4)]
+    await store.create_session(owner, session_id="s", now=now)
+    record = {"owner": owner, "session_id": "s", "answer": "A", "now": now}
+    await store.record_turn(turn_id="a", content="Old", pictures=[replaced], **record)
+    await store.begin_turn(owner, "s", "b", "New", after=None, pictures=[shown], now=now)
+    await store.finish_turn(owner, "s", "b", answer="A", status="done", now=now)
+    await store.record_turn(turn_id="c", content="Look", pictures=[failed], status="failed", **record)
+    link = "/api/sessions/s/link"
+    token = (await gateway.call("POST", link, key=ann)).body["token"]
+    pictures = f"/api/shared/{token}/pictures"
+    turns = (await gateway.call("GET", f"/api/shared/{token}", key=bob)).body["turns"]
+    assert [[each["id"] for each in turn["pictures"]] for turn in turns] == [[shown]]
+    async with (
+        aiohttp.ClientSession(gateway.server.url, headers=bearer(bob)) as http,
+        http.get(f"{pictures}/{shown}") as reply,
+    ):
+        assert (reply.status, await reply.read(), reply.content_type) == (200, image(1), "image/png")
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert "sandbox" in reply.headers["Content-Security-Policy"]
+        assert reply.headers["Cache-Control"] == "private, no-store", "or it outlives its link in browsers"
+    for other in (failed, replaced, unshared, "0" * 64, "x", "%ff%00"):
+        assert (await gateway.call("GET", f"{pictures}/{other}", key=bob)).status == 404
+    assert (await gateway.call("GET", f"/api/pictures/{shown}", key=bob)).status == 404
+    assert (await gateway.call("GET", f"{pictures}/{shown}")).status == 401
+    assert (await gateway.call("DELETE", link, key=ann)).status == 204
+    assert (await gateway.call("GET", f"{pictures}/{shown}", key=bob)).status == 404
+
+
 async def test_only_operators_share_presets(gateways: Gateways) -> None:
     gateway: Gateway = await gateways(api_keys=KEYS, operator_keys=KEYS[:1])
     ann, bob = KEYS
@@ -108,3 +146,35 @@ async def test_a_link_ends_with_its_conversation_also_where_another_one_gets_its
         "answer"
     ] == "A secret."
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
+
+
+async def test_a_purge_ends_links_whose_conversations_are_gone(
+    gateways: Gateways, store: SessionStore, tmp_path: Path
+) -> None:
+    """Earlier versions left them, and a later conversation of that name could have been read by them."""
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    services, shelf = gateway.server.services, Shelf(tmp_path / NAME)
+    await purge(services, shelf, time.time())
+    assert not (tmp_path / NAME).exists(), "a purge makes no file"
+    for session in ("kept", "deleted"):
+        await store.create_session("ann", session_id=session, now=time.time())
+    tokens = [shelf.link("ann", session) for session in ("kept", "deleted", "purged")]
+    tokens.append(shelf.link("bob", "kept"))
+    await store.delete("ann", "deleted", time.time())
+    await purge(services, shelf, time.time())
+    assert shelf.behind(tokens[0]) == ("ann", "kept")
+    for token in tokens[1:]:
+        with pytest.raises(GatewayError, match="withdrawn"):
+            shelf.behind(token)
+
+
+async def test_what_cannot_be_purged_keeps_nothing_else_from_it(
+    gateways: Gateways, store: SessionStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    (tmp_path / NAME).write_bytes(b"no database" * 100)
+    await store.create_session("ann", session_id="s", now=NOW)
+    await store.delete("ann", "s", NOW)
+    await purge(gateway.server.services, Shelf(tmp_path / NAME), NOW + RESTORE_WINDOW_S + 1)
+    assert "links to deleted conversations could not be purged" in caplog.text
+    assert (await store.rows.stored())["ann"] == (0, 0)

@@ -1,6 +1,8 @@
 """Signing in by a link: it is good once, the cookie stands for the person, and it ends when the person does or signs out."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ async def status(gateway: Gateway, cookie: str, path: str = "/api/sessions", **h
 async def test_a_link_signs_one_browser_in_once(gateway: Gateway, tmp_path: Path) -> None:
     token = await link_of(gateway)
     reply = await gateway.call("POST", "/v1/sign-in", {"token": token})
-    assert (reply.status, reply.body) == (200, {"name": "bob", "role": "member"})
+    assert (reply.status, reply.body) == (200, {"owner": BOB, "name": "bob", "role": "member"})
     cookie, attributes = cookie_of(reply)
     assert attributes["httponly"] and attributes["samesite"] == "Strict" and not attributes["secure"]
     again = await gateway.call("POST", "/v1/sign-in", {"token": token})
@@ -129,6 +131,41 @@ async def test_what_is_open_ends_with_the_sign_in(gateway: Gateway, how: str) ->
     assert works is (how in ("sign out", "end")), "keys stay"
 
 
+async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gateway) -> None:
+    """Its turn goes on as for any page that has lost its connection, and other sign-ins and keys stay."""
+    gateway.node.script = None
+    old = await signed_in(gateway)
+    gateway.clock_ahead_s = 10.0
+    opened = (
+        gateway.socket(cookie=old, hello={}),
+        gateway.socket(cookie=await signed_in(gateway), hello={}),
+        gateway.socket(key=OTHER, hello={}),
+    )
+    async with opened[0] as ended, opened[1] as other, opened[2] as by_key:
+        await ended.ask("a")
+        answer = await gateway.node.asked(0)
+        gateway.clock_ahead_s = SESSION_LASTS_S + 5.0
+        assert (await ended.next())["code"] == "unauthorized"
+        assert await ended.closed() == 4401
+        for socket in (other, by_key):
+            await socket.send(type="ping", t=1)
+            assert (await socket.next())["type"] == "pong"
+        answer.finish("Here it is.")
+    kept = await gateway.call("GET", "/api/sessions", key=OTHER)
+    assert kept.body["sessions"][0]["num_turns"] == 1
+    assert not answer.is_cancelled
+
+
+async def test_a_socket_ends_when_newer_sign_ins_take_the_place_of_its_own(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.people.sign_ins.MAX_SESSIONS", 1)
+    async with gateway.socket(cookie=await signed_in(gateway), hello={}) as oldest:
+        await signed_in(gateway)
+        assert (await oldest.next())["code"] == "unauthorized"
+        assert await oldest.closed() == 4401
+
+
 async def test_a_link_of_a_disabled_person_and_a_large_body_are_refused(
     gateway: Gateway, gateways: Gateways
 ) -> None:
@@ -162,6 +199,14 @@ async def test_sign_ins_outlive_a_restart_and_grow_old(tmp_path: Path) -> None:
     assert again.principal(cookie) == principal
     clock.now_s += SESSION_LASTS_S
     assert again.principal(cookie) is None
+    await again.make_link(BOB)
+    clock.now_s += LINK_LASTS_S
+    kept, _ = await again.make_link(BOB)
+    await again.purge()
+    with closing(sqlite3.connect(tmp_path / "people.sqlite3")) as conn:
+        assert conn.execute("SELECT count(*) FROM browsers").fetchone() == (0,)
+        assert conn.execute("SELECT count(*) FROM links").fetchone() == (1,)
+    await again.sign_in(kept)
     cookies = []
     for _ in range(MAX_SESSIONS + 1):
         token, _ = await again.make_link(BOB)
