@@ -100,7 +100,9 @@ def raw_server(reply: bytes | None) -> Iterator[str]:
                 if reply is not None:
                     connection.recv(1 << 16)
                     connection.sendall(reply)
-                    connection.close()
+                    connection.shutdown(
+                        socket.SHUT_WR
+                    )  # a close would take the reply with it, where more was sent
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

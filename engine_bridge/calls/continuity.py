@@ -20,6 +20,9 @@ from engine_bridge.protocol.node import PromptOrigin
 # The character that decoders write for bytes that are no whole character (yet). A character has four bytes at most, so as many tokens.
 INCOMPLETE = "\ufffd"
 MAX_TOKENS_PER_CHARACTER = 4
+# How many times as many tokens the usual encoding of a text may have as the ids that spelled it: a byte that is no character is written as U+FFFD,
+# which has three bytes.
+MAX_SPELLING = 3
 # Chosen: from the whole history, which mostly matches, down to the token. A history of n tokens that stops to match somewhere costs
 # n/256 + 16 + 16 short decodes.
 STEPS_TOKENS = (256, 16, 1)

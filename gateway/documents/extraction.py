@@ -22,6 +22,8 @@ MAX_CHARS = 4_000_000
 # Of all files that a document packs. Chosen: six times the largest body, and far above what real ones have.
 MAX_UNPACKED_BYTES = 100 << 20
 MAX_PAGES = 5000  # of a PDF. Chosen: thick books have 1,500.
+# Control characters, which say nothing to a reader, and take six bytes each on the way to the page. Those that end lines stay.
+_UNSEEN = dict.fromkeys({*range(32), 127} - set(map(ord, "\t\n\r\v\f\x1c\x1d\x1e")))
 _LINES = frozenset(
     "p div br li tr h1 h2 h3 h4 h5 h6 section article header footer pre blockquote table ul ol dl dt dd".split()
 )
@@ -46,6 +48,7 @@ def extract(data: bytes, media_type: str) -> Document:
     """
     kind = _kind_of(data, media_type)
     text, num_pages = _READERS[kind](data)
+    text = text.translate(_UNSEEN)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in text.splitlines())).strip("\n")
     if not text.strip():
         raise UnreadableError(

@@ -6,13 +6,14 @@ measurements, compiled kernels.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -30,6 +31,8 @@ ADAPTERS, CLUSTER_TOKEN = "adapters.db", "cluster-token"
 DATABASES = (SESSIONS_NAME, LEDGER, SHELF, ADAPTERS)
 LENGTHS = "lengths-*.msgpack"
 KEYS = "keys"
+# A full disk, a quota, the largest file that a process may write.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LIST_NAME, FORMAT = "backup.json", 1
 BUSY_TIMEOUT_S = 60.0  # Chosen: for a server that just rewrites its file, as after an upgrade.
 
@@ -50,6 +53,10 @@ def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
     """
     if os.path.lexists(to):
         raise StartupError(f"{to} is there already, and nothing is overwritten: name a folder that is new.")
+    if not to.absolute().parent.is_dir():
+        raise StartupError(
+            f"There is no folder {to.absolute().parent} to put the backup into: make it first."
+        )
     if not (data_dir / SESSIONS_NAME).is_file():
         raise StartupError(
             f"There are no conversations in {data_dir}: which server? Name its folder with --data-dir."
@@ -72,11 +79,13 @@ def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
         files = {path.name: _digest(path) for path in sorted(new.iterdir())}
         contents = Contents(FORMAT, __version__, time.time(), files)
         _write(new / LIST_NAME, msgspec.json.format(msgspec.json.encode(contents)))
+        _sync(new)
         new.rename(to)
+        _sync(to.absolute().parent)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, (OSError, sqlite3.Error)):
-            raise StartupError(f"The backup could not be made: {error}.") from error
+            raise StartupError(f"The backup could not be made: {_said(error, to)}") from error
         raise
     return contents
 
@@ -140,7 +149,7 @@ def _put_in_place(places: Mapping[Path, Path], data_dir: Path) -> None:
         for path in made:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise StartupError(f"The backup could not be restored: {error}.") from error
+            raise StartupError(f"The backup could not be restored: {_said(error, data_dir)}") from error
         raise
 
 
@@ -199,6 +208,28 @@ def _copy(source: Path, target: Path) -> None:
 def _write(target: Path, data: bytes) -> None:
     with _made(target) as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Put on disk which files a folder has, where its file system can: those of some networks cannot."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _said(error: OSError | sqlite3.Error, place: Path) -> str:
+    """Return the sentence that a person is told of an error while files were written to a place."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_FULL or (isinstance(error, OSError) and error.errno in _FULL):
+        return f"there is no room left for {place}. Nothing was kept of it."
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or place}."
+    return f"{error}: {place}."
 
 
 def _made(target: Path) -> BinaryIO:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from engine_bridge.protocol.engine_request import OfferedTool
 
 # Chosen: models choose badly among more, and each takes some hundred tokens of every prompt.
 MAX_TOOLS = 64
+# Tools of one server that are looked at. Chosen: the model is offered a few dozen of all.
+MAX_LISTED = 1000
 # The longest name of a function in OpenAI's API, which chat templates and parsers follow.
 MAX_NAME_CHARS = 64
 # Of a tool's description; of the JSON text of its schema; levels of its schema. Chosen: ten times what published servers have.
@@ -57,11 +60,14 @@ NO_TOOLS = Offer({}, {})
 
 
 def usable(server: str, listed: Iterable[ListedTool]) -> tuple[list[ServerTool], int]:
-    """Return a server's tools that a chat template can render, and how many others there are. Of tools with one name the first counts."""
+    """Return a server's tools that a chat template can render, and how many others there are, of the first MAX_LISTED.
+
+    Of tools with one name the first counts.
+    """
     found: dict[str, ServerTool] = {}
     names: set[str] = set()
     num_unusable = 0
-    for each in listed:
+    for each in islice(listed, MAX_LISTED):
         if each.name in found:
             continue
         if not each.name or not is_usable(each.schema):
@@ -74,10 +80,10 @@ def usable(server: str, listed: Iterable[ListedTool]) -> tuple[list[ServerTool],
     return list(found.values()), num_unusable
 
 
-def offered_name(server: str, tool: str, taken: Iterable[str]) -> str:
+def offered_name(server: str, tool: str, taken: Collection[str]) -> str:
     """Return the name by which models call a server's tool: it begins with the server's, so that tools of two servers never share one."""
     name = _OTHER.sub("_", f"{server}__{tool}")[:MAX_NAME_CHARS]
-    taken, number, found = set(taken), 2, name
+    number, found = 2, name
     while found in taken:
         end = f"_{number}"
         found, number = name[: MAX_NAME_CHARS - len(end)] + end, number + 1
@@ -126,8 +132,7 @@ def offer(
             tools[tool.offered.name] = tool
             num_taken += 1
         if num_taken < len(listed):
-            said = (
-                f"{server} has {len(listed):,} tools; {num_taken} of them are offered, because no more fit."
-            )
+            more = " or more" if len(listed) >= MAX_LISTED else ""
+            said = f"{server} has {len(listed):,} tools{more}; {num_taken} of them are offered, because no more fit."
             missing[server] = " ".join(filter(None, (problems.get(server), said)))
     return Offer(tools, missing)

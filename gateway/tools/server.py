@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from gateway.tools.catalog import ListedTool
+from gateway.tools.catalog import MAX_LISTED, ListedTool
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -51,7 +51,7 @@ class ToolServer:
         self._tls: ssl.SSLContext | None = None
 
     async def list_tools(self, timeout_s: float) -> list[ListedTool]:
-        """Return its tools. Raises ToolServerFailed."""
+        """Return its tools, as many pages of them as are looked at. Raises ToolServerFailed."""
 
         async def listed(client: Client) -> list[ListedTool]:
             """Read the list page by page."""
@@ -63,7 +63,7 @@ class ToolServer:
                     ListedTool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools
                 ]
                 cursor = page.next_cursor
-                if cursor is None:
+                if cursor is None or len(found) >= MAX_LISTED:
                     break
             return found
 
@@ -78,11 +78,16 @@ class ToolServer:
             Not by the client's `call_tool`, which lists all tools anew and checks results by the server's schema, on the event loop. Only texts are
             read here.
             """
-            from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
+            from mcp.types import CallToolRequest, CallToolRequestParams
+            from pydantic import TypeAdapter
 
             asked = CallToolRequest(params=CallToolRequestParams(name=tool, arguments=arguments))
-            result = await client.session.send_request(asked, CallToolResult)
-            return CallReply(result.model_dump(mode="json", by_alias=True), bool(result.is_error))
+            # The session has checked it by the protocol's version, so it is not made into the SDK's objects and back.
+            as_it_is: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
+            result = await client.session.send_request(asked, as_it_is)
+            if "content" not in result:
+                raise ValueError("a reply that is no result")
+            return CallReply(result, bool(result.get("isError")))
 
         return await self._ask(called, timeout_s)
 
@@ -109,11 +114,12 @@ class ToolServer:
 
     def _prepare(self) -> AbstractAsyncContextManager[Client]:
         """Import the SDK, read the certificates once, and return what connects. All of that reads files: not for the event loop."""
-        from gateway.tools.transport import client_of, http_client
+        from gateway.tools.transport import BoundedTransport, client_of, http_client
 
         if self._tls is None:
             self._tls = ssl.create_default_context()
-        return client_of(self._url, http_client(self._tls, MAX_REPLY_BYTES), MAX_REPLY_BYTES)
+        transport = BoundedTransport(self._tls, MAX_REPLY_BYTES)
+        return client_of(self._url, http_client(transport), transport)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -135,10 +141,12 @@ def _sentence(name: str, error: BaseException) -> str:
     from mcp import MCPError
     from mcp.types import PARSE_ERROR
 
-    from gateway.tools.transport import ReplyTooLong
+    from gateway.tools.transport import MAX_VALUES, ReplyTooLong, TooManyValues
 
     for cause in _causes(error):
-        if isinstance(cause, ReplyTooLong) or isinstance(cause.__cause__, ReplyTooLong):
+        if isinstance(cause, TooManyValues):
+            return f"{name} gave an answer of more than {MAX_VALUES:,} values, which was not read."
+        if isinstance(cause, ReplyTooLong):
             return f"{name} gave an answer of more than {MAX_REPLY_BYTES >> 20} MiB, or a packed one, which was not read."
         if isinstance(cause, httpx2.TransportError):
             return f"{name} cannot be reached."

@@ -434,6 +434,7 @@ export class App {
     writeKey(key);
     this.#keyAsked = false;
     this.connection.connect();
+    this.composer.focus();
   }
 
   #onModels() {

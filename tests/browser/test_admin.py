@@ -253,3 +253,17 @@ def test_axe_finds_nothing_serious(admin: Page, audit: Any, page_watch: Any, sch
     findings += audit(admin.page)
     assert findings == []
     assert admin.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_on_a_phone_what_is_done_about_a_person_is_in_sight(admin: Page, page_watch: Any) -> None:
+    """The table is wider than the screen there, and scrolls inside itself."""
+    page_watch.forgive()
+    admin.page.set_viewport_size({"width": 390, "height": 844})
+    button = admin.page.get_by_role("button", name="Manage bob")
+    box = button.bounding_box()
+    assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
+    button.focus()
+    admin.page.keyboard.press("Enter")
+    expect(admin.page.get_by_role("menuitem").first).to_be_focused()
+    admin.page.keyboard.press("Escape")
+    expect(button).to_be_focused()

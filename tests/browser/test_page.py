@@ -626,6 +626,7 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     enter("ov-no-such-key-for-tests-only")
     expect(dialog).to_contain_text("did not accept that key")
     enter(stage.keys["ann"])
+    expect(chat.question).to_be_focused()
     chat.ask("Hello!")
     session = chat.session_id
     chat.question.fill("half a thought")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from engine_bridge.calls.continuity import INCOMPLETE
 from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.app import Server
 from gateway.sessions.token_ids import token_ids_up_to
 from gateway.sessions.tree import tip
-from overture_client.chat import ChatClient
+from overture_client.chat import ChatClient, ChatError
 from overture_client.chat_frames import Delta, Done
 
 from .conftest import Seen, SharedNode, told
@@ -116,6 +117,25 @@ async def test_an_answer_of_another_model_goes_on_from_its_text(
     await conversation.ask("And the harbour?", turn_id=turn_id, continues=True)
     text = tokenizer_of(node).decode(seen.prompts[-1])
     assert "And the harbour?" in text and text.endswith("It is old")
+
+
+async def test_a_chat_is_as_long_as_the_tokens_that_the_model_reads(
+    conversation: Conversation, seen: Seen, server: Server, node: SharedNode
+) -> None:
+    """Half a context of bytes that are no characters: written as U+FFFD, their text takes one and a half contexts in its usual encoding."""
+    tokenizer, record = tokenizer_of(node), server.services.store.record_turn
+    byte = next(each for each in range(len(tokenizer)) if tokenizer.decode([each]) == INCOMPLETE)
+    answer = [byte] * (node.max_model_len // 2)
+    asked = tokenizer.encode("<|user|>Hm?<|end|><|assistant|>")
+    ids = [*asked, *answer, *tokenizer.encode("<|end|>")]
+    turn_id = conversation.session_id = uuid.uuid4().hex
+    end = {"answer": tokenizer.decode(answer), "finish_reason": "stop", "token_ids": pack_token_ids(ids)}
+    await record("local", turn_id, turn_id, "Hm?", makes_session=True, now=0.0, **end)
+    done = await conversation.ask("And now?")
+    assert seen.prompts[-1][: len(ids)] == ids and done.usage is not None
+    assert done.usage.prompt_tokens == len(seen.prompts[-1]) < node.max_model_len
+    with pytest.raises(ChatError, match="longer than the"):
+        await conversation.ask("word " * node.max_model_len)
 
 
 async def test_a_chat_goes_on_with_what_was_seen(

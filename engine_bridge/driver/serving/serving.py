@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -22,7 +23,7 @@ from msgspec.structs import asdict
 from engine_bridge.calls import pictures
 from engine_bridge.calls.body_forms import usual_form
 from engine_bridge.calls.context_overflow import ContextOverflow, shorter
-from engine_bridge.calls.continuity import Continued
+from engine_bridge.calls.continuity import MAX_SPELLING, Continued
 from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.driver.apis.bodies import (
     Rejected,
@@ -69,7 +70,15 @@ from engine_bridge.policy.limits.request_limits import check_prompt, check_promp
 from engine_bridge.protocol.api_errors import anthropic_words, is_too_long, unknown_model
 from engine_bridge.protocol.engine_request import EngineRequest, passed_on
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import Api, Dropped, JsonReply, Prompt, SseReply, pack_token_ids
+from engine_bridge.protocol.node import (
+    Api,
+    Dropped,
+    JsonReply,
+    Prompt,
+    SseReply,
+    num_token_ids,
+    pack_token_ids,
+)
 from engine_bridge.protocol.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
@@ -139,6 +148,9 @@ class Serving:
         self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
+        roomy = copy(client.model_config)
+        roomy.max_model_len *= MAX_SPELLING
+        self._roomy_renderer = OnlineRenderer(roomy, client.renderer, **parsers)
         self._chat = Chat(
             client,
             self.models,
@@ -390,8 +402,7 @@ class Serving:
             engine_input: Any = {"prompt_token_ids": list(ids)}
             stream.prompt = Prompt(pack_token_ids(ids), "given")
         else:
-            chat_request, engine_input, dropped = await self._render_turn(request, sampling)
-            stream.prompt = await self._continue(request, engine_input, dropped)
+            chat_request, engine_input, stream.prompt = await self._render_turn(request, sampling)
         prompt_len = len(engine_input["prompt_token_ids"])
         params = chat_request.to_sampling_params(
             self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
@@ -440,19 +451,20 @@ class Serving:
             message = msgspec.structs.replace(draft, content=draft.content + more)
             again = msgspec.structs.replace(request, messages=(*earlier, message))
             _, engine_input, _ = await self._render_turn(again, {})
-            await self._continue(again, engine_input)
             ids = engine_input["prompt_token_ids"]
             stable = list(ids) if stable is None else _common(stable, ids)
         return beginning(engine_input, len(stable or [0]) - 1)
 
     async def _render_turn(
         self, request: EngineRequest, sampling: Mapping[str, Any]
-    ) -> tuple[ChatCompletionRequest, Any, Dropped]:
-        """Return a turn as a chat completion, its prompt as vLLM's engine takes it, and the parts that were left out so that it fits.
+    ) -> tuple[ChatCompletionRequest, Any, Prompt]:
+        """Return a turn as a chat completion, its prompt as vLLM's engine takes it, and how that was made.
 
-        Raises InvalidRequest, `prompt_too_long` where no shorter version fits or none may be made.
+        It begins with the session's ids, as far as they fit, and lacks parts where it would be too long. Only what the model would read counts: the
+        usual encoding of the same text may be longer. Raises InvalidRequest, `prompt_too_long` where no shorter version fits or none may be made.
         """
         body = {"messages": as_dicts(request.messages)} | _offered(request)
+        limit = self._client.model_config.max_model_len
         shorter_ones = shorter(self._options.context_overflow, "chat", body, calls_tools=bool(request.tools))
         for version, dropped in chain([(body, Dropped())], shorter_ones):
             chat_request = ChatCompletionRequest(
@@ -463,18 +475,24 @@ class Serving:
                 **sampling,
             )
             try:
-                engine_input = await self._render(chat_request, version["messages"])
+                may_fit = self._may_fit_by_its_ids(request, dropped)
+                engine_input = await self._render(chat_request, version["messages"], may_be_longer=may_fit)
             except Exception as error:
                 if not is_too_long(str(error)):
                     raise
                 continue
-            if len(engine_input["prompt_token_ids"]) < self._client.model_config.max_model_len:
-                return chat_request, engine_input, dropped
-        raise _too_long(self._client.model_config.max_model_len)
+            prompt = await self._continue(request, engine_input, dropped)
+            if len(engine_input["prompt_token_ids"]) < limit:
+                return chat_request, engine_input, prompt
+        raise _too_long(limit)
 
-    async def _continue(
-        self, request: EngineRequest, engine_input: Any, dropped: Dropped = NOTHING_DROPPED
-    ) -> Prompt:
+    def _may_fit_by_its_ids(self, request: EngineRequest, dropped: Dropped) -> bool:
+        """Return whether a prompt may fit that begins with the session's ids, however long the usual encoding of its text is."""
+        num_known = num_token_ids(request.history_token_ids)
+        fits = 0 < num_known < self._client.model_config.max_model_len
+        return fits and self._options.keeps_token_ids and dropped == NOTHING_DROPPED
+
+    async def _continue(self, request: EngineRequest, engine_input: Any, dropped: Dropped) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
         rendered = engine_input["prompt_token_ids"]
         # With only one message from the user there is no history to continue.
@@ -489,14 +507,24 @@ class Serving:
         packed = pack_token_ids(made.token_ids, pictures_in(engine_input))
         return Prompt(packed, made.origin, made.num_kept, dropped)
 
-    async def _render(self, chat_request: ChatCompletionRequest, messages: Sequence[Any] = ()) -> Any:
-        """Return the prompt of these messages as vLLM's engine takes it. They are given apart, since the request wraps their parts."""
+    async def _render(
+        self,
+        chat_request: ChatCompletionRequest,
+        messages: Sequence[Any] = (),
+        *,
+        may_be_longer: bool = False,
+    ) -> Any:
+        """Return the prompt of these messages as vLLM's engine takes it. They are given apart, since the request wraps their parts.
+
+        may_be_longer: than the context, which is then for the caller to check.
+        """
         check_prompt_chars(num_chars(messages), self._options.max_prompt_chars, "content")
         body = {"messages": messages}
         if pictures.urls_of(body):
             result = await self._render_pictures(chat_request, body)
         else:
-            result = await self._renderer.render_chat(chat_request)
+            renderer = self._roomy_renderer if may_be_longer else self._renderer
+            result = await renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
             raise too_long_or_invalid(result.error.message)
         return result[1][0]

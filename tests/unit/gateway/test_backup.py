@@ -1,6 +1,7 @@
 """`overture backup` while a server runs, and `overture restore`: the restored server has the people, their keys and their conversations."""
 
 import asyncio
+import errno
 import json
 import shutil
 import signal
@@ -19,7 +20,9 @@ from prometheus_client import CollectorRegistry
 
 from gateway.access.key_file import key_file_line
 from gateway.app import Server, build_services
+from gateway.errors import StartupError
 from gateway.metrics.metrics import Metrics
+from gateway.people.backup import back_up
 from gateway.people.estate import SESSIONS_NAME
 from gateway.settings.config import Config
 from gateway.turns.protocol import Message
@@ -139,6 +142,33 @@ def copy(run: Run, tmp_path: Path) -> Path:  # noqa: F811
     asyncio.run(begin())
     run("backup", "copy")
     return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("fault", ["full", "file_limit", "no_folder", "no_key_file"])
+def test_what_is_wrong_with_a_place_is_said_in_a_sentence_and_nothing_stays(
+    copy: Path, tmp_path: Path, fault: str
+) -> None:
+    """The copy is a data folder, too."""
+    to = tmp_path / "away" / "backup" if fault == "no_folder" else tmp_path / "backup"
+    keys = tmp_path / "nowhere" if fault == "no_key_file" else None
+    says = {
+        "full": f"there is no room left for {to}. Nothing was kept of it.",
+        "file_limit": f"there is no room left for {to}. Nothing was kept of it.",
+        "no_folder": f"There is no folder {to.parent} to put the backup into: make it first.",
+        "no_key_file": f"No such file or directory: {keys}.",
+    }[fault]
+    full = OSError(errno.ENOSPC if fault == "full" else errno.EFBIG, "said by the kernel")
+
+    def copied(*_: Any) -> None:
+        raise full
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault in ("full", "file_limit"):
+            patch.setattr(shutil, "copyfileobj", copied)
+        with pytest.raises(StartupError) as told:
+            back_up(copy, keys or copy / "keys", to)
+    assert str(told.value).endswith(says) and "Errno" not in str(told.value)
+    assert not to.exists() and not list(tmp_path.glob(".*.new-*"))
 
 
 def test_what_a_killed_server_left_beside_its_databases_is_not_put_into_a_restored_one(

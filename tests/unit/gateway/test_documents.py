@@ -85,6 +85,7 @@ def packed(**files: bytes) -> bytes:
         (sheets(), "", "xlsx", "# First\nport,height\nLisbon,3.5\n\n# Second\n,x", 2),
         (HTML, "text/html", "html", "Tides\nAt sea\n\nHigh water at six.\n\na\tb", None),
         ("a;ü\r\nb;c".encode("cp1252"), "text/csv", "csv", "a;ü\nb;c", None),
+        (b"a\x01\x7f;\x1bb\tc\x08\n", "text/csv", "csv", "a;b\tc", None),
     ],
 )
 def test_each_format_becomes_text(

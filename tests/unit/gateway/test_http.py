@@ -42,7 +42,7 @@ from gateway.doors.http.admission import (
     limits_for,
 )
 from gateway.doors.http.hosts import is_own_host
-from gateway.doors.http.json_shape import shape_of
+from gateway.doors.http.json_shape import ValueCounter, shape_of
 from gateway.errors import to_openai_body
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
@@ -161,6 +161,15 @@ def test_depth_is_exact_and_values_are_never_fewer_than_there_are(value: Any, ch
     num_values, depth = counted(value)
     assert shape.depth == depth
     assert num_values <= shape.num_values <= 2 * num_values + 1
+
+
+@given(VALUES, st.sampled_from([1, 2, 3, 7, 1 << 18]))
+def test_values_that_come_in_pieces_are_never_counted_too_low(value: Any, piece_bytes: int) -> None:
+    """Also behind a line that looks like a string's beginning."""
+    counter, text = ValueCounter(), b': "\r\n' + json.dumps(value, ensure_ascii=False, indent=1).encode()
+    for start in range(0, len(text), piece_bytes):
+        counter.add(text[start : start + piece_bytes])
+    assert counted(value)[0] <= counter.num_values <= 4 * counted(value)[0] + 3
 
 
 MESSAGE = {"role": "user", "content": "x" * 10}

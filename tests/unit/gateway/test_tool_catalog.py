@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
 
 from gateway.tools.addresses import parse_mcp_servers
 from gateway.tools.catalog import (
+    MAX_LISTED,
     MAX_NAME_CHARS,
     MAX_TOOLS,
     ListedTool,
@@ -64,15 +66,22 @@ def test_names_begin_with_the_servers_and_are_never_shared() -> None:
 
 
 def test_what_does_not_fit_is_said_and_servers_take_turns_in_their_order() -> None:
-    many = usable("files", [ListedTool(f"t{number}", "", PATH) for number in range(1000)])[0]
+    many = usable("files", [ListedTool(f"t{number}", "", PATH) for number in range(900)])[0]
     few = usable("wiki", [ListedTool("find", "", PATH)])[0]
     made = offer({"wiki": few, "files": many}, {"down": "down cannot be reached."}, 100_000)
     assert len(made.tools) == MAX_TOOLS and "wiki__find" in made.tools
     assert made.missing == {
         "down": "down cannot be reached.",
-        "files": f"files has 1,000 tools; {MAX_TOOLS - 1} of them are offered, because no more fit.",
+        "files": f"files has 900 tools; {MAX_TOOLS - 1} of them are offered, because no more fit.",
     }
     assert len(offer({"files": many}, {}, 500).tools) < 10, "descriptions are bounded, too"
+
+
+def test_no_more_tools_are_looked_at_than_can_matter() -> None:
+    endless = usable("files", (ListedTool(f"t{number}", "", PATH) for number in count()))[0]
+    assert len(endless) == MAX_LISTED
+    missing = offer({"files": endless}, {}, 100_000).missing["files"]
+    assert missing.startswith("files has 1,000 tools or more; ")
 
 
 def test_a_tool_that_says_something_else_of_itself_is_another_one() -> None:

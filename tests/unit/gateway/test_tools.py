@@ -338,6 +338,25 @@ async def test_a_turn_waits_for_no_list_where_it_knows_an_older_one(gateways: Ga
     assert WEATHER in (await box.offer(["files"], gateway.node)).tools
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_reply_that_would_take_long_to_decode_is_not_read(
+    gateways: Gateways, is_stream: bool
+) -> None:
+    """Of four megabytes a list of empty texts would hold up all requests for seconds."""
+    blocks = b'{"jsonrpc":"2.0","id":1,"result":{"content":[' + b'{"type":"text"},' * 20_000
+    if is_stream:
+        blocks = b': "\n\nevent: message\ndata: ' + blocks
+    kind = b"text/event-stream" if is_stream else b"application/json"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    with raw_server(head % (kind, len(blocks)) + blocks) as url:
+        gateway = await gateways(mcp_servers=(f"files={url}",))
+        problem = (await gateway.turns.toolbox.listing("files")).problem
+    assert (
+        problem
+        == "files gave an answer of more than 20,000 values, which was not read. Its tools are missing."
+    )
+
+
 async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> None:
     host.going.clear()
     gateway = await gateways(mcp_servers=(f"files={host.url}",), mcp_timeout_s=30.0)
