@@ -41,24 +41,28 @@ def begin(programs: Programs, name: str, now: float = 0.0, **fields: object) -> 
     return programs.may_start(request.request_id, now)
 
 
-def test_no_more_programs_are_let_in_than_the_device_holds() -> None:
+@pytest.fixture
+def full() -> Programs:
+    """Two programs are inside, and there is no room for a third."""
     programs = Programs(NUM_TOKENS, 10 * ROOM)
     assert begin(programs, "a") and begin(programs, "b")
-    assert not begin(programs, "c") and "c0" in programs
-    programs.ended("a0", 400, 1.0)
-    assert not programs.may_start("c0", 1.0), "it may come back at once"
-    programs.announced("/a", 9.0, 1.0)
-    assert not programs.may_start("c0", 1.0 + 2 * UNANNOUNCED_S), "it was said to come back"
-    assert programs.may_start("c0", 9.5), "it did not"
-    assert "c0" not in programs
+    return programs
 
 
-def test_a_program_that_was_not_announced_to_come_back_is_over() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
-    begin(programs, "c")
-    programs.ended("b0", 400, 1.0)
-    assert programs.may_start("c0", 1.1 + UNANNOUNCED_S)
+@pytest.mark.parametrize(
+    ("announced_s", "kept_until_s"),
+    [(None, 1.0 + UNANNOUNCED_S), (9.0, 9.0), (3600.0, 1.0 + ANNOUNCED_AT_MOST_S)],
+    ids=["not announced", "announced", "for a minute at most"],
+)
+def test_no_more_programs_are_let_in_than_the_device_holds_with_those_that_come_back(
+    full: Programs, announced_s: float | None, kept_until_s: float
+) -> None:
+    full.ended("a0", 400, 1.0)
+    if announced_s is not None:
+        full.announced("/a", announced_s, 1.0)
+    assert not begin(full, "c", kept_until_s - 0.2) and "c0" in full, "it may come back"
+    assert not full.may_start("c0", kept_until_s)
+    assert full.may_start("c0", kept_until_s + 0.1) and "c0" not in full, "it did not"
 
 
 def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> None:
@@ -81,10 +85,10 @@ def test_with_little_host_memory_fewer_programs_are_let_in() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"priority": -1}, {"is_background": True}])
-def test_urgent_and_background_requests_wait_for_no_program(fields: dict[str, object]) -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
-    assert begin(programs, "c", **fields)
+def test_urgent_and_background_requests_wait_for_no_program(
+    full: Programs, fields: dict[str, object]
+) -> None:
+    assert begin(full, "c", **fields)
 
 
 def test_where_nothing_is_at_work_the_next_program_enters_however_full_it_is() -> None:
@@ -106,43 +110,26 @@ def test_a_tenant_has_its_share_whatever_others_hold() -> None:
     )
 
 
-def test_no_request_waits_for_ever() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
-    begin(programs, "c", 1.0), begin(programs, "d", 2.0)
-    assert not programs.may_start("c0", LEAK_S) and programs.may_start("c0", LEAK_S + 1.0)
-    assert not programs.may_start("d0", LEAK_S + 2.0), "one has just been let in"
-    assert programs.may_start("d0", 2 * LEAK_S + 1.0)
+def test_no_request_waits_for_ever(full: Programs) -> None:
+    begin(full, "c", 1.0), begin(full, "d", 2.0)
+    assert not full.may_start("c0", LEAK_S) and full.may_start("c0", LEAK_S + 1.0)
+    assert not full.may_start("d0", LEAK_S + 2.0), "one has just been let in"
+    assert full.may_start("d0", 2 * LEAK_S + 1.0)
 
 
-def test_an_announcement_keeps_a_place_for_a_minute_at_most() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
-    programs.ended("a0", 400, 1.0)
-    programs.announced("/a", 3600.0, 1.0)
-    begin(programs, "c", ANNOUNCED_AT_MOST_S)
-    assert not programs.may_start("c0", ANNOUNCED_AT_MOST_S) and programs.may_start(
-        "c0", ANNOUNCED_AT_MOST_S + 1.1
-    )
-
-
-def test_one_that_is_not_ready_holds_up_only_those_that_wait_for_the_same() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
+def test_one_that_is_not_ready_holds_up_only_those_that_wait_for_the_same(full: Programs) -> None:
     asked = [turn("c"), turn("d", waits_for=7), turn("e", priority=9), turn("f", tenant="eve")]
     for request in asked:
-        programs.came(request, 1.0)
-    assert len({programs.waits_for(request) for request in asked}) == 4
+        full.came(request, 1.0)
+    assert len({full.waits_for(request) for request in asked}) == 4
 
 
-def test_a_program_that_comes_back_later_than_announced_goes_on() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
-    programs.ended("a0", 400, 1.0)
-    programs.announced("/a", 2.0, 1.0)
-    assert begin(programs, "c", 3.0), "its place is free"
-    late = programs.came(turn("a", 1), 4.0)
-    assert late.program_s == 4.0 and programs.may_start("a1", 4.0)
+def test_a_program_that_comes_back_later_than_announced_goes_on(full: Programs) -> None:
+    full.ended("a0", 400, 1.0)
+    full.announced("/a", 2.0, 1.0)
+    assert begin(full, "c", 3.0), "its place is free"
+    late = full.came(turn("a", 1), 4.0)
+    assert late.program_s == 4.0 and full.may_start("a1", 4.0)
 
 
 def test_programs_that_are_over_are_forgotten_and_other_orders_bound_none() -> None:
@@ -166,24 +153,21 @@ def test_nothing_is_kept_of_tenants_that_have_left() -> None:
     assert begin(programs, "c", 3000.0, tenant="last")
 
 
-def test_an_endless_program_waits_with_the_new_ones_in_the_end() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b")
+def test_an_endless_program_waits_with_the_new_ones_in_the_end(full: Programs) -> None:
     for number in range(1, MAX_TURNS):
-        programs.ended(f"a{number - 1}", 400, number)
-        programs.came(turn("a", number), number + 0.1)
-        assert programs.may_start(f"a{number}", number + 0.1)
-    programs.ended(f"a{MAX_TURNS - 1}", 400, 100.0)
-    begin(programs, "c", 100.0)
-    programs.came(turn("a", MAX_TURNS), 100.1)
-    assert f"a{MAX_TURNS}" in programs
+        full.ended(f"a{number - 1}", 400, number)
+        full.came(turn("a", number), number + 0.1)
+        assert full.may_start(f"a{number}", number + 0.1)
+    full.ended(f"a{MAX_TURNS - 1}", 400, 100.0)
+    begin(full, "c", 100.0)
+    full.came(turn("a", MAX_TURNS), 100.1)
+    assert f"a{MAX_TURNS}" in full
 
 
-def test_a_request_that_leaves_while_it_waits_is_forgotten() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    begin(programs, "a"), begin(programs, "b"), begin(programs, "c")
-    programs.ended("c0", 390, 1.0)
-    assert "c0" not in programs and len(programs) == 2
+def test_a_request_that_leaves_while_it_waits_is_forgotten(full: Programs) -> None:
+    begin(full, "c")
+    full.ended("c0", 390, 1.0)
+    assert "c0" not in full and len(full) == 2
 
 
 def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_bear_it() -> None:
