@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.engine import worker_parts
 from engine_bridge.driver.ranks.calls import answered
+from engine_bridge.driver.ranks.failing import telling
 from engine_bridge.driver.ranks.messages import RegionCopy
 from engine_bridge.driver.vllm_api.features import FEATURES
 from engine_bridge.policy.limits.model_support import CannotHave
@@ -32,6 +33,7 @@ class Rank:
     rank: int
     model_runner: Any
 
+    @telling
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         named = vllm_config.additional_config.get("without", ())
@@ -40,6 +42,12 @@ class Rank:
         worker_parts.install(self._off, on_cpu=self.on_cpu, has_adapters=has_adapters)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
+    @telling
+    def init_device(self) -> None:
+        """Set up this rank's device, and find the other ranks."""
+        super().init_device()
+
+    @telling
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load this rank's part of the model, and put our parts into its runner."""
         super().load_model(load_dummy_weights=load_dummy_weights)

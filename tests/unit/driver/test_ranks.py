@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine_bridge.driver.ranks.calls import (
     answered,
 )
 from engine_bridge.driver.ranks.connection import LateAnswers
+from engine_bridge.driver.ranks.failing import TELL, RankFailed, telling
 from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
 from engine_bridge.driver.ranks.starting import ranks_starting
@@ -339,3 +341,34 @@ def test_ranks_that_start_are_killed_at_the_end_of_their_engines_process(
     assert killed == [7]
     monkeypatch.undo()
     assert WorkerProc.make_worker_process is stock
+
+
+def test_why_a_rank_cannot_start_is_said_by_the_engine_as_its_own_error_would_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM says of it that a process has failed. The ranks that have lost the first one fail after it."""
+
+    @telling
+    def load(problem: Exception) -> None:
+        """Fail, as on a rank."""
+        raise problem
+
+    def start(config: object) -> SimpleNamespace:
+        """Start a rank, here, that fails."""
+        for problem in (FileNotFoundError("no weights"), RuntimeError("the connection is closed")):
+            with pytest.raises(SystemExit):
+                load(problem)
+        return SimpleNamespace(proc=SimpleNamespace(pid=7, exitcode=1, kill=lambda: None))
+
+    monkeypatch.setattr(WorkerProc, "make_worker_process", start)
+    with pytest.raises(RankFailed, match=r"^FileNotFoundError: no weights\n") as raised:  # noqa: SIM117
+        with ranks_starting(is_quiet=False):
+            WorkerProc.make_worker_process(None)
+            raise RuntimeError("a process has failed")
+    assert "OSError" in raised.value.kinds
+    assert "raise problem" in "".join(raised.value.__notes__)
+    with (tmp_path / "another").open("w") as other:
+        monkeypatch.setenv(TELL, f"/proc/self/fd/{other.fileno()}")
+        with pytest.raises(FileNotFoundError):
+            load(FileNotFoundError("which no process hears"))
+    assert not (tmp_path / "another").read_text()
