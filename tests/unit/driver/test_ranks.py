@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from engine_bridge.driver.kv.layer_groups import Layers
+from engine_bridge.driver.ranks import calls
+from engine_bridge.driver.ranks.adapters import RankHost
 from engine_bridge.driver.ranks.calls import (
     LATE_S,
     MAX_UNREAD,
@@ -83,7 +86,9 @@ class Executor:
         self.ranks, self.is_failed = ranks, False
         self._unread: deque[tuple[Future[Any], list[Any]]] = deque()
 
-    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), non_block: bool = False) -> Any:
+    def collective_rpc(
+        self, method: str, *, timeout: float, args: tuple[Any, ...] = (), non_block: bool = False
+    ) -> Any:
         if self.is_failed:
             raise RuntimeError("Executor failed.")
         future = _Waited(self.read)
@@ -372,3 +377,35 @@ def test_why_a_rank_cannot_start_is_said_by_the_engine_as_its_own_error_would_be
         with pytest.raises(FileNotFoundError):
             load(FileNotFoundError("which no process hears"))
     assert not (tmp_path / "another").read_text()
+
+
+def test_a_rank_that_does_not_answer_fails_the_engine() -> None:
+    """Such as one that is stopped, and has not ended: nothing else would notice."""
+
+    def collective_rpc(method: str, *, timeout: float, args: object) -> None:
+        """Wait for an answer that does not come."""
+        raise TimeoutError(f"{method} timed out")
+
+    ranks = Ranks(SimpleNamespace(is_failed=False, collective_rpc=collective_rpc))
+    ranks.check()
+    with pytest.raises(RankError, match="has not answered"):
+        ranks.call("overture_answers")
+    with pytest.raises(RankError):
+        ranks.check()
+
+
+def test_a_rank_that_reads_no_adapter_fails_the_engine_and_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "CALL_S", 0.01)
+    ranks = Ranks(SimpleNamespace(is_failed=False))
+    (here, there), (mute, stopped) = Pipe(), Pipe()
+    host = RankHost(ranks, [here, mute])
+    there.send((True, 7))
+    with pytest.raises(RankError, match="has not read an adapter"):
+        host.call("load", 1)
+    assert ranks.has_failed
+    stopped.send((True, "too late"))
+    with pytest.raises(RankError, match="failed or ended"):
+        host.call("drop", 1)
+    host.close()
