@@ -69,7 +69,11 @@ async def split(whole: object, tmp_path_factory: pytest.TempPathFactory) -> Asyn
         pids = ranks()
         assert len(pids) == 2
         yield Split(node, tiers, pids)
+        ending = [child for child in multiprocessing.active_children() if child.name.startswith("VllmWorker")]
     assert not ranks()
+    assert [child.exitcode for child in ending] == [0, 0], (
+        "they have ended in time, so that nothing killed them"
+    )
 
 
 async def test_tokens_are_those_of_one_process_from_every_tier(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from engine_bridge.driver.engine.errors_text import said_by
+from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
 from engine_bridge.policy.limits.refusals import is_final, refusal_of
@@ -83,7 +84,7 @@ def build_with_what_works(
             first = first or error
             guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             if not guess:
-                if (refused := refusal_of(said_by(first))) is not None:
+                if (refused := refusal_of(_said(first))) is not None:
                     raise refused from first
                 raise first from None
             log.warning(
@@ -121,12 +122,19 @@ def _guesses(*, has_tiers: bool, may_lose_adapters: bool) -> Iterator[Set[Mechan
 
 def _is_for_the_user(error: Exception) -> bool:
     """Return whether an error has a cause that only the user can mend. Too little memory is said by errors of many types."""
-    said = said_by(error)
-    return isinstance(error, _OTHERS) or "memory" in said.lower() or is_final(said)
+    said = _said(error)
+    kinds = error.kinds if isinstance(error, RankFailed) else frozenset()
+    is_of_others = isinstance(error, _OTHERS) or bool(kinds & {kind.__name__ for kind in _OTHERS})
+    return is_of_others or "memory" in said.lower() or is_final(said)
+
+
+def _said(error: Exception) -> str:
+    """Return an error's type and text: of a rank's error those of the rank's."""
+    return str(error) if isinstance(error, RankFailed) else said_by(error)
 
 
 def _in_short(error: Exception) -> str:
-    return " ".join(said_by(error).split())[:_MAX_WHY_CHARS]
+    return " ".join(_said(error).split())[:_MAX_WHY_CHARS]
 
 
 def _say(known: dict[Mechanism, str], tiers: KvTiers | None) -> Iterator[LeftOut]:

@@ -19,7 +19,7 @@ from engine_bridge.policy.limits.model_support import (
     UnusableModel,
     left_out,
 )
-from engine_bridge.policy.limits.refusals import OTHER_DRAFTS, refusal, refusal_of
+from engine_bridge.policy.limits.refusals import DIVIDING_PARTS, OTHER_DRAFTS, refusal, refusal_of
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # where a mechanism is left out.
 _REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
 _OF_DRAFTS = "error for SpeculativeConfig"
-_FEWER_PARTS = "Choose a --tensor-parallel-size that divides it"
 # By the class of a layer of vLLM's, what it calls on a CPU. Found by serving the models that have it: vLLM 0.32 builds the second for GPUs alone.
 _OPERATIONS = {"MambaMixer": "selective_scan_fwd"}
 _NEEDS_TORCHVISION = (
@@ -54,7 +53,7 @@ def configuration_of(args: Any) -> Any:
         head, _, text = str(error).partition(_WHY)
         why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
         if _UNDIVIDED in why:
-            raise UnusableModel(why, _FEWER_PARTS) from error
+            raise UnusableModel(why, DIVIDING_PARTS) from error
         if _OF_DRAFTS in head:
             raise UnusableModel(" ".join(why.split()), OTHER_DRAFTS) from error
         if _REFUSED not in head:

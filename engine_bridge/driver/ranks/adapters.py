@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
@@ -22,6 +23,7 @@ from engine_bridge.driver.adapters.host_workers import AssistWorkers
 from engine_bridge.driver.adapters.layouts import Layout
 from engine_bridge.driver.adapters.slots import ComputeFor, Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, contract_from, host_buffers
+from engine_bridge.driver.ranks import calls
 from engine_bridge.driver.ranks.calls import RankError, Ranks
 from engine_bridge.settings.engine_config import EngineConfig
 
@@ -47,7 +49,7 @@ def rank_parts(
     found = ranks.call("overture_adapters", base_models, idle_bytes, authkey)
     facts, num_slots, _ = found[0]
     table = SimpleNamespace(lora_index_to_id=[None] * num_slots)
-    host = RankHost([Client(address, authkey=authkey) for _, _, address in found])
+    host = RankHost(ranks, [Client(address, authkey=authkey) for _, _, address in found])
     scheduler = engine.engine_core.engine_core.scheduler
     return AdapterParts(
         contract=contract_from(facts, base_models),
@@ -68,23 +70,27 @@ class RankHost(AssistWorkers):
     """The adapters that the ranks hold in host memory: calls them beside the steps, on the loader's thread.
 
     Args:
+        ranks: the same ranks, between two steps.
         connections: one to each rank.
     """
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self._connections = connections
+    def __init__(self, ranks: Ranks, connections: Sequence[Connection]) -> None:
+        self._ranks, self._connections = ranks, connections
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of `RankAdapters` in each rank, and return the answers.
 
         Raises:
             AdapterRejected: a rank says so.
-            RankError: a rank has ended, or could not do it.
+            RankError: a rank has ended, could not do it, or does not answer, which fails the engine.
         """
+        if self._ranks.has_failed:
+            raise RankError("a rank of the engine has failed or ended")
         try:
             for each in self._connections:
                 each.send((name, arguments))
-            answers = [each.recv() for each in self._connections]
+            ends_s = time.monotonic() + calls.CALL_S
+            answers = [self._answer(each, ends_s) for each in self._connections]
         except (EOFError, OSError) as error:
             raise RankError("a rank of the engine has ended") from error
         for is_right, answer in answers:
@@ -92,6 +98,14 @@ class RankHost(AssistWorkers):
                 text, code = answer
                 raise AdapterRejected(text, code=code) if code is not None else RankError(text)
         return [answer for _, answer in answers]
+
+    def _answer(self, connection: Connection, ends_s: float) -> Any:
+        if not connection.poll(max(ends_s - time.monotonic(), 0)):
+            # What it will say, if it does, would be taken for the answer to the next call.
+            silent = RankError(f"a rank of the engine has not read an adapter in {calls.CALL_S:.0f} s")
+            self._ranks.give_up(silent)
+            raise silent
+        return connection.recv()
 
     def close(self) -> None:
         """Hang up."""

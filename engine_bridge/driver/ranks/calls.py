@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from engine_bridge.driver.ranks.messages import RegionCopy, StepAnswers
@@ -17,6 +18,9 @@ from engine_bridge.policy.costs.costs import Copied
 
 # Calls that no reply has been read of. vLLM's queues hold ten; the step's own reply must fit in, too. Chosen.
 MAX_UNREAD = 4
+# After which a rank that does not answer counts as failed: as long as vLLM waits for a step (0.32). A rank that is stopped, or whose device hangs,
+# has not ended, so nothing else would notice.
+CALL_S = 300.0
 # Between two looks for answers that no step brings. Chosen: a promotion's next piece waits for it while nothing runs.
 LATE_S = 0.005
 
@@ -73,14 +77,29 @@ class Ranks:
         if self.has_failed:
             raise RankError("a rank of the engine has failed or ended") from self._problem
 
+    def give_up(self, problem: RankError) -> None:
+        """Have `check` raise: a rank is not to be asked any more. From any thread."""
+        self._problem = problem
+
+    @contextmanager
+    def _noting_silence(self) -> Iterator[None]:
+        """Give up where a rank does not answer in time. Raises RankError then."""
+        try:
+            yield
+        except TimeoutError as error:
+            silent = RankError(f"a rank of the engine has not answered for {CALL_S:.0f} s")
+            self.give_up(silent)
+            raise silent from error
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each rank, and return the answers in the ranks' order.
 
         Raises:
-            RankError: a rank could not do it.
+            RankError: a rank could not do it, or does not answer.
             RuntimeError: a rank has ended.
         """
-        return values_of(self._executor.collective_rpc(method, args=args))
+        with self._noting_silence():
+            return values_of(self._executor.collective_rpc(method, timeout=CALL_S, args=args))
 
     def send(self, method: str, *args: Any, then: Callable[[list[Any]], None]) -> None:
         """Call a method of each rank before the next step. `then` is called with the answers when a later call or step has been waited for.
@@ -90,8 +109,9 @@ class Ranks:
         while self._unread and self._unread[0].done():
             self._unread.popleft()
         if len(self._unread) >= MAX_UNREAD:
-            self._unread.popleft().result()
-        future = self._executor.collective_rpc(method, args=args, non_block=True)
+            with self._noting_silence():
+                self._unread.popleft().result()
+        future = self._executor.collective_rpc(method, timeout=CALL_S, args=args, non_block=True)
         future.add_done_callback(lambda done: self._read(done, then))
         self._unread.append(future)
 

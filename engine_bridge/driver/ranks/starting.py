@@ -1,15 +1,17 @@
-"""How the processes of ranks are started: they log errors alone, no signal meant for the engine's process ends them, and a kill is told."""
+"""How the processes of ranks are started: they log errors alone, no signal meant for the engine's process ends them, and why one ends is told."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
+
+from engine_bridge.driver.ranks.failing import TELL, Notes
 
 # The environment of a rank: it would warn a dozen times at a healthy start, as our own log settings do not reach it.
 QUIET = {
@@ -33,6 +35,7 @@ def ranks_starting(*, is_quiet: bool) -> Iterator[None]:
 
     Raises:
         RankKilled: the block failed, and a rank was killed, and not by vLLM.
+        RankFailed: it failed, and a rank has told why.
     """
     from engine_bridge.driver.vllm_api import WorkerProc
 
@@ -41,10 +44,15 @@ def ranks_starting(*, is_quiet: bool) -> Iterator[None]:
     started: list[Any] = []
     killed_by_vllm: list[int] = []
     kills: list[Callable[[], None]] = []
+    notes = Notes()
+    variables = {TELL: notes.path} | (QUIET if is_quiet else {})
+    with _environment(variables):
+        # It would warn at this process's end of the queues' memory that killed ranks have left, and that it gives back.
+        resource_tracker.ensure_running()
 
     def make_worker_process(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Start a rank."""
-        with _held_back(signal.SIGINT), _quiet(vllm_config, is_wished=is_quiet):
+        with _environment(variables), _log_level(vllm_config, is_quiet=is_quiet), _held_back(signal.SIGINT):
             handle = stock(vllm_config, *args, **kwargs)
         started.append(handle.proc)
         kills.append(handle.proc.kill)
@@ -61,20 +69,33 @@ def ranks_starting(*, is_quiet: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for rank, process in enumerate(started):
-            if process.exitcode == -signal.SIGKILL and process.pid not in killed_by_vllm:
-                said = f"rank {rank} of the model was killed while the engine started, as the kernel does where memory runs out"
-                raise RankKilled(said) from error
+        if (killed := _killed(started, killed_by_vllm)) is not None:
+            raise killed from error
+        if (failed := notes.first()) is not None:
+            raise failed from None
         raise
     finally:
         atexit.unregister(end)
         WorkerProc.make_worker_process = was
+        notes.close()
+
+
+def _killed(started: Sequence[Any], killed_by_vllm: Sequence[int]) -> RankKilled | None:
+    """Return an error that names the first of these processes that was killed, and not by vLLM; None where none was."""
+    for rank, process in enumerate(started):
+        if process.exitcode == -signal.SIGKILL and process.pid not in killed_by_vllm:
+            return RankKilled(
+                f"rank {rank} of the model was killed while the engine started, as the kernel does where memory runs out"
+            )
+    return None
 
 
 @contextmanager
 def _held_back(number: signal.Signals) -> Iterator[None]:
-    """Block a signal on this thread. Processes that are started in the block begin with it blocked."""
-    resource_tracker.ensure_running()  # multiprocessing starts it before the first process, and that would unblock the signal
+    """Block a signal on this thread. Processes that are started in the block begin with it blocked.
+
+    The resource tracker must run: multiprocessing starts it before the first process, and that would unblock the signal.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -83,24 +104,32 @@ def _held_back(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(vllm_config: Any, *, is_wished: bool) -> Iterator[None]:
-    """Have processes that are started in the block log errors alone, where that is wished."""
-    if not is_wished:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in QUIET}
-    logging_config = vllm_config.logging_config
-    os.environ |= QUIET
-    vllm_config.logging_config = replace(logging_config, log_level="ERROR", configure_logging=True)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        vllm_config.logging_config = logging_config
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _log_level(vllm_config: Any, *, is_quiet: bool) -> Iterator[None]:
+    """Have processes that get this configuration in the block log errors alone, where that is wished."""
+    if not is_quiet:
+        yield
+        return
+    logging_config = vllm_config.logging_config
+    vllm_config.logging_config = replace(logging_config, log_level="ERROR", configure_logging=True)
+    try:
+        yield
+    finally:
+        vllm_config.logging_config = logging_config
 
 
 def _note_kills(process: Any, killed: list[int]) -> None:

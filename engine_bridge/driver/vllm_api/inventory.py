@@ -33,14 +33,14 @@ vllm.v1.worker.worker_base:WorkerWrapperBase KV_TIERS at engine_core.engine_core
     read worker
 vllm.v1.worker.gpu_worker:Worker KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker
     read model_runner
-    RANKS: override load_model(*, load_dummy_weights)
+    RANKS: override init_device() load_model(*, load_dummy_weights) shutdown()
     RANKS: read rank vllm_config
 vllm.v1.worker.cpu_worker:CPUWorker CPU_RANKS
 vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator CPU_RANKS
     replace _all_group_ranks_share_shm_group_name()
     look up in __init__: _all_group_ranks_share_shm_group_name
 vllm.v1.executor.multiproc_executor:MultiprocExecutor RANKS
-    call collective_rpc(method, *, args, non_block) register_failure_callback(callback)
+    call collective_rpc(method, *, timeout, args, non_block) register_failure_callback(callback)
     read is_failed
 vllm.v1.executor.multiproc_executor:WorkerProc RANKS
     replace make_worker_process(vllm_config, *args, **kwargs)

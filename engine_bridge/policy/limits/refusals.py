@@ -12,6 +12,7 @@ ANOTHER_DEVICE = "Serve it on another device (on a GPU: --device cuda), or serve
 OTHER_DRAFTS = "Change --speculative-config, or take it away"
 WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. A draft model must be of the kind that --speculative-config names"
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
+DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
@@ -64,6 +65,11 @@ _ERRORS = (
         r"^AssertionError: (.*(?:[Dd]raft|[Ss]pecul).*)",
         "vLLM cannot draft this model's tokens so: {0}",
         OTHER_DRAFTS,
+    ),
+    _known(
+        r"^\w+Error: (.*(?:is not divisible by \d|% (?:self\.)?tp_size|[Tt]ensor parallel world size).*)",
+        "vLLM cannot split this model over so many devices: {0}",
+        DIVIDING_PARTS,
     ),
     _known(
         r"^AssertionError: (.+)",

@@ -9,6 +9,7 @@ import pytest
 
 from engine_bridge.driver.engine.fallback import build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CannotHave, UnusableModel
 from engine_bridge.settings.engine_config import EngineConfig
@@ -90,6 +91,7 @@ def test_what_fails_for_unknown_reasons_is_built_with_the_smallest_loss(
         (MemoryError("no room"), False),
         (UnusableModel("an unknown architecture"), False),
         (RankKilled("rank 1 was killed"), False),
+        (RankFailed("FileNotFoundError: no such folder", frozenset({"FileNotFoundError", "OSError"})), False),
         (ValueError("10 GiB KV cache memory is needed"), False),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 from engine_bridge.driver.kv.layer_groups import Layers
+from engine_bridge.driver.ranks import calls
+from engine_bridge.driver.ranks.adapters import RankHost
 from engine_bridge.driver.ranks.calls import (
     LATE_S,
     MAX_UNREAD,
@@ -23,6 +27,7 @@ from engine_bridge.driver.ranks.calls import (
     answered,
 )
 from engine_bridge.driver.ranks.connection import LateAnswers
+from engine_bridge.driver.ranks.failing import TELL, RankFailed, telling
 from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
 from engine_bridge.driver.ranks.starting import ranks_starting
@@ -81,7 +86,9 @@ class Executor:
         self.ranks, self.is_failed = ranks, False
         self._unread: deque[tuple[Future[Any], list[Any]]] = deque()
 
-    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), non_block: bool = False) -> Any:
+    def collective_rpc(
+        self, method: str, *, timeout: float, args: tuple[Any, ...] = (), non_block: bool = False
+    ) -> Any:
         if self.is_failed:
             raise RuntimeError("Executor failed.")
         future = _Waited(self.read)
@@ -339,3 +346,66 @@ def test_ranks_that_start_are_killed_at_the_end_of_their_engines_process(
     assert killed == [7]
     monkeypatch.undo()
     assert WorkerProc.make_worker_process is stock
+
+
+def test_why_a_rank_cannot_start_is_said_by_the_engine_as_its_own_error_would_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM says of it that a process has failed. The ranks that have lost the first one fail after it."""
+
+    @telling
+    def load(problem: Exception) -> None:
+        """Fail, as on a rank."""
+        raise problem
+
+    def start(config: object) -> SimpleNamespace:
+        """Start a rank, here, that fails."""
+        for problem in (FileNotFoundError("no weights"), RuntimeError("the connection is closed")):
+            with pytest.raises(SystemExit):
+                load(problem)
+        return SimpleNamespace(proc=SimpleNamespace(pid=7, exitcode=1, kill=lambda: None))
+
+    monkeypatch.setattr(WorkerProc, "make_worker_process", start)
+    with pytest.raises(RankFailed, match=r"^FileNotFoundError: no weights\n") as raised:  # noqa: SIM117
+        with ranks_starting(is_quiet=False):
+            WorkerProc.make_worker_process(None)
+            raise RuntimeError("a process has failed")
+    assert "OSError" in raised.value.kinds
+    assert "raise problem" in "".join(raised.value.__notes__)
+    with (tmp_path / "another").open("w") as other:
+        monkeypatch.setenv(TELL, f"/proc/self/fd/{other.fileno()}")
+        with pytest.raises(FileNotFoundError):
+            load(FileNotFoundError("which no process hears"))
+    assert not (tmp_path / "another").read_text()
+
+
+def test_a_rank_that_does_not_answer_fails_the_engine() -> None:
+    """Such as one that is stopped, and has not ended: nothing else would notice."""
+
+    def collective_rpc(method: str, *, timeout: float, args: object) -> None:
+        """Wait for an answer that does not come."""
+        raise TimeoutError(f"{method} timed out")
+
+    ranks = Ranks(SimpleNamespace(is_failed=False, collective_rpc=collective_rpc))
+    ranks.check()
+    with pytest.raises(RankError, match="has not answered"):
+        ranks.call("overture_answers")
+    with pytest.raises(RankError):
+        ranks.check()
+
+
+def test_a_rank_that_reads_no_adapter_fails_the_engine_and_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "CALL_S", 0.01)
+    ranks = Ranks(SimpleNamespace(is_failed=False))
+    (here, there), (mute, stopped) = Pipe(), Pipe()
+    host = RankHost(ranks, [here, mute])
+    there.send((True, 7))
+    with pytest.raises(RankError, match="has not read an adapter"):
+        host.call("load", 1)
+    assert ranks.has_failed
+    stopped.send((True, "too late"))
+    with pytest.raises(RankError, match="failed or ended"):
+        host.call("drop", 1)
+    host.close()

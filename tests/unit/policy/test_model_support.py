@@ -99,6 +99,18 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--speculative-config",
             True,
         ),
+        (
+            "AssertionError: assert all(output_size % self.tp_size == 0 for output_size in sizes) (linear.py:718)",
+            "over so many devices: assert all(",
+            "--tensor-parallel-size",
+            True,
+        ),
+        (
+            "AssertionError: 255 is not divisible by 2",
+            "255 is not divisible by 2",
+            "--tensor-parallel-size",
+            True,
+        ),
         ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
     ],
 )
