@@ -27,7 +27,7 @@ import psutil
 
 from bench.live.correct import plays
 from bench.live.correct.__main__ import BY_NAME, run
-from bench.live.correct.asking import LONG_TOKENS, Asker, Refused, prompt_of, serving
+from bench.live.correct.asking import Asker, Refused, prompt_of, serving
 from bench.live.correct.checkpoints import folder_of
 from bench.live.correct.oracle import Oracle
 from bench.live.correct.plays import TWO_RANKS, Checked, Judge, Note
@@ -140,9 +140,9 @@ async def _stored(server: Asker, session: str) -> list[str]:
 
 
 def _share(cases: Sequence[Checked], case: str) -> float:
-    """Return the smallest share of a long prompt that cases of this name found in the cache, relative to the most that can be found."""
-    possible = (LONG_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    found = [each.num_cached / possible for each in cases if each.case.strip() == case and each.num_cached]
+    """Return the smallest share of a prompt that cases of this name found in the cache, relative to the most that can be found."""
+    own = [each for each in cases if each.case.strip() == case and each.num_cached]
+    found = [each.num_cached / ((each.num_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS) for each in own]
     return round(min(found, default=0.0), 3)
 
 

@@ -54,7 +54,7 @@ class Checked(Struct, frozen=True):
     """One case.
 
     num_wrong: tokens (or log probabilities) that are not the oracle's; is_stale: KV was used that must not be; problem: why the case
-    says nothing, "" if it does.
+    says nothing, "" if it does; num_prompt: tokens of the prompt.
     """
 
     play: str
@@ -64,6 +64,7 @@ class Checked(Struct, frozen=True):
     num_cached: int
     is_stale: bool = False
     problem: str = ""
+    num_prompt: int = 0
 
 
 Note = Callable[[Checked], None]
@@ -103,7 +104,16 @@ class Judge:
         problem = "nothing was reused" if is_missing else ""
         num_wrong = self.num_wrong(answer)
         self.note(
-            Checked(self.play, case, len(answer.tokens), num_wrong, answer.num_cached, is_stale, problem)
+            Checked(
+                self.play,
+                case,
+                len(answer.tokens),
+                num_wrong,
+                answer.num_cached,
+                is_stale,
+                problem,
+                len(answer.prompt),
+            )
         )
 
 

@@ -97,6 +97,9 @@ class RequestCosts(Protocol):
     def num_cached_tokens(self, request_id: str) -> int:
         """Return a waiting request's leading tokens that need not be computed. May take long: asked once a second at most."""
 
+    def is_held_back(self, adapter_id: int) -> bool:
+        """Return whether the adapter's requests wait for another adapter's turn."""
+
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         """Return the adapter memory that the adapter still needs to be computed with; 0 where that memory has no bound."""
 
@@ -470,7 +473,8 @@ class Dispatcher:
             self.load.waits(known.counted)
         adapter_id = known.facts.adapter_id
         if adapter_id is not None:
-            missing, is_away = engine.missing_adapter_bytes(adapter_id), not engine.is_ready(request_id)
+            missing = engine.missing_adapter_bytes(adapter_id)
+            is_away = engine.is_held_back(adapter_id) or not engine.is_ready(request_id)
             if (missing, is_away) != (known.facts.adapter_bytes, known.facts.is_away):
                 known.facts = replace(known.facts, adapter_bytes=missing, is_away=is_away)
         return known.facts

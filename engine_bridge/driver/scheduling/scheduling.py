@@ -328,6 +328,10 @@ class Scheduling:
         """Return whether the request may start as far as its adapter and its grammar are concerned."""
         return self._is_ready(self._requests[request_id])
 
+    def is_held_back(self, adapter_id: int) -> bool:
+        """Return whether the adapter's requests wait for another adapter's turn."""
+        return self._adapters is not None and self._adapters.is_held_back(adapter_id)
+
     def num_tokens(self, request_id: str) -> int:
         """Return the request's tokens so far: its prompt's and its answer's."""
         num_tokens: int = self._requests[request_id].num_tokens

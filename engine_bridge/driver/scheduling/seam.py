@@ -23,11 +23,10 @@ class _Gate:
         return is_ready and self.residency.may_start(request.lora_request.lora_int_id)
 
     def has_adapter(self, request: Any) -> bool:
-        """Return whether a step could compute with the request's adapter, and other adapters do not hold it back."""
+        """Return whether a step could compute with the request's adapter, if it has a slot's room and its turn."""
         if self.residency is None or request.lora_request is None:
             return True
-        adapter_id = request.lora_request.lora_int_id
-        return self.residency.is_at_hand(adapter_id) and not self.residency.is_held_back(adapter_id)
+        return self.residency.is_at_hand(request.lora_request.lora_int_id)
 
 
 class _Planned:

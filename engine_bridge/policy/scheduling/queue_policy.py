@@ -51,7 +51,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         num_prefill_tokens: tokens to be computed before its first output token.
         is_warm: whether its prefix is on the device.
         is_swapped: whether it ran before, and its KV waits in host memory.
-        is_away: whether its adapter has left since, and is on its way back.
+        is_away: whether its adapter has left since and is on its way back, or waits for another adapter's turn.
         times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`.
         times_deferred: number of decisions in which a step was too full for it.
     """

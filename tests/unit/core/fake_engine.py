@@ -31,6 +31,7 @@ class FakeEngine:
         self.cached: dict[str, int] = {}
         self.num_looks = 0
         self.missing_bytes: dict[int, int] = {}
+        self.held_back: set[int] = set()
         self.free_adapter_bytes: int | None = None
         self.refit_predictor: Callable[[], None] = lambda: None
         refits = options.pop("refits", None) or Refits(at_once, lambda: self.refit_predictor(), now=0.0)
@@ -41,6 +42,9 @@ class FakeEngine:
 
     def is_ready(self, request_id: str) -> bool:
         return request_id not in self.unready
+
+    def is_held_back(self, adapter_id: int) -> bool:
+        return adapter_id in self.held_back
 
     def num_tokens(self, request_id: str) -> int:
         return self.tokens[request_id]

@@ -40,6 +40,23 @@ def test_who_has_lost_its_adapter_again_takes_nobodys_place(policy: str) -> None
     assert engine.step().request_ids == ("a",)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "bounded"])
+def test_while_an_adapter_is_held_back_its_requests_keep_their_place(policy: str) -> None:
+    engine = FakeEngine(policy, num_slots=1)
+    engine.ask(arrival("first"))
+    engine.step()
+    engine.held_back = {1}
+    engine.ask(arrival("early", adapter_id=1, waits_for=1))
+    engine.ask(arrival("late"))
+    engine.step()
+    engine.ask(arrival("last"))
+    engine.end("first")
+    assert engine.step().request_ids == ("late",)
+    engine.held_back = set()
+    engine.end("late")
+    assert engine.step().request_ids == ("early",)
+
+
 def test_who_was_squashed_does_not_go_before_the_head_that_it_made_room_for() -> None:
     engine = FakeEngine()
     engine.ask(arrival("a"))
@@ -240,6 +257,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def make_ready(self) -> None:
         self.engine.unready = set()
 
+    @rule(adapter_ids=st.sets(st.integers(0, 2)))
+    def hold_back(self, adapter_ids: set[int]) -> None:
+        self.engine.held_back = adapter_ids
+
     @rule(num_refused=st.integers(0, 2), num_tokens=st.integers(0, 60), step_s=st.floats(0, 30))
     def step(self, num_refused: int, num_tokens: int, step_s: float) -> None:
         waited = self.alive - set(self.engine.running)
@@ -247,6 +268,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert waited >= set(plan.request_ids), "started without having waited"
         assert len(set(plan.request_ids)) == len(plan.request_ids), "started twice"
         assert not self.engine.unready & set(plan.request_ids), "started before it could"
+        adapter_ids = {self.engine.own.known(name).facts.adapter_id for name in plan.request_ids}
+        assert not self.engine.held_back & adapter_ids, "started before its turn"
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), is_finished=st.booleans())
@@ -280,7 +303,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.unready = set()
+        self.engine.unready, self.engine.held_back = set(), set()
         for _ in range(10 * self.num + 10):
             for name in list(self.engine.running):
                 self.engine.end(name)
