@@ -29,6 +29,8 @@ export class Composer {
   #maxImages = 0;
   #sessionId = null;
   #typedAt = -Infinity;
+  /** What was typed before this script was there. */
+  #early = '';
   #enabled = false;
   #running = false;
   #isSendable = false; // what is written, once the server is ready
@@ -43,6 +45,7 @@ export class Composer {
     this.form = form;
     this.actions = actions;
     this.area = form.querySelector('textarea');
+    this.#early = this.area.value;
     this.sendButton = form.querySelector('#send');
     this.stopButton = form.querySelector('#stop');
     this.picker = new ModelPicker(form.querySelector('.picker'), document.getElementById('models'), actions);
@@ -156,7 +159,9 @@ export class Composer {
   open(sessionId) {
     this.#sessionId = sessionId;
     this.#typedAt = -Infinity;
-    this.write(readDraft(sessionId));
+    const draft = readDraft(sessionId);
+    this.write(draft.endsWith(this.#early) ? draft : draft + this.#early);
+    this.#early = '';
     this.files?.open(sessionId);
   }
 

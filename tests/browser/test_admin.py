@@ -208,6 +208,7 @@ def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
 
     sign_in()
     question = page.get_by_role("textbox", name="Message", exact=True)
+    expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     question.fill("Hello!")
     page.keyboard.press("Enter")
     expect(page.locator("article.turn").last).to_have_attribute("data-status", "done")

@@ -265,3 +265,14 @@ def test_the_focus_stays_in_the_list_when_a_conversation_is_deleted(chat) -> Non
     chat.page.get_by_role("menuitem", name="Delete").click()
     expect(rows).to_have_count(num - 2)
     assert chat.page.evaluate("document.activeElement.closest('.session-row') !== null")
+
+
+def test_what_is_typed_before_the_page_s_script_is_there_stays(chat, held) -> None:
+    chat.question.fill("It was a draft, ")
+    found = held(chat.page, "**/main.js", "GET")
+    chat.page.reload(wait_until="commit")
+    chat.question.press_sequentially("and it goes on.")
+    expect(chat.question).to_have_value("and it goes on.")
+    wait_for(chat.page, lambda: found)
+    found[0].continue_()
+    expect(chat.question).to_have_value("It was a draft, and it goes on.")
