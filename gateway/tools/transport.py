@@ -13,7 +13,7 @@ import httpx2
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from gateway.doors.http.json_shape import ValueCounter
+from gateway.json_shape import ValueCounter
 
 # Of one reply, before it is decoded: the SDK decodes and checks it in steps, each of which holds up all other requests. Measured: 2 µs a value at
 # the most, in lists of tools without a description; half of that in ordinary ones. Five hundred tools have so many.

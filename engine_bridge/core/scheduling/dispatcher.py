@@ -80,7 +80,7 @@ class RequestCosts(Protocol):
     """The facts that only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
 
     def is_ready(self, request_id: str) -> bool:
-        """Return whether it may start, as far as its adapter and its grammar are concerned."""
+        """Return whether its adapter and its grammar are there, whether or not it is the adapter's turn (`is_held_back`)."""
 
     def num_tokens(self, request_id: str) -> int:
         """Return the number of tokens of the prompt and of the answer so far."""
@@ -385,7 +385,7 @@ class Dispatcher:
         """Tell the policy of the requests that may start from now on."""
 
         def is_ready(request_id: str) -> bool:
-            """Return whether a request may start now, as far as its adapter, its grammar and programs are concerned."""
+            """Return whether a request's adapter and grammar are there, and its program may have it started now."""
             return self._engine.is_ready(request_id) and self.programs.may_start(request_id, now)
 
         for request_id in self.unready.take_ready(is_ready, MAX_READY):

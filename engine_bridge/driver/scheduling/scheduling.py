@@ -122,7 +122,7 @@ class Scheduling:
         num_blocks: the device's blocks.
         num_host_tokens: tokens whose KV host memory holds; 0 without one.
         layout: says how many of them a request of a given length holds.
-        is_ready: returns whether a waiting request may start as far as its adapter and its grammar are concerned.
+        is_ready: returns whether a waiting request's adapter and its grammar are there.
         num_cached_tokens: returns how many leading tokens of a waiting request need not be computed.
         block_pool: vLLM's, where requests that begin alike share blocks; None: each request is charged all that it holds.
         adapters: adapters whose memory is bounded, too; None: requests use none.
@@ -325,7 +325,7 @@ class Scheduling:
     # -- what the dispatcher asks ------------------------------------------------------------------------------------
 
     def is_ready(self, request_id: str) -> bool:
-        """Return whether the request may start as far as its adapter and its grammar are concerned."""
+        """Return whether the request's adapter and its grammar are there."""
         return self._is_ready(self._requests[request_id])
 
     def is_held_back(self, adapter_id: int) -> bool:

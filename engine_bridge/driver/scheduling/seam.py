@@ -94,7 +94,7 @@ class _Planned:
         return is_reset
 
     def is_ready(self, request: Any) -> bool:
-        """Return whether a request may start, apart from whether there is room."""
+        """Return whether a request may start, apart from room and from its adapter's turn."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             grammar = request.structured_output_request
             if grammar is None or grammar.grammar is None:

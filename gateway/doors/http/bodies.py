@@ -15,8 +15,8 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from gateway.doors.api.call_size import check_shape
-from gateway.doors.http.json_shape import shape_of
 from gateway.errors import GatewayError
+from gateway.json_shape import shape_of
 from gateway.services import SERVICES
 
 # Larger bodies are checked in a thread. Chosen: a body of this size takes a third of a millisecond.

@@ -26,11 +26,11 @@ from engine_bridge.policy.limits.request_limits import check_prompt
 from engine_bridge.protocol.api_errors import error_body
 from engine_bridge.protocol.errors import ADAPTER_CHANGING, AdapterChanging, InvalidRequest
 from engine_bridge.protocol.node import Api, JsonReply
+from gateway import json_shape
 from gateway.access.addresses import address_of
 from gateway.app import build_app, build_services
 from gateway.doors.api.call_size import check_call, check_shape
 from gateway.doors.description.operations import OPERATIONS
-from gateway.doors.http import json_shape
 from gateway.doors.http.admission import (
     Admission,
     BodyFacts,
@@ -42,8 +42,8 @@ from gateway.doors.http.admission import (
     limits_for,
 )
 from gateway.doors.http.hosts import is_own_host
-from gateway.doors.http.json_shape import ValueCounter, shape_of
 from gateway.errors import to_openai_body
+from gateway.json_shape import ValueCounter, shape_of
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import Config
 from gateway.turns.failures import from_bridge
