@@ -66,7 +66,6 @@ class DocumentReader:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                process_group=0,
                 env=environment,
             )
         except OSError as error:

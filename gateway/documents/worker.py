@@ -23,6 +23,7 @@ TOO_LARGE = "Reading the document takes more memory than is allowed here (docume
 def main() -> None:
     """Read the document."""
     media_type, memory_mib, cpu_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    os.setpgrp()  # Ctrl-C in the server's terminal is for the server to handle; uvloop cannot start processes so
     os.nice(10)  # answers go before documents
     _bound(memory_mib * MIB, cpu_s)
     try:

@@ -10,6 +10,7 @@ import docx
 import openpyxl
 import pypdf
 import pytest
+import uvloop
 from pypdf.generic import DictionaryObject, NameObject, StreamObject
 
 from gateway.documents import extraction
@@ -127,6 +128,11 @@ async def test_a_document_is_read_in_a_process_with_bounds() -> None:
     bomb = packed(word_document=b"<a>" + b"<b/>" * 5_000_000 + b"</a>")
     with pytest.raises(GatewayError, match=r"damaged|document_mib|failed"):
         await DocumentReader(30, 64).read(bomb, "")
+
+
+def test_a_document_is_read_on_the_event_loop_that_servers_have() -> None:
+    found = uvloop.run(DocumentReader(30, 512).read(pdf("High water."), ""))
+    assert found.text == "High water."
 
 
 async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
