@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
@@ -21,7 +22,9 @@ from .parts import IN_MEMORY, Parts, SkippingLoop
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"skipping": SkippingLoop}
+    if item.get_closest_marker("virtual_time"):
+        return {"skipping": SkippingLoop}
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

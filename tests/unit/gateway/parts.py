@@ -49,7 +49,8 @@ def skip(seconds: float) -> None:
 
 async def passes(seconds: float) -> None:
     """Let that much time pass, and everything that was due in it happen."""
-    skip(seconds)
+    if seconds:
+        skip(seconds)
     await settled()
 
 

@@ -31,6 +31,7 @@ def code_of(call: Any, *args: Any) -> str:
     return raised.value.code
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("fields", "lifetime_s"),
     [({}, DEFAULT_TTL_S), ({"ttl_s": 5.0}, 5.0), ({"expected_arrival_s": 100.0}, 100.0 + GRACE_S)],
@@ -84,6 +85,7 @@ async def test_followers_hear_of_every_change_and_of_what_they_missed_though_oth
     assert parts.advisories.counts() == {"live": 0, "wasted": 1}
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "still_on_their_way"])
 async def test_a_key_has_so_many_under_way_and_the_oldest_makes_room(parts: Parts, is_heard: bool) -> None:
     records = []
@@ -100,6 +102,7 @@ async def test_a_key_has_so_many_under_way_and_the_oldest_makes_room(parts: Part
     assert not others.is_over
 
 
+@pytest.mark.virtual_time
 async def test_new_ones_are_bounded_a_second_and_renewals_are_free(parts: Parts) -> None:
     submitted: list[str] = []
 

@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gateway.access.auth import generate_key
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.audit import REFUSED_BURST, REFUSED_BURST_OF_ALL, REFUSED_PER_S, AuditLog, Entry
@@ -77,6 +79,7 @@ async def test_writing_ends_when_lines_that_another_call_writes_are_there(tmp_pa
     assert not done and json.loads(read)["what"] == "operator_action"
 
 
+@pytest.mark.virtual_time
 async def test_refusals_operators_and_changes_of_keys_are_noted_without_a_key(
     gateways: Gateways, tmp_path: Path
 ) -> None:

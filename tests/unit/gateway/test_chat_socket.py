@@ -39,6 +39,7 @@ async def test_a_socket_keeps_the_key_of_its_first_good_hello(gateways: Gateways
         assert (await socket.ask("a"))["type"] == "accepted"
 
 
+@pytest.mark.virtual_time
 async def test_a_hello_while_the_engine_starts_is_told_so_and_may_be_sent_again(gateway: Gateway) -> None:
     gateway.node.state = "starting"
     async with gateway.socket() as socket:
@@ -107,6 +108,7 @@ async def test_who_takes_nothing_is_not_read_from_either_and_costs_others_nothin
         transport.abort()
 
 
+@pytest.mark.virtual_time
 async def test_a_server_that_goes_down_says_so_to_sockets(gateways: Gateways, store: SessionStore) -> None:
     gateway = await gateways()
     async with gateway.socket(hello={}) as socket:
@@ -120,6 +122,7 @@ async def test_a_server_that_goes_down_says_so_to_sockets(gateways: Gateways, st
         await closing
 
 
+@pytest.mark.virtual_time
 async def test_of_all_who_type_without_keys_nobody_stops_anothers_draft(gateways: Gateways) -> None:
     gateway = await gateways(draft_prefill=True)
     gateway.node.gate.clear()

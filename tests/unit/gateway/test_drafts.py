@@ -33,6 +33,7 @@ def test_the_word_that_is_being_typed_is_left_out(typed: str, computed: str) -> 
     assert whole_words(typed) == computed
 
 
+@pytest.mark.virtual_time
 async def test_a_draft_is_computed_after_a_pause_and_what_is_typed_meanwhile_comes_next(parts: Parts) -> None:
     parts.node.gate.clear()
     parts.drafts.update("ann", "s", "shout", "What ")
@@ -51,6 +52,7 @@ async def test_a_draft_is_computed_after_a_pause_and_what_is_typed_meanwhile_com
     assert parts.count("overture_computed_ahead_tokens_total", what="draft") == 32
 
 
+@pytest.mark.virtual_time
 async def test_a_history_to_be_computed_waits_for_the_answer_and_tells_its_end(parts: Parts) -> None:
     turn = await parts.answered("a", "Yes.")
     second = await parts.ask("b", "Why?", session_id=turn.session_id)

@@ -125,6 +125,7 @@ async def visit(gateway: Gateway, number: int, session_id: str | None) -> str:
     return str(accepted["session_id"])
 
 
+@pytest.mark.virtual_time
 async def test_nothing_is_left_of_turns_sockets_and_drafts(gateways: Gateways, num_alive: NumAlive) -> None:
     gateway, session_id = await gateways(draft_prefill=True), None
     for number in range(30):
@@ -138,6 +139,7 @@ async def test_nothing_is_left_of_turns_sockets_and_drafts(gateways: Gateways, n
     assert gateway.count("overture_sockets") == 0 and gateway.count("overture_turns_running") == 0
 
 
+@pytest.mark.virtual_time
 async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, num_alive: NumAlive
 ) -> None:

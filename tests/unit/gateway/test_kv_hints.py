@@ -87,6 +87,7 @@ async def test_each_action_becomes_its_own_advice(said: Said) -> None:
     assert (pin.session_id, pin.lifetime_s, pin.is_pin) == ("q", 300.0, True)
 
 
+@pytest.mark.virtual_time
 async def test_a_pin_is_renewed_by_each_answer_of_its_session_until_its_time_is_over(said: Said) -> None:
     call = SessionCall("ann", "s", None)
     said.answered(call, KvHint("pin", "kv_hints", ttl_s=100.0))

@@ -174,6 +174,7 @@ async def test_a_tenant_sees_its_own_advisories_and_agents_and_no_sums_of_others
     assert to_me["nodes"][0]["kv"] is None and to_operator["nodes"][0]["kv"] is not None
 
 
+@pytest.mark.virtual_time
 async def test_who_has_not_taken_the_last_picture_gets_no_further_one(gateway: Gateway) -> None:
     """A peer that reads nothing costs what its socket holds, however long it watches."""
     gateway.node.adapter_names = [f"{number}-{'x' * 40_000}" for number in range(64)]

@@ -90,6 +90,7 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     await store.close()
 
 
+@pytest.mark.virtual_time
 async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_works(
     store: SessionStore, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ async def test_always_holds_for_the_conversation_and_once_for_one_call(
         assert "running" in follow.states and host.calls[-1] == ("get_weather", "Lima")
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("how", ["never", "silence"])
 async def test_what_is_not_allowed_is_not_called_and_the_model_is_told(
     tooled: Gateway, host: ToolHost, how: str
@@ -272,6 +273,7 @@ async def test_whatever_a_tool_does_its_call_ends_and_the_answer_goes_on(
     assert results == [call["result"] for call in (fail, huge, evil, bad, unknown)]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("trouble", ["down", "stalled", "redirect", "garbage"])
 async def test_a_server_that_cannot_be_asked_is_named_to_the_person_and_the_answer_comes_without_it(
     gateways: Gateways, trouble: str
@@ -357,6 +359,7 @@ async def test_a_reply_that_would_take_long_to_decode_is_not_read(
     )
 
 
+@pytest.mark.virtual_time
 async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> None:
     host.going.clear()
     gateway = await gateways(mcp_servers=(f"files={host.url}",), mcp_timeout_s=30.0)

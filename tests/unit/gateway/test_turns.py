@@ -129,6 +129,7 @@ async def test_asking_goes_on_when_the_one_who_asked_is_gone(parts: Parts) -> No
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
 
 
+@pytest.mark.virtual_time
 async def test_a_turn_that_nobody_follows_for_half_a_minute_is_stopped_and_kept(parts: Parts) -> None:
     turn = await parts.ask("a")
     answer = await parts.node.asked()
@@ -160,6 +161,7 @@ async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(pa
     assert said == ["What is two and two?", "It is four.", "And three?"]
 
 
+@pytest.mark.virtual_time
 async def test_a_drain_waits_for_answers_and_stops_what_does_not_end(parts: Parts) -> None:
     quick, endless = await parts.ask("a"), await parts.ask("b")
     (await parts.node.asked(0)).finish("Yes.")
@@ -202,6 +204,7 @@ async def test_an_engine_that_fails_in_the_middle_ends_the_turn_and_keeps_its_wo
     assert parts.count("overture_turns_running") == 0
 
 
+@pytest.mark.virtual_time
 async def test_an_end_that_cannot_be_stored_is_an_error_and_mended_later(parts: Parts) -> None:
     turn = await parts.ask("a")
     disk = BrokenEnds(parts, num_failures=3)
