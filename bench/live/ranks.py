@@ -140,10 +140,13 @@ async def _stored(server: Asker, session: str) -> list[str]:
 
 
 def _share(cases: Sequence[Checked], case: str) -> float:
-    """Return the smallest share of a prompt that cases of this name found in the cache, relative to the most that can be found."""
+    """Return the largest share of a prompt that a case of this name found in the cache, relative to the most that can be found.
+
+    The largest, as the server computes a part that it predicts to compute sooner than to copy: such a case is asked again.
+    """
     own = [each for each in cases if each.case.strip() == case and each.num_cached]
     found = [each.num_cached / ((each.num_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS) for each in own]
-    return round(min(found, default=0.0), 3)
+    return round(max(found, default=0.0), 3)
 
 
 def main() -> None:

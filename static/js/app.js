@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readFollow, readKey, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
+import { readCalls, readDraft, readFollow, readKey, readPerson, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 import { isLive, newId } from './turn.js';
@@ -67,6 +67,7 @@ export class App {
 
   /** Opens the session of the address bar and connects. */
   start() {
+    this.core.lastOwner = readPerson();
     this.core.keep(readUnsent());
     this.core.open(sessionFromHash());
     this.connection.connect();
@@ -407,7 +408,7 @@ export class App {
 
   #onPhase() {
     const { phase, isAnother } = this.core;
-    if (isAnother) return location.reload(); // forgets what another person saw
+    if (isAnother) return this.#startAnew();
     this.banner.update();
     this.#showState();
     document.body.classList.toggle('locked', phase === 'locked');
@@ -423,6 +424,13 @@ export class App {
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
     }
+  }
+
+  /** Shows the page to another person, without what the one before saw and wrote. */
+  async #startAnew() {
+    const { changePerson } = await import('./sheet/leave.js');
+    changePerson(this.core.user?.owner ?? '');
+    location.reload();
   }
 
   async #unlock() {
@@ -516,11 +524,11 @@ export class App {
     toast(message, isOpening ? { label: 'Try again', act: () => this.#act(() => this.core.open(sessionId)) } : {});
   }
 
-  /** A message of an earlier visit, whose conversation is gone: it becomes the draft of a new chat, where there is none. */
+  /** A message of an earlier visit, whose conversation is gone: it becomes the draft of a new chat, or its end. */
   #onHomeless({ content }) {
-    if (readDraft(null)) return;
-    if (this.core.current === null) this.composer.write(content);
-    else writeDraft(null, content);
+    const text = [readDraft(null), content].filter(Boolean).join('\n\n');
+    if (this.core.current === null) this.composer.write(text);
+    else writeDraft(null, text);
     toast('A message could not be sent, as its conversation is gone. It stands in the text field of a new chat.', { ms: 15000 });
   }
 

@@ -43,6 +43,7 @@ export class ChatCore {
     this.phase = 'connecting';
     this.apiKey = null;
     this.user = null; // {owner, name, role, can_sign_out}
+    this.lastOwner = null; // of the person who used this page before, with whose name nothing unsent may go on
     this.isAnother = false;
     this.attempt = 0;
     this.retryAt = 0;
@@ -316,8 +317,10 @@ export class ChatCore {
   #onReady({ session, models, server, user = null }) {
     this.models = models;
     this.server = server;
-    this.isAnother = Boolean(this.user && this.user.owner !== user?.owner);
+    this.isAnother = this.lastOwner !== null && this.lastOwner !== (user?.owner ?? null);
+    this.lastOwner = user?.owner ?? null;
     this.user = user;
+    if (this.isAnother) return this.#setPhase('connecting'); // sends nothing that another person wrote
     this.attempt = 0;
     this.#hellos.shift();
     const wasGreeted = this.#isGreeted;

@@ -97,6 +97,9 @@ export const readSettings = () => parsed(read(SETTINGS)) ?? {};
 /** Keeps that. */
 export const writeSettings = (settings) => write(SETTINGS, JSON.stringify(settings));
 
+/** The id of the person whose drafts are here, or null. */
+export const readPerson = () => read(PERSON);
+
 /** Keeps the id of the person whose drafts are here (leave.js). */
 export const writePerson = (owner) => write(PERSON, owner);
 

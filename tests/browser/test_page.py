@@ -630,6 +630,15 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     chat.ask("Hello!")
     session = chat.session_id
     chat.question.fill("half a thought")
+    unsent = {
+        "type": "message",
+        "id": "left",
+        "session_id": session,
+        "content": "Words of ann alone",
+        "adapter": None,
+    }
+    page.evaluate("text => localStorage.setItem('overture.unsent.left', text)", json.dumps(unsent))
+    page.evaluate("localStorage.setItem('overture.draft.new', 'A question that ann did not ask')")
     stage.write_keys("bob")
     expect(dialog).to_contain_text("did not accept that key")
     for part in (page.locator(".bubble"), page.locator(".session").first, chat.question):
@@ -639,12 +648,14 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     expect(page.locator(".bubble")).to_have_count(0)
     expect(page.locator(f".session[href='#/s/{session}']")).to_have_count(0)
+    expect(chat.question).to_have_value("")
     assert chat.ask("Hello from another key.")
+    expect(page.locator(".session")).to_have_count(1)
     stage.write_keys("ann", "bob")
     page.evaluate("key => localStorage.setItem('overture.key', key)", stage.keys["ann"])
     page.goto("about:blank")
     page.goto(f"{stage.url}/#/s/{session}")
-    expect(page.locator(".bubble")).to_have_text("Hello!")
+    expect(page.locator(".bubble")).to_have_text(["Hello!", "Words of ann alone"])
     expect(chat.question).to_have_value("half a thought")
     page.get_by_role("button", name="Settings").click()
     sheet = page.get_by_role("dialog")

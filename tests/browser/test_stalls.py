@@ -218,14 +218,15 @@ def test_a_message_whose_conversation_is_gone_becomes_a_draft(visit, stage: Stag
         "content": "Do not lose me.",
         "adapter": None,
     }
+    chat.question.fill("Written since.")
     chat.page.evaluate(
         "request => localStorage.setItem('overture.unsent.lost', JSON.stringify(request))", request
     )
     chat.page.reload()
     expect(chat.page.get_by_text("its conversation is gone")).to_be_visible()
-    expect(chat.question).to_have_value("Do not lose me.")
+    expect(chat.question).to_have_value("Written since.\n\nDo not lose me.")
     chat.page.reload()
-    expect(chat.question).to_have_value("Do not lose me.")
+    expect(chat.question).to_have_value("Written since.\n\nDo not lose me.")
     assert chat.page.evaluate("localStorage.getItem('overture.unsent.lost')") is None
 
 

@@ -128,15 +128,25 @@ class TestWithHostMemory:
                 driver.scheduling.squash(driver._scheduler, running[-1].request_id)
 
         own = await use(with_host, "fcfs")
-        asked = [asyncio.create_task(ask(with_host, *item)) for item in traffic()]
-        while not all(task.done() for task in asked):
-            await asyncio.sleep(0.05)
-            if own.dispatcher.counts["squashed"] < 20:
-                await with_host.run_on_engine(squash_last)
-        assert await asyncio.gather(*asked) == undisturbed
-        ways = own.all_counts()
-        assert ways["preempted"] > 0 and ways["squashed"] > 0
-        assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, "none came back from there"
+
+        def came_back() -> bool:
+            ways = own.all_counts()
+            return ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0
+
+        for _ in range(
+            10
+        ):  # whether others take the blocks of a squashed one before it goes on depends on the machine's speed
+            asked = [asyncio.create_task(ask(with_host, *item)) for item in traffic()]
+            while not all(task.done() for task in asked):
+                await asyncio.sleep(0.05)
+                if own.dispatcher.counts["squashed"] < 20 or not came_back():
+                    await with_host.run_on_engine(squash_last)
+            assert await asyncio.gather(*asked) == undisturbed
+            if came_back():
+                break
+        else:
+            pytest.fail("none came back from there")
+        assert own.dispatcher.counts["preempted"] > 0 and own.dispatcher.counts["squashed"] > 0
 
     @pytest.mark.parametrize("policy", ["fair", "mlq"])
     async def test_answers_that_stood_for_urgent_ones_go_on_as_they_began(

@@ -1,7 +1,7 @@
 /** The page that a sign-in link opens: it uses the link when the button is pressed, so that nothing that only looks at links uses it up. */
 
 import { Api } from '../api.js';
-import { forgetPerson } from '../sheet/leave.js';
+import { changePerson, forgetKey } from '../sheet/leave.js';
 
 const button = document.getElementById('go');
 const said = document.getElementById('said');
@@ -11,7 +11,8 @@ button.addEventListener('click', async () => {
   button.disabled = true;
   try {
     const { owner } = await api.call('POST', 'v1/sign-in', { token: location.hash.slice(1) });
-    forgetPerson(owner); // who was here before, with a key that would go before the cookie
+    forgetKey(); // it would go before the cookie
+    changePerson(owner);
     location.replace('./');
   } catch (error) {
     said.textContent = error.message;
