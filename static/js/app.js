@@ -454,7 +454,7 @@ export class App {
     this.composer.maxTokens = server.max_model_len || Infinity;
     this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
-    byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
+    Object.assign(byId('server'), { textContent: server.model.split('/').at(-1), title: `${server.model} · ${NAME} ${server.version}` });
     import('./welcome.js').then(({ showExamples }) => showExamples(byId('examples'), models, ({ text, adapter }) => {
       this.composer.adapter = adapter ?? null;
       this.composer.write(text);
