@@ -13,11 +13,11 @@ from engine_bridge.tracing import NO_TRACES, Traces
 from gateway.access.addresses import address_of
 from gateway.access.auth import KeyRing, Principal, extract_key
 from gateway.access.budgets import Gatekeeper, RequestBudgets
+from gateway.access.hosts import netloc
 from gateway.access.open_calls import OpenCalls
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
-from gateway.doors.http.hosts import netloc
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import KvHints
 from gateway.metrics.metrics import Metrics

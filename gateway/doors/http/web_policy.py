@@ -18,8 +18,8 @@ from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
 from engine_bridge.tracing import traceparent_of
 from gateway.access.budgets import retry_after
+from gateway.access.hosts import is_own_host, netloc
 from gateway.doors.http.connections import has_left
-from gateway.doors.http.hosts import is_own_host, netloc
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
 from gateway.services import SERVICES
 from gateway.settings.config import Config

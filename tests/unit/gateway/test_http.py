@@ -28,6 +28,7 @@ from engine_bridge.protocol.errors import ADAPTER_CHANGING, AdapterChanging, Inv
 from engine_bridge.protocol.node import Api, JsonReply
 from gateway import json_shape
 from gateway.access.addresses import address_of
+from gateway.access.hosts import is_own_host
 from gateway.app import build_app, build_services
 from gateway.doors.api.call_size import check_call, check_shape
 from gateway.doors.description.operations import OPERATIONS
@@ -41,7 +42,6 @@ from gateway.doors.http.admission import (
     is_shared,
     limits_for,
 )
-from gateway.doors.http.hosts import is_own_host
 from gateway.errors import to_openai_body
 from gateway.json_shape import ValueCounter, shape_of
 from gateway.metrics.metrics import Metrics
