@@ -20,7 +20,8 @@ from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, EngineBody, Operation, ReplyShape, Shape
-from gateway.doors.description.operations import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
+from gateway.doors.description.operations import MODEL, OPERATIONS, SESSION_ID_SCHEMA
+from gateway.doors.description.page_operations import EVENT_STREAM
 from gateway.doors.pages.serving import page
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import MAX_PRIORITY
