@@ -164,7 +164,7 @@ def _check_sign_in(config: Config) -> None:
 
 def _check_key_file(config: Config) -> None:
     """Check that the key file is there, where one is named, and where people are signed in by others."""
-    _check_is_file(config, "api_key_file")
+    _check_is_file(config, "api_key_file", "`overture users add NAME --operator --key-file FILE` makes it")
     for name in ("trusted_user_header", "oidc_issuer"):
         if getattr(config, name) and config.api_key_file is None:
             raise ConfigError(
@@ -173,10 +173,11 @@ def _check_key_file(config: Config) -> None:
             )
 
 
-def _check_is_file(config: Config, name: str) -> None:
+def _check_is_file(config: Config, name: str, remedy: str = "") -> None:
     path = getattr(config, name)
     if path is not None and not path.is_file():
-        raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+        what = f"{name}: there is no file {path} ({config.sources[name]})"
+        raise ConfigError(f"{what}; {remedy}" if remedy else what)
 
 
 def is_tls_or_local(url: str) -> bool:

@@ -93,6 +93,10 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
         ({"cluster_host": "gateway.example"}, "cluster_host: 'gateway.example' does not appear to be"),
         ({"cluster_host": "10.0.0.1"}, "nodes on 10.0.0.1 need TLS: give --cluster-cert and --cluster-key"),
         ({"cluster_cert": __file__}, "cluster_cert and cluster_key go together"),
+        (
+            {"api_key_file": "gone"},
+            "gone (flag --api-key-file); `overture users add NAME --operator --key-file FILE`",
+        ),
         ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
         ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
         (
