@@ -327,7 +327,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     shelf = Shelf(data / SHELF_NAME)
     for owner in owners:
         shelf.put(owner, "p", PresetBody(name=f"preset of {owner[-1]}"))
-        shelf.link(owner, "s")
+        shelf.link(owner, "s", 0.0)
     environ = {**os.environ, "OVERTURE_API_KEY_FILE": "keys", "OVERTURE_DATA_DIR": "data"}
     environ["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
 
