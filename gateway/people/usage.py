@@ -16,6 +16,7 @@ from gateway.access.person_limits import in_force
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.people.ledger import NAME, Day, Ledger, Spent
+from gateway.sessions.connection import file_error
 from gateway.settings.config import Config
 
 log = logging.getLogger(__name__)
@@ -189,9 +190,8 @@ class Usage:
         try:
             return await asyncio.to_thread(work, *args)
         except sqlite3.Error as error:
-            log.error("the record of what people used failed: %s", error)
             message = "What people used cannot be read now. The server's log says why."
-            raise GatewayError("storage_failed", message) from error
+            raise file_error("the record of what people used", error, message) from error
 
 
 def spent_by_turn(final: Delta | None, question: str, num_generated: int) -> Spent:
