@@ -85,7 +85,7 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
 
 
 async def erase(services: Services, person: Person) -> Erased:
-    """Erase all data of a person removed from the key file: conversations, usage, learned habits, and KV on all nodes.
+    """Erase all data of a person who is shut out: conversations, usage, learned habits, and KV on all nodes.
 
     Raises GatewayError `overloaded` if a call or turn of the person's does not end, or if an engine is not up, so that its KV is left; then try
     again.

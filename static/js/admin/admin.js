@@ -156,12 +156,12 @@ export class Admin {
   /** Changes something and shows how it is then; resolves to the reply, or to null where it failed, which is said. */
   async #do(method, path, body) {
     try {
-      const reply = await this.api.call(method, path, body) ?? {};
-      await this.start();
-      return reply;
+      return await this.api.call(method, path, body) ?? {};
     } catch (error) {
       toast(error.message);
       return null;
+    } finally {
+      await this.start();
     }
   }
 }
