@@ -159,7 +159,7 @@ def test_what_people_use_is_shown_exported_and_erased(
     expect(admin.page.get_by_role("dialog")).to_be_visible()
     admin.page.get_by_label("Write bob to confirm").fill("bob")
     admin.press("Erase")
-    expect(admin.page.locator(".toast")).to_contain_text("bob and 1 conversations are erased.")
+    expect(admin.page.locator(".toast")).to_contain_text("bob is erased. Conversations: 1.")
     expect(admin.row("bob")).to_have_count(0)
     assert status_of(admin, stage, stage.keys["bob"]) == 401
 

@@ -150,7 +150,7 @@ export class Admin {
   async #erase(person, path) {
     if (!await questions.confirmErasure(person.name)) return;
     const erased = await this.#do('DELETE', path);
-    if (erased) toast(`${person.name} and ${erased.num_sessions} conversations are erased.`);
+    if (erased) toast(`${person.name} is erased. Conversations: ${erased.num_sessions}.`);
   }
 
   /** Changes something and shows how it is then; resolves to the reply, or to null where it failed, which is said. */
