@@ -232,6 +232,7 @@ def test_a_member_is_told_that_the_page_is_for_operators(
     admin = Page(open_page(), site)
     admin.sign_in(stage.keys["bob"])
     expect(admin.page.get_by_text("for an operator's key only")).to_be_visible()
+    expect(admin.page.locator("section:visible, #who:visible")).to_have_count(1)
     expect(admin.page.get_by_role("button", name="Add a person")).to_be_hidden()
     admin.page.get_by_role("button", name="Use another key").click()
     admin.sign_in(stage.keys["ada"])
