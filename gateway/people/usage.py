@@ -61,6 +61,7 @@ class Usage:
         self._unsaved: dict[tuple[str, str], Spent] = {}
         self._learned: dict[str, tuple[str, str]] = {}
         self._saving = asyncio.Lock()
+        self._has_failed = False
         self._saves: set[asyncio.Task[None]] = set()
 
     @staticmethod
@@ -165,8 +166,13 @@ class Usage:
             except sqlite3.Error as error:
                 for key, spent in unsaved.items():
                     self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
-                log.warning("what people used could not be stored, and is tried again: %s", error)
+                if not self._has_failed:
+                    log.warning(
+                        "what people used could not be stored, and is tried again each second: %s", error
+                    )
+                self._has_failed = True
             else:
+                self._has_failed = False
                 self._learned |= learned
 
     async def days(self, since: str, owner: str | None) -> list[Day]:

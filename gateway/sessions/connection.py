@@ -147,10 +147,11 @@ _FAILURES: Final = frozenset(
 def file_error(what: str, error: sqlite3.Error | OSError, message: str) -> GatewayError:
     """Return what a client may know of an error of another file than the session database. message: unless the disk is full. The cause is logged."""
     logger.error("%s: %s", what, error)
-    return _disk_full() if is_full(error) else GatewayError("storage_failed", message)
+    return disk_full() if is_full(error) else GatewayError("storage_failed", message)
 
 
-def _disk_full() -> GatewayError:
+def disk_full() -> GatewayError:
+    """Return what a client may know of a full disk."""
     return GatewayError("overloaded", "The server's disk is full; nothing was stored.")
 
 
@@ -159,7 +160,7 @@ def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     logger.error("session database: %s", error)
     if is_full(error):
-        return _disk_full()
+        return disk_full()
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return GatewayError(
             "overloaded", "The session database is in use by another program; nothing was stored."

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from gateway.access.auth import KeyRing
+from gateway.access.key_file import key_file_line
 from gateway.errors import GatewayError, StartupError
 from gateway.people.audit import AuditLog, Entry
 from gateway.people.estate import export_to
@@ -26,7 +27,9 @@ from gateway.people.ledger import Ledger
 from gateway.people.sign_ins import SignIns
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
 from gateway.sessions.room import Reserve
+from gateway.settings.config import Config
 from gateway.shelf.store import Shelf
+from tests.unit.gateway.front import Gateway
 
 pytestmark = pytest.mark.slow
 NOW = 1_700_000_000.0
@@ -230,6 +233,24 @@ async def test_what_lies_beside_the_conversations_says_that_the_disk_is_full_and
     assert export_to(disk / "ann.zip", disk, "ann", "ann") == 1
     await store.close()
     ledger.close()
+
+
+@ON_TMPFS
+async def test_who_has_filled_the_disk_can_be_shut_out(disk: Path) -> None:
+    """The key file is written as a new one, for which not a byte is left."""
+    ada, bob = "ov-key-of-ada-for-tests-only", "ov-key-of-bob-for-tests-only"
+    lines = key_file_line("ada", ada, is_operator=True), key_file_line("bob", bob)
+    (disk / "keys").write_text("\n".join(lines) + "\n")
+    store = await SessionStore.open(disk / "sessions.sqlite3")
+    config = Config(port=0, data_dir=disk, kv_host_gib=0.25, api_key_file=disk / "keys")
+    gateway = Gateway(store, config)
+    async with gateway.server:
+        assert (await gateway.call("GET", "/api/sessions", key=bob)).status == 200
+        await asyncio.to_thread(fill, disk)
+        shut = await gateway.call("PATCH", "/v1/admin/people/bob", {"state": "disabled"}, key=ada)
+        assert (shut.status, shut.body["state"]) == (200, "disabled")
+        assert (await gateway.call("GET", "/api/sessions", key=bob)).status == 401
+    await store.close()
 
 
 async def test_the_barest_purge_writes_little_and_leaves_the_index_to_the_next_start(tmp_path: Path) -> None:
