@@ -190,6 +190,7 @@ def test_a_link_signs_a_browser_in_until_it_signs_out(
     page.goto(link)
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("status")).to_contain_text("used already")
+    expect(page.get_by_role("button", name="Sign in")).to_be_hidden()
 
 
 def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
