@@ -54,9 +54,8 @@ class Usage:
         self.ledger, self._keys, self._metrics, self._clock = ledger, keys, metrics, clock
         self.max_tokens_per_day = max_tokens_per_day
         self._by_user = by_user
-        self._day = ""
-        # Of the present day, by owner.
-        self._today: dict[str, Spent] = {}
+        # By day and person, today and the day that was counted before.
+        self._days: dict[str, dict[str, Spent]] = {}
         # Not yet in the file, by owner and day.
         self._unsaved: dict[tuple[str, str], Spent] = {}
         self._learned: dict[str, tuple[str, str]] = {}
@@ -82,9 +81,9 @@ class Usage:
 
     async def load(self) -> None:
         """Take over what the file has of today. Raises GatewayError `storage_failed`."""
-        self._day = self.day()
-        days = await self._of_file(self.ledger.days, self._day)
-        self._today = {owner: spent for owner, _, spent in days}
+        day = self.day()
+        days = await self._of_file(self.ledger.days, day)
+        self._days = {day: {each.owner: each.spent for each in days if each.day == day}}
         self._learned = await self._of_file(self.ledger.key_owners)
 
     def day(self) -> str:
@@ -97,9 +96,13 @@ class Usage:
 
     def today(self, owner: str) -> Spent:
         """Return what a person has used today."""
-        if self._day != self.day():
-            self._day, self._today = self.day(), {}
-        return self._today.get(owner, Spent())
+        return self._of_day(self.day()).get(owner, Spent())
+
+    def _of_day(self, day: str) -> dict[str, Spent]:
+        if day not in self._days:
+            # Beside the day before: a clock that is put forward, and back again, must give nobody the tokens of today once more.
+            self._days = dict([*self._days.items()][-1:]) | {day: {}}
+        return self._days[day]
 
     def check(self, owner: str) -> None:
         """Refuse a person who has used all tokens of the day.
@@ -125,8 +128,10 @@ class Usage:
         """Count what a request has used, if it has used anything."""
         if not spent.num_tokens:
             return
-        self._today[owner] = self.today(owner).plus(spent)
-        key = owner, self._day
+        day = self.day()
+        counted = self._of_day(day)
+        counted[owner] = counted.get(owner, Spent()).plus(spent)
+        key = owner, day
         self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
         if self._by_user:
             user = self._keys.name_of(owner)
@@ -182,7 +187,8 @@ class Usage:
 
     async def forget(self, owner: str) -> None:
         """Remove all that is known of a person. Raises GatewayError `storage_failed`."""
-        self._today.pop(owner, None)
+        for counted in self._days.values():
+            counted.pop(owner, None)
         async with self._saving:
             self._unsaved = {key: spent for key, spent in self._unsaved.items() if key[0] != owner}
             await self._of_file(self.ledger.forget, owner)
