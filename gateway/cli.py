@@ -182,22 +182,23 @@ config_file_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116},
+    epilog="""\b
+Start the server        overture serve
+Add a machine to it     overture node
+See its nodes           overture nodes
+Talk to it              overture chat
+Ask one thing           overture chat "What is a sonnet?"
+Let only some in        overture users add alice --key-file keys
+Keep a copy of it all   overture backup FOLDER
+Measure this machine    overture profile
+Ask what is wrong       overture doctor
+""",
+)
 @click.version_option(__version__, prog_name="overture", message="%(prog)s %(version)s")
 def cli() -> None:
-    r"""Overture: a chat page, a chat socket and an OpenAI-style API in front of vLLM.
-
-    \b
-    Start the server        overture serve
-    Add a machine to it     overture node
-    See its nodes           overture nodes
-    Talk to it              overture chat
-    Ask one thing           overture chat "What is a sonnet?"
-    Let only some in        overture users add alice --key-file keys
-    Keep a copy of it all   overture backup FOLDER
-    Measure this machine    overture profile
-    Ask what is wrong       overture doctor
-    """
+    """Overture: a chat page, a chat socket and an OpenAI-style API in front of vLLM."""
 
 
 @cli.command(

@@ -181,7 +181,7 @@ class Services:
         if not self.keys.is_operator(principal):
             raise GatewayError(
                 "forbidden",
-                f"{what} for an operator's key only (`overture keys new --operator`, or --operator-key).",
+                f"{what} for an operator's key only: `overture users add NAME --operator` makes one.",
             )
 
     def note_operator(self, request: web.Request, principal: Principal) -> None:

@@ -17,17 +17,19 @@ from overture_client.completion_command import completion
 SERVER_GROUP = "overture.command"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116},
+    epilog="""\b
+Talk to it              overture chat
+Ask one thing           overture chat "What is a sonnet?"
+
+\b
+The server and its commands are in another package: pip install "overture-gateway[cpu]"
+""",
+)
 @click.version_option(__version__, prog_name="overture", message="%(prog)s %(version)s")
 def cli() -> None:
-    r"""Overture's client: talk to an Overture server.
-
-    \b
-    Talk to it              overture chat
-    Ask one thing           overture chat "What is a sonnet?"
-
-    The server and its commands are in another package: pip install "overture-gateway[cpu]"
-    """
+    """Overture's client: talk to an Overture server."""
 
 
 cli.add_command(chat)

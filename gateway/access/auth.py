@@ -186,7 +186,8 @@ class KeyRing:
             return LOCAL
         if not presented:
             raise GatewayError(
-                "unauthorized", "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
+                "unauthorized",
+                "This server asks for an API key: send it as 'Authorization: Bearer KEY'. Commands take it by --api-key or OVERTURE_API_KEY.",
             )
         key, entry = self._find(presented, may_take_long) if len(presented) <= MAX_KEY_CHARS else ("", None)
         if entry is None:

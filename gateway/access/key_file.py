@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -201,11 +202,20 @@ def parsed(path: Path, number: int, text: str) -> KeyLine:
 
 
 def read_text(path: Path) -> str:
-    """Return a key file's text. Raises StartupError if it cannot be read."""
+    """Return a key file's text, without the mark that some editors begin it with. Raises StartupError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig", opener=_open) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"The key file {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise StartupError(f"The key file {path} cannot be read: {reason}.") from error
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file. A pipe without a writer reads as empty, where it would keep the reader waiting for ever, and no key be withdrawn any more."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def read_key_file(path: Path) -> list[KeyLine]:

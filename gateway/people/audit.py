@@ -7,6 +7,7 @@ A line is one JSON object: `at` (UTC), `what` (a name of WHATS), `who` (a name; 
 from __future__ import annotations
 
 import asyncio
+import errno
 import getpass
 import logging
 import os
@@ -69,18 +70,30 @@ def stamp(now: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
 
 
-def append(path: Path, entries: list[Entry]) -> None:
-    """Write entries behind the others. The file is made for its owner only. This blocks. Raises OSError."""
-    text = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+def append(path: Path, entries: deque[Entry]) -> None:
+    """Write entries behind the others, and take the written ones off the queue. The file is for its owner only. This blocks. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
         folder, mine = path.parent.stat(), os.fstat(fd)
         if os.geteuid() == 0 and mine.st_uid != folder.st_uid:
             os.fchown(fd, folder.st_uid, folder.st_gid)  # root's command must not lock the server out
-        os.write(fd, text)
+        mend = b"\n" if mine.st_size and not _ends_whole(path) else b""
+        while entries:
+            line = mend + msgspec.json.encode(entries[0]) + b"\n"
+            if os.write(fd, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            entries.popleft()
+            mend = b""
     finally:
         os.close(fd)
+
+
+def _ends_whole(path: Path) -> bool:
+    """Return whether the last line was written to its end: not where the disk became full, or the machine went down, in its middle."""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def note_command(
@@ -103,7 +116,7 @@ def note_command(
     )
     try:
         if data_dir.is_dir():
-            append(data_dir / NAME, [entry])
+            append(data_dir / NAME, deque([entry]))
     except OSError as error:
         log.warning("the audit log in %s cannot be written: %s", data_dir, error.strerror)
 
@@ -156,18 +169,18 @@ class AuditLog:
     async def write(self) -> None:
         """Return when all entries noted so far stand in the file, also those that another call is writing.
 
-        Where the file cannot be written they are dropped, and the server's log says so once.
+        Where the file cannot be written they wait for the next ones, and the server's log says so once.
         """
         async with self._is_writing:
             self._has_more.clear()
-            entries = list(self._waiting)
-            self._waiting.clear()
+            entries, self._waiting = self._waiting, deque()
             if not entries:
                 return
             try:
                 await asyncio.to_thread(append, self._path, entries)
                 self._has_failed = False
             except OSError as error:
+                self._waiting = entries + self._waiting
                 if not self._has_failed:
                     log.error("the audit log %s cannot be written: %s", self._path, error.strerror)
                 self._has_failed = True

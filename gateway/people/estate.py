@@ -51,8 +51,10 @@ def export_to(to: Path, data_dir: Path, owner: str, name: str) -> int:
     try:
         with open(fd, "r+b") as file:
             return write_export(file, data_dir / SESSIONS_NAME, data_dir, owner, name)
-    except BaseException:
+    except BaseException as error:
         to.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # what was left to be written when the file was closed
+            raise StartupError(f"{to} cannot be written: {error.strerror}.") from error
         raise
 
 

@@ -199,10 +199,22 @@ class Roll:
         for line in person.lines:
             self._swap(line, replace(line, limits=limits))
 
+    def shut_out(self, person: Person) -> Person:
+        """Disable a person who is about to be erased, and let the lines name the owner, as what else tells it is erased, too.
+
+        A person who is gone already stays so.
+        """
+        if person.lines:
+            self.set_disabled(self.name_owner(person), True)
+        return self.find_or_gone(person.owner)
+
     def remove(self, person: Person) -> None:
-        """Remove a person with all keys."""
-        for line in person.lines:
-            self.rows.remove(line)
+        """Remove a person with all keys, those among them that came since the person was read."""
+        self.rows = [
+            row
+            for row in self.rows
+            if isinstance(row, str) or (row not in person.lines and self._owner_of(row) != person.owner)
+        ]
 
     def _new_line(self, person: Person, key: str) -> KeyLine:
         line = _line_for(person.name, key, is_operator=person.is_operator, owner=_owner_of(person))

@@ -6,6 +6,7 @@ Links and cookies are 256 random bits. Only their hashes are kept, in memory and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import sqlite3
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from gateway.access.auth import KeyRing, Principal, Withdrawn
 from gateway.errors import GatewayError
 from gateway.people.ledger import Ledger
+from gateway.sessions.connection import file_error
 
 _T = TypeVar("_T")
 
@@ -49,6 +51,8 @@ class SignIns:
         self._sessions: dict[str, SignedIn] = {}
         # Ended, but their open connections are not, so far.
         self._ended: list[Withdrawn] = []
+        # Ended, but still in the file.
+        self._unwritten: set[str] = set()
 
     @staticmethod
     async def open(ledger: Ledger, keys: KeyRing) -> SignIns:
@@ -104,10 +108,10 @@ class SignIns:
         cookie, expires_s = secrets.token_urlsafe(TOKEN_BYTES), self._clock() + SESSION_LASTS_S
         mark = _mark(cookie)
         own = [other for other, session in self._sessions.items() if session.owner == owner]
+        await _stored(self._ledger.add_browser, mark, owner, expires_s)
         for oldest in own[: max(len(own) - MAX_SESSIONS + 1, 0)]:
             self._ended.append(self._withdrawn(oldest, owner))
             await self._drop(oldest)
-        await _stored(self._ledger.add_browser, mark, owner, expires_s)
         self._sessions[mark] = SignedIn(owner, expires_s)
         principal = self._keys.signed_in(owner, _key(mark))
         if principal is None:
@@ -135,15 +139,18 @@ class SignIns:
 
     async def purge(self) -> None:
         """Remove links and browsers whose time is over from the file. Raises GatewayError `storage_failed`."""
+        await self._write_ends()
         await _stored(self._ledger.drop_old, self._clock())
 
     async def forget(self, owner: str) -> list[Withdrawn]:
         """End all sign-ins and links of a person, and return the sign-ins, as `sign_out` does. Raises GatewayError `storage_failed`."""
+        await _stored(
+            self._ledger.drop_sign_ins, owner
+        )  # first: where it fails, all is as it was, and may be asked again
         own = [mark for mark, session in self._sessions.items() if session.owner == owner]
         for mark in own:
             del self._sessions[mark]
             self._keys.signed_out(_key(mark))
-        await _stored(self._ledger.drop_sign_ins, owner)
         return [Withdrawn(_key(mark), owner, "", is_last=False) for mark in own]
 
     def _withdrawn(self, mark: str, owner: str) -> Withdrawn:
@@ -151,9 +158,17 @@ class SignIns:
         return Withdrawn(_key(mark), owner, person.name if person else "", is_last=False)
 
     async def _drop(self, mark: str) -> None:
+        """End a sign-in at once. Where the file cannot be written now, on a full disk, a purge takes it out of there."""
         self._sessions.pop(mark, None)
         self._keys.signed_out(_key(mark))
-        await _stored(self._ledger.drop_browser, mark)
+        self._unwritten.add(mark)
+        with contextlib.suppress(GatewayError):
+            await self._write_ends()
+
+    async def _write_ends(self) -> None:
+        for mark in list(self._unwritten):
+            await _stored(self._ledger.drop_browser, mark)
+            self._unwritten.discard(mark)
 
 
 def _mark(token: str) -> str:
@@ -170,4 +185,4 @@ async def _stored(work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.to_thread(work, *args)
     except sqlite3.Error as error:
         message = "Signing in does not work now. The server's log says why."
-        raise GatewayError("storage_failed", message) from error
+        raise file_error("sign-ins", error, message) from error

@@ -16,6 +16,7 @@ from gateway.access.person_limits import in_force
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from gateway.people.ledger import NAME, Day, Ledger, Spent
+from gateway.sessions.connection import file_error
 from gateway.settings.config import Config
 
 log = logging.getLogger(__name__)
@@ -53,13 +54,13 @@ class Usage:
         self.ledger, self._keys, self._metrics, self._clock = ledger, keys, metrics, clock
         self.max_tokens_per_day = max_tokens_per_day
         self._by_user = by_user
-        self._day = ""
-        # Of the present day, by owner.
-        self._today: dict[str, Spent] = {}
+        # By day and person, today and the day that was counted before.
+        self._days: dict[str, dict[str, Spent]] = {}
         # Not yet in the file, by owner and day.
         self._unsaved: dict[tuple[str, str], Spent] = {}
         self._learned: dict[str, tuple[str, str]] = {}
         self._saving = asyncio.Lock()
+        self._has_failed = False
         self._saves: set[asyncio.Task[None]] = set()
 
     @staticmethod
@@ -80,9 +81,9 @@ class Usage:
 
     async def load(self) -> None:
         """Take over what the file has of today. Raises GatewayError `storage_failed`."""
-        self._day = self.day()
-        days = await self._of_file(self.ledger.days, self._day)
-        self._today = {owner: spent for owner, _, spent in days}
+        day = self.day()
+        days = await self._of_file(self.ledger.days, day)
+        self._days = {day: {each.owner: each.spent for each in days if each.day == day}}
         self._learned = await self._of_file(self.ledger.key_owners)
 
     def day(self) -> str:
@@ -95,9 +96,13 @@ class Usage:
 
     def today(self, owner: str) -> Spent:
         """Return what a person has used today."""
-        if self._day != self.day():
-            self._day, self._today = self.day(), {}
-        return self._today.get(owner, Spent())
+        return self._of_day(self.day()).get(owner, Spent())
+
+    def _of_day(self, day: str) -> dict[str, Spent]:
+        if day not in self._days:
+            # Beside the day before: a clock that is put forward, and back again, must give nobody the tokens of today once more.
+            self._days = dict([*self._days.items()][-1:]) | {day: {}}
+        return self._days[day]
 
     def check(self, owner: str) -> None:
         """Refuse a person who has used all tokens of the day.
@@ -123,8 +128,10 @@ class Usage:
         """Count what a request has used, if it has used anything."""
         if not spent.num_tokens:
             return
-        self._today[owner] = self.today(owner).plus(spent)
-        key = owner, self._day
+        day = self.day()
+        counted = self._of_day(day)
+        counted[owner] = counted.get(owner, Spent()).plus(spent)
+        key = owner, day
         self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
         if self._by_user:
             user = self._keys.name_of(owner)
@@ -164,8 +171,13 @@ class Usage:
             except sqlite3.Error as error:
                 for key, spent in unsaved.items():
                     self._unsaved[key] = self._unsaved.get(key, Spent()).plus(spent)
-                log.warning("what people used could not be stored, and is tried again: %s", error)
+                if not self._has_failed:
+                    log.warning(
+                        "what people used could not be stored, and is tried again each second: %s", error
+                    )
+                self._has_failed = True
             else:
+                self._has_failed = False
                 self._learned |= learned
 
     async def days(self, since: str, owner: str | None) -> list[Day]:
@@ -175,7 +187,8 @@ class Usage:
 
     async def forget(self, owner: str) -> None:
         """Remove all that is known of a person. Raises GatewayError `storage_failed`."""
-        self._today.pop(owner, None)
+        for counted in self._days.values():
+            counted.pop(owner, None)
         async with self._saving:
             self._unsaved = {key: spent for key, spent in self._unsaved.items() if key[0] != owner}
             await self._of_file(self.ledger.forget, owner)
@@ -189,9 +202,8 @@ class Usage:
         try:
             return await asyncio.to_thread(work, *args)
         except sqlite3.Error as error:
-            log.error("the record of what people used failed: %s", error)
             message = "What people used cannot be read now. The server's log says why."
-            raise GatewayError("storage_failed", message) from error
+            raise file_error("the record of what people used", error, message) from error
 
 
 def spent_by_turn(final: Delta | None, question: str, num_generated: int) -> Spent:

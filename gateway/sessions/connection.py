@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -109,6 +110,8 @@ def _forget_pages(conn: sqlite3.Connection) -> None:
 
 def is_full(error: BaseException | None) -> bool:
     """Return whether the error says that the disk is full. SQLite calls it an I/O error if the shared memory of the log cannot grow."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
     code = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
 
@@ -141,12 +144,23 @@ _FAILURES: Final = frozenset(
 )
 
 
+def file_error(what: str, error: sqlite3.Error | OSError, message: str) -> GatewayError:
+    """Return what a client may know of an error of another file than the session database. message: unless the disk is full. The cause is logged."""
+    logger.error("%s: %s", what, error)
+    return disk_full() if is_full(error) else GatewayError("storage_failed", message)
+
+
+def disk_full() -> GatewayError:
+    """Return what a client may know of a full disk."""
+    return GatewayError("overloaded", "The server's disk is full; nothing was stored.")
+
+
 def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
     """Return what a client may know of a database error. The cause goes to the log, because it names what the operator must mend."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     logger.error("session database: %s", error)
     if is_full(error):
-        return GatewayError("overloaded", "The server's disk is full; nothing was stored.")
+        return disk_full()
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return GatewayError(
             "overloaded", "The session database is in use by another program; nothing was stored."

@@ -185,6 +185,10 @@ class FileRoom:
             await asyncio.to_thread(self._reserve.take_back)
         return result
 
+    async def give_some(self) -> bool:
+        """Give up a portion of the reserve; return False if nothing is left of it. The next purges take it back."""
+        return await asyncio.to_thread(self._reserve.give_some)
+
     async def fold_log(self) -> bool:
         """Fold the log into the file and empty the log; return False if the disk has no room for that."""
         try:

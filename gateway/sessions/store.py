@@ -327,6 +327,10 @@ class SessionStore:
         """Remove all that an owner has, at once and for ever, and return the number of sessions. The caller must have stopped the owner's turns."""
         return await self._room.erase_owner(owner, now)
 
+    async def make_room(self) -> bool:
+        """Give up some room that is kept for a full disk, for a write that must not wait until there is room; return False if none is left."""
+        return await self._room.give_some()
+
     async def begin_turn(
         self,
         owner: str,

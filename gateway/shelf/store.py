@@ -19,17 +19,21 @@ from msgspec import Meta
 
 from gateway.errors import GatewayError
 from gateway.sessions import SettingsPatch
+from gateway.sessions.connection import file_error
 
 NAME = "shelf.sqlite3"
-VERSION = 1
 MAX_PRESETS = 100  # of one person; chosen: a list that can still be read
 TOKEN_BYTES = 18  # chosen: 24 characters in a link; it cannot be guessed
 BUSY_TIMEOUT_S = 5.0
-_SCHEMA = (
+_SCHEMA_1 = (
     "CREATE TABLE links (token TEXT PRIMARY KEY, owner TEXT NOT NULL, session_id TEXT NOT NULL, UNIQUE (owner, session_id)) WITHOUT ROWID",
     """CREATE TABLE presets (owner TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL, is_shared INTEGER NOT NULL, body TEXT NOT NULL,
         PRIMARY KEY (owner, id)) WITHOUT ROWID""",
 )
+# Version 2: when the conversation of a link was made, so that a later one of the same id is not read by the link. NULL: made by version 1.
+_SCHEMA_2 = ("ALTER TABLE links ADD COLUMN created_at REAL",)
+_SCHEMAS = (_SCHEMA_1, _SCHEMA_2)
+VERSION = len(_SCHEMAS)
 
 
 class PresetBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,16 +64,18 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSession(NamedTuple):
-    """The conversation behind a link."""
+    """The conversation behind a link. created_at: when it was made, in seconds since the epoch; None where that is not known."""
 
     owner: str
     session_id: str
+    created_at: float | None
 
 
 class Shelf:
     """The file. Its methods block: not for the event loop.
 
-    Each raises GatewayError `storage_failed` where the disk or the file fails, and otherwise only the errors that it names.
+    Each raises GatewayError `storage_failed` where the disk or the file fails, `overloaded` where the disk is full, and otherwise only the errors
+    that it names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,12 +83,14 @@ class Shelf:
 
     # -- links -----------------------------------------------------------------------------------------------------------
 
-    def link(self, owner: str, session_id: str) -> str:
-        """Return the token of a conversation's link; one is made where there is none."""
+    def link(self, owner: str, session_id: str, created_at: float) -> str:
+        """Return the token of a conversation's link; one is made where there is none. created_at: when the conversation was made."""
         with self._open() as conn:
+            sql = "DELETE FROM links WHERE owner = ? AND session_id = ? AND created_at <> ?"
+            conn.execute(sql, (owner, session_id, created_at))
             conn.execute(
-                "INSERT OR IGNORE INTO links (token, owner, session_id) VALUES (?, ?, ?)",
-                (secrets.token_urlsafe(TOKEN_BYTES), owner, session_id),
+                "INSERT OR IGNORE INTO links (token, owner, session_id, created_at) VALUES (?, ?, ?, ?)",
+                (secrets.token_urlsafe(TOKEN_BYTES), owner, session_id, created_at),
             )
             sql = "SELECT token FROM links WHERE owner = ? AND session_id = ?"
             return str(conn.execute(sql, (owner, session_id)).fetchone()[0])
@@ -94,17 +102,18 @@ class Shelf:
         with self._open() as conn:
             conn.execute("DELETE FROM links WHERE owner = ? AND session_id = ?", (owner, session_id))
 
-    def links(self) -> list[SharedSession]:
-        """Return the conversations that have a link."""
+    def links(self) -> list[tuple[str, str]]:
+        """Return the owners and ids of the conversations that have a link."""
         if not self._path.exists():
             return []
         with self._open() as conn:
-            return [SharedSession(*row) for row in conn.execute("SELECT owner, session_id FROM links")]
+            return conn.execute("SELECT owner, session_id FROM links").fetchall()
 
     def behind(self, token: str) -> SharedSession:
         """Return the conversation behind a link. Raises GatewayError `not_found`."""
         with self._open() as conn:
-            found = conn.execute("SELECT owner, session_id FROM links WHERE token = ?", (token,)).fetchone()
+            sql = "SELECT owner, session_id, created_at FROM links WHERE token = ?"
+            found = conn.execute(sql, (token,)).fetchone()
         if found is None:
             raise GatewayError("not_found", "There is no such link, or it was withdrawn.", param="token")
         return SharedSession(*found)
@@ -163,14 +172,15 @@ class Shelf:
                 yield conn
                 conn.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            raise GatewayError("storage_failed", "Links and presets cannot be read or stored now.") from error
+            message = "Links and presets cannot be read or stored now."
+            raise file_error("links and presets", error, message) from error
 
     def _bring_up_to_date(self, conn: sqlite3.Connection) -> None:
         (version,) = conn.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            for statement in _SCHEMA:
-                conn.execute(statement)
-            conn.execute(f"PRAGMA user_version = {VERSION}")
-        elif version != VERSION:
+        if version > VERSION:
             message = "Links and presets are stored as another version of Overture does it."
             raise GatewayError("storage_failed", message)
+        for statement in (each for schema in _SCHEMAS[version:] for each in schema):
+            conn.execute(statement)
+        if version < VERSION:
+            conn.execute(f"PRAGMA user_version = {VERSION}")

@@ -29,9 +29,9 @@ export async function shareConversation(api, id) {
   const copy = button('Copy link', 'primary', (event) => copyFrom(event.currentTarget, url));
   const dialog = dialogWith('Share with the team',
     h('p', {}, 'Whoever may use this server can read this conversation by this link, as it is at that moment, with its pictures: without your settings and system prompt.'),
-    h('label', { htmlFor: 'share-link' }, 'Link'), field,
-    h('div', { class: 'dialog-buttons' }, button('Stop sharing', 'danger', () => withdraw().catch((error) => toast(error.message))),
-      button('Close', 'quiet', () => dialog.close()), copy));
+    h('form', { method: 'dialog' }, h('label', { htmlFor: 'share-link' }, 'Link'), field,
+      h('div', { class: 'dialog-buttons' }, button('Stop sharing', 'danger', () => withdraw().catch((error) => toast(error.message))),
+        button('Close', 'quiet', () => dialog.close()), copy)));
   return ask(dialog);
 }
 

@@ -159,7 +159,7 @@ def test_what_people_use_is_shown_exported_and_erased(
     expect(admin.page.get_by_role("dialog")).to_be_visible()
     admin.page.get_by_label("Write bob to confirm").fill("bob")
     admin.press("Erase")
-    expect(admin.page.locator(".toast")).to_contain_text("bob and 1 conversations are erased.")
+    expect(admin.page.locator(".toast")).to_contain_text("bob is erased. Conversations: 1.")
     expect(admin.row("bob")).to_have_count(0)
     assert status_of(admin, stage, stage.keys["bob"]) == 401
 
@@ -190,6 +190,7 @@ def test_a_link_signs_a_browser_in_until_it_signs_out(
     page.goto(link)
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("status")).to_contain_text("used already")
+    expect(page.get_by_role("button", name="Sign in")).to_be_hidden()
 
 
 def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
@@ -232,6 +233,7 @@ def test_a_member_is_told_that_the_page_is_for_operators(
     admin = Page(open_page(), site)
     admin.sign_in(stage.keys["bob"])
     expect(admin.page.get_by_text("for an operator's key only")).to_be_visible()
+    expect(admin.page.locator("section:visible, #who:visible")).to_have_count(1)
     expect(admin.page.get_by_role("button", name="Add a person")).to_be_hidden()
     admin.page.get_by_role("button", name="Use another key").click()
     admin.sign_in(stage.keys["ada"])

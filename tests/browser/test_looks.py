@@ -72,6 +72,23 @@ def test_model_output_becomes_lists_tables_and_code_that_can_be_copied_and_never
     assert chat.page.evaluate("navigator.clipboard.readText()") == "print('hi')"
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_the_page_says_does_not_lie_on_what_is_written(visit, page_watch, width: int) -> None:
+    page_watch.forgive()  # the browser notes the refusal
+    chat = visit(viewport={"width": width, "height": 800}).open()
+    files = [
+        {"name": f"text {number}.txt", "mimeType": "text/plain", "buffer": b"Low tide."}
+        for number in range(4)
+    ]
+    empty = {"name": "empty.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-"}
+    chat.page.locator("#file").set_input_files([*files, empty])
+    toast = chat.page.locator(".toast")
+    expect(toast).to_contain_text("empty.pdf")
+    expect(chat.page.locator(".composer-box")).to_contain_text("text 3.txt")
+    said, box = toast.bounding_box(), chat.page.locator(".composer-box").bounding_box()
+    assert box["y"] - 40 < said["y"] + said["height"] <= box["y"]
+
+
 @pytest.mark.parametrize("step_px", [200, 5])
 def test_the_reader_is_not_pulled_along(scripted, step_px: int) -> None:
     """Neither by one turn of a wheel nor in a trackpad's small steps, each of which ends close to the end."""

@@ -24,7 +24,12 @@ def test_a_conversation_is_read_by_its_link_until_that_is_withdrawn(
     row.get_by_role("button", name="Options").click()
     chat.page.get_by_role("menuitem", name="Share with the team").click()
     dialog = chat.page.get_by_role("dialog", name="Share with the team")
-    link = dialog.get_by_label("Link").input_value()
+    field = dialog.get_by_label("Link")
+    label, box = dialog.locator("label").bounding_box(), field.bounding_box()
+    assert box["y"] >= label["y"] + label["height"] and box["width"] > 350, (
+        "the label stands above, the link in full width"
+    )
+    link = field.input_value()
     assert link.startswith(f"{stage.url}/#/shared/")
 
     other = Chat(open_page(), Site(stage.url, stage.keys["bob"]))

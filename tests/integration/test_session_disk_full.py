@@ -6,6 +6,7 @@ The file runs itself as a process to be killed: ``python test_session_disk_full.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -17,9 +18,18 @@ from pathlib import Path
 
 import pytest
 
+from gateway.access.auth import KeyRing
+from gateway.access.key_file import key_file_line
 from gateway.errors import GatewayError, StartupError
+from gateway.people.audit import AuditLog, Entry
+from gateway.people.estate import export_to
+from gateway.people.ledger import Ledger
+from gateway.people.sign_ins import SignIns
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
 from gateway.sessions.room import Reserve
+from gateway.settings.config import Config
+from gateway.shelf.store import Shelf
+from tests.unit.gateway.front import Gateway
 
 pytestmark = pytest.mark.slow
 NOW = 1_700_000_000.0
@@ -184,6 +194,63 @@ async def test_a_conversation_larger_than_the_reserve_can_be_deleted(disk: Path)
     assert [summary.id for summary in found] == ["small"]
     await store.close()
     await check_sound(disk, kept | {"after"})
+
+
+@ON_TMPFS
+async def test_what_lies_beside_the_conversations_says_that_the_disk_is_full_and_goes_on(disk: Path) -> None:
+    """Links, sign-ins, exports and the audit log: refused whole and in words, and nothing of them is lost that was said to be there."""
+    shelf, audit = Shelf(disk / "shelf"), AuditLog(disk / "audit.jsonl")
+    ledger = await asyncio.to_thread(Ledger.open, disk / "people")
+    sign_ins = SignIns(ledger, KeyRing())
+    store = await SessionStore.open(disk / "sessions.sqlite3")
+    assert await talk(store, "s")
+    token = await asyncio.to_thread(shelf.link, "ann", "s", NOW)
+    audit.note(Entry(what="signed_in", about="before"))
+    await audit.write()
+    await asyncio.to_thread(fill, disk)
+    for act in (
+        asyncio.to_thread(shelf.link, "ann", "other", NOW),
+        asyncio.to_thread(shelf.withdraw, "ann", "s"),
+        sign_ins.make_link("ann"),
+    ):
+        with pytest.raises(GatewayError, match="The server's disk is full"):
+            await act
+    with pytest.raises(StartupError, match=r"ann cannot be exported|cannot be written"):
+        await asyncio.to_thread(export_to, disk / "ann.zip", disk, "ann", "ann")
+    assert not (disk / "ann.zip").exists()
+    for number in range(2000):  # what is left of the file's last page takes some
+        audit.note(Entry(what="signed_in", about=str(number)))
+    await audit.write()
+    (disk / "filler").unlink()
+    await audit.write()
+    lines = [
+        json.loads(line) for line in (disk / "audit.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
+    assert [line["about"] for line in lines] == ["before", *map(str, range(2000))]
+    assert shelf.behind(token).session_id == "s"
+    shelf.link("ann", "other", NOW)
+    await sign_ins.make_link("ann")
+    assert export_to(disk / "ann.zip", disk, "ann", "ann") == 1
+    await store.close()
+    ledger.close()
+
+
+@ON_TMPFS
+async def test_who_has_filled_the_disk_can_be_shut_out(disk: Path) -> None:
+    """The key file is written as a new one, for which not a byte is left."""
+    ada, bob = "ov-key-of-ada-for-tests-only", "ov-key-of-bob-for-tests-only"
+    lines = key_file_line("ada", ada, is_operator=True), key_file_line("bob", bob)
+    (disk / "keys").write_text("\n".join(lines) + "\n")
+    store = await SessionStore.open(disk / "sessions.sqlite3")
+    config = Config(port=0, data_dir=disk, kv_host_gib=0.25, api_key_file=disk / "keys")
+    gateway = Gateway(store, config)
+    async with gateway.server:
+        assert (await gateway.call("GET", "/api/sessions", key=bob)).status == 200
+        await asyncio.to_thread(fill, disk)
+        shut = await gateway.call("PATCH", "/v1/admin/people/bob", {"state": "disabled"}, key=ada)
+        assert (shut.status, shut.body["state"]) == (200, "disabled")
+        assert (await gateway.call("GET", "/api/sessions", key=bob)).status == 401
+    await store.close()
 
 
 async def test_the_barest_purge_writes_little_and_leaves_the_index_to_the_next_start(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gateway.errors import GatewayError, StartupError
 from gateway.people.estate import Erased
 from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
 from gateway.services import Services
+from gateway.sessions.connection import disk_full, is_full
 from gateway.shelf.store import NAME as SHELF_NAME
 from gateway.shelf.store import Shelf
 
@@ -53,7 +54,8 @@ async def person_of(services: Services, named: str) -> Person:
 async def change(services: Services, work: Callable[[Roll], _T]) -> _T:
     """Change the people of the key file by `work`, have the server follow at once, and return what `work` returned.
 
-    Raises GatewayError `not_found`, `conflict`, `storage_failed`; then nothing was changed.
+    On a full disk it takes of the room that is kept for that: whoever has filled the disk can still be shut out. Raises GatewayError `not_found`,
+    `conflict`, `storage_failed`, `overloaded`; then nothing was changed.
     """
     path, known = key_file_of(services), services.usage.key_owners()
 
@@ -66,7 +68,12 @@ async def change(services: Services, work: Callable[[Roll], _T]) -> _T:
                 raise RollError("This would leave no operator's key. Give another person one first.")
         return result
 
-    result = await _in_thread(write)
+    try:
+        result = await _in_thread(write)
+    except GatewayError as error:
+        if error.code != "overloaded" or not await services.store.make_room():
+            raise
+        result = await _in_thread(write)
     await read_again(services)
     return result
 
@@ -80,12 +87,14 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
         raise GatewayError("conflict", error.message) from error
     except StartupError as error:  # its text names files, which are the operator's machine's
         log.error("people could not be read or changed: %s", error.message)
+        if is_full(error.__cause__):
+            raise disk_full() from error
         message = "The key file cannot be read or changed now. The server's log says why."
         raise GatewayError("storage_failed", message) from error
 
 
 async def erase(services: Services, person: Person) -> Erased:
-    """Erase all data of a person removed from the key file: conversations, usage, learned habits, and KV on all nodes.
+    """Erase all data of a person who is shut out: conversations, usage, learned habits, and KV on all nodes.
 
     Raises GatewayError `overloaded` if a call or turn of the person's does not end, or if an engine is not up, so that its KV is left; then try
     again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Annotated, cast, get_args
 
@@ -144,10 +145,10 @@ async def delete_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session_id = request.match_info["id"]
-    # Its link first, for a later conversation of this name must not be read by it; and again after that, as one may have been made meanwhile.
-    await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
     await services.store.delete(owner, session_id, time.time())
-    await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
+    # Its link does not come back with it. Where that cannot be written now, on a full disk, a purge ends the link.
+    with contextlib.suppress(GatewayError):
+        await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
     services.list_feed.changed(owner, session_id)
     services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)

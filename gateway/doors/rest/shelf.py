@@ -56,13 +56,8 @@ async def make_link(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session = await services.store.get_session(owner, request.match_info["id"])
-    link = Link(await asyncio.to_thread(request.app[SHELF].link, owner, session.id))
-    try:
-        await services.store.get_session(owner, session.id)
-    except GatewayError:  # deleted meanwhile, and its links with it
-        await asyncio.to_thread(request.app[SHELF].withdraw, owner, session.id)
-        raise
-    return json_reply(link)
+    shelf = request.app[SHELF]
+    return json_reply(Link(await asyncio.to_thread(shelf.link, owner, session.id, session.created_at)))
 
 
 async def withdraw_link(request: web.Request) -> web.Response:
@@ -104,6 +99,8 @@ async def _shared(request: web.Request) -> tuple[str, Session, list[Turn]]:
     """Return the owner of the conversation behind the request's link, it, and those of its turns that others see. Raises GatewayError `not_found`."""
     found = await asyncio.to_thread(request.app[SHELF].behind, request.match_info["token"])
     session = await request.app[SERVICES].store.get_session(found.owner, found.session_id)
+    if found.created_at not in (None, session.created_at):
+        raise GatewayError("not_found", "The conversation of this link was deleted.", param="token")
     return found.owner, session, [turn for turn in session.turns if turn.status in ("done", "stopped")]
 
 

@@ -150,18 +150,18 @@ export class Admin {
   async #erase(person, path) {
     if (!await questions.confirmErasure(person.name)) return;
     const erased = await this.#do('DELETE', path);
-    if (erased) toast(`${person.name} and ${erased.num_sessions} conversations are erased.`);
+    if (erased) toast(`${person.name} is erased. Conversations: ${erased.num_sessions}.`);
   }
 
   /** Changes something and shows how it is then; resolves to the reply, or to null where it failed, which is said. */
   async #do(method, path, body) {
     try {
-      const reply = await this.api.call(method, path, body) ?? {};
-      await this.start();
-      return reply;
+      return await this.api.call(method, path, body) ?? {};
     } catch (error) {
       toast(error.message);
       return null;
+    } finally {
+      await this.start();
     }
   }
 }

@@ -16,6 +16,7 @@ button.addEventListener('click', async () => {
     location.replace('./');
   } catch (error) {
     said.textContent = error.message;
+    button.hidden = error.status === 401; // a link that is used up stays so
     button.disabled = false;
   }
 });

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import os
 import re
 import secrets
 from collections import Counter
@@ -181,12 +182,20 @@ def test_a_mistake_does_not_open_the_server(tmp_path: Path) -> None:
     """An empty key, and a key file that is missing, binary or has no key, are refused rather than taken for "no keys"."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "missing", tmp_path, binary, key_file(tmp_path, "# nobody yet", "")):
+    os.mkfifo(tmp_path / "pipe")
+    bad = (tmp_path / "missing", tmp_path, tmp_path / "pipe", binary, key_file(tmp_path, "# nobody yet", ""))
+    for path in bad:
         with pytest.raises(StartupError, match="key file"):
             KeyRing(key_file=path)
     for key in ("", "  ", "x" * 513):
         with pytest.raises(StartupError, match="API key"):
             KeyRing([KEY, key])
+
+
+def test_a_key_file_may_come_from_an_editor_of_windows(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "")
+    path.write_bytes(b"\xef\xbb\xbf" + key_file_line("ada", KEY).encode() + b"\r\n")
+    assert KeyRing(key_file=path).authenticate(KEY).name == "ada"
 
 
 def test_the_table_of_errors_is_that_of_the_protocol() -> None:

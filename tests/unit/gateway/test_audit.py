@@ -56,13 +56,24 @@ async def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> Non
     path = tmp_path / "audit.jsonl"
     path.symlink_to(tmp_path / "elsewhere")
     audit = AuditLog(path)
-    audit.note(Entry(what="operator_action"))
+    audit.note(Entry(what="operator_action", about="first"))
     await audit.write()
     assert not (tmp_path / "elsewhere").exists(), "a link is not followed: it may lead out of the folder"
     path.unlink()
     audit.note(Entry(what="operator_action", about="later"))
     await audit.write()
-    assert [each["about"] for each in lines(tmp_path)] == ["later"]
+    assert [each["about"] for each in lines(tmp_path)] == ["first", "later"]
+
+
+async def test_half_a_line_takes_no_other_with_it(tmp_path: Path) -> None:
+    """As a full disk or a power cut leaves it."""
+    (tmp_path / "audit.jsonl").write_text('{"what":"signed_')
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    audit.note(Entry(what="operator_action", about="later"))
+    await audit.write()
+    assert [
+        json.loads(line)["about"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()[1:]
+    ] == ["later"]
 
 
 async def test_writing_ends_when_lines_that_another_call_writes_are_there(tmp_path: Path) -> None:

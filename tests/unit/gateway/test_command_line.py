@@ -66,6 +66,14 @@ def test_the_help_shows_what_most_people_need_and_the_rest_by_groups() -> None:
     assert wrong.exit_code == 2 and "no group of settings" in wrong.stderr and "scheduling" in wrong.stderr
 
 
+def test_the_first_help_shows_a_command_a_line() -> None:
+    from overture_client import command
+
+    for group in (cli.cli, command.cli):
+        lines = [line.strip() for line in CliRunner().invoke(group, ["--help"]).stdout.splitlines()]
+        assert "Talk to it              overture chat" in lines
+
+
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
     from gateway.access.auth import KeyRing
 

@@ -91,7 +91,13 @@ def test_a_machine_in_order_gets_no_findings() -> None:
     assert not list(remedies.about_device("cuda", WITH_GPU, remedies.CUDA_BUILD, 1, is_checkout=True))
     assert not list(remedies.about_model(MODEL))
     assert not list(remedies.about_disk("/x", 9 * GIB, 8.0))
+    assert not list(remedies.about_full_disk("/x", 1 * GIB))
     assert advice() == ""
+
+
+def test_a_full_disk_of_the_data_folder_is_told() -> None:
+    (full,) = remedies.about_full_disk("/x", 3 << 20)
+    assert "3 MiB free: messages are refused" in full.problem and "--data-dir" in full.remedy
 
 
 def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:

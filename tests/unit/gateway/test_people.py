@@ -18,13 +18,13 @@ from click.testing import CliRunner
 
 from gateway import cli
 from gateway.access.auth import KeyRing, generate_key
-from gateway.access.key_file import key_file_line, owner_of
+from gateway.access.key_file import key_file_line, owner_of, parse_line
 from gateway.access.person_limits import NAMES, PersonLimits
 from gateway.advisories import learned_file
 from gateway.advisories.followers import SavedOwner
 from gateway.errors import GatewayError, StartupError
 from gateway.people.ledger import Day, Ledger, Spent
-from gateway.people.roll import changing
+from gateway.people.roll import changing, read_roll
 from gateway.sessions import SessionStore
 from gateway.sessions.archive import read_archive
 from gateway.shelf.store import NAME as SHELF_NAME
@@ -316,6 +316,19 @@ def everything_in(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
+def test_who_is_erased_leaves_the_file_also_where_the_owner_is_forgotten_by_then(tmp_path: Path) -> None:
+    """Of a line of an earlier version only what is erased knew the owner."""
+    path = tmp_path / "keys"
+    lines = [key_file_line(name, generate_key()) for name in ("ada", "bob")]
+    path.write_text("\n".join(lines) + "\n")
+    old = parse_line(lines[1])
+    assert old is not None
+    person = read_roll(path, {old.mark: "k_" + "b" * 32}).find("bob")
+    with changing(path, {}) as roll:
+        roll.remove(person)
+    assert path.read_text() == lines[0] + "\n"
+
+
 async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     """In processes of their own, because a store that is opened here holds its lock for this process only."""
     owners = ["k_" + "a" * 32, "k_" + "b" * 32]
@@ -327,7 +340,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     shelf = Shelf(data / SHELF_NAME)
     for owner in owners:
         shelf.put(owner, "p", PresetBody(name=f"preset of {owner[-1]}"))
-        shelf.link(owner, "s")
+        shelf.link(owner, "s", 0.0)
     environ = {**os.environ, "OVERTURE_API_KEY_FILE": "keys", "OVERTURE_DATA_DIR": "data"}
     environ["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
 

@@ -233,9 +233,12 @@ async def test_an_erasure_whose_engine_is_away_says_so_and_is_ended_later(gatewa
     assert (refused.status, refused.body["error"]["code"]) == (503, "overloaded")
     assert "All is erased but KV" in refused.body["error"]["message"]
     assert not await is_let_in(gateway, OTHER)
+    left = (await people(gateway))["bob"]
+    assert (left["state"], left["owner"]) == ("disabled", owner_of(OTHER)), "an operator sees who is left"
     gateway.node.erase_error = None
-    again = await gateway.call("DELETE", f"{ADMIN}/{owner_of(OTHER)}", key=KEY)
+    again = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
     assert (again.status, gateway.node.erased) == (200, [owner_of(OTHER)])
+    assert list(await people(gateway)) == ["ada"]
 
 
 async def _until_closed(socket: Any) -> Any:
@@ -267,7 +270,7 @@ async def test_an_erasure_waits_for_calls_that_are_still_stored(
     calling = asyncio.create_task(call())
     await is_under_way.wait()
     erasing = asyncio.create_task(gateway.call("DELETE", f"{ADMIN}/bob", key=KEY))
-    await until(lambda: "bob" not in gateway.server.services.keys.people().values())
+    await until(lambda: gateway.server.services.keys.person(bob) is None)
     for _ in range(50):
         await asyncio.sleep(0.002)
     assert not erasing.done()

@@ -1,6 +1,8 @@
 """Links to conversations, and presets: who may read, make and withdraw them, and that they go with their person."""
 
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -10,7 +12,7 @@ from gateway.access.key_file import owner_of
 from gateway.background import purge
 from gateway.errors import GatewayError
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore
-from gateway.shelf.store import MAX_PRESETS, NAME, PresetBody, Shelf
+from gateway.shelf.store import _SCHEMA_1, MAX_PRESETS, NAME, PresetBody, Shelf
 
 from .front import Gateway, Gateways, bearer
 from .parts import NOW
@@ -21,15 +23,15 @@ KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 
 def test_a_link_leads_to_its_conversation_until_it_is_withdrawn(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "shelf")
-    token = shelf.link("ann", "s")
-    assert shelf.link("ann", "s") == token != shelf.link("bob", "s")
-    assert shelf.behind(token) == ("ann", "s")
+    token = shelf.link("ann", "s", NOW)
+    assert shelf.link("ann", "s", NOW) == token != shelf.link("bob", "s", NOW)
+    assert shelf.behind(token) == ("ann", "s", NOW)
     shelf.withdraw("bob", "s")
-    assert shelf.behind(token) == ("ann", "s")
+    assert shelf.behind(token) == ("ann", "s", NOW)
     shelf.withdraw("ann", "s")
     with pytest.raises(GatewayError, match="withdrawn"):
         shelf.behind(token)
-    assert shelf.link("ann", "s") != token
+    assert shelf.link("ann", "s", NOW) != token
 
 
 def test_presets_are_ones_own_and_those_that_are_shared(tmp_path: Path) -> None:
@@ -148,6 +150,51 @@ async def test_a_link_ends_with_its_conversation_also_where_another_one_gets_its
     assert (await gateway.call("GET", f"/api/shared/{token}", key=bob)).status == 404
 
 
+async def test_a_link_is_of_one_conversation_however_that_went(
+    gateways: Gateways, store: SessionStore, tmp_path: Path
+) -> None:
+    """Deleting the last response of a conversation deletes it; its link leads to no later one, until that is shared, too."""
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    ann, bob = KEYS
+    now, later = time.time(), time.time() + RESTORE_WINDOW_S + 9
+    await store.record_turn(owner_of(ann), "agent", "a", "How?", answer="So.", makes_session=True, now=now)
+    old = (await gateway.call("POST", "/api/sessions/agent/link", key=ann)).body["token"]
+    await store.delete(owner_of(ann), "agent", now)
+    await store.record_turn(
+        owner_of(ann), "agent", "b", "Now?", answer="A secret.", makes_session=True, now=later
+    )
+    assert (await gateway.call("GET", f"/api/shared/{old}", key=bob)).status == 404
+    new = (await gateway.call("POST", "/api/sessions/agent/link", key=ann)).body["token"]
+    assert new != old
+    assert (await gateway.call("GET", f"/api/shared/{new}", key=bob)).status == 200
+    assert (await gateway.call("GET", f"/api/shared/{old}", key=bob)).status == 404
+
+
+async def test_links_of_the_first_version_lead_where_they_did(gateways: Gateways, tmp_path: Path) -> None:
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    ann, bob = KEYS
+    made = (await gateway.call("POST", "/api/sessions", {"title": "Tides"}, key=ann)).body["id"]
+    with closing(sqlite3.connect(tmp_path / NAME)) as conn, conn:
+        for statement in _SCHEMA_1:
+            conn.execute(statement)
+        conn.execute("INSERT INTO links VALUES ('old', ?, ?)", (owner_of(ann), made))
+        conn.execute("PRAGMA user_version = 1")
+    assert (await gateway.call("GET", "/api/shared/old", key=bob)).body["title"] == "Tides"
+    assert (await gateway.call("POST", f"/api/sessions/{made}/link", key=ann)).body["token"] == "old"
+
+
+async def test_a_conversation_is_deleted_also_where_its_link_cannot_be(
+    gateways: Gateways, tmp_path: Path
+) -> None:
+    """On a full disk deleting is the way to room."""
+    gateway: Gateway = await gateways(api_keys=KEYS)
+    made = (await gateway.call("POST", "/api/sessions", {}, key=KEYS[0])).body["id"]
+    await gateway.call("POST", f"/api/sessions/{made}/link", key=KEYS[0])
+    (tmp_path / NAME).write_bytes(b"no database" * 100)
+    assert (await gateway.call("DELETE", f"/api/sessions/{made}", key=KEYS[0])).status == 204
+    assert (await gateway.call("GET", f"/api/sessions/{made}", key=KEYS[0])).status == 404
+
+
 async def test_a_purge_ends_links_whose_conversations_are_gone(
     gateways: Gateways, store: SessionStore, tmp_path: Path
 ) -> None:
@@ -158,11 +205,11 @@ async def test_a_purge_ends_links_whose_conversations_are_gone(
     assert not (tmp_path / NAME).exists(), "a purge makes no file"
     for session in ("kept", "deleted"):
         await store.create_session("ann", session_id=session, now=time.time())
-    tokens = [shelf.link("ann", session) for session in ("kept", "deleted", "purged")]
-    tokens.append(shelf.link("bob", "kept"))
+    tokens = [shelf.link("ann", session, NOW) for session in ("kept", "deleted", "purged")]
+    tokens.append(shelf.link("bob", "kept", NOW))
     await store.delete("ann", "deleted", time.time())
     await purge(services, shelf, time.time())
-    assert shelf.behind(tokens[0]) == ("ann", "kept")
+    assert shelf.behind(tokens[0]) == ("ann", "kept", NOW)
     for token in tokens[1:]:
         with pytest.raises(GatewayError, match="withdrawn"):
             shelf.behind(token)

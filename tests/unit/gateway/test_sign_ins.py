@@ -131,6 +131,32 @@ async def test_what_is_open_ends_with_the_sign_in(gateway: Gateway, how: str) ->
     assert works is (how in ("sign out", "end")), "keys stay"
 
 
+async def test_who_signs_out_is_signed_out_also_where_that_cannot_be_written(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """On a full disk. After a restart the browser would be signed in again, were it not written later."""
+    cookie = await signed_in(gateway)
+    services = gateway.server.services
+    ledger = services.usage.ledger
+    headers = {"Cookie": f"{COOKIE}={cookie}"}
+    async with (
+        aiohttp.ClientSession(gateway.server.url, headers=headers) as http,
+        http.ws_connect("/ws") as socket,
+    ):
+        await socket.send_json({"type": "hello"})
+        assert (await socket.receive_json())["type"] == "ready"
+        ledger._conn.execute("PRAGMA query_only = ON")
+        everywhere = await gateway.call("DELETE", f"{ADMIN}/bob/sign-ins", key=KEY)
+        assert everywhere.status == 503 and await status(gateway, cookie) == 200, "may be asked again"
+        async with http.post("/v1/sign-out") as reply:
+            assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]
+        assert (await socket.receive_json())["code"] == "unauthorized"
+    assert await status(gateway, cookie) == 401
+    ledger._conn.execute("PRAGMA query_only = OFF")
+    await services.sign_ins.purge()
+    assert ledger.browsers(0.0) == []
+
+
 async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gateway) -> None:
     """Its turn goes on as for any page that has lost its connection, and other sign-ins and keys stay."""
     gateway.node.script = None

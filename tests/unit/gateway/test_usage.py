@@ -65,6 +65,24 @@ async def test_tokens_of_a_day_are_limited_over_a_restart_and_the_next_day_is_ne
     await usage.close()
 
 
+async def test_a_clock_that_jumps_forward_and_back_gives_nobody_a_second_day(tmp_path: Path) -> None:
+    clock = Calendar()
+    usage = await usage_in(tmp_path, max_tokens_per_day=100, clock=clock)
+    usage.add("ada", Spent(1, 40, 80))
+    clock.now_s += 400 * DAY_S
+    usage.check("ada")
+    usage.add("ada", Spent(1, 1, 1))
+    clock.now_s -= 400 * DAY_S
+    with pytest.raises(GatewayError, match="used 120 tokens today"):
+        usage.check("ada")
+    await usage.close()
+    usage = await usage_in(tmp_path, max_tokens_per_day=100, clock=clock)
+    assert usage.today("ada") == Spent(1, 40, 80)
+    await usage.forget("ada")
+    assert usage.today("ada") == Spent()
+    await usage.close()
+
+
 async def test_whose_a_key_of_an_older_line_is_is_noted_when_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{old_line('ada', KEY)}\n{old_line('bob', OTHER)}\n")
     keys = await asyncio.to_thread(lambda: KeyRing(key_file=tmp_path / "keys"))
