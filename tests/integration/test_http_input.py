@@ -74,6 +74,15 @@ async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
         assert error["code"] == "model_not_found" and part in error["message"]
 
 
+async def test_what_vllm_refuses_on_purpose_is_told_in_its_own_words(http: Http) -> None:
+    """By plain errors of Python's, too, which are told from mistakes by where they were raised."""
+    prompts = await refused(http, COMPLETIONS, {"model": MODEL, "prompt": []})
+    assert "at least one prompt" in prompts["message"]
+    choice = {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "nope"}}
+    body = await told(http.post(MESSAGES, json=BODY | {"messages": HELLO} | choice), 400)
+    assert body["error"]["type"] == "invalid_request_error" and "nope" in body["error"]["message"]
+
+
 async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(http: Http) -> None:
     """Before any stream begins, too."""
     for path, change in (
