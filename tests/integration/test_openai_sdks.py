@@ -247,6 +247,9 @@ async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
     client: OpenAI, claude: Claude
 ) -> None:
     """By each API."""
+    meant = await say(client, PARIS, **ASKS_WEATHER, tool_choice="required")
+    (call,) = meant.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"city": "Paris"}, "as where the model is free to call"
     for tool_choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         wish: Any = {"tools": tools(CITY), "tool_choice": tool_choice}
         answer = await say(client, **wish)
