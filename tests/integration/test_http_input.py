@@ -51,6 +51,9 @@ async def test_malformed_bodies(http: Http) -> None:
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+ODD_CALL = [{"role": "assistant", "tool_calls": [_CALL]}]
+ODD_PART = [{"role": "user", "content": ["hi"]}]
 NO_TEXT = [{"role": "user", "content": 5}]
 LONG = {"messages": [{"role": "user", "content": "Where is the harbour? " * 1500}]}
 
@@ -61,6 +64,13 @@ async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
         (CHAT, {"messages": "hi"}, "`messages` should be a list.", "messages"),
         (CHAT, {"messages": NO_TEXT}, "` should be a string or a list.", "messages[0].content"),
         (RESPONSES, {"input": NO_TEXT}, "` should be a string or a list.", "input[0].content"),
+        (
+            CHAT,
+            {"messages": ODD_CALL},
+            "` should be a string.",
+            "messages[…].tool_calls[0].function.arguments",
+        ),
+        (CHAT, {"messages": ODD_PART}, "` should be an object.", "messages[…].content[0]"),
         (CHAT, {"max_tokens": -1}, "max_tokens", "max_tokens"),
     ):
         error = await refused(http, path, BODY | change)
