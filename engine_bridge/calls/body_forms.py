@@ -161,7 +161,15 @@ def _messages(body: dict[str, Any]) -> dict[str, Any]:
         body = body | {"messages": _changed(body["messages"], _anthropic_message)}
     if isinstance(body.get("tools"), list):
         body = body | {"tools": _changed(body["tools"], _plain)}
-    return _thinking(body)
+    return _thinking(_with_format(body))
+
+
+def _with_format(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose answer's form stands where vLLM looks for it. Source: Anthropic's "Structured outputs", first in a field of its own."""
+    config, form = body.get("output_config"), body.get("output_format")
+    if form is None or not isinstance(config, dict | None):
+        return body
+    return body | {"output_config": {"format": form} | _plain(config or {})}
 
 
 def _check_tools(tools: Any) -> None:
