@@ -104,7 +104,10 @@ def _item(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item of `input`. An item with a role is a message, whether it says so or not."""
     item = without_nulls(item)
     if item.get("type", "message") == "message" and "role" in item:
-        return _assistant(item) if item["role"] == "assistant" else item | _parts(item, "content")
+        if item["role"] == "assistant":
+            return _assistant(item)
+        # The type is said, so that what does not fit is told of this form and of no other.
+        return item | {"type": "message"} | _parts(item, "content")
     if item.get("type") == "reasoning":
         return _reasoning(item)
     return item | _parts(item, "output")

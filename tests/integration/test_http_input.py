@@ -54,6 +54,7 @@ BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"ty
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
 ODD_CALL = [{"role": "assistant", "tool_calls": [_CALL]}]
 ODD_PART = [{"role": "user", "content": ["hi"]}]
+CHATS_PART = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 NO_TEXT = [{"role": "user", "content": 5}]
 LONG = {"messages": [{"role": "user", "content": "Where is the harbour? " * 1500}]}
 
@@ -71,6 +72,8 @@ async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
             "messages[…].tool_calls[0].function.arguments",
         ),
         (CHAT, {"messages": ODD_PART}, "` should be an object.", "messages[…].content[0]"),
+        (RESPONSES, {"input": CHATS_PART}, "'input_text'", "input[0].content[0].type"),
+        (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "'user'", "input[0].role"),
         (CHAT, {"max_tokens": -1}, "max_tokens", "max_tokens"),
     ):
         error = await refused(http, path, BODY | change)
