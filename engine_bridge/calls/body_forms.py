@@ -27,12 +27,12 @@ def usual_form(api: Api, body: Any, max_model_len: int) -> Any:
     """
     if not isinstance(body, dict):
         return body
-    body = _clipped(_without_nulls(api, body), max_model_len)
+    body = _clipped(_meant(api, body), max_model_len)
     change = _CHANGES.get(api)
     return change(body) if change is not None else body
 
 
-def _without_nulls(api: Api, body: dict[str, Any]) -> dict[str, Any]:
+def _meant(api: Api, body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without nulls, which mean nothing; for `/v1/completions` as it is, where vLLM takes null for an answer of any length."""
     means_something = ("max_tokens",) if api == "completions" else ()
     return {name: value for name, value in body.items() if value is not None or name in means_something}
@@ -52,7 +52,7 @@ def _as_number(value: Any) -> float:
         return 0
 
 
-def _plain(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Return an object without its nulls; any other value as it is."""
     return (
         {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
@@ -75,7 +75,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" in body:
         body = body | {"messages": _changed(body["messages"], _chat_message)}
     if "stream_options" in body:
-        body = body | {"stream_options": _plain(body["stream_options"])}
+        body = body | {"stream_options": without_nulls(body["stream_options"])}
     return body
 
 
@@ -84,7 +84,7 @@ def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None or name == "content"}
     for name in ("content", "tool_calls"):
         if isinstance(kept.get(name), list):
-            kept[name] = _changed(kept[name], _plain)
+            kept[name] = _changed(kept[name], without_nulls)
     return kept
 
 
@@ -94,7 +94,7 @@ def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
 def _responses(body: dict[str, Any]) -> dict[str, Any]:
     for name in ("reasoning", "text"):
         if name in body:
-            body = body | {name: _plain(body[name])}
+            body = body | {name: without_nulls(body[name])}
     if isinstance(body.get("input"), list):
         body = body | {"input": _changed(body["input"], _item)}
     return body
@@ -102,9 +102,12 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
 
 def _item(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item of `input`. An item with a role is a message, whether it says so or not."""
-    item = _plain(item)
+    item = without_nulls(item)
     if item.get("type", "message") == "message" and "role" in item:
-        return _assistant(item) if item["role"] == "assistant" else item | _parts(item, "content")
+        if item["role"] == "assistant":
+            return _assistant(item)
+        # The type is said, so that what does not fit is told of this form and of no other.
+        return item | {"type": "message"} | _parts(item, "content")
     if item.get("type") == "reasoning":
         return _reasoning(item)
     return item | _parts(item, "output")
@@ -115,7 +118,7 @@ def _parts(item: dict[str, Any], name: str) -> dict[str, Any]:
 
     def part(value: dict[str, Any]) -> dict[str, Any]:
         """Return one part."""
-        kept: dict[str, Any] = _plain(value)
+        kept: dict[str, Any] = without_nulls(value)
         return {"detail": "auto"} | kept if value.get("type") == "input_image" else kept
 
     return {name: _changed(item[name], part)} if isinstance(item.get(name), list) else {}
@@ -160,8 +163,16 @@ def _messages(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" in body:
         body = body | {"messages": _changed(body["messages"], _anthropic_message)}
     if isinstance(body.get("tools"), list):
-        body = body | {"tools": _changed(body["tools"], _plain)}
-    return _thinking(body)
+        body = body | {"tools": _changed(body["tools"], without_nulls)}
+    return _thinking(_with_format(body))
+
+
+def _with_format(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose answer's form stands where vLLM looks for it. Source: Anthropic's "Structured outputs", first in a field of its own."""
+    config, form = body.get("output_config"), body.get("output_format")
+    if form is None or not isinstance(config, dict | None):
+        return body
+    return body | {"output_config": {"format": form} | without_nulls(config or {})}
 
 
 def _check_tools(tools: Any) -> None:
@@ -250,6 +261,7 @@ def _as_text(*texts: Any) -> dict[str, Any]:
 
 _CHANGES: Mapping[Api, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "chat": _chat,
+    "tokenize": _chat,
     "responses": _responses,
     "messages": _messages,
     "count_tokens": _messages,

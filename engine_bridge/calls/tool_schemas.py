@@ -18,6 +18,8 @@ MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+# How llguidance writes JSON by a schema. It leaves out all spaces where nobody says otherwise.
+_SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 HELD = "// Calls held to the tools offered."
 """The first line of `held_calls`, a comment."""
 
@@ -67,6 +69,14 @@ def _closed(schema: Any) -> Any:
     return found
 
 
+def spaced(schema: Any) -> Any:
+    """Return a schema whose JSON has one line and a space behind each comma and colon, unless it says itself how its JSON is written.
+
+    Chat templates show tools and their calls in this form, so models have learned it; held to another one, a small model gets short values wrong.
+    """
+    return _SPACED | schema if isinstance(schema, dict) else schema
+
+
 def at_most_one(schema: Any) -> Any:
     """Return the schema of a list of calls, as vLLM writes it for `tool_choice: "required"`, with one call at most; other schemas as they are."""
     is_list = isinstance(schema, dict) and schema.get("type") == "array" and schema.get("minItems") == 1
@@ -82,11 +92,10 @@ def held_calls(tools: Mapping[str, Any]) -> str:
     Args:
         tools: the schema of each tool's arguments, by the tool's name.
     """
-    form = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
     calls, rules = [], []
     for index, (name, schema) in enumerate(tools.items()):
         opening = f'{{"name": {json.dumps(name)}, "arguments": '
-        arguments = closed({"type": "object", "properties": {}} | schema) | form
+        arguments = spaced(closed({"type": "object", "properties": {}} | schema))
         calls.append(f"call_{index}")
         rules.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(arguments)}")

@@ -29,6 +29,8 @@ _PASSING = frozenset(
         "function_call",
     )
 )
+# An item with a role is a message, whether it says so or not.
+_MESSAGE = ("type", "message")
 # Parts of an answer that clients may leave out when they send it back.
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
 # vLLM drops these blocks of Claude Code's system prompt, which differ in each call.
@@ -214,7 +216,7 @@ def _plain(value: Any) -> Any:
         return {
             name: _plain(part)
             for name, part in value.items()
-            if name not in _PASSING and part is not None and part != "" and part != []
+            if name not in _PASSING and part is not None and part not in ("", []) and (name, part) != _MESSAGE
         }
     return value
 

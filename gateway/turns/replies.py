@@ -15,6 +15,15 @@ from gateway.sessions import StoredResponse, Turn
 # Events with which the stream of a response ends. Source: OpenAI's Responses API.
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
 
+# Anthropic's reasons of an answer's end, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
+_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+}
+
 
 def session_named(header: str | None, body: dict[str, Any]) -> str | None:
     """Return the session that a call names: in its header, in its body as `session_id`, or in the body's `metadata`; the first of these counts.
@@ -266,7 +275,7 @@ class AnswerReader:
             if kind in _ENDS:
                 self.is_complete = True
                 self._note_items(response)
-                self._note_end("stop", response.get("usage"))
+                self._note_end(_end_of(response), response.get("usage"))
 
     def _on_choices(self, value: dict[str, Any], field: str) -> None:
         for choice in value.get("choices") or []:
@@ -291,7 +300,7 @@ class AnswerReader:
             if item.get("type") == "message":
                 self._parts.append(text_of(item.get("content")))
         self._note_items(value)
-        self._note_end("stop", value.get("usage"))
+        self._note_end(_end_of(value), value.get("usage"))
 
     def _note_items(self, response: dict[str, Any]) -> None:
         for item in response.get("output") or []:
@@ -303,8 +312,13 @@ class AnswerReader:
             self.tools[call_id] = tool["name"]
 
     def _note_end(self, reason: str | None, usage: dict[str, Any] | None) -> None:
-        self.finish_reason = reason or self.finish_reason
+        self.finish_reason = _REASONS.get(reason or "", reason) or self.finish_reason
         self.usage = _usage(usage) or self.usage
+
+
+def _end_of(response: dict[str, Any]) -> str:
+    """Return why a response ended."""
+    return "length" if response.get("status") == "incomplete" else "stop"
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -110,6 +110,8 @@ async def test_the_sdk_gets_what_vllm_computes_offline(api: Any, embedder: Serve
             np.testing.assert_allclose(found, [right[place] for place in at], rtol=1e-3, atol=1e-5)
             num_tokens = sum(len(ids[place]) for place in at)
             assert made.usage.prompt_tokens == made.usage.total_tokens == num_tokens
+    nothing: Any = {"encoding_format": None, "dimensions": None, "user": None}
+    assert (await api.embeddings.create(model=NAME, input=TEXTS[1], extra_body=nothing)).data
     short = (await api.embeddings.create(model=NAME, input=TEXTS, dimensions=8)).data
     head = np.array(right)[:, :8]
     np.testing.assert_allclose(

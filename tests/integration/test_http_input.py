@@ -51,6 +51,10 @@ async def test_malformed_bodies(http: Http) -> None:
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+ODD_CALL = [{"role": "assistant", "tool_calls": [_CALL]}]
+ODD_PART = [{"role": "user", "content": ["hi"]}]
+CHATS_PART = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 NO_TEXT = [{"role": "user", "content": 5}]
 LONG = {"messages": [{"role": "user", "content": "Where is the harbour? " * 1500}]}
 
@@ -61,6 +65,15 @@ async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
         (CHAT, {"messages": "hi"}, "`messages` should be a list.", "messages"),
         (CHAT, {"messages": NO_TEXT}, "` should be a string or a list.", "messages[0].content"),
         (RESPONSES, {"input": NO_TEXT}, "` should be a string or a list.", "input[0].content"),
+        (
+            CHAT,
+            {"messages": ODD_CALL},
+            "` should be a string.",
+            "messages[…].tool_calls[0].function.arguments",
+        ),
+        (CHAT, {"messages": ODD_PART}, "` should be an object.", "messages[…].content[0]"),
+        (RESPONSES, {"input": CHATS_PART}, "'input_text'", "input[0].content[0].type"),
+        (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "'user'", "input[0].role"),
         (CHAT, {"max_tokens": -1}, "max_tokens", "max_tokens"),
     ):
         error = await refused(http, path, BODY | change)
@@ -72,6 +85,15 @@ async def test_errors_have_one_form_with_plain_words(http: Http) -> None:
     for path, part in ((CHAT, "pirate"), (COMPLETIONS, MODEL)):
         error = await refused(http, path, BODY | {"model": "nope", "prompt": "a"}, 404)
         assert error["code"] == "model_not_found" and part in error["message"]
+
+
+async def test_what_vllm_refuses_on_purpose_is_told_in_its_own_words(http: Http) -> None:
+    """By plain errors of Python's, too, which are told from mistakes by where they were raised."""
+    prompts = await refused(http, COMPLETIONS, {"model": MODEL, "prompt": []})
+    assert "at least one prompt" in prompts["message"]
+    choice = {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "nope"}}
+    body = await told(http.post(MESSAGES, json=BODY | {"messages": HELLO} | choice), 400)
+    assert body["error"]["type"] == "invalid_request_error" and "nope" in body["error"]["message"]
 
 
 async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(http: Http) -> None:

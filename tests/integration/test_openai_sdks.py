@@ -182,6 +182,26 @@ async def test_a_named_session_keeps_the_call(client: OpenAI, server: Server) ->
     assert turn.finish_reason == "tool_calls"
 
 
+async def test_an_answer_that_is_cut_is_kept_as_one_that_can_go_on(http: Http, server: Server) -> None:
+    """By each API, whole and streamed."""
+    chat = {"messages": HELLO, "max_tokens": 1}
+    for path, body in (
+        (CHAT, chat),
+        (COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}),
+        (RESPONSES, {"input": "Hello!", "max_output_tokens": 1}),
+        (MESSAGES, chat),
+    ):
+        for stream in (False, True):
+            name = f"cut{path.replace('/', '-')}-{stream}"
+            cut = {"model": MODEL, "session_id": name, "stream": stream}
+            await told(http.post(path, json=body | cut))
+            (turn,) = (await server.services.store.get_session("local", name)).turns
+            assert (turn.finish_reason, turn.can_go_on) == ("length", True), name
+    whole = {"model": MODEL, "session_id": "whole", "max_tokens": 60, "messages": HELLO}
+    await told(http.post(MESSAGES, json=whole))
+    assert (await server.services.store.get_session("local", "whole")).turns[0].finish_reason == "stop"
+
+
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +267,9 @@ async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
     client: OpenAI, claude: Claude
 ) -> None:
     """By each API."""
+    meant = await say(client, PARIS, **ASKS_WEATHER, tool_choice="required")
+    (call,) = meant.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"city": "Paris"}, "as where the model is free to call"
     for tool_choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         wish: Any = {"tools": tools(CITY), "tool_choice": tool_choice}
         answer = await say(client, **wish)

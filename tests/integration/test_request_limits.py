@@ -139,6 +139,7 @@ async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_wi
         await ask(chat, "Hello!")
     assert (refused.value.code, refused.value.retryable) == ("internal", False)
     assert "secret" not in str(refused.value)
+    assert caplog.text.count("in breaks\n") >= 3, "the log says where each came from"
     assert "parser's secret" in caplog.text, "with where it came from; our own format leaves texts out"
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 import pytest_asyncio
@@ -67,6 +68,34 @@ async def test_a_stored_response_is_read_listed_and_deleted(client: Client) -> N
     assert (await client.all.retrieve(after.id)).output_text == after.output_text
     with pytest.raises(openai.NotFoundError):
         await client.say("Hello", previous_response_id="resp_nope")
+
+
+async def test_what_is_not_to_be_stored_is_not_stored_where_it_goes_on_from_a_response_either(
+    client: Client, server: Server
+) -> None:
+    made = await client.say("My secret word is Fezin.")
+    for is_streamed in (False, True):
+        wish: Any = {"previous_response_id": made.id, "store": False}
+        if is_streamed:
+            aside = (await client.events("What is my secret word?", **wish))[-1].response
+        else:
+            aside = await client.say("What is my secret word?", **wish)
+        assert "Fezin" in aside.output_text and aside.previous_response_id == made.id
+        with pytest.raises(openai.NotFoundError):
+            await client.all.retrieve(aside.id)
+    session = (
+        await client.all.with_raw_response.create(
+            model=MODEL,
+            input="Hello!",
+            previous_response_id=made.id,
+            extra_headers={"X-Session-Id": "kept"},
+            store=False,
+        )
+    ).headers["X-Session-Id"]
+    async with aiohttp.ClientSession(server.url) as http, http.get(f"/api/sessions/{session}") as response:
+        assert [turn["content"] for turn in (await response.json())["turns"]] == ["Hello!"], (
+            "whose client named it"
+        )
 
 
 async def test_log_probabilities_are_those_of_the_text(client: Client) -> None:

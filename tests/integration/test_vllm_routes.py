@@ -102,9 +102,11 @@ async def test_a_text_comes_back_from_its_tokens(http: Http) -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 1
     assert found["max_model_len"] == 4096
     assert (await told(http.post("/detokenize", json={"tokens": found["tokens"]})))["prompt"] == text
-    found = await tokenize(http, model="pirate", messages=HELLO)
-    answer = await told(http.post(CHAT, json=BODY))
-    assert found["count"] == answer["usage"]["prompt_tokens"]
+    nulls = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None}
+    for messages in (HELLO, [*HELLO, nulls, *HELLO]):
+        found = await tokenize(http, model="pirate", messages=messages)
+        answer = await told(http.post(CHAT, json=BODY | {"messages": messages}))
+        assert found["count"] == answer["usage"]["prompt_tokens"]
 
 
 async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(http: Http) -> None:

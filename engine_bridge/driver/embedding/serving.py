@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine_bridge.bridge import EngineThread
+from engine_bridge.calls.body_forms import without_nulls
 from engine_bridge.driver.apis.bodies import Rejected, as_unusable, error_reply, parse
 from engine_bridge.driver.embedding.engine import EmbeddingDriver
 from engine_bridge.driver.serving.stream_failures import engine_failed
@@ -103,7 +104,7 @@ class EmbeddingServing(ServingEmbedding):
         _TENANT.set(tenant)
         raw_request = SimpleNamespace(headers=headers, state=SimpleNamespace())
         try:
-            request = parse(EmbeddingCompletionRequest, body)
+            request = parse(EmbeddingCompletionRequest, without_nulls(body))
             reply: JsonReply = await self(request, raw_request)
         except Rejected as rejected:
             return error_reply(rejected.response, is_anthropic=False)

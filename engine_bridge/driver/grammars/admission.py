@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from engine_bridge.calls.tool_schemas import closed, is_held
+from engine_bridge.calls.tool_schemas import closed, is_held, spaced
 from engine_bridge.driver.grammars import running
 from engine_bridge.driver.vllm_api import (
     SamplingParams,
@@ -56,16 +56,18 @@ async def check_grammar(
 
 
 def close_schema(params: SamplingParams) -> None:
-    """Tighten a request's JSON schema (`tool_schemas.closed`), before its grammar is made of it.
+    """Tighten a request's JSON schema (`tool_schemas.closed`) and say how its JSON is written (`spaced`), before its grammar is made of it.
 
-    A schema that is not JSON stays for `grammar_of` to refuse.
+    Any object at all is such a schema, too. A schema that is not JSON stays for `grammar_of` to refuse.
     """
     structured = params.structured_outputs
+    if structured is not None and structured.json is None and structured.json_object:
+        structured.json, structured.json_object = {"type": "object"}, None
     if structured is None or structured.json is None:
         return
     with contextlib.suppress(ValueError, RecursionError):
         schema = structured.json
-        structured.json = closed(json.loads(schema) if isinstance(schema, str) else schema)
+        structured.json = spaced(closed(json.loads(schema) if isinstance(schema, str) else schema))
 
 
 def grammar_of(params: SamplingParams, config: Any) -> str | None:

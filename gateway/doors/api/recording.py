@@ -44,6 +44,7 @@ class Recording:
     Attributes:
         items: of a Responses call, its `input` as items; None for a call that is not kept as a response.
         previous: of a Responses call, its `previous_response_id`.
+        is_kept: whether it is kept at all; a call with `store` false that goes on from a response is not, unless it names its session, too.
         is_named: whether the call names its session; otherwise it begins a new session, of which only the response is kept.
         pictures: those of the question, as `data:` URLs.
         history_token_ids: the ids of the conversation so far, packed, as far as they are known.
@@ -56,6 +57,7 @@ class Recording:
     items: list[Any] | None = None
     previous: str | None = None
     history_token_ids: bytes = b""
+    is_kept: bool = True
     is_named: bool = True
     pictures: tuple[str, ...] = ()
 
@@ -80,32 +82,17 @@ async def recording_of(
     if api == "responses":
         await _put_items(services, owner, body)
     items = as_items(body) if api == "responses" else None
-    previous = body.pop("previous_response_id", None) if api == "responses" else None
-    if previous is not None:
-        previous = str(previous)
-        found = await services.store.responses.history(owner, previous)
-        if found is None:
-            raise GatewayError(
-                "not_found", f"There is no response {previous[:100]!r} here.", param="previous_response_id"
-            )
-        _check_stored(services, found, "previous_response_id")
-        body["input"] = items_of(found.turns) + as_items(body)
-        history = found.token_ids
-        session_id = session_id or found.session_id
-    elif conversation is not None:
-        found = await services.store.responses.of_session(owner, conversation)
-        if found is None:
-            raise GatewayError(
-                "not_found",
-                f"There is no conversation {conversation[:100]!r} here. It is one of your sessions: POST /api/sessions begins one.",
-                param="conversation",
-            )
-        _check_stored(services, found, "conversation")
-        last = found.turns[-1][1] if found.turns else None
-        previous = orjson.loads(last.reply)["id"] if last is not None else None
-        body["input"] = items_of(found.turns) + as_items(body)
-        history, session_id = found.token_ids, conversation
     keeps_response = api == "responses" and body.get("store") is not False
+    is_kept = keeps_response or session_id is not None or conversation is not None
+    previous = body.pop("previous_response_id", None) if api == "responses" else None
+    previous = str(previous) if previous is not None else None
+    if previous is not None or conversation is not None:
+        found = await _went_before(services, owner, previous, conversation)
+        if conversation is not None:
+            last = found.turns[-1][1] if found.turns else None
+            previous = orjson.loads(last.reply)["id"] if last is not None else None
+        body["input"] = items_of(found.turns) + as_items(body)
+        history, session_id = found.token_ids, conversation or session_id or found.session_id
     if session_id is None and not keeps_response:
         return None
     if session_id is not None:
@@ -119,11 +106,25 @@ async def recording_of(
     session_id = session_id or uuid.uuid4().hex
     adapter, question = adapter_named(services, body), question_of(api, body)
     shown = tuple(shown_in(api, body)) if is_named else ()
-    return Recording(owner, session_id, question, adapter, kept, previous, history, is_named, shown)
+    return Recording(owner, session_id, question, adapter, kept, previous, history, is_kept, is_named, shown)
 
 
-def _check_stored(services: Services, found: ResponseHistory, param: str) -> None:
-    """Raise GatewayError for a stored conversation that is longer than a body may be: with pictures in its turns it soon is."""
+async def _went_before(
+    services: Services, owner: str, previous: str | None, conversation: str | None
+) -> ResponseHistory:
+    """Return what a Responses call goes on from: a response, or else a conversation.
+
+    Raises GatewayError: there is none, or it is longer than a body may be, which it soon is with pictures in its turns.
+    """
+    if previous is not None:
+        found, param = await services.store.responses.history(owner, previous), "previous_response_id"
+        unknown = f"There is no response {previous[:100]!r} here."
+    else:
+        name, param = conversation or "", "conversation"
+        found = await services.store.responses.of_session(owner, name)
+        unknown = f"There is no conversation {name[:100]!r} here. It is one of your sessions: POST /api/sessions begins one."
+    if found is None:
+        raise GatewayError("not_found", unknown, param=param)
     stored = [response for _, response in found.turns if response is not None]
     if sum(len(each.items) + len(each.reply) for each in stored) > services.config.max_body_bytes:
         raise GatewayError(
@@ -131,6 +132,7 @@ def _check_stored(services: Services, found: ResponseHistory, param: str) -> Non
             f"The conversation is longer than a body may be ({services.config.max_body_bytes} bytes). Begin another, or send what counts of it.",
             param=param,
         )
+    return found
 
 
 def _take_conversation(body: dict[str, Any]) -> str | None:
@@ -191,6 +193,8 @@ async def record(
         reader: has read the answer.
         reply: the response object to keep, where it is another than the reader's.
     """
+    if not recording.is_kept:
+        return
     turn_id = uuid.uuid4().hex
     response = _stored(recording, reply or reader.reply)
     try:

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from engine_bridge.driver.grammars.admission import close_schema
+from engine_bridge.calls.tool_schemas import spaced
+from engine_bridge.driver.grammars.admission import close_schema, grammar_of
 from engine_bridge.driver.grammars.running import BoundedBackend, BoundedGrammar, NoRoom, take_failure
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -119,6 +121,7 @@ def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(backend: Ma
 
 
 OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
+ANY, BY_ITSELF = {"type": "object"}, {"x-guidance": {"whitespace_flexible": True}}
 CLOSED, OPEN = OBJECT | {"additionalProperties": False}, OBJECT | {"additionalProperties": True}
 
 
@@ -128,8 +131,27 @@ def test_an_object_has_no_properties_that_its_schema_does_not_name() -> None:
     for schema, after in (*schemas, ("{", "{"), ('"text"', "text"), ("[1]", [1])):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
         close_schema(params)
-        assert params.structured_outputs is not None and params.structured_outputs.json == after
+        assert params.structured_outputs is not None and params.structured_outputs.json == spaced(after)
+    anything = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    close_schema(anything)
+    assert anything.structured_outputs == StructuredOutputsParams(json=spaced(ANY))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     close_schema(params)
     close_schema(SamplingParams())
     assert params.structured_outputs == StructuredOutputsParams(regex="a+")
+
+
+def test_json_is_written_as_templates_write_it_unless_its_schema_says_how() -> None:
+    config = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
+    for schema, said, is_fit in (
+        (OBJECT, '{"city": "Oslo"}', True),
+        (OBJECT, '{"city":"Oslo"}', False),
+        (ANY, '{"a": [1, 2], "b": {"c": null}}', True),
+        (ANY, '{"a":1}', False),
+        (OBJECT | BY_ITSELF, '{"city":\n"Oslo"}', True),
+    ):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+        close_schema(params)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar_of(params, config), log_level=0)
+        tokens = list(said.encode())
+        assert (matcher.validate_tokens(tokens) == len(tokens)) is is_fit, said

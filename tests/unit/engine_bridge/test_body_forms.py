@@ -73,6 +73,21 @@ def test_documents_and_search_results_are_text_wherever_they_stand() -> None:
     assert formed("count_tokens", messages=[message])["messages"] == [message]
 
 
+def test_the_form_of_an_answer_may_stand_in_either_of_anthropics_fields() -> None:
+    old, new = {"type": "json_schema", "schema": {}}, {"type": "json_schema", "schema": {"type": "object"}}
+    for body, config in (
+        ({"output_format": old}, {"format": old}),
+        ({"output_format": old, "output_config": None}, {"format": old}),
+        (
+            {"output_format": old, "output_config": {"effort": "low", "format": None}},
+            {"format": old, "effort": "low"},
+        ),
+        ({"output_format": old, "output_config": {"format": new}}, {"format": new}),
+        ({"output_config": {"format": new}}, {"format": new}),
+    ):
+        assert usual_form("messages", body, 4096)["output_config"] == config
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [

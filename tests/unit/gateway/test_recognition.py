@@ -214,6 +214,10 @@ def test_what_passes_between_calls_makes_no_difference() -> None:
     assert one is not None and two is not None and one.prefixes == two.prefixes
     other = fingerprint("messages", plain | {"system": "Be long."})
     assert other is not None and other.prefixes != one.prefixes
+    part = {"type": "input_text", "text": "hi"}
+    short = fingerprint("responses", {"model": "m", "input": "hi"})
+    typed = fingerprint("responses", {"model": "m", "input": [{"type": "message"} | user([part])]})
+    assert short is not None and typed is not None and short.prefixes == typed.prefixes
 
 
 def test_items_of_responses_are_a_conversation() -> None:
