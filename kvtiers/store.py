@@ -133,14 +133,6 @@ class KvStore:
         if self._writer is not None and save.blocks:
             self._writer.wake()
 
-    @property
-    def has_evicted(self) -> bool:
-        """Whether anything has left host memory, or found no room there."""
-        return (
-            self._host.stats.num_evicted + self._host.stats.num_trimmed + self._host.stats.num_dropped_saves
-            > 0
-        )
-
     def use_device(self, keeps: Callable[[BlockKey], bool]) -> None:
         """Let blocks leave host memory first that the device keeps for now. keeps: says so of a key, on any thread, and raises nothing."""
         self._host.device_keeps = keeps

@@ -313,3 +313,31 @@ async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> Non
             after = await generate(node, prompt, session_id="s")
             assert after.token_ids == before.token_ids
             assert (after.kv.host, after.kv.recomputed) == (num_found, 300 - num_found)
+
+
+class DamagedOnce(Files):
+    """A disk of which the next read has wrong bits."""
+
+    is_due = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes, is_due = super().preadv(fd, buffers, offset), self.is_due
+        if is_due:
+            self.is_due, buffers[0][0] = False, buffers[0][0] ^ 0x10
+        return num_bytes
+
+
+async def test_what_is_computed_again_because_a_step_s_load_failed_is_kept(tmp_path: Path) -> None:
+    config = TiersConfig(host_bytes=64 << 20, disk_bytes=64 << 20, folder=tmp_path)
+    files, prompt = DamagedOnce(), text(1, 300)
+    tiers = KvTiers(config, files=files, policy=TrustsTheDisk())
+    async with engine(tiers) as node:
+        before = await generate(node, prompt, session_id="s")
+        assert await asyncio.to_thread(tiers.store.flush)
+        tiers.store.drop_host()
+        for files.is_due, num_found in ((True, 0), (False, 288)):
+            assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+            after = await generate(node, prompt, session_id="s")
+            assert after.token_ids == before.token_ids
+            assert after.kv.host + after.kv.disk == num_found
+        assert tiers.num_failed_loads

@@ -20,7 +20,7 @@ from bench.live.shared.serving import OvertureServer
 BASE = "base"
 ANSWER_TOKENS = 24
 LONG_TOKENS = 600
-"""Of a prompt: some of it lies outside of every window, and four of them fill the device."""
+"""Of a prompt: some of it lies outside of every window, and four of them fill the device of one rank."""
 DEVICE_TOKENS = 2048
 ADVISORY_S, MOST_TRIES = 10.0, 8
 READY_S = 120.0
@@ -122,8 +122,10 @@ class Asker:
                 await asyncio.sleep(0.2)
 
     async def fill_device(self) -> None:
-        """Have other prompts take all of the device's blocks."""
-        for _ in range(DEVICE_TOKENS // LONG_TOKENS + 2):
+        """Have other prompts take all of the device's blocks: each of two ranks has as many bytes as one, and so more tokens."""
+        [node, *_] = (await self.call("GET", "/v1/nodes"))["nodes"]
+        num_tokens = node["load"]["num_kv_blocks"] * node["load"]["block_size"]
+        for _ in range(num_tokens // LONG_TOKENS + 2):
             self._num_fillers += 1
             await self.complete(prompt_of(FIRST_FILLER + self._num_fillers), max_tokens=1)
 

@@ -381,6 +381,7 @@ class Restores:
         restore = known.restore
         num_blocks = num_loaded_tokens // (restore.block_tokens(self._block_size) if restore else 1)
         if is_resumed:
+            known.num_offered = 0
             num_wanted = (num_tokens - 1) // self._block_size
             if restore is not None and restore.whole is not None:
                 num_wanted = restore.first + restore.whole.num_tokens // self._block_size
@@ -503,12 +504,17 @@ class Restores:
         """Return the device blocks whose KV cannot be trusted after `invalid` ones did not load: those, and all behind them in any conversation.
 
         vLLM computes them again for running requests, but leaves them in its prefix cache meanwhile, where another request could take them for
-        good.
+        good. What is computed again is offered to the tiers again.
         """
         ran = {
             name: block_ids_of(name) for name, known in self._known.items() if known.num_offered is not None
         }
-        return spoiled_blocks(invalid, ran, self._sources, self._layout)
+        spoiled = spoiled_blocks(invalid, ran, self._sources, self._layout)
+        self.saves.forget(spoiled)
+        for name, groups in ran.items():
+            if any(spoiled.intersection(block_ids) for block_ids in groups):
+                self._known[name].num_offered = 0
+        return spoiled
 
     @property
     def _store(self) -> TierStore:

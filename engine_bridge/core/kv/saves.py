@@ -66,6 +66,13 @@ class Saves:
         self._block_of[key] = block_id
         return found
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks of the device were to hold: it is to be saved when they hold it."""
+        for block_id in block_ids:
+            before = self._on_device.pop(block_id, None)
+            if before is not None and self._block_of.get(before.key) == block_id:
+                del self._block_of[before.key]
+
     def find(self, key: BlockKey) -> OnDevice | None:
         """Return the block that has last held a key's content; None where there was none. It may hold other content by now."""
         block_id = self._block_of.get(key)

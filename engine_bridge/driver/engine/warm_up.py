@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Tokens of the warm-up's requests: one loads the lazy parts, so its time says nothing; a short one and a long one measure prefill.
-WARM_UP_TOKENS = (32, 32, 512)
+# Tokens of the warm-up's requests: one loads the lazy parts, so its time says nothing; short ones and a long one measure prefill. Of the short ones
+# the quicker one counts: one that was held up as long as the long one takes would say that tokens cost nothing, so that no KV is worth a copy.
+WARM_UP_TOKENS = (32, 32, 32, 512)
 # Tokens of prompts with an adapter on a GPU. Triton compiles a kernel when a step first needs it: other ones for a number of rows that 16 divides and
 # for one that it does not, and other ones from 128 rows on. The last two are more than a CUDA graph holds (512 by itself). Found by reading; without
 # them the first adapter took 0.7 s, and 6.8 s where nothing is compiled ahead (measured on an H200).

@@ -62,7 +62,7 @@ class LastSaves:
     def advance(self) -> None:
         """Save what host memory lacks of the blocks that are given away next."""
         store, restores = self._tiers.usable_store, self._tiers.restores
-        if store is None or restores is None or not store.has_evicted:
+        if store is None or restores is None:
             return
         try:
             for job in restores.saves.save_again(self._look(), store):

@@ -196,6 +196,36 @@ def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
     assert bench.restores.spoiled_by({99}, lambda name: [blocks[name]]) == {99}
 
 
+def test_what_is_computed_again_after_a_load_that_failed_is_saved() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 3))
+    bench.enter("a")
+    assert bench.match("a") == 12
+    bench.admit("a", 3)
+    (job,) = bench.step(a=22).saves
+    assert job.block_ids == [103, 104]
+    bench.shelf.saves.remove(job.save)  # as it was computed on what had not come
+    bench.shelf.on_disk.pop(keys_of("a", 3)[1])
+    assert bench.restores.spoiled_by({101}, lambda name: [list(range(100, 106))]) == set(range(101, 106))
+    (job,) = bench.step(a=12).saves
+    assert job.block_ids == [101]
+    (job,) = bench.step(a=22).saves
+    assert job.block_ids == [103, 104]
+
+
+def test_a_preempted_request_s_blocks_are_offered_again_in_their_new_places() -> None:
+    """The tiers may have lost what they had of it, or will: then what the device has is all there is."""
+    bench = Bench()
+    bench.enter("a")
+    (job,) = bench.step(a=22).saves
+    bench.shelf.saves.remove(job.save)
+    bench.restores.preempted("a", 22)
+    assert bench.match("a", is_resumed=True) == 0
+    bench.admit("a", 0, is_resumed=True)
+    (job,) = bench.restores.next_step([("a", 22)], lambda name: [list(range(200, 206))]).saves
+    assert job.block_ids == [200, 201, 202, 203, 204]
+
+
 def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     meter = PrefillMeter()
     assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None

@@ -31,8 +31,11 @@ class Sessions(Bench):
         self.computed: set[bytes] = set()
         self.num_lost = 0
 
-    def run(self, name: str, *, is_wrong: bool = False) -> None:
-        """One request of a session: what neither device nor host memory has is computed, and saved. Then its blocks are free."""
+    def run(self, name: str, *, is_wrong: bool = False, is_kept: bool = True) -> None:
+        """One request of a session: what neither device nor host memory has is computed, and saved. Then its blocks are free.
+
+        is_kept: whether the step keeps what it has saved.
+        """
         keys = keys_of(name, NUM_BLOCKS)
         entries = [key + bytes(4) for key in keys]
         found = [self.pool.get_cached_block(key, [0]) for key in keys]
@@ -64,7 +67,7 @@ class Sessions(Bench):
             for layer in range(SHAPE.num_layers):
                 self.copier.to_host(layer, job.block_ids, [slots[layer] for slots in job.save.slots])
             self.copier.catch_up()
-            settle(self.store, moves, is_right=not is_wrong)
+            settle(self.store, moves, is_right=is_kept and not is_wrong)
         self.pool.free_blocks(reversed(blocks))
         self.last_saves.advance()
 
@@ -119,6 +122,18 @@ def test_kv_that_is_wrong_is_never_saved(sessions: Sessions) -> None:
             sessions.run(f"s{number}")
             sessions.arrive()
     assert not sessions.store.num_held([BlockKey(keys_of("wrong", 1)[0])])
+
+
+def test_what_a_step_did_not_keep_because_of_another_s_rows_is_saved_before_the_device_loses_it(
+    sessions: Sessions,
+) -> None:
+    """Host memory has room for all, so nothing ever leaves it."""
+    sessions.run("s0", is_kept=False)
+    for number in range(1, NUM_HOST_BLOCKS // NUM_BLOCKS):
+        sessions.run(f"s{number}")
+        sessions.arrive()
+    sessions.run("s0")
+    assert sessions.num_lost == 0 and not sessions.store.stats().host.num_evicted
 
 
 def test_a_session_that_was_deleted_is_not_saved_again(sessions: Sessions) -> None:

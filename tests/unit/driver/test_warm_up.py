@@ -14,10 +14,10 @@ BLOCK_TOKENS = 16
 class Engine:
     """As vLLM's to the warm-up: a prompt in a step, then a token in each; what a prompt begins with like another is cached.
 
-    schedules_ahead: a step returns before it has been computed while there is another one to schedule.
+    schedules_ahead: a step returns before it has been computed while there is another one to schedule. held_up: a request whose prompt takes long.
     """
 
-    def __init__(self, *, schedules_ahead: bool) -> None:
+    def __init__(self, *, schedules_ahead: bool, held_up: str = "") -> None:
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
         self.now = 0.0
         self.tiers: Any = None
@@ -28,7 +28,7 @@ class Engine:
         executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
         self.engine_core = SimpleNamespace(engine_core=executor)
         self.seen_paused: set[bool] = set()
-        self._ahead = schedules_ahead
+        self._ahead, self._held_up = schedules_ahead, held_up
         self._lazy_s = LAZY_S
         self._cached: list[list[int]] = []
         self._to_schedule: list[float] = []  # steps, by what each takes
@@ -45,7 +45,8 @@ class Engine:
         num_cached = max((_num_common(ids, other) for other in self._cached), default=0)
         num_cached = min(num_cached, len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         self._cached.append(ids)
-        self._to_schedule = [self._lazy_s + STEP_S + (len(ids) - num_cached) * TOKEN_S, STEP_S]
+        extra_s = self._lazy_s + LAZY_S * (request_id == self._held_up)
+        self._to_schedule = [extra_s + STEP_S + (len(ids) - num_cached) * TOKEN_S, STEP_S]
         self._lazy_s = 0.0
 
     def has_requests(self) -> bool:
@@ -78,9 +79,12 @@ def _num_common(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
+@pytest.mark.parametrize("held_up", ["", "warm-up-1", "warm-up-2"])
 @pytest.mark.parametrize("schedules_ahead", [False, True])
-def test_the_first_table_knows_prefill_times(monkeypatch: pytest.MonkeyPatch, schedules_ahead: bool) -> None:
-    engine = Engine(schedules_ahead=schedules_ahead)
+def test_the_first_table_knows_prefill_times(
+    monkeypatch: pytest.MonkeyPatch, schedules_ahead: bool, held_up: str
+) -> None:
+    engine = Engine(schedules_ahead=schedules_ahead, held_up=held_up)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     tiers: Any = SimpleNamespace(is_paused=False)
     engine.tiers = tiers
