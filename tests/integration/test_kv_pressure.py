@@ -19,6 +19,7 @@ import pytest
 from engine_bridge.core.kv import kv_transfers
 from engine_bridge.driver.engine import building
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources
 from kvtiers.io.files import Files
@@ -340,4 +341,42 @@ async def test_what_is_computed_again_because_a_step_s_load_failed_is_kept(tmp_p
             after = await generate(node, prompt, session_id="s")
             assert after.token_ids == before.token_ids
             assert after.kv.host + after.kv.disk == num_found
+        assert tiers.num_failed_loads
+
+
+async def test_of_two_that_share_a_load_that_failed_neither_relies_on_the_other(tmp_path: Path) -> None:
+    """The first of them is gone before it has computed again what did not come."""
+    config = TiersConfig(host_bytes=64 << 20, disk_bytes=64 << 20, folder=tmp_path)
+    files, prompt = DamagedOnce(), text(1, 300)
+    tiers = KvTiers(config, files=files, policy=TrustsTheDisk())
+
+    def drop_the_first(driver: Any) -> None:
+        scheduler = driver._scheduler
+        handle = scheduler._handle_invalid_blocks
+
+        def handle_and_drop(*args: Any) -> set[str]:
+            found: set[str] = handle(*args)
+            assert len(found) == 2, "they share no load, and this test could not fail"
+            scheduler.finish_requests(scheduler.running[0].request_id, RequestStatus.FINISHED_ABORTED)
+            return found
+
+        scheduler._handle_invalid_blocks = handle_and_drop
+        time.sleep(0.5)  # both are asked meanwhile, so that one step starts both
+
+    async with engine(tiers) as node:
+        before = await generate(node, prompt, session_id="s")
+        for other in range(8):  # the device's blocks hold other words then
+            await generate(node, text(50 + other, 600))
+        assert await asyncio.to_thread(tiers.store.flush)
+        tiers.store.drop_host()
+        assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+        dropping = asyncio.create_task(node.run_on_engine(drop_the_first))
+        await asyncio.sleep(0.1)
+        files.is_due = True
+        asked = {asyncio.create_task(generate(node, prompt, session_id=name)) for name in ("s", "t")}
+        await dropping
+        ended, left = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        assert [task.result().token_ids for task in ended] == [before.token_ids]
         assert tiers.num_failed_loads

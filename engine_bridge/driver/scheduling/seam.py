@@ -74,6 +74,20 @@ class _Planned:
             self.scheduling.pace.ended(scheduler_output)
         return outputs
 
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any) -> Any:
+        """Have every request compute again what a load has not brought.
+
+        Of requests that share such a block vLLM has the first one compute it again, and counts on it for the others, which would go on with wrong KV
+        if the first one ended, lost its place, or came later than they.
+        """
+        affected = super()._handle_invalid_blocks(invalid_block_ids, *args)
+        for request in self.running:  # type: ignore[attr-defined]
+            if request.request_id in affected:
+                (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]
+                first = next(at for at, block_id in enumerate(block_ids) if block_id in invalid_block_ids)
+                request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)  # type: ignore[attr-defined]
+        return affected
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.num_ended_tokens += request.num_output_tokens
         if self.scheduling is not None:
