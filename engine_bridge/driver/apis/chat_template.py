@@ -42,10 +42,10 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     from engine_bridge.driver.vllm_api import HfRenderer, resolve_chat_template
 
     tokenizer = engine.renderer.get_tokenizer()
-    own: str = getattr(tokenizer, "chat_template", None) or ""
+    own = _own(tokenizer)
     if given and (fault := fault_of(given)):
         raise InvalidRequest(f"--chat-template: the file is no Jinja template: {fault}")
-    if not given and isinstance(own, str) and (fault := fault_of(own)):
+    if not given and (fault := fault_of(own)):
         log.warning(
             "this model's chat template is no Jinja template (%s): %s",
             fault,
@@ -59,3 +59,11 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
         return None, found
     log.warning("this model has no chat template: %s", _PLAINLY)
     return PLAIN, PLAIN
+
+
+def _own(tokenizer: Any) -> str:
+    """Return the template of a tokenizer, or all of those that it has by names, such as one for calls with tools; "" where none is for all calls."""
+    found: str | dict[str, str] = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(found, str):
+        return found
+    return "\n".join(found.values()) if "default" in found else ""
