@@ -34,7 +34,7 @@ def fault_of(template: str) -> str:
 def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     """Return the template that vLLM is to be given, None where it finds the model's own, and the template that conversations are rendered with.
 
-    given: the operator's. The second is "" for models whose conversations vLLM renders without a template.
+    given: the operator's. The second is, for models whose conversations vLLM renders without a template, the special tokens of which it makes them.
 
     Raises:
         InvalidRequest: the operator's is no template. Where the model's own is none, a plain one stands in for it.
@@ -52,8 +52,10 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
             _PLAINLY,
         )
         return PLAIN, PLAIN
-    if given or own or not isinstance(engine.renderer, HfRenderer):
+    if given or own:
         return given, given or own
+    if not isinstance(engine.renderer, HfRenderer):
+        return None, " ".join(getattr(tokenizer, "all_special_tokens", ()))
     found = resolve_chat_template(tokenizer, None, None, model_config=engine.model_config)
     if found is not None:
         return None, found

@@ -14,9 +14,9 @@ SOUND = "{% for message in messages %}{% generation %}{{ message.content }}{% en
 BROKEN = "{% for message in messages %}\n{{ message.content "
 
 
-def engine(own: Any) -> Any:
-    """An engine of vLLM's with a tokenizer that has this template."""
-    tokenizer = SimpleNamespace(chat_template=own)
+def engine(own: Any, special: tuple[str, ...] = ()) -> Any:
+    """An engine of vLLM's with a tokenizer that has this template and these special tokens."""
+    tokenizer = SimpleNamespace(chat_template=own, all_special_tokens=special)
     return SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
 
 
@@ -42,3 +42,9 @@ def test_of_several_templates_all_tell_how_the_model_writes_calls() -> None:
     given, template = chat_templates(engine({"default": SOUND, "tool_use": "<tool_call>"}), None)
     assert given is None
     assert choose_tool_parser("auto", "llama", template).name == "hermes"
+
+
+def test_without_a_template_special_tokens_tell_how_the_model_writes_calls() -> None:
+    given, template = chat_templates(engine(None, ("[INST]", "[TOOL_CALLS]")), None)
+    assert given is None
+    assert choose_tool_parser("auto", "mistral", template).name == "mistral"
