@@ -145,7 +145,12 @@ async def _next_of(source: AsyncIterator[Any]) -> Any:
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task if it runs, and return once it has ended. Its errors are ignored."""
+    """Cancel a task if it runs, and return once it has ended. Its errors are ignored.
+
+    Awaiting the task would raise its error once more, without the place where it was raised, which tells whose fault it is.
+    """
     task.cancel()
-    with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
-        await task
+    with suppress(asyncio.CancelledError):
+        await asyncio.wait({task})
+    if task.done() and not task.cancelled():
+        task.exception()  # otherwise asyncio logs that nobody has seen it
