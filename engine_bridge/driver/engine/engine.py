@@ -16,7 +16,6 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
 from engine_bridge.core.kv.sources import Sources
 from engine_bridge.driver.carried import facts_of
-from engine_bridge.driver.corrections import positions
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter, NoRanks
 from engine_bridge.driver.engine.building import build_engine, configure_environment, logs_as_usual
 from engine_bridge.driver.engine.model_facts import check_model
@@ -31,7 +30,6 @@ from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
     KV_TIERS,
     MODEL_FACTS,
-    POSITIONS,
     PROMOTION,
     REPORT,
 )
@@ -177,10 +175,8 @@ class VllmDriver:
         num_ranks, name = config.tensor_parallel_size, Path(config.model).name
         report(f"loading {name}" if num_ranks == 1 else f"loading {name} on {num_ranks} ranks")
         self._threads = make_threads(config)
-        if POSITIONS not in self._off:
-            positions.install()
         if MODEL_FACTS not in self._off:
-            check_model(config, tiers)
+            config = check_model(config, tiers)
         self.engine = build_engine(config, tiers, self._off)
         self._threads.mend()
         if tiers is not None and not reuses_kv(self.engine.vllm_config):

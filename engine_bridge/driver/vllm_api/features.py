@@ -88,10 +88,6 @@ ROTARY = Feature(
     "models with latent attention and plain RoPE write wrong answers on a CPU",
     device="cpu",
 )
-POSITIONS = Feature(
-    "contexts of scaled RoPE",
-    "a model with dynamic RoPE answers noise behind the context that it was trained for",
-)
 MAMBA2 = Feature(
     "prefix caching of Mamba2 layers on a CPU",
     "models with Mamba2 layers compute every prompt as a whole on a CPU",

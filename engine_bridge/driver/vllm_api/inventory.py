@@ -110,7 +110,6 @@ vllm.config:ModelConfig ENGINE at vllm_config.model_config
     read max_model_len
     KV_TIERS: read dtype hf_config hf_text_config model model_weights quantization
     MODEL_FACTS: read is_attention_free is_encoder_decoder is_hybrid runner_type
-    POSITIONS: replace get_and_verify_max_len(max_model_len)
     call get_vocab_size()
 vllm.model_executor.model_loader.utils MODEL_FACTS
     call get_model_architecture(model_config)
