@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 # where a mechanism is left out.
 _REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
 _OF_DRAFTS = "error for SpeculativeConfig"
+# Behind the reason stand where it was found, and names of some hundred other models.
+_SAYS_LITTLE = r" \[type=|\. Please check the logs|\. Supported architectures:"
 # By the class of a layer of vLLM's, what it calls on a CPU. Found by serving the models that have it: vLLM 0.32 builds the second for GPUs alone.
 _OPERATIONS = {"MambaMixer": "selective_scan_fwd"}
 # Kinds of RoPE for which vLLM multiplies the context by their factor, and makes a table of positions for the trained context alone. Behind its
@@ -58,7 +61,7 @@ def configuration_of(args: Any) -> Any:
         raise
     except ValueError as error:
         head, _, text = str(error).partition(_WHY)
-        why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
+        why = re.split(_SAYS_LITTLE, text, maxsplit=1)[0]
         if _UNDIVIDED in why:
             raise UnusableModel(why, DIVIDING_PARTS) from error
         if _OF_DRAFTS in head:
