@@ -25,10 +25,12 @@ MAX_FILES = 8
 # Files that decide how a model answers, besides its weights, of which names and sizes will do: reading them takes minutes.
 READ_FILES = (
     "config.json",
+    "params.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
 )
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 

@@ -22,7 +22,7 @@ from engine_bridge.settings.engine_config import kv_cache_bytes
 from engine_bridge.settings.machine import Machine, look
 from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
-from gateway.commands.model_files import fault_of
+from gateway.commands.model_files import description_of, fault_of, weight_bytes_of
 from gateway.commands.remedies import DoctorFinding, ModelFacts
 from gateway.settings.config import PROJECT_ROOT, Config
 from kvtiers.weights import folder_revision
@@ -342,8 +342,7 @@ def model_facts(config: Config) -> ModelFacts:
     """Return the facts about the model that its files tell without reading the weights."""
     folder = Path(config.model).expanduser()
     is_folder = os.path.isdir(folder)
-    weights = folder.glob("*.safetensors") if is_folder else ()
-    has_config, given = os.path.isfile(folder / "config.json"), named(config.engine_args)
+    has_config, given = description_of(folder) is not None, named(config.engine_args)
     has = {"has_weights": "load_format" not in given, "has_tokenizer": "tokenizer" not in given}
     return ModelFacts(
         name=config.model,
@@ -351,7 +350,7 @@ def model_facts(config: Config) -> ModelFacts:
         is_folder=is_folder,
         has_config=has_config,
         fault=fault_of(folder, **has) if has_config else "",
-        weight_bytes=sum(each.stat().st_size for each in weights),
+        weight_bytes=weight_bytes_of(folder) if is_folder else 0,
         is_cached=(_hub_cache() / f"models--{config.model.replace('/', '--')}").is_dir(),
     )
 

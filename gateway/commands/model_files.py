@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,30 @@ _TOKENIZERS = (
     "tokenizer.json tokenizer.model* *.model vocab.* tekken.json *.tiktoken *.gguf tokenization*.py".split()
 )
 _INDEX = "model.safetensors.index.json"
+# What describes a model: in Hugging Face's format, and in Mistral's own.
+_DESCRIPTIONS = ("config.json", "params.json")
 _POINTER = b"version https://git-lfs"
 # The header of a file of 100 GB with ten thousand tensors takes about one MB. Chosen far above.
 _MAX_HEADER_BYTES = 100_000_000
+
+
+def description_of(folder: Path) -> Path | None:
+    """Return the file of a folder that describes a model; None where there is none."""
+    return next((folder / name for name in _DESCRIPTIONS if os.path.isfile(folder / name)), None)
+
+
+def weight_bytes_of(folder: Path) -> int:
+    """Return the bytes of the safetensors files that are loaded. Folders of Mistral's have the weights in both formats, and one of them is."""
+    files = {path: path.stat().st_size for path in folder.glob("*.safetensors")}
+    own = sum(size for path, size in files.items() if path.name.startswith("consolidated"))
+    return max(own, sum(files.values()) - own)
 
 
 def fault_of(folder: Path, *, has_weights: bool = True, has_tokenizer: bool = True) -> str:
     """Return the first fault of a model's folder, as a sentence without its full stop; "" where none shows.
 
     Args:
-        folder: it has a config.json.
+        folder: it has one of the files that describe a model.
         has_weights: whether the weights are to come from it.
         has_tokenizer: whether the tokenizer is to come from it.
     """
@@ -33,9 +48,9 @@ def fault_of(folder: Path, *, has_weights: bool = True, has_tokenizer: bool = Tr
 
 
 def _faults(folder: Path, *, has_weights: bool, has_tokenizer: bool) -> Iterator[str]:
-    config = _json_of(folder / "config.json")
-    if not isinstance(config, dict):
-        yield f"{folder / 'config.json'} is not JSON that describes a model"
+    description = description_of(folder)
+    if description is not None and not isinstance(_json_of(description), dict):
+        yield f"{description} is not JSON that describes a model"
     if has_weights:
         yield from _faults_of_weights(folder)
     if has_tokenizer:

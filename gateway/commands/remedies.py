@@ -34,8 +34,9 @@ class DoctorFinding(Struct, frozen=True, kw_only=True):
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The model to serve, as far as the disk tells.
 
-    is_path: the setting means a folder, not the name of a model on a hub. weight_bytes: of its safetensors files; 0 if none are here. is_cached: a
-    model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a sentence; "" if none shows.
+    is_path: the setting means a folder, not the name of a model on a hub. has_config: a file in it describes the model. weight_bytes: of its
+    safetensors files; 0 if none are here. is_cached: a model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a
+    sentence; "" if none shows.
     """
 
     name: str
@@ -126,8 +127,8 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
         )
     elif not model.has_config:
         yield DoctorFinding(
-            problem=f"{model.name} has no config.json, so it is not a model in Hugging Face's format",
-            remedy="give the folder that holds config.json and the weights: --model FOLDER",
+            problem=f"{model.name} has neither config.json nor params.json, so it is not a model in Hugging Face's format or in Mistral's",
+            remedy="give the folder that holds one of them and the weights: --model FOLDER",
         )
     elif model.fault:
         yield DoctorFinding(

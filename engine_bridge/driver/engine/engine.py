@@ -176,7 +176,7 @@ class VllmDriver:
         report(f"loading {name}" if num_ranks == 1 else f"loading {name} on {num_ranks} ranks")
         self._threads = make_threads(config)
         if MODEL_FACTS not in self._off:
-            check_model(config, tiers)
+            config = check_model(config, tiers)
         self.engine = build_engine(config, tiers, self._off)
         self._threads.mend()
         if tiers is not None and not reuses_kv(self.engine.vllm_config):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,20 @@ from engine_bridge.settings.engine_config import EngineConfig
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
 
+log = logging.getLogger(__name__)
+
 # How pydantic writes that vLLM refuses a model, or, of the whole configuration, to split it into so many parts. Other faults of the whole may end
 # where a mechanism is left out.
 _REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
 _OF_DRAFTS = "error for SpeculativeConfig"
+# Behind the reason stand where it was found, and names of some hundred other models.
+_SAYS_LITTLE = r" \[type=|\. Please check the logs|\. Supported architectures:"
 # By the class of a layer of vLLM's, what it calls on a CPU. Found by serving the models that have it: vLLM 0.32 builds the second for GPUs alone.
 _OPERATIONS = {"MambaMixer": "selective_scan_fwd"}
+# Kinds of RoPE for which vLLM multiplies the context by their factor, and makes a table of positions for the trained context alone. Behind its
+# end a token is turned by what lies in memory there, so its answer is noise. Source: vLLM 0.32, `config/model.py`, `_get_and_verify_max_len`, and
+# `model_executor/layers/rotary_embedding`.
+_SHORT_TABLES = frozenset(("dynamic", "ntk"))
 _NEEDS_TORCHVISION = (
     "Models of families that can read pictures need torchvision for text, too: install the build for your torch, such as "
     "`pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu`"
@@ -51,7 +61,7 @@ def configuration_of(args: Any) -> Any:
         raise
     except ValueError as error:
         head, _, text = str(error).partition(_WHY)
-        why = text.partition(" [type=")[0].partition(". Please check the logs")[0]
+        why = re.split(_SAYS_LITTLE, text, maxsplit=1)[0]
         if _UNDIVIDED in why:
             raise UnusableModel(why, DIVIDING_PARTS) from error
         if _OF_DRAFTS in head:
@@ -88,8 +98,11 @@ def left_out_of(facts: ModelFacts, config: EngineConfig, *, has_tiers: bool) -> 
     return {name: why for name, why in left_out(facts).items() if asked.get(name)}
 
 
-def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
+def check_model(config: EngineConfig, tiers: KvTiers | None) -> EngineConfig:
     """Find out before the weights are loaded what a model rules out.
+
+    Returns:
+        the settings, with no longer a context than the model has positions for.
 
     Raises:
         CannotHave: the model cannot have what these settings ask for.
@@ -101,6 +114,23 @@ def check_model(config: EngineConfig, tiers: KvTiers | None) -> None:
         raise refused
     if reasons := left_out_of(facts, config, has_tiers=tiers is not None):
         raise CannotHave(reasons)
+    model = vllm_config.model_config
+    num_positions = num_positions_of(model.hf_text_config)
+    if num_positions is None or model.max_model_len <= num_positions:
+        return config
+    log.warning("the context ends at %s tokens: vLLM has no more positions of this model", num_positions)
+    return replace(config, max_model_len=num_positions)
+
+
+def num_positions_of(text_config: Any) -> int | None:
+    """Return how many positions vLLM's layers know where that may be less than the context that vLLM allows; else None.
+
+    text_config: a model's configuration, as transformers reads it.
+    """
+    ropes: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    nested = [each for each in ropes.values() if isinstance(each, dict)]  # by kinds of layers
+    kinds = {each.get("rope_type") for each in nested or [ropes]}
+    return getattr(text_config, "max_position_embeddings", None) if kinds & _SHORT_TABLES else None
 
 
 def prepare(settings: bytes) -> EngineConfig:

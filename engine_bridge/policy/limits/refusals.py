@@ -47,6 +47,11 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     _known(
+        r"(No \w+ MoE backend supports [^.]*)",
+        "vLLM has no kernel for this device that computes this model's quantised experts: {0}",
+        ANOTHER_DEVICE,
+    ),
+    _known(
         r"(.*(?:supported only for|only supported on) (?:CUDA|GPU|XPU|ROCm).*)",
         "vLLM does not compute this model on this device: {0}",
         ANOTHER_DEVICE,

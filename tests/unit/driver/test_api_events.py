@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from engine_bridge.driver.apis.failures import is_clients
 from engine_bridge.driver.serving.answer import Answer
 from engine_bridge.driver.serving.api_events import ApiEvents
 from engine_bridge.driver.serving.call import Call
 from engine_bridge.driver.serving.entrance import Entrance
+from engine_bridge.driver.serving.serving import _cancellable
 from engine_bridge.driver.serving.streams import Streams
-from engine_bridge.driver.vllm_api import RequestOutputKind, RetryableRequestError
+from engine_bridge.driver.vllm_api import RequestOutputKind, RetryableRequestError, get_max_tokens
 from engine_bridge.protocol.node import (
     CallFigures,
     Dropped,
@@ -206,3 +208,12 @@ async def test_an_output_that_cannot_be_read_ends_its_own_answer_and_no_other_on
     with pytest.raises(RetryableRequestError, match="Send the request again"):
         async with asyncio.timeout(10):
             await answers["b"].next()
+
+
+async def test_an_error_before_the_stream_keeps_the_place_where_it_was_raised() -> None:
+    async def too_long() -> None:
+        get_max_tokens(10, None, 11, {})
+
+    with pytest.raises(ValueError, match="context length") as raised:
+        await _cancellable(too_long())
+    assert is_clients(raised.value)

@@ -8,14 +8,15 @@ import pytest
 
 from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates
 from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.settings.parser_choice import choose_tool_parser
 
 SOUND = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% break %}{% endfor %}"
 BROKEN = "{% for message in messages %}\n{{ message.content "
 
 
-def engine(own: Any) -> Any:
-    """An engine of vLLM's with a tokenizer that has this template."""
-    tokenizer = SimpleNamespace(chat_template=own)
+def engine(own: Any, special: tuple[str, ...] = ()) -> Any:
+    """An engine of vLLM's with a tokenizer that has this template and these special tokens."""
+    tokenizer = SimpleNamespace(chat_template=own, all_special_tokens=special)
     return SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
 
 
@@ -35,3 +36,15 @@ def test_a_plain_template_stands_in_for_a_models_that_cannot_be_read(
     with caplog.at_level(logging.WARNING):
         assert chat_templates(engine(BROKEN), None) == (PLAIN, PLAIN)
     assert "line 2" in caplog.text and "--chat-template FILE" in caplog.text
+
+
+def test_of_several_templates_all_tell_how_the_model_writes_calls() -> None:
+    given, template = chat_templates(engine({"default": SOUND, "tool_use": "<tool_call>"}), None)
+    assert given is None
+    assert choose_tool_parser("auto", "llama", template).name == "hermes"
+
+
+def test_without_a_template_special_tokens_tell_how_the_model_writes_calls() -> None:
+    given, template = chat_templates(engine(None, ("[INST]", "[TOOL_CALLS]")), None)
+    assert given is None
+    assert choose_tool_parser("auto", "mistral", template).name == "mistral"

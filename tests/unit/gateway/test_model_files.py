@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.commands.doctor import at_start
-from gateway.commands.model_files import fault_of
+from gateway.commands.model_files import fault_of, weight_bytes_of
 from gateway.settings.config import Config
 
 HEADER = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})
@@ -86,3 +86,23 @@ def test_what_comes_from_elsewhere_is_not_asked_of_the_folder(folder: Path, tmp_
 def test_a_tokenizer_may_come_in_other_forms(folder: Path, name: str) -> None:
     (folder / "tokenizer.json").rename(folder / name)
     assert fault_of(folder) == ""
+
+
+def test_a_model_may_come_in_mistrals_own_format(folder: Path, tmp_path: Path) -> None:
+    for old, new in {
+        "config.json": "params.json",
+        "model.safetensors": "consolidated.safetensors",
+        "tokenizer.json": "tekken.json",
+    }.items():
+        (folder / old).rename(folder / new)
+    config = Config(model=str(folder), device="cpu", data_dir=tmp_path)
+    assert at_start(config)[0] == []
+    (folder / "params.json").write_text("{")
+    assert "params.json is not JSON" in at_start(config)[0][0].problem
+    (folder / "params.json").unlink()
+    assert "neither config.json nor params.json" in at_start(config)[0][0].problem
+
+
+def test_weights_in_both_formats_are_loaded_from_one(folder: Path) -> None:
+    (folder / "consolidated.safetensors").write_bytes(WEIGHTS)
+    assert weight_bytes_of(folder) == len(WEIGHTS)

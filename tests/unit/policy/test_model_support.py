@@ -67,6 +67,12 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             False,
         ),
+        (
+            "No Int8 MoE backend supports the deployment configuration (a=1). Set `ODD=DEBUG`",
+            "quantised experts: No Int8 MoE backend",
+            "--device",
+            False,
+        ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
