@@ -74,13 +74,15 @@ class _Planned:
             self.scheduling.pace.ended(scheduler_output)
         return outputs
 
-    def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any) -> Any:
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
         """Have every request compute again what a load has not brought.
 
         Of requests that share such a block vLLM has the first one compute it again, and counts on it for the others, which would go on with wrong KV
         if the first one ended, lost its place, or came later than they.
         """
-        affected = super()._handle_invalid_blocks(invalid_block_ids, *args)
+        affected: set[str] = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
         for request in self.running:  # type: ignore[attr-defined]
             if request.request_id in affected:
                 (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]

@@ -174,7 +174,7 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     call has_requests() get_request_counts()
     override schedule(*args, **kwargs)
     SCHEDULING: override _free_request(request, *args, **kwargs) _preempt_request(request, *args, **kwargs)
-    KV_TIERS: override reset_prefix_cache(*args, **kwargs)
+    KV_TIERS: override reset_prefix_cache(*args, **kwargs) _handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
     PACE: override update_from_output(scheduler_output, model_runner_output)
     LORA: override _handle_blocked_waiting_request(request)
     SCHEDULING: call _preempt_request(request, timestamp, *, drop_stale_output)
@@ -182,9 +182,10 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     SCHEDULING: look up in schedule: _preempt_request waiting peek_request pop_request prepend_requests
     SCHEDULING: look up in _preempt_request: prepend_request
     KV_TIERS: look up in schedule: has_pending_block_frees
+    KV_TIERS: look up in update_from_output: _handle_invalid_blocks
     SCHEDULING: look up in finish_requests: remove_requests _free_request
     SCHEDULING: look up in get_request_counts: waiting running
-    read kv_cache_manager max_num_scheduled_tokens running scheduler_config
+    read block_size kv_cache_manager max_num_scheduled_tokens running scheduler_config
     SCHEDULING: write waiting
     SCHEDULING: read max_num_running_reqs
     PACE: write adaptive_long_prefill_threshold max_num_scheduled_tokens
