@@ -149,7 +149,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozenset()) -> Any:
-    """Return vLLM's arguments for an engine with these settings.
+    """Return vLLM's arguments for an engine with these settings, and forget what the environment says against them.
 
     tiers: host memory and disk for KV; None for none. off: features that are left out.
     """
@@ -171,7 +171,6 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
-        # Also on a CPU, in place of VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
         "scheduler_cls": SCHEDULER,
@@ -191,6 +190,9 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
     }
     if on_cpu:
+        if config.kv_cache_gib is not None:
+            # vLLM would take this, in whole GiB, in place of the size that it is told.
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # What reading the largest picture takes is of no use where KV has a size of its own, and finding it out takes half a minute.
         options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
     else:

@@ -1,5 +1,6 @@
 import importlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def test_values_have_the_types_that_vllm_gives_them() -> None:
     assert typed({}) == {}
 
 
-def test_a_kv_cache_has_the_size_that_was_said() -> None:
+def test_a_kv_cache_has_the_size_that_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable of the environment goes before what vLLM is told, on a CPU."""
     for device, settings, num_bytes in (
         ("cpu", {"kv_cache_gib": 0.125}, 2**27),
         ("cpu", {"kv_cache_gib": 1.5}, 3 * 2**29),
@@ -37,8 +39,10 @@ def test_a_kv_cache_has_the_size_that_was_said() -> None:
         ("cuda", {"kv_cache_gib": 2.5}, 5 * 2**29),
         ("cuda", {}, None),  # what its share of memory leaves
     ):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         config = EngineConfig(model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, **settings)
         assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
+        assert ("VLLM_CPU_KVCACHE_SPACE" in os.environ) == (device == "cuda" or not settings)
 
 
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
