@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -317,15 +318,29 @@ async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> Non
 
 
 class DamagedOnce(Files):
-    """A disk of which the next read has wrong bits."""
+    """A disk of which the next read has wrong bits, and does not come before a step waits for it."""
 
-    is_due = False
+    def __init__(self) -> None:
+        self.is_due = False
+        self.is_awaited = threading.Event()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         num_bytes, is_due = super().preadv(fd, buffers, offset), self.is_due
         if is_due:
+            self.is_awaited.wait(10)
             self.is_due, buffers[0][0] = False, buffers[0][0] ^ 0x10
         return num_bytes
+
+    def watch(self, store: Any) -> None:
+        """Note when a step of this store's engine waits for a layer."""
+        wait_for_layer = store.wait_for_layer
+
+        def noted(*args: Any) -> int:
+            self.is_awaited.set()
+            found: int = wait_for_layer(*args)
+            return found
+
+        store.wait_for_layer = noted
 
 
 async def test_what_is_computed_again_because_a_step_s_load_failed_is_kept(tmp_path: Path) -> None:
@@ -333,6 +348,7 @@ async def test_what_is_computed_again_because_a_step_s_load_failed_is_kept(tmp_p
     files, prompt = DamagedOnce(), text(1, 300)
     tiers = KvTiers(config, files=files, policy=TrustsTheDisk())
     async with engine(tiers) as node:
+        files.watch(tiers.store)
         before = await generate(node, prompt, session_id="s")
         assert await asyncio.to_thread(tiers.store.flush)
         tiers.store.drop_host()
@@ -364,6 +380,7 @@ async def test_of_two_that_share_a_load_that_failed_neither_relies_on_the_other(
         time.sleep(0.5)  # both are asked meanwhile, so that one step starts both
 
     async with engine(tiers) as node:
+        files.watch(tiers.store)
         before = await generate(node, prompt, session_id="s")
         for other in range(8):  # the device's blocks hold other words then
             await generate(node, text(50 + other, 600))
