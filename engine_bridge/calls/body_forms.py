@@ -27,12 +27,12 @@ def usual_form(api: Api, body: Any, max_model_len: int) -> Any:
     """
     if not isinstance(body, dict):
         return body
-    body = _clipped(_meant(api, body), max_model_len)
+    body = _clipped(_without_outer_nulls(api, body), max_model_len)
     change = _CHANGES.get(api)
     return change(body) if change is not None else body
 
 
-def _meant(api: Api, body: dict[str, Any]) -> dict[str, Any]:
+def _without_outer_nulls(api: Api, body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without nulls, which mean nothing; for `/v1/completions` as it is, where vLLM takes null for an answer of any length."""
     means_something = ("max_tokens",) if api == "completions" else ()
     return {name: value for name, value in body.items() if value is not None or name in means_something}

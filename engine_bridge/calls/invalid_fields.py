@@ -93,7 +93,7 @@ def _is_form(part: Any) -> bool:
 def _field(loc: Sequence[Any]) -> str:
     """Return the name of a place: `("messages", 0, "UserMessage", "content", "str")` → `messages[0].content`.
 
-    vLLM reads the lists inside a chat's messages one by one: places in these begin with an index, and of which message it is nobody knows.
+    vLLM reads the lists inside a chat's messages one by one: places in these begin with an index and do not tell the message.
     """
     text = ""
     if isinstance(loc[0] if loc else "", int):

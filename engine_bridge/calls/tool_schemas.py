@@ -18,7 +18,7 @@ MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
-# How llguidance writes JSON by a schema. It leaves out all spaces where nobody says otherwise.
+# How llguidance writes JSON by a schema. By default it writes no spaces.
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 HELD = "// Calls held to the tools offered."
 """The first line of `held_calls`, a comment."""

@@ -153,4 +153,4 @@ async def ended(task: asyncio.Future[Any]) -> None:
     with suppress(asyncio.CancelledError):
         await asyncio.wait({task})
     if task.done() and not task.cancelled():
-        task.exception()  # asyncio logs errors that nobody has looked at
+        task.exception()  # otherwise asyncio logs the error as never retrieved
