@@ -4,6 +4,14 @@ import { h } from './dom.js';
 
 const shelf = document.getElementById('toasts');
 
+/** Moves the messages into the dialog that was opened last, since all else is covered and cannot be pressed. */
+function place() {
+  const home = [...document.querySelectorAll(':modal')].at(-1) ?? document.body;
+  if (shelf.parentNode !== home) home.append(shelf);
+}
+
+for (const kind of ['toggle', 'close']) document.addEventListener(kind, place, true); // before a closed dialog is removed
+
 /**
  * Shows a message at the bottom for a while.
  *
@@ -20,7 +28,7 @@ export function toast(text, { label, act, ms = 6000 } = {}) {
     } } }, label));
   }
   shelf.querySelector('.toast:not(:has(button))')?.remove();
-  (document.querySelector(':modal') ?? document.body).append(shelf);
+  place();
   shelf.append(note);
   setTimeout(remove, ms);
 }

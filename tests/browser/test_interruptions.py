@@ -71,28 +71,38 @@ def test_every_deletion_can_be_undone_on_any_screen(wired, widths: tuple[int, ..
             menu.click()
 
 
-def test_a_file_that_is_no_conversation_is_told_over_the_sheet(wired, page_watch) -> None:
+def test_messages_stand_over_the_sheet_and_stay_when_it_opens_or_closes(wired, page_watch) -> None:
     page_watch.forgive()  # the browser notes the refusal
     chat, _ = wired(viewport={"width": 390, "height": 844})
     page = chat.open().page
-    page.get_by_role("button", name="Settings").click()
-    bad = {"name": "x.json", "mimeType": "application/json", "buffer": b"not json"}
-    page.locator(".sheet input[type=file]").set_input_files([bad])
-    toast = page.locator(".toast")
-    expect(toast).to_be_visible()
-    # Asked when it stands: while it slides in, it may be elsewhere by the time at which it is looked for.
-    on_top = """async node => {
-        await Promise.all(node.getAnimations().map((each) => each.finished));
+    chat.ask("One to delete.")
+    page.locator("#menu-button").click()
+    chat.row("One to delete.").locator(".session").press("Delete")
+    page.keyboard.press("Escape")
+    settings = page.get_by_role("button", name="Settings")
+    settings.click()
+    sheet, toast = page.locator(".sheet"), page.locator(".toast")
+    expect(sheet).to_be_visible()
+    is_on_top = """node => {
         const { x, y } = node.getBoundingClientRect();
         return node.contains(document.elementFromPoint(x + 9, y + 9));
     }"""
-    assert toast.evaluate(on_top)
+    wait_for(page, lambda: toast.evaluate(is_on_top))
     page.keyboard.press("Escape")
-    expect(page.locator(".sheet")).to_be_hidden()
+    expect(sheet).to_be_hidden()
+    wait_for(page, lambda: toast.evaluate(is_on_top))
+    settings.click()
+    page.get_by_role("button", name="Undo").click()
+    expect(toast).to_have_count(0)
+
+    bad = {"name": "x.json", "mimeType": "application/json", "buffer": b"not json"}
+    page.locator(".sheet input[type=file]").set_input_files([bad])
+    expect(toast).to_contain_text("cannot be imported")
+    wait_for(page, lambda: toast.evaluate(is_on_top))
+    page.keyboard.press("Escape")
     page.locator("#file").set_input_files([bad | {"name": "x.png", "buffer": b"\x89PNG\0\xff"}])
     expect(toast).to_contain_text("x.png")
-    expect(toast).to_be_visible()
-    assert toast.evaluate(on_top)
+    wait_for(page, lambda: toast.evaluate(is_on_top))
 
 
 def test_typing_goes_where_one_clicked_after_a_rename_and_a_sent_message_with_a_file_is_no_draft(
