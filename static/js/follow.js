@@ -5,6 +5,7 @@ const NEAR_PX = 32; // chosen: one line and a bit counts as the end
 /** Watches one scrolling element. */
 export class Follower {
   #lastTop = 0;
+  #lastRest = 0; // px below what is seen
   #height = 0;
 
   /**
@@ -18,14 +19,16 @@ export class Follower {
     this.raised = null; // the turn whose question went to the top
     scroller.addEventListener('scroll', () => this.#onScroll(), { passive: true });
     pill.addEventListener('click', () => this.toEnd());
-    new ResizeObserver(() => this.following && this.#jump()).observe(scroller);
+    // The height of a turn is guessed until it is laid out, some frames after the jump to the end.
+    const resized = new ResizeObserver(() => this.following && this.#jump());
+    for (const each of [scroller, ...scroller.children]) resized.observe(each);
   }
 
   /** To be called after the text has grown. */
   grown() {
     const { scrollHeight } = this.scroller;
     if (this.following) this.#jump();
-    else if (this.#atEnd()) this.pill.hidden = true;
+    else if (this.#rest < NEAR_PX) this.pill.hidden = true;
     else if (scrollHeight > this.#height) this.pill.hidden = false;
     this.#height = scrollHeight;
   }
@@ -74,20 +77,21 @@ export class Follower {
   }
 
   #onScroll() {
-    const { scrollTop } = this.scroller;
-    if (scrollTop < this.#lastTop && !this.#atEnd(2)) this.following = false;
-    else if (this.#atEnd() && !this.raised) this.following = true;
+    const [{ scrollTop }, rest] = [this.scroller, this.#rest];
+    // Where turns above turn out lower than was guessed, the browser scrolls up as well, but what is below stays as much.
+    if (scrollTop < this.#lastTop && rest > Math.max(this.#lastRest, 2)) this.following = false;
+    else if (rest < NEAR_PX && !this.raised) this.following = true;
     if (this.following) this.pill.hidden = true;
-    this.#lastTop = scrollTop;
+    [this.#lastTop, this.#lastRest] = [scrollTop, rest];
   }
 
   #jump() {
     this.scroller.scrollTop = this.scroller.scrollHeight;
-    this.#lastTop = this.scroller.scrollTop;
+    [this.#lastTop, this.#lastRest] = [this.scroller.scrollTop, this.#rest];
   }
 
-  #atEnd(near = NEAR_PX) {
+  get #rest() {
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    return scrollHeight - scrollTop - clientHeight < near;
+    return scrollHeight - scrollTop - clientHeight;
   }
 }

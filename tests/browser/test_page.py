@@ -318,6 +318,24 @@ def test_pictures_go_along_with_a_message_and_stay_in_its_conversation(chat, sta
         node.max_images = 0
 
 
+def test_the_end_stays_in_sight_when_turns_are_laid_out_later_than_they_are_shown(chat) -> None:
+    turns = [
+        {"id": f"{number}", "parent": f"{number - 1}" if number else None, "content": f"number {number}"}
+        | {"answer": "word " * 300, "status": "done"}
+        for number in range(10)
+    ]
+    chat.bring_in({"format": "overture-conversation", "version": 1, "title": "Long", "turns": turns}, 10)
+    below_px = "() => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight"
+    chat.page.wait_for_function(f"{below_px} < 2")
+    for height in (900, 0):
+        chat.turns.last.evaluate("(turn, height) => { turn.style.paddingBottom = `${height}px`; }", height)
+        chat.page.wait_for_function(f"{below_px} < 2")
+    frames = "await new Promise((done) => { let left = 4; (function next() { if (left--) requestAnimationFrame(next); else done(); })(); });"
+    chat.page.evaluate(f"async () => {{ scroller.scrollTop -= 50; {frames} }}")
+    chat.turns.last.evaluate(f"async (turn) => {{ turn.style.paddingBottom = '900px'; {frames} }}")
+    assert chat.page.evaluate(below_px) > 900
+
+
 def test_pictures_are_read_when_they_come_into_sight(chat, stage) -> None:
     page, node = chat.page, stage.gateway.node
     node.max_images, read = 1, []
