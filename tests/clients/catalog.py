@@ -113,6 +113,13 @@ CLIENTS = (
     ),
     Client("aider", "aider-chat", "aider", remarks=COMMAND),
     Client("codex", "@openai/codex", "codex", has_long_prompts=True, remarks=f"{COMMAND}, by responses"),
+    Client(
+        "claude-code",
+        "@anthropic-ai/claude-code",
+        "claude-code",
+        has_long_prompts=True,
+        remarks=f"{COMMAND}, by messages",
+    ),
     *(
         Client(
             f"opencode-{api}",
