@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from engine_bridge.calls.instructions import PLACES, Instructions, Place
 from engine_bridge.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,77 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
         return None, found
     log.warning("this model has no chat template: %s", _PLAINLY)
     return PLAIN, PLAIN
+
+
+def place_instructions(renderer: Any, model_config: Any, given: str | None) -> None:
+    """Make a vLLM renderer put a conversation's instructions where its chat template takes them.
+
+    vLLM moves later ones to the beginning, where each new one changes all that comes behind it, or passes them on, and the template fails or leaves
+    them out. Renderers without a template are left as they are. given: the operator's template.
+    """
+    from engine_bridge.driver.vllm_api import HfRenderer, resolve_chat_template
+
+    if not isinstance(renderer, HfRenderer):
+        return
+    tokenizer = renderer.get_tokenizer()
+    # Some models have a template of its own for calls with tools.
+    ways: tuple[list[Any] | None, ...] = (None, [])
+    variants = {resolve_chat_template(tokenizer, given, way, model_config=model_config) for way in ways}
+    found = [instructions_of(tokenizer, variant) for variant in variants if variant]
+    if not found:
+        return
+    places = [each.place for each in found]
+    place = min(places, key=PLACES.index)
+    instructions = Instructions(place, all(each.has_developer for each in found))
+    if place != "anywhere":
+        log.info(
+            "the chat template takes instructions %s: others become part of the question before them",
+            _WHERE[place],
+        )
+    render = renderer.render_messages_async
+
+    async def render_messages(messages: Any, params: Any) -> Any:
+        """Render a conversation with its instructions where the template takes them."""
+        return await render(instructions.placed(messages), params)
+
+    renderer.render_messages_async = render_messages
+
+
+_WHERE = {"first": "at the beginning alone", "nowhere": "nowhere"}
+
+
+def instructions_of(tokenizer: Any, template: str) -> Instructions:
+    """Return what a chat template does with instructions, as it renders some."""
+
+    def takes(*roles: str, in_parts: bool) -> bool:
+        """Return whether the text of messages with these roles is rendered, at least that of all who ask or instruct."""
+        words = [f"word{number}" for number in range(len(roles))]
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": word}] if in_parts else word}
+            for role, word in zip(roles, words, strict=True)
+        ]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # a template raises what it likes
+            return False
+        return all(word in text for role, word in zip(roles, words, strict=True) if role != "assistant")
+
+    in_parts = not takes("user", in_parts=False)
+    if in_parts and not takes("user", in_parts=True):
+        return Instructions("anywhere", has_developer=True)  # it cannot be told: messages stay as they are
+    later = (
+        ("user", "system"),
+        ("system", "user", "system", "user"),
+        ("user", "assistant", "system", "user"),
+    )
+    place: Place = "first"
+    if not takes("system", "user", in_parts=in_parts):
+        place = "nowhere"
+    elif all(takes(*roles, in_parts=in_parts) for roles in later):
+        place = "anywhere"
+    return Instructions(place, takes("developer", "user", in_parts=in_parts))
 
 
 def _own(tokenizer: Any) -> str:

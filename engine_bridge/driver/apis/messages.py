@@ -1,7 +1,7 @@
-"""Anthropic's Messages API as vLLM serves it, with five corrections.
+"""Anthropic's Messages API as vLLM serves it, with six corrections.
 
-They concern tool calls that were cut short, requests that offer no tools, answers that the client has begun, the tokens that are counted as cached,
-and streams that end early.
+They concern instructions in the midst of a conversation, tool calls that were cut short, requests that offer no tools, answers that the client has
+begun, the tokens that are counted as cached, and streams that end early.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from engine_bridge.driver.apis.bodies import ANTHROPIC_ERROR_EVENT, ERROR_EVENT, error_reply
 from engine_bridge.driver.serving.call import Call, current_call
-from engine_bridge.driver.vllm_api import AnthropicServingMessages, ErrorResponse
+from engine_bridge.driver.vllm_api import AnthropicServingMessages, ErrorResponse, HfRenderer
 from engine_bridge.protocol.errors import InvalidRequest
 
 _DATA = "data: "
@@ -23,6 +23,12 @@ _DATA = "data: "
 
 class Messages(AnthropicServingMessages):
     """vLLM's class for Anthropic's Messages API, used in the same way."""
+
+    @classmethod
+    def _should_merge_inline_system(cls, online_renderer: Any) -> bool:
+        """Return whether later instructions go to the beginning: where there is a template, `place_instructions` has found them a place."""
+        is_templated = isinstance(online_renderer.renderer, HfRenderer)
+        return not is_templated and super()._should_merge_inline_system(online_renderer)
 
     @classmethod
     def to_chat_completion_request(cls, anthropic_request: Any, **options: Any) -> Any:

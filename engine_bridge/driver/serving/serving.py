@@ -34,6 +34,7 @@ from engine_bridge.driver.apis.bodies import (
     tell_no_insides,
 )
 from engine_bridge.driver.apis.chat import Chat, chunks_of
+from engine_bridge.driver.apis.chat_template import place_instructions
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
@@ -147,6 +148,7 @@ class Serving:
         bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
         self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
+        place_instructions(client.renderer, client.model_config, options.chat_template)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         roomy = copy(client.model_config)
         roomy.max_model_len *= MAX_SPELLING
@@ -576,10 +578,9 @@ def _common(first: list[int], second: list[int]) -> list[int]:
 
 
 def _is_too_long(result: Any) -> bool:
-    is_refused = (
-        isinstance(result, ErrorResponse) and result.error.code == 400
-    )  # other errors may quote a name of the client's
-    return is_refused and is_too_long(result.error.message)
+    if not isinstance(result, ErrorResponse) or result.error.code != 400:
+        return False  # other errors may quote a name of the client's
+    return is_too_long(result.error.message)
 
 
 async def _cancellable(calling: Awaitable[Any]) -> Any:

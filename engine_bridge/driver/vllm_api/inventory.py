@@ -451,6 +451,7 @@ vllm.renderers.base:BaseRenderer APIS at renderer
     KEPT_TOKENS: read _executor
     TOKENIZER_TURNS: read _executor
     PLAIN_CONTENT: read _executor
+    APIS: replace render_messages_async(messages, params)
     PLAIN_CONTENT: replace render_messages_async(messages, params) tokenize_prompts_async(prompts, params)
 vllm.multimodal.media.connector APIS
     read MEDIA_CONNECTOR_REGISTRY
@@ -510,7 +511,8 @@ vllm.entrypoints.anthropic.serving:AnthropicServingMessages APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
         chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
         create_messages(request, raw_request) count_tokens(request, raw_request)
-    override to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
+    override _should_merge_inline_system(online_renderer)
+        to_chat_completion_request(anthropic_request, **options) messages_full_converter(generator) message_stream_converter(generator)
 vllm.entrypoints.anthropic.api_router APIS
     call translate_error_response(response)
 # -- bodies and replies; `CLIENT_FIELDS` are `SERVER_FIELDS` in `engine_bridge/driver/apis/bodies.py` ------------------

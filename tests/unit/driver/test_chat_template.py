@@ -1,15 +1,18 @@
 """A chat template that cannot be read is found when the server starts, not by the first conversation."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates
+from engine_bridge.calls.instructions import Instructions
+from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, instructions_of
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.parser_choice import choose_tool_parser
 
+DEMO = Path(__file__).parents[3] / "demo/model"
 SOUND = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% break %}{% endfor %}"
 BROKEN = "{% for message in messages %}\n{{ message.content "
 
@@ -48,3 +51,40 @@ def test_without_a_template_special_tokens_tell_how_the_model_writes_calls() -> 
     given, template = chat_templates(engine(None, ("[INST]", "[TOOL_CALLS]")), None)
     assert given is None
     assert choose_tool_parser("auto", "mistral", template).name == "mistral"
+
+
+EACH = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+SYSTEM_FIRST = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}"
+)
+SILENT = "{% for message in messages %}{% if loop.first or message.role != 'system' %}{{ message.content }}{% endif %}{% endfor %}"
+IN_TURN = (
+    "{% set rest = messages %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set rest = messages[1:] %}{% endif %}"
+    "{% for message in rest %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn!') }}{% endif %}"
+    "{{ message.content }}{% endfor %}"
+)
+NO_SYSTEM = "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no!') }}{% endif %}{{ message.content }}{% endfor %}"
+PARTS = (
+    "{% for message in messages %}{% for part in message.content %}{{ part['text'] }}{% endfor %}{% endfor %}"
+)
+TWO_ROLES = "{% for message in messages %}{% if message.role in ('user', 'system') %}{{ message.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (EACH, Instructions("anywhere", True)),
+        (SYSTEM_FIRST, Instructions("first", True)),
+        (SILENT, Instructions("first", True)),
+        (IN_TURN, Instructions("first", False)),
+        (NO_SYSTEM, Instructions("nowhere", True)),
+        (PARTS, Instructions("anywhere", True)),
+        (TWO_ROLES, Instructions("anywhere", False)),
+        ("{{ messages | length }}", Instructions("anywhere", True)),
+    ],
+)
+def test_a_template_shows_where_it_takes_instructions(template: str, expected: Instructions) -> None:
+    from transformers import AutoTokenizer
+
+    assert instructions_of(AutoTokenizer.from_pretrained(DEMO), template) == expected
