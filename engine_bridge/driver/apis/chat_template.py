@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from engine_bridge.calls.instructions import PLACES, Instructions, Place
+from engine_bridge.calls.template_rules import PLACES, Place, TemplateRules
 from engine_bridge.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     return PLAIN, PLAIN
 
 
-def place_instructions(renderer: Any, model_config: Any, given: str | None) -> None:
-    """Make a vLLM renderer put a conversation's instructions where its chat template takes them.
+def follow_template(renderer: Any, model_config: Any, given: str | None) -> None:
+    """Make a vLLM renderer give conversations the form that its chat template takes.
 
-    vLLM moves later ones to the beginning, where each new one changes all that comes behind it, or passes them on, and the template fails or leaves
-    them out. Renderers without a template are left as they are. given: the operator's template.
+    vLLM moves later instructions to the beginning, where each new one changes all that comes behind it, or passes them on, and the template fails or
+    leaves them out. Renderers without a template are left as they are. given: the operator's template.
     """
     from engine_bridge.driver.vllm_api import HfRenderer, resolve_chat_template
 
@@ -78,31 +78,26 @@ def place_instructions(renderer: Any, model_config: Any, given: str | None) -> N
     # Some models have a template of its own for calls with tools.
     ways: tuple[list[Any] | None, ...] = (None, [])
     variants = {resolve_chat_template(tokenizer, given, way, model_config=model_config) for way in ways}
-    found = [instructions_of(tokenizer, variant) for variant in variants if variant]
-    if not found:
-        return
-    places = [each.place for each in found]
-    place = min(places, key=PLACES.index)
-    instructions = Instructions(place, all(each.has_developer for each in found))
-    if place != "anywhere":
-        log.info(
-            "the chat template takes instructions %s: others become part of the question before them",
-            _WHERE[place],
-        )
+    found = [rules_of(tokenizer, variant) for variant in variants if variant] or [TemplateRules()]
+    rules = TemplateRules(
+        min((each.place for each in found), key=PLACES.index),
+        all(each.has_developer for each in found),
+        any(each.alternates for each in found),
+    )
+    if rules.place != "anywhere":
+        where = "at the beginning alone" if rules.place == "first" else "nowhere"
+        log.info("the chat template takes instructions %s: others become part of a question", where)
     render = renderer.render_messages_async
 
     async def render_messages(messages: Any, params: Any) -> Any:
-        """Render a conversation with its instructions where the template takes them."""
-        return await render(instructions.placed(messages), params)
+        """Render a conversation in the form that the template takes."""
+        return await render(rules.applied(messages), params)
 
     renderer.render_messages_async = render_messages
 
 
-_WHERE = {"first": "at the beginning alone", "nowhere": "nowhere"}
-
-
-def instructions_of(tokenizer: Any, template: str) -> Instructions:
-    """Return what a chat template does with instructions, as it renders some."""
+def rules_of(tokenizer: Any, template: str) -> TemplateRules:
+    """Return what a chat template takes, as it renders some messages."""
 
     def takes(*roles: str, in_parts: bool) -> bool:
         """Return whether the text of messages with these roles is rendered, at least that of all who ask or instruct."""
@@ -121,7 +116,7 @@ def instructions_of(tokenizer: Any, template: str) -> Instructions:
 
     in_parts = not takes("user", in_parts=False)
     if in_parts and not takes("user", in_parts=True):
-        return Instructions("anywhere", has_developer=True)  # it cannot be told: messages stay as they are
+        return TemplateRules()  # what it takes cannot be told, so that messages stay as they are
     later = (
         ("user", "system"),
         ("system", "user", "system", "user"),
@@ -132,7 +127,14 @@ def instructions_of(tokenizer: Any, template: str) -> Instructions:
         place = "nowhere"
     elif all(takes(*roles, in_parts=in_parts) for roles in later):
         place = "anywhere"
-    return Instructions(place, takes("developer", "user", in_parts=in_parts))
+    # Where a template that does not name the role writes it all the same, the model has not learned it.
+    names_developer = "'developer'" in template or '"developer"' in template
+    return TemplateRules(
+        place,
+        has_developer=names_developer and takes("developer", "user", in_parts=in_parts),
+        alternates=takes("user", "assistant", "user", in_parts=in_parts)
+        and not takes("user", "user", in_parts=in_parts),
+    )
 
 
 def _own(tokenizer: Any) -> str:

@@ -26,7 +26,7 @@ class Messages(AnthropicServingMessages):
 
     @classmethod
     def _should_merge_inline_system(cls, online_renderer: Any) -> bool:
-        """Return whether later instructions go to the beginning: where there is a template, `place_instructions` has found them a place."""
+        """Return whether later instructions go to the beginning: where there is a template, `follow_template` has found them a place."""
         is_templated = isinstance(online_renderer.renderer, HfRenderer)
         return not is_templated and super()._should_merge_inline_system(online_renderer)
 

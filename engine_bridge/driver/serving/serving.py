@@ -34,7 +34,7 @@ from engine_bridge.driver.apis.bodies import (
     tell_no_insides,
 )
 from engine_bridge.driver.apis.chat import Chat, chunks_of
-from engine_bridge.driver.apis.chat_template import place_instructions
+from engine_bridge.driver.apis.chat_template import follow_template
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.driver.apis.failures import too_long_or_invalid
@@ -148,7 +148,7 @@ class Serving:
         bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
         self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
-        place_instructions(client.renderer, client.model_config, options.chat_template)
+        follow_template(client.renderer, client.model_config, options.chat_template)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         roomy = copy(client.model_config)
         roomy.max_model_len *= MAX_SPELLING

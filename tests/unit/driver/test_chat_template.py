@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.calls.instructions import Instructions
-from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, instructions_of
+from engine_bridge.calls.template_rules import TemplateRules
+from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, rules_of
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.parser_choice import choose_tool_parser
 
@@ -68,23 +68,25 @@ NO_SYSTEM = "{% for message in messages %}{% if message.role == 'system' %}{{ ra
 PARTS = (
     "{% for message in messages %}{% for part in message.content %}{{ part['text'] }}{% endfor %}{% endfor %}"
 )
+DEVELOPER = "{% for message in messages %}{{ 'system' if message.role == 'developer' else message.role }}{{ message.content }}{% endfor %}"
 TWO_ROLES = "{% for message in messages %}{% if message.role in ('user', 'system') %}{{ message.content }}{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (EACH, Instructions("anywhere", True)),
-        (SYSTEM_FIRST, Instructions("first", True)),
-        (SILENT, Instructions("first", True)),
-        (IN_TURN, Instructions("first", False)),
-        (NO_SYSTEM, Instructions("nowhere", True)),
-        (PARTS, Instructions("anywhere", True)),
-        (TWO_ROLES, Instructions("anywhere", False)),
-        ("{{ messages | length }}", Instructions("anywhere", True)),
+        (EACH, TemplateRules("anywhere", False)),
+        (SYSTEM_FIRST, TemplateRules("first", False)),
+        (SILENT, TemplateRules("first", False)),
+        (IN_TURN, TemplateRules("first", False, alternates=True)),
+        (NO_SYSTEM, TemplateRules("nowhere", False)),
+        (PARTS, TemplateRules("anywhere", False)),
+        (DEVELOPER, TemplateRules("anywhere", True)),
+        (TWO_ROLES, TemplateRules("anywhere", False)),
+        ("{{ messages | length }}", TemplateRules("anywhere", True)),
     ],
 )
-def test_a_template_shows_where_it_takes_instructions(template: str, expected: Instructions) -> None:
+def test_a_template_shows_what_it_takes(template: str, expected: TemplateRules) -> None:
     from transformers import AutoTokenizer
 
-    assert instructions_of(AutoTokenizer.from_pretrained(DEMO), template) == expected
+    assert rules_of(AutoTokenizer.from_pretrained(DEMO), template) == expected

@@ -1,4 +1,4 @@
-"""Instructions in the midst of a conversation, as coding agents send them, to a model whose template takes them at the beginning alone."""
+"""Conversations as coding agents send them, to a model whose chat template takes instructions at the beginning alone and has roles alternate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .facts import CHAT, MESSAGES, MODEL, RESPONSES, Http, Patch
 
 STRICT = (
     "{% for each in messages %}{% if each.role == 'system' and not loop.first %}{{ raise_exception('System first.') }}{% endif %}"
+    "{% if not loop.first and each.role == loop.previtem.role %}{{ raise_exception('In turn.') }}{% endif %}"
     "<|{{ each.role }}|>{{ each.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 BODY = {"model": MODEL, "max_tokens": 4, "temperature": 0}
 
 
 def turns(api: str) -> list[dict[str, Any]]:
-    """A conversation of which the third and the last message are instructions."""
+    """A conversation of which the third and the last message are instructions, after two questions in a row."""
     story = f"This one came by {api}. " + " ".join(
         f"The {number}th ship is called Anna." for number in range(40)
     )
@@ -26,6 +27,7 @@ def turns(api: str) -> list[dict[str, Any]]:
         {"role": "system", "content": "Mind the first ship."},
         {"role": "user", "content": "And now?"},
         {"role": "assistant", "content": "Nothing."},
+        {"role": "user", "content": "Wait."},
         {"role": "user", "content": "Who is it?"},
         {"role": "developer" if api == "chat" else "system", "content": "Mind the last ship."},
     ]
@@ -62,7 +64,7 @@ async def test_later_instructions_are_served_and_leave_the_cache_of_what_was_sai
         for api in ("chat", "responses", "messages"):
             _, first = await asked(http, api, 4)
             num_tokens = len(seen.prompts[-1])
-            num_cached, second = await asked(http, api, 7)
+            num_cached, second = await asked(http, api, 8)
             assert num_cached > num_tokens - 64, api
             assert first.count("Mind the first ship.") == 1 == second.count("Mind the last ship."), api
             assert second.startswith(first.removesuffix("<|assistant|>")), api
