@@ -18,7 +18,7 @@ _MARKED = "<system-reminder>\n{}\n</system-reminder>"
 
 
 class TemplateRules(NamedTuple):
-    """What a chat template takes.
+    """The conversations that a chat template takes.
 
     Attributes:
         place: where it takes instructions.
@@ -34,8 +34,8 @@ class TemplateRules(NamedTuple):
         """Return a conversation as the template takes it; `messages` itself stays as it is.
 
         Instructions at the beginning become one message, or the beginning of the first question. Later ones become part of the question or of the
-        tool's result before them, else of the question behind them: they stay behind what was said before, so that the conversation's cached KV
-        stays valid, as it would not if they were put first. Messages in a row become one where roles must alternate.
+        tool's result before them, else of the question behind them. Put first, each new one would invalidate the cached KV of the whole
+        conversation. Messages in a row become one where roles must alternate.
         """
         if self.place != "anywhere" or not self.has_developer:
             messages = self._placed(messages)
@@ -71,7 +71,7 @@ class _Turns:
             self._put(message.get("content"))
 
     def _put(self, content: Any) -> None:
-        """Put the content of an instruction for which there is no message of its own."""
+        """Put an instruction's content into a neighbouring message."""
         last = self._messages[-1] if self._messages else None
         role = _role(last)
         if last is None:

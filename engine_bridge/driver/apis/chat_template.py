@@ -75,7 +75,7 @@ def follow_template(renderer: Any, model_config: Any, given: str | None) -> None
     if not isinstance(renderer, HfRenderer):
         return
     tokenizer = renderer.get_tokenizer()
-    # Some models have a template of its own for calls with tools.
+    # Some models have another template for calls with tools.
     ways: tuple[list[Any] | None, ...] = (None, [])
     variants = {resolve_chat_template(tokenizer, given, way, model_config=model_config) for way in ways}
     found = [rules_of(tokenizer, variant) for variant in variants if variant] or [TemplateRules()]
@@ -110,13 +110,13 @@ def rules_of(tokenizer: Any, template: str) -> TemplateRules:
             text = tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=True
             )
-        except Exception:  # a template raises what it likes
+        except Exception:  # a template may raise anything
             return False
         return all(word in text for role, word in zip(roles, words, strict=True) if role != "assistant")
 
     in_parts = not takes("user", in_parts=False)
     if in_parts and not takes("user", in_parts=True):
-        return TemplateRules()  # what it takes cannot be told, so that messages stay as they are
+        return TemplateRules()  # unknown: messages stay as they are
     later = (
         ("user", "system"),
         ("system", "user", "system", "user"),
