@@ -8,18 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from engine_bridge.adapters.catalog import Catalog, open_registry
 from engine_bridge.adapters.copies import Copies
 from engine_bridge.bridge import EngineThread
-from engine_bridge.calls.context_overflow import ContextOverflow
-from engine_bridge.calls.plain_content import SpecialTokensInContent
-from engine_bridge.cluster.peers import PeerConfig, Peering
+from engine_bridge.cluster.peers import Peering
 from engine_bridge.driver.engine.absent import NoAdapters
 from engine_bridge.driver.engine.building import load_vllm
 from engine_bridge.driver.engine.engine import EngineCounts, VllmDriver
@@ -30,7 +26,6 @@ from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, Token
 from engine_bridge.engine_metrics import engine_metrics
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
-from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
@@ -51,7 +46,7 @@ from engine_bridge.protocol.node_facts import NodeFacts
 from engine_bridge.protocol.token_stream import TokenStream
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
-from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
+from engine_bridge.settings.node_config import LocalNodeConfig
 from engine_bridge.sleeping import Sleep, why_never
 from engine_bridge.tracing import Traces
 from kvtiers.closing import close_all, going_on
@@ -60,8 +55,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine.node_load import LoadReader
     from engine_bridge.driver.serving.engine_client import BridgeEngineClient
-    from engine_bridge.driver.serving.serving import Serving, ServingOptions
-    from engine_bridge.driver.vllm_api.start import Off
+    from engine_bridge.driver.serving.serving import Serving
 
 log = logging.getLogger(__name__)
 
@@ -69,34 +63,6 @@ T = TypeVar("T")
 # Chosen: if the engine becomes as many times slower while an answer runs, its deltas still come every quarter of a second.
 MAX_STREAM_INTERVAL = 8
 GIB = 1 << 30
-
-
-class LocalNodeConfig(Struct, frozen=True, kw_only=True):
-    """An engine, and the adapters and settings that are served with it.
-
-    Attributes:
-        adapters: (name, folder) pairs that are served from the start.
-        adapters_dir: a folder whose adapters are served, now and as they come, change and go.
-        state_dir: where the registry of adapters and the learned lengths of answers are kept; None: in memory.
-        length_predictor: `module:Name` of a user's own, which is asked before ours.
-        limits: of what one request may ask.
-        default_chat_template_kwargs: what every conversation is rendered with, apart from what its request says.
-        peers: where KV is lent to other nodes; None: to none.
-    """
-
-    engine: EngineConfig
-    adapters: tuple[tuple[str, str], ...] = ()
-    adapters_dir: Path | None = None
-    state_dir: Path | None = None
-    length_predictor: str | None = None
-    limits: RequestLimits = RequestLimits()
-    tool_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    context_overflow: ContextOverflow = "error"
-    special_tokens_in_content: SpecialTokensInContent = "keep"
-    chat_template: str | None = None
-    default_chat_template_kwargs: dict[str, Any] = {}
-    peers: PeerConfig | None = None
 
 
 class LocalNode:
@@ -166,6 +132,7 @@ class LocalNode:
     async def _build_serving(self) -> None:
         from engine_bridge.driver.grammars.admission import checker_of
         from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+        from engine_bridge.driver.serving.options import prepare_renderer, serving_options
         from engine_bridge.driver.serving.serving import Serving
         from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
         from engine_bridge.driver.vllm_api.start import serving_off
@@ -182,9 +149,9 @@ class LocalNode:
         self._client = BridgeEngineClient(
             self._thread, engine, grammars, self._streams, self._catalog, self._lengths, config.limits
         )
-        self._tokenizer = await asyncio.to_thread(_prepare_renderer, self._client, config, off)
+        self._tokenizer = await asyncio.to_thread(prepare_renderer, self._client, config, off)
         options = await asyncio.to_thread(
-            _serving_options, config, engine, keeps_token_ids=KEPT_TOKENS not in off
+            serving_options, config, engine, keeps_token_ids=KEPT_TOKENS not in off
         )
         serving = Serving(self._client, options)
         self._stage = "compiling the chat template"
@@ -546,43 +513,6 @@ def _told(error: Exception) -> BridgeError:
     from engine_bridge.driver.apis.failures import as_bridge_error
 
     return as_bridge_error(error)
-
-
-def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:
-    """Return the settings of the serving classes. Raises ParserRefused for a parser that was set and cannot be used."""
-    from engine_bridge.driver.apis.chat_template import chat_templates
-    from engine_bridge.driver.apis.tool_calls import check_reasoning_parser, install_tool_parser
-    from engine_bridge.driver.serving.serving import ServingOptions
-
-    tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
-    family = model.hf_config.model_type
-    given, template = chat_templates(engine, config.chat_template)
-    reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
-    return ServingOptions(
-        model_names=config.engine.model_names,
-        model_path=config.engine.model,
-        tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
-        reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
-        chat_template=given,
-        default_chat_template_kwargs=config.default_chat_template_kwargs,
-        keeps_token_ids=keeps_token_ids,
-        context_overflow=config.context_overflow,
-        max_prompt_chars=config.limits.prompt_chars(model.max_model_len),
-    )
-
-
-def _prepare_renderer(
-    client: BridgeEngineClient, config: LocalNodeConfig, off: Off
-) -> TokenizerQueue | NoTokenizerQueue:
-    """Put our queue under vLLM's renderer. Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
-    from engine_bridge.driver.apis.content_tokens import split_contents
-    from engine_bridge.driver.serving.tokenizer_queue import be_fair
-    from engine_bridge.driver.vllm_api.features import TOKENIZER_TURNS
-
-    queue = be_fair(client.renderer) if TOKENIZER_TURNS not in off else NoTokenizerQueue()
-    if config.special_tokens_in_content == "split":
-        client.continuing.known = split_contents(client.renderer, off)
-    return queue
 
 
 def make_tiers(node: LocalNodeConfig) -> KvTiers | None:

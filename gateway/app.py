@@ -19,13 +19,14 @@ from aiohttp import web
 
 from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
 from engine_bridge.driver.engine.building import configure_environment
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.limits.model_support import Unservable
 from engine_bridge.policy.nodes.session_locations import MAX_SESSIONS
 from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collecting
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Node
 from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSettings
+from engine_bridge.settings.node_config import LocalNodeConfig
 from engine_bridge.tracing import Traces
 from gateway.access.auth import LOCAL, KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets

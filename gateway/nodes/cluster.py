@@ -19,9 +19,9 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust, read_token
-from engine_bridge.local_node import LocalNodeConfig
 from engine_bridge.protocol.errors import ClusterError
 from engine_bridge.settings import machine
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.errors import StartupError
 from gateway.nodes.engine_process import ChildSettings, pack_settings
 from gateway.settings.config import Config

@@ -14,11 +14,11 @@ from engine_bridge.cluster.guard import own_group
 from engine_bridge.cluster.process import LOOK_EVERY_S, ProcessNode
 from engine_bridge.driver.engine.building import configure_environment, users_environment
 from engine_bridge.embedding_node import EmbeddingNode
-from engine_bridge.local_node import LocalNodeConfig
 from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import EngineUnavailable
 from engine_bridge.protocol.node import JsonReply, Node
 from engine_bridge.settings.engine_config import Device, EngineConfig
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.nodes.engine_process import ChildSettings, pack_settings, read_settings
 from gateway.settings import logs
 from gateway.settings.config import Config

@@ -13,7 +13,8 @@ from engine_bridge.cluster import host
 from engine_bridge.cluster.guard import own_group
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.driver.engine.building import configure_environment
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.settings import logs
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, LengthGuess, RequestId, Sampling
 from engine_bridge.protocol.node import KvSources, Prompt
 from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 

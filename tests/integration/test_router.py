@@ -19,8 +19,9 @@ from msgspec import structs
 
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, pack_token_ids
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.app import Server, node_config
 from gateway.nodes import engine_process
 from gateway.nodes.adapter_sync import AdapterSync

@@ -40,7 +40,9 @@ async def test_later_instructions_are_served_and_leave_the_cache_of_what_was_sai
 
     client, options = node._client, node._serving._options
     monkeypatch.setattr(client.renderer, "render_messages_async", client.renderer.render_messages_async)
-    monkeypatch.setattr(node, "_serving", Serving(client, replace(options, chat_template=STRICT)))
+    serving = Serving(client, replace(options, chat_template=STRICT))
+    serving.warm_up()
+    monkeypatch.setattr(node, "_serving", serving)
     tokenizer = client.renderer.get_tokenizer()
     server = await gateways()
 

@@ -31,9 +31,10 @@ from bench.live.peers.engine import (
 from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS, Ask, text
 from bench.predicting import note_copies, note_steps
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
+from engine_bridge.local_node import GIB, LocalNode
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId, Sampling
 from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import Advisories, AdvisoryRecord, AdvisoryRequest, outcome_of
 from gateway.advisories.drafts import Drafts

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from itertools import chain, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,7 @@ from msgspec.structs import asdict
 
 from engine_bridge.calls import pictures
 from engine_bridge.calls.body_forms import usual_form
-from engine_bridge.calls.context_overflow import ContextOverflow, shorter
-from engine_bridge.calls.continuity import MAX_SPELLING, Continued
+from engine_bridge.calls.context_overflow import shorter
 from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.driver.apis.bodies import (
     Rejected,
@@ -37,8 +34,7 @@ from engine_bridge.driver.apis.chat import Chat, chunks_of
 from engine_bridge.driver.apis.chat_template import follow_template
 from engine_bridge.driver.apis.completions import CompletionBody, Completions
 from engine_bridge.driver.apis.embeddings import check_embeddings
-from engine_bridge.driver.apis.failures import too_long_or_invalid
-from engine_bridge.driver.apis.media import PICTURE_MESSAGE, check_sizes, is_of_a_picture
+from engine_bridge.driver.apis.media import check_sizes
 from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.output_split import OutputSplit
 from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
@@ -48,8 +44,9 @@ from engine_bridge.driver.serving.api_events import ApiEvents, ended
 from engine_bridge.driver.serving.call import CALL, Call
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from engine_bridge.driver.serving.entrance import Entrance
-from engine_bridge.driver.serving.picture_prompts import as_dicts, beginning, num_chars, pictures_in
+from engine_bridge.driver.serving.options import ServingOptions
 from engine_bridge.driver.serving.served_adapters import ServedAdapters
+from engine_bridge.driver.serving.turn_prompts import TurnPrompts, offered, too_long
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -67,7 +64,7 @@ from engine_bridge.driver.vllm_api import (
     create_error_response,
     get_max_tokens,
 )
-from engine_bridge.policy.limits.request_limits import check_prompt, check_prompt_chars
+from engine_bridge.policy.limits.request_limits import check_prompt
 from engine_bridge.protocol.api_errors import anthropic_words, is_too_long, unknown_model
 from engine_bridge.protocol.engine_request import EngineRequest, passed_on
 from engine_bridge.protocol.errors import InvalidRequest
@@ -77,40 +74,14 @@ from engine_bridge.protocol.node import (
     JsonReply,
     Prompt,
     SseReply,
-    num_token_ids,
     pack_token_ids,
 )
 from engine_bridge.protocol.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
 
-# Ways in which a draft may continue: a word may grow, end or be followed by punctuation.
-DRAFT_ENDS = ("s", " a", ".")
 # Calls of all tenants whose pictures are read at once: decoded pictures take memory. Chosen.
 READING_PICTURES = 2
-NOTHING_DROPPED = Dropped()
-
-
-@dataclass(frozen=True, slots=True)
-class ServingOptions:
-    """The settings of the serving classes.
-
-    Attributes:
-        model_names: the names that requests may use for the base model; replies have the first.
-        chat_template: the template's text; None: the tokenizer's template.
-        default_chat_template_kwargs: arguments of the template for every conversation; those of a request win.
-        keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
-    """
-
-    model_names: tuple[str, ...]
-    model_path: str
-    tool_parser: str = NO_FORM
-    reasoning_parser: str = ""
-    chat_template: str | None = None
-    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_prompt_chars: int = 1 << 20
-    context_overflow: ContextOverflow = "error"
-    keeps_token_ids: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +119,8 @@ class Serving:
         bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
         self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)
-        follow_template(client.renderer, client.model_config, options.chat_template)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
-        roomy = copy(client.model_config)
-        roomy.max_model_len *= MAX_SPELLING
-        self._roomy_renderer = OnlineRenderer(roomy, client.renderer, **parsers)
+        self._prompts = TurnPrompts(client, options, self._renderer, parsers, self._reading)
         self._chat = Chat(
             client,
             self.models,
@@ -234,7 +202,8 @@ class Serving:
         return self._options.tool_parser != NO_FORM and bool(self._client.continuing.known)
 
     def warm_up(self) -> None:
-        """Compile the chat template and load lazy parts of the tokenizer."""
+        """Compile the chat template, find out what it takes, and load lazy parts of the tokenizer."""
+        follow_template(self._client.renderer, self._client.model_config, self._options.chat_template)
         self._renderer.warmup()
 
     async def check_template_arguments(self) -> None:
@@ -242,7 +211,9 @@ class Serving:
         if not self._options.default_chat_template_kwargs:
             return
         try:
-            await self._render(ChatCompletionRequest(messages=[{"role": "user", "content": "Hello!"}]))
+            await self._prompts.rendered(
+                ChatCompletionRequest(messages=[{"role": "user", "content": "Hello!"}])
+            )
         except Exception as error:
             raise InvalidRequest(
                 f"default_chat_template_kwargs: the chat template fails with these arguments: {error}"
@@ -398,13 +369,13 @@ class Serving:
             is_spelled = await self._client.continuing.spells(ids, request.messages[-1].content)
             ids = ids if is_spelled else None
         if ids is not None:
-            chat_request = ChatCompletionRequest(messages=[], stream=True, **_offered(request), **sampling)
+            chat_request = ChatCompletionRequest(messages=[], stream=True, **offered(request), **sampling)
             if request.tools:  # as vLLM's renderer does for a rendered prompt
                 chat_request = self._parser(chat_request).adjust_request(chat_request)
             engine_input: Any = {"prompt_token_ids": list(ids)}
             stream.prompt = Prompt(pack_token_ids(ids), "given")
         else:
-            chat_request, engine_input, stream.prompt = await self._render_turn(request, sampling)
+            chat_request, engine_input, stream.prompt = await self._prompts.of_turn(request, sampling)
         prompt_len = len(engine_input["prompt_token_ids"])
         params = chat_request.to_sampling_params(
             self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
@@ -420,6 +391,10 @@ class Serving:
         return self._client.submit(
             engine_input, params, request.request_id, stream, request=request, lora_request=lora_request
         )
+
+    async def draft_prompt(self, request: EngineRequest) -> Any:
+        """Return the beginning of a turn's prompt, as vLLM's engine takes it, that stays as it is however the last message continues."""
+        return await self._prompts.of_draft(request)
 
     def _split(self, chat_request: ChatCompletionRequest, request: EngineRequest) -> OutputSplit | None:
         """Return what tells reasoning, text and calls of tools apart in an answer; None where there is only text."""
@@ -438,117 +413,10 @@ class Serving:
             model_config=self._client.model_config,
         )
 
-    async def draft_prompt(self, request: EngineRequest) -> Any:
-        """Return the prompt, as vLLM's engine takes it, up to where it stays the same however the last message continues.
-
-        It is for a request that only computes KV. The message is rendered with several continuations: where they agree, further typing changes
-        nothing. The last agreeing token is left out, because its other half may still come. Raises errors as `submit` does.
-        """
-        if request.prompt_token_ids is not None:
-            return {"prompt_token_ids": list(request.prompt_token_ids)}
-        *earlier, draft = request.messages
-        stable: list[int] | None = None
-        engine_input: Any = {}
-        for more in DRAFT_ENDS:
-            message = msgspec.structs.replace(draft, content=draft.content + more)
-            again = msgspec.structs.replace(request, messages=(*earlier, message))
-            _, engine_input, _ = await self._render_turn(again, {})
-            ids = engine_input["prompt_token_ids"]
-            stable = list(ids) if stable is None else _common(stable, ids)
-        return beginning(engine_input, len(stable or [0]) - 1)
-
-    async def _render_turn(
-        self, request: EngineRequest, sampling: Mapping[str, Any]
-    ) -> tuple[ChatCompletionRequest, Any, Prompt]:
-        """Return a turn as a chat completion, its prompt as vLLM's engine takes it, and how that was made.
-
-        It begins with the session's ids, as far as they fit, and lacks parts where it would be too long. Only what the model would read counts: the
-        usual encoding of the same text may be longer. Raises InvalidRequest, `prompt_too_long` where no shorter version fits or none may be made.
-        """
-        body = {"messages": as_dicts(request.messages)} | _offered(request)
-        limit = self._client.model_config.max_model_len
-        shorter_ones = shorter(self._options.context_overflow, "chat", body, calls_tools=bool(request.tools))
-        for version, dropped in chain([(body, Dropped())], shorter_ones):
-            chat_request = ChatCompletionRequest(
-                **version,
-                stream=True,
-                add_generation_prompt=not request.goes_on,
-                continue_final_message=request.goes_on,
-                **sampling,
-            )
-            try:
-                may_fit = self._may_fit_by_its_ids(request, dropped)
-                engine_input = await self._render(chat_request, version["messages"], may_be_longer=may_fit)
-            except Exception as error:
-                if not is_too_long(str(error)):
-                    raise
-                continue
-            prompt = await self._continue(request, engine_input, dropped)
-            if len(engine_input["prompt_token_ids"]) < limit:
-                return chat_request, engine_input, prompt
-        raise _too_long(limit)
-
-    def _may_fit_by_its_ids(self, request: EngineRequest, dropped: Dropped) -> bool:
-        """Return whether a prompt may fit that begins with the session's ids, however long the usual encoding of its text is."""
-        num_known = num_token_ids(request.history_token_ids)
-        fits = 0 < num_known < self._client.model_config.max_model_len
-        return fits and self._options.keeps_token_ids and dropped == NOTHING_DROPPED
-
-    async def _continue(self, request: EngineRequest, engine_input: Any, dropped: Dropped) -> Prompt:
-        """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
-        rendered = engine_input["prompt_token_ids"]
-        # With only one message from the user there is no history to continue.
-        is_first = not any(message.role == "assistant" for message in request.messages)
-        made = Continued(rendered, "first" if is_first else "rendered", 0)
-        keeps = self._options.keeps_token_ids and bool(request.history_token_ids)
-        if keeps and engine_input["type"] == "token" and "prompt" in engine_input:
-            made = await self._client.continuing.continued(
-                request.history_token_ids, engine_input["prompt"], rendered
-            )
-            engine_input["prompt_token_ids"] = made.token_ids
-        packed = pack_token_ids(made.token_ids, pictures_in(engine_input))
-        return Prompt(packed, made.origin, made.num_kept, dropped)
-
-    async def _render(
-        self,
-        chat_request: ChatCompletionRequest,
-        messages: Sequence[Any] = (),
-        *,
-        may_be_longer: bool = False,
-    ) -> Any:
-        """Return the prompt of these messages as vLLM's engine takes it. They are given apart, since the request wraps their parts.
-
-        may_be_longer: than the context, which is then for the caller to check.
-        """
-        check_prompt_chars(num_chars(messages), self._options.max_prompt_chars, "content")
-        body = {"messages": messages}
-        if pictures.urls_of(body):
-            result = await self._render_pictures(chat_request, body)
-        else:
-            renderer = self._roomy_renderer if may_be_longer else self._renderer
-            result = await renderer.render_chat(chat_request)
-        if isinstance(result, ErrorResponse):
-            raise too_long_or_invalid(result.error.message)
-        return result[1][0]
-
-    async def _render_pictures(self, chat_request: ChatCompletionRequest, body: Any) -> Any:
-        """Render a conversation with pictures as the chat completions API does. Raises InvalidRequest for pictures that are not read."""
-        pictures.check_pictures(body, self._client.max_images)
-        await asyncio.to_thread(check_sizes, pictures.urls_of(body), "pictures")
-        leave = await self._reading.enter("")
-        try:
-            return await self._renderer.render_chat(chat_request)
-        except Exception as error:
-            if is_of_a_picture(error):
-                raise InvalidRequest(PICTURE_MESSAGE, param="pictures") from error
-            raise
-        finally:
-            leave()
-
     def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
         limit = self._client.model_config.max_model_len
         if prompt_len >= limit:
-            raise _too_long(limit)
+            raise too_long(limit)
         return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
 
     def serves(self, adapter: str) -> bool:
@@ -565,18 +433,6 @@ class Serving:
         return lora_request
 
 
-def _offered(request: EngineRequest) -> dict[str, Any]:
-    """Return the field of a chat completion with the tools that a turn offers; nothing where it offers none."""
-    tools = [{"type": "function", "function": asdict(tool)} for tool in request.tools]
-    return {"tools": tools} if tools else {}
-
-
-def _common(first: list[int], second: list[int]) -> list[int]:
-    """Return the tokens with which both lists begin."""
-    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-    return first[:count]
-
-
 def _is_too_long(result: Any) -> bool:
     if not isinstance(result, ErrorResponse) or result.error.code != 400:
         return False  # other errors may quote a name of the client's
@@ -591,10 +447,3 @@ async def _cancellable(calling: Awaitable[Any]) -> Any:
         return task.result()
     finally:
         await ended(task)
-
-
-def _too_long(limit: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"This conversation is longer than the {limit:,} tokens that the model reads. Start a new chat, or shorten it.",
-        code="prompt_too_long",
-    )
