@@ -91,10 +91,8 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     length_predictor: str | None = None
     limits: RequestLimits = RequestLimits()
     tool_parser: str = AUTO
-    reasoning_parser: str = AUTO
     context_overflow: ContextOverflow = "error"
     special_tokens_in_content: SpecialTokensInContent = "keep"
-    chat_template: str | None = None
     default_chat_template_kwargs: dict[str, Any] = {}
     peers: PeerConfig | None = None
 
@@ -556,8 +554,8 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
 
     tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
     family = model.hf_config.model_type
-    given, template = chat_templates(engine, config.chat_template)
-    reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
+    given, template = chat_templates(engine, config.engine.chat_template)
+    reasoning = choose_reasoning_parser(config.engine.reasoning_parser, family, template)
     return ServingOptions(
         model_names=config.engine.model_names,
         model_path=config.engine.model,

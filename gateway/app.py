@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import uvloop
 from aiohttp import web
 
@@ -114,6 +115,7 @@ def engine_config(config: Config) -> EngineConfig:
         "profile_dir": config.profile_dir,
         "weights_memory": config.weights_memory,
         "kernel_cache": config.kernel_cache,
+        "reasoning_parser": config.reasoning_parser,
     }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)
@@ -137,18 +139,16 @@ def node_config(config: Config) -> LocalNodeConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
     return LocalNodeConfig(
-        engine=engine_config(config),
+        engine=msgspec.structs.replace(engine_config(config), chat_template=template),
         adapters=parse_lora_modules(config.lora_modules),
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
         length_predictor=config.length_predictor,
         limits=config.request_limits,
         tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
         context_overflow=config.context_overflow,
         # What tools return comes from anywhere, so it must not pass for the system's words.
         special_tokens_in_content="split" if config.mcp_servers else config.special_tokens_in_content,
-        chat_template=template,
         default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
     )
 
