@@ -37,7 +37,7 @@ from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
 from gateway.background import work_beside
 from gateway.commands.remedies import of_start_error
-from gateway.doors.api import embedding_routes, openai_routes, response_routes, vllm_routes
+from gateway.doors.api import batch_routes, embedding_routes, openai_routes, response_routes, vllm_routes
 from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
 from gateway.doors.http import web_policy
@@ -315,6 +315,7 @@ def build_app(services: Services) -> web.Application:
     app[CONNECTIONS] = connections
     sessions.add_routes(app)
     openai_routes.add_routes(app)
+    batch_routes.add_routes(app)
     embedding_routes.add_routes(app)
     response_routes.add_routes(app)
     advisories.add_routes(app)
