@@ -31,6 +31,6 @@ def reasoning_config(args: Any, wished: str, given: str | None) -> Any | None:
         found.initialize_token_ids(model)
     except Exception as error:
         # What stands in the way of serving is said when the engine is built: here it costs the budgets alone.
-        log.info("budgets for thinking are ignored: %s", type(error).__name__, exc_info=error)
+        log.info("budgets for thinking are ignored: %s", type(error).__name__)
         return None
     return found if found.enabled else None
