@@ -19,7 +19,14 @@ def with_cut_calls(parser: type) -> type:
         return parser  # such a parser reads whole answers as it reads streams
 
     class WithCutCalls(parser):
-        """The parser, with calls that were cut."""
+        """The parser, with calls that were cut, and with the tokens of a whole thought counted in a stream, too."""
+
+        def parse_delta(self, *args: Any, finished: bool, **options: Any) -> Any:
+            delta = super().parse_delta(*args, finished=finished, **options)
+            if finished and hasattr(self.reasoning_parser, "_streaming_count_valid"):
+                # vLLM's count lacks the last piece of a thought with which the answer ends.
+                self.reasoning_parser._streaming_count_valid = False
+            return delta
 
         def _extract_tool_calls(
             self, content: str | None, request: Any, *args: Any, **options: Any

@@ -494,8 +494,10 @@ vllm.parser.abstract_parser:DelegatingParser APIS
     call __init__(tokenizer, tools, *, chat_template_kwargs, model_config)
         parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, *, finished)
         _extract_tool_calls_streaming(previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request)
-    override _extract_tool_calls(content, request, *args, **options)
+    override _extract_tool_calls(content, request, *args, **options) parse_delta(*args, finished, **options)
     read reasoning_parser tool_parser
+vllm.parser.engine.adapters:ParserEngineReasoningAdapter APIS
+    write _streaming_count_valid
 vllm.reasoning.abs_reasoning_parsers:ReasoningParser APIS
     call is_reasoning_end(input_ids)
     read reasoning_end_str reasoning_start_str

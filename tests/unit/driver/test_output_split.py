@@ -136,3 +136,18 @@ def test_a_call_that_came_whole_and_cannot_be_read_stays_text(
     caplog.set_level("INFO")
     assert whole_and_streamed(tokenizer, wrong, ChatCompletionRequest.model_validate(body))[0] == (wrong, [])
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("after", ["", f"</think>{ANSWER}"])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_all_tokens_of_a_thought_are_counted_whatever_comes_together(
+    tokenizer: Any, size: int, after: str
+) -> None:
+    found = ParserManager.get_parser(tool_parser_name=None, reasoning_parser_name="qwen3")
+    parser = with_cut_calls(found)(tokenizer, None, chat_template_kwargs={}, model_config=None)
+    ids = [*tokenizer.encode(THOUGHT + after, add_special_tokens=False), tokenizer.eos_token_id]
+    for start in range(0, len(ids), size):
+        piece, is_last = ids[start : start + size], start + size >= len(ids)
+        text = tokenizer.decode(piece[: -1 if is_last else None])
+        parser.parse_delta(text, piece, REQUEST, [tokenizer.eos_token_id], finished=is_last)
+    assert parser.count_reasoning_tokens(ids) == len(tokenizer.encode(THOUGHT, add_special_tokens=False))
