@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import uvloop
 from aiohttp import web
 
@@ -37,7 +38,7 @@ from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
 from gateway.background import work_beside
 from gateway.commands.remedies import of_start_error
-from gateway.doors.api import embedding_routes, openai_routes, response_routes, vllm_routes
+from gateway.doors.api import batch_routes, embedding_routes, openai_routes, response_routes, vllm_routes
 from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
 from gateway.doors.http import web_policy
@@ -115,6 +116,7 @@ def engine_config(config: Config) -> EngineConfig:
         "profile_dir": config.profile_dir,
         "weights_memory": config.weights_memory,
         "kernel_cache": config.kernel_cache,
+        "reasoning_parser": config.reasoning_parser,
     }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)
@@ -138,18 +140,16 @@ def node_config(config: Config) -> LocalNodeConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
     return LocalNodeConfig(
-        engine=engine_config(config),
+        engine=msgspec.structs.replace(engine_config(config), chat_template=template),
         adapters=parse_lora_modules(config.lora_modules),
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
         length_predictor=config.length_predictor,
         limits=config.request_limits,
         tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
         context_overflow=config.context_overflow,
         # What tools return comes from anywhere, so it must not pass for the system's words.
         special_tokens_in_content="split" if config.mcp_servers else config.special_tokens_in_content,
-        chat_template=template,
         default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
     )
 
@@ -316,6 +316,7 @@ def build_app(services: Services) -> web.Application:
     app[CONNECTIONS] = connections
     sessions.add_routes(app)
     openai_routes.add_routes(app)
+    batch_routes.add_routes(app)
     embedding_routes.add_routes(app)
     response_routes.add_routes(app)
     advisories.add_routes(app)

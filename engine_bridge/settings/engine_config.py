@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.limits.grammar_room import MIB, default_room_bytes
 from engine_bridge.policy.scheduling import lanes, policies
+from engine_bridge.settings.parser_choice import AUTO
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -332,6 +333,10 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     kernel_cache: Path | None = None
     """Folder in which a GPU's compiled kernels are kept over restarts; None: where vLLM and Triton keep them."""
     log_stats: bool = True
+    reasoning_parser: str = AUTO
+    """vLLM's parser of the model's reasoning, AUTO for that of the model's family, or NONE."""
+    chat_template: str | None = None
+    """The operator's template; None: the model's own."""
 
     @property
     def needs_adapters(self) -> bool:

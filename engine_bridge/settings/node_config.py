@@ -35,9 +35,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     length_predictor: str | None = None
     limits: RequestLimits = RequestLimits()
     tool_parser: str = AUTO
-    reasoning_parser: str = AUTO
     context_overflow: ContextOverflow = "error"
     special_tokens_in_content: SpecialTokensInContent = "keep"
-    chat_template: str | None = None
     default_chat_template_kwargs: dict[str, Any] = {}
     peers: PeerConfig | None = None

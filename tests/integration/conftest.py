@@ -43,6 +43,7 @@ PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 ALONE = (
     "test_mixed_batch.py",
     "test_models.py",
+    "test_reasoning.py",
     "test_kv_erasure.py",
     "test_kv_pressure.py",
     "test_promotion.py",

@@ -284,6 +284,7 @@ async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
     (made,) = response.output
     assert made.type == "function_call" and made.name == "get_weather"
     assert json.loads(made.arguments)["city"] in ("Rome", "Oslo")
+    assert response.text is None, "the form by which the server demands a call was not asked for"
     schema: Any = {"name": CITY["name"], "input_schema": CITY["parameters"]}
     for reply in await said_twice(claude, tools=[schema], tool_choice={"type": "any"}):
         assert reply.stop_reason == "tool_use" and reply.content[0].type == "tool_use"

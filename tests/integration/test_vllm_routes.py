@@ -261,3 +261,32 @@ async def test_bodies_in_the_encodings_that_programs_send(http: Http) -> None:
     ):
         await told(http.post("/tokenize", data=data, headers=headers))
     await told(http.post("/tokenize", data=b"\xfe\xff\xd8\x00\x00"), 400)
+
+
+async def test_a_batch_answers_each_conversation_as_a_call_of_its_own(http: Http, gateways: Gateways) -> None:
+    path, talks = f"{CHAT}/batch", [HELLO, [{"role": "user", "content": "What is your name?"}]]
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 20}
+    alone = [await told(http.post(CHAT, json=body | {"messages": each})) for each in talks]
+    found = await told(http.post(path, json=body | {"messages": talks}))
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert [choice["message"] for choice in found["choices"]] == [
+        one["choices"][0]["message"] for one in alone
+    ]
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][count] == sum(one["usage"][count] for one in alone)
+    for wrong in ({"messages": HELLO}, {"messages": []}, {"stream": True}, {"n": 2}, {"tools": [{}]}):
+        await told(http.post(path, json=body | {"messages": talks} | wrong), 400)
+    await told(http.post(path, json=body | {"messages": talks, "model": "nobody"}), 404)
+    server = await gateways(max_sequences=1)
+    async with Http(server.url) as small:
+        await told(small.post(path, json=body | {"messages": talks}), 400)
+
+
+async def test_invocations_are_chat_or_text_completions(http: Http) -> None:
+    settings = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hello"})):
+        there, here = [await told(http.post(each, json=settings | body)) for each in (path, "/invocations")]
+        assert there["choices"] == here["choices"] and there["object"] == here["object"]
+    assert events(await told(http.post("/invocations", json=settings | {"messages": HELLO, "stream": True})))
+    for wrong in ({}, [], {"input": "Hello"}):
+        await told(http.post("/invocations", json=wrong), 400)

@@ -1,6 +1,7 @@
-"""Chat completions as vLLM serves them, with two corrections.
+"""Chat completions as vLLM serves them, with three corrections.
 
-Each chunk of a stream holds one thing, and log probabilities cover only the text's tokens.
+Each chunk of a stream holds one thing, log probabilities cover only the text's tokens, and a whole reply has the calls and the reason of its end
+that the stream of the same answer has.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_bridge.calls.chat_chunks import ends_with_stop_token, split_event
+from engine_bridge.driver.apis.cut_calls import WholeChat
 from engine_bridge.driver.vllm_api import OpenAIServingChat
 
 
-class Chat(OpenAIServingChat):
+class Chat(WholeChat, OpenAIServingChat):
     """vLLM's class for chat completions, used in the same way."""
 
     async def chat_completion_full_generator(self, request: Any, *args: Any, **options: Any) -> Any:

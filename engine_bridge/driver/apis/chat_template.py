@@ -43,7 +43,7 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     from engine_bridge.driver.vllm_api import HfRenderer, resolve_chat_template
 
     tokenizer = engine.renderer.get_tokenizer()
-    own = _own(tokenizer)
+    own = own_template(tokenizer)
     if given and (fault := fault_of(given)):
         raise InvalidRequest(f"--chat-template: the file is no Jinja template: {fault}")
     if not given and (fault := fault_of(own)):
@@ -137,7 +137,7 @@ def rules_of(tokenizer: Any, template: str) -> TemplateRules:
     )
 
 
-def _own(tokenizer: Any) -> str:
+def own_template(tokenizer: Any) -> str:
     """Return the template of a tokenizer, or all of those that it has by names, such as one for calls with tools; "" where none is for all calls."""
     found: str | dict[str, str] = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(found, str):

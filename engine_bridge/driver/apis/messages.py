@@ -14,6 +14,7 @@ import msgspec
 from pydantic_core import from_json
 
 from engine_bridge.driver.apis.bodies import ANTHROPIC_ERROR_EVENT, ERROR_EVENT, error_reply
+from engine_bridge.driver.apis.cut_calls import WholeChat
 from engine_bridge.driver.serving.call import Call, current_call
 from engine_bridge.driver.vllm_api import AnthropicServingMessages, ErrorResponse, HfRenderer
 from engine_bridge.protocol.errors import InvalidRequest
@@ -21,7 +22,7 @@ from engine_bridge.protocol.errors import InvalidRequest
 _DATA = "data: "
 
 
-class Messages(AnthropicServingMessages):
+class Messages(WholeChat, AnthropicServingMessages):
     """vLLM's class for Anthropic's Messages API, used in the same way."""
 
     @classmethod

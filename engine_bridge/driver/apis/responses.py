@@ -1,6 +1,7 @@
 """Responses as vLLM serves them, except for the last event of a stream that was cut, which tells its clients so, and for log probabilities.
 
-Log probabilities cover only the tokens of the text.
+Log probabilities cover only the tokens of the text, a form that the client did not ask for is not told, and a whole reply has the calls that its
+stream has.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 from engine_bridge.calls.chat_chunks import ends_with_stop_token
+from engine_bridge.driver.apis.cut_calls import with_cut_calls
 from engine_bridge.driver.vllm_api import OpenAIServingResponses, ResponseCompletedEvent
+
+# What vLLM calls the form of a call that is demanded. Source: vLLM 0.32, `ToolParser.adjust_request`.
+DEMANDED = "tool_calling_response"
 
 
 class IncompleteEvent(ResponseCompletedEvent):
@@ -20,6 +25,14 @@ class IncompleteEvent(ResponseCompletedEvent):
 
 class ResponsesServing(OpenAIServingResponses):
     """vLLM's class for the Responses API, used in the same way."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser: Any = with_cut_calls(self.parser)
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        """Return the events of a stream, or the whole reply."""
+        return _as_asked(await super().create_responses(request, raw_request))
 
     def responses_stream_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **options: Any
@@ -46,7 +59,17 @@ def sse_text(request: Any, event: Any) -> tuple[str]:
         event = IncompleteEvent(
             type="response.incomplete", response=event.response, sequence_number=event.sequence_number
         )
+    if (response := getattr(event, "response", None)) is not None:
+        _as_asked(response)
     return (f"event: {event.type}\ndata: {event.model_dump_json(indent=None, by_alias=True)}\n\n",)
+
+
+def _as_asked(reply: Any) -> Any:
+    """Return a response without the form by which this server has demanded a call of it: its client did not ask for one."""
+    form = getattr(getattr(reply, "text", None), "format", None)
+    if form is not None and getattr(form, "name", "") == DEMANDED:
+        reply.text = None
+    return reply
 
 
 async def _of_the_text(results: Any) -> AsyncGenerator[Any, None]:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 from engine_bridge.calls.tool_schemas import at_most_one, held_calls
+from engine_bridge.driver.apis.cut_calls import tell_unreadable_calls_in_a_line
 from engine_bridge.driver.vllm_api import (
     ChatCompletionRequest,
     DeltaMessage,
@@ -127,6 +128,7 @@ def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
     )
     found = ToolParserManager.get_tool_parser(name) if name else NoFormToolParser
     found = getattr(found, "demands_of", found)  # a parser that was wrapped before
+    tell_unreadable_calls_in_a_line(found)
     ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found, choice.holds_calls))
     if not name:
         log.info("tool calls: only those that a request demands, as JSON; what the model writes stays text")
@@ -142,6 +144,22 @@ def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
     return usable_parser(
         "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
     )
+
+
+def ends_of_thought(name: str, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a thought without closing it, by vLLM's parser of this name: those by which a model begins a call.
+
+    An answer that is held to a form would begin with such a token, and so never be in its form. Tokens that end the whole answer are not among them.
+    """
+    if not name:
+        return frozenset()
+    parser: Any = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    opens, closes = (
+        tokenizer.encode(text, add_special_tokens=False) if text else []
+        for text in (parser.reasoning_start_str, parser.reasoning_end_str)
+    )
+    others = set(tokenizer.get_added_vocab().values()) - {tokenizer.eos_token_id, *opens, *closes}
+    return frozenset(each for each in others if parser.is_reasoning_end([*opens, each]))
 
 
 def usable_parser(kind: Literal["tool", "reasoning"], choice: Choice, build: Callable[[str], Any]) -> str:

@@ -101,6 +101,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         SeamMoved: where vLLM's internals have moved. Errors of vLLM pass unchanged.
     """
     from engine_bridge.driver.engine import worker_parts
+    from engine_bridge.driver.engine.thinking import reasoning_config
     from engine_bridge.driver.grammars import admission
     from engine_bridge.driver.in_process import runner_of
     from engine_bridge.driver.kv.kv_keys import hash_by_content
@@ -126,6 +127,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         embeds_token.install()
     admission.install(config.grammar_bytes)
     args = engine_args(config, tiers, off)
+    args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
     if tiers is not None:
         from engine_bridge.driver.corrections import state_blocks
 

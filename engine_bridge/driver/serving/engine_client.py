@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.apis.completions import only_prompt
+from engine_bridge.driver.apis.tool_calls import ends_of_thought
 from engine_bridge.driver.carried import facts_of, tell, tell_guess
 from engine_bridge.driver.corrections.bad_words import ban_all_forms, put_aside
 from engine_bridge.driver.engine.engine import VllmDriver
@@ -83,6 +84,7 @@ class BridgeEngineClient(EngineClient):
         self._grammars = grammars
         self.limits = limits
         self._sequence = itertools.count()
+        self._ends_of_thought: frozenset[int] = frozenset()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
         self.continuing = Continuing(engine.renderer, engine.model_config.max_model_len)
@@ -97,6 +99,10 @@ class BridgeEngineClient(EngineClient):
         self._waits = AdapterWaits(streams, self.versions, self.launch)
 
     # -- called by the node ------------------------------------------------------------------------------------------
+
+    def use_reasoning_parser(self, name: str) -> None:
+        """Know how thoughts of the model end: by vLLM's parser of this name, which has been built before; "" for none."""
+        self._ends_of_thought = ends_of_thought(name, self.renderer.get_tokenizer())
 
     def submit(
         self,
@@ -293,8 +299,11 @@ class BridgeEngineClient(EngineClient):
         call = current_call()
         if sampling_params.max_tokens == 0:
             return only_prompt(prompt, request_id, sampling_params.n)
-        # A thinking budget can be left out at no cost. Some clients send it with every call, and vLLM refuses it for most models.
-        sampling_params.thinking_token_budget = None
+        if not getattr(self.vllm_config.reasoning_config, "enabled", False):
+            # A thinking budget can be left out at no cost. Some clients send it with every call, and vLLM refuses it for most models.
+            sampling_params.thinking_token_budget = None
+        if not reasoning_ended:
+            self._hold_thought(sampling_params)
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:
             self.check_ready()
@@ -318,6 +327,21 @@ class BridgeEngineClient(EngineClient):
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
         text = extract_prompt_components(self.model_config, prompt).text
         return Answer(self, call, unique_id, request, collector, text)
+
+    def _hold_thought(self, params: SamplingParams) -> None:
+        """Take from an answer that is held to a form the tokens that would end its thought and are no part of the form: it could not go on.
+
+        Grammars may name tokens, so what they hold is left as it is.
+        """
+        form = params.structured_outputs
+        if (
+            form is not None
+            and form.grammar is None
+            and form.structural_tag is None
+            and self._ends_of_thought
+        ):
+            banned = dict.fromkeys(self._ends_of_thought, -100.0)
+            params.logit_bias = banned | (params.logit_bias or {})
 
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
         """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""

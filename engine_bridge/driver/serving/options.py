@@ -44,8 +44,8 @@ def serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bo
     """Return the settings of the serving classes. Raises ParserRefused for a parser that was set and cannot be used."""
     tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
     family = model.hf_config.model_type
-    given, template = chat_templates(engine, config.chat_template)
-    reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
+    given, template = chat_templates(engine, config.engine.chat_template)
+    reasoning = choose_reasoning_parser(config.engine.reasoning_parser, family, template)
     return ServingOptions(
         model_names=config.engine.model_names,
         model_path=config.engine.model,

@@ -116,6 +116,7 @@ class Serving:
             "reasoning_parser": options.reasoning_parser,
             "default_chat_template_kwargs": dict(options.default_chat_template_kwargs),
         }
+        client.use_reasoning_parser(options.reasoning_parser)
         bases = [BaseModelPath(name, options.model_path) for name in options.model_names]
         self.models = OpenAIServingModels(client, bases)
         self.adapters = ServedAdapters(self.models, client.versions)

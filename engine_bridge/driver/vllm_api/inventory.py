@@ -90,7 +90,7 @@ vllm.outputs:CompletionOutput ENGINE
 vllm.sampling_params:SamplingParams ENGINE
     call __init__(*, max_tokens, temperature, ignore_eos, detokenize, structured_outputs)
     read ignore_eos logprobs max_tokens prompt_logprobs stop stop_token_ids structured_outputs temperature
-    write _bad_words_token_ids bad_words extra_args max_tokens output_kind stream_interval thinking_token_budget
+    write _bad_words_token_ids bad_words extra_args logit_bias max_tokens output_kind stream_interval thinking_token_budget
 vllm.sampling_params:RequestOutputKind ENGINE
     read DELTA FINAL_ONLY
 vllm.lora.request:LoRARequest ENGINE
@@ -98,7 +98,7 @@ vllm.lora.request:LoRARequest ENGINE
     read lora_name lora_path
     write lora_int_id load_inplace
 vllm.config:VllmConfig ENGINE at vllm_config
-    read cache_config device_config kv_transfer_config model_config scheduler_config structured_outputs_config
+    read cache_config device_config kv_transfer_config model_config reasoning_config scheduler_config structured_outputs_config
     KV_TIERS: read speculative_config
     RANKS: write logging_config
 vllm.config:SpeculativeConfig KV_TIERS
@@ -121,6 +121,11 @@ vllm.config:DeviceConfig PROFILING at vllm_config.device_config
 vllm.config:StructuredOutputsConfig ENGINE
     call __init__(*, backend, disable_any_whitespace)
     read disable_additional_properties
+vllm.config:ReasoningConfig ENGINE
+    call __init__(*, reasoning_parser) initialize_token_ids(model_config)
+    read enabled
+vllm.tokenizers ENGINE
+    call cached_tokenizer_from_config(model_config)
 vllm.config:KVTransferConfig KV_TIERS
     call __init__(*, kv_connector, kv_connector_module_path, kv_role, kv_load_failure_policy, kv_connector_extra_config)
 vllm.engine.arg_utils:EngineArgs ENGINE
@@ -129,6 +134,8 @@ vllm.engine.arg_utils:EngineArgs ENGINE
         gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype, trust_remote_code, revision, download_dir, speculative_config,
         limit_mm_per_prompt, skip_mm_profiling, mm_processor_cache_gb)
         add_cli_args(parser)
+    call create_model_config()
+    write reasoning_config
     MODEL_FACTS: call create_engine_config()
     KV_TIERS: read kv_transfer_config
     LORA: read enable_lora max_loras max_lora_rank
@@ -481,14 +488,20 @@ vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat APIS
     call __init__(engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, request_logger, chat_template,
         chat_template_content_format, enable_auto_tools, tool_parser, reasoning_parser, default_chat_template_kwargs)
         create_chat_completion(request, raw_request)
-    override chat_completion_full_generator(request, *args, **options)
+    override chat_completion_full_generator(request, result_generator, *args, **options)
     read default_sampling_params parser_cls
+    write parser_cls
 vllm.parser.abstract_parser:DelegatingParser APIS
     call __init__(tokenizer, tools, *, chat_template_kwargs, model_config)
         parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, *, finished)
-    read reasoning_parser
+        _extract_tool_calls_streaming(previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request)
+    override _extract_tool_calls(content, request, *args, **options) parse_delta(*args, finished, **options)
+    read reasoning_parser tool_parser
+vllm.parser.engine.adapters:ParserEngineReasoningAdapter APIS
+    write _streaming_count_valid
 vllm.reasoning.abs_reasoning_parsers:ReasoningParser APIS
-    read reasoning_start_str
+    call is_reasoning_end(input_ids)
+    read reasoning_end_str reasoning_start_str
 vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
     call __init__(engine_client, models, *, online_renderer, request_logger, enable_prompt_tokens_details) create_completion(request, raw_request)
     override completion_stream_generator(request, engine_inputs, result_generator, *args, **options)
@@ -496,6 +509,7 @@ vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses APIS
     call __init__(engine_client, models, online_renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools,
         tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request)
+    write parser
     override responses_stream_generator(request, sampling_params, result_generator, *args, **options)
         _make_response_output_items(request, final_output, *args, **options) _create_response_logprobs(token_ids, logprobs, *args, **options)
 vllm.entrypoints.serve.tokenize.serving:ServingTokenization APIS
@@ -547,6 +561,9 @@ vllm.reasoning.abs_reasoning_parsers:ReasoningParserManager APIS
     call get_reasoning_parser(name) list_registered()
 vllm.entrypoints.generate.base.protocol:DeltaMessage APIS
     call __init__(*, content)
+    read content tool_calls
+vllm.entrypoints.generate.base.protocol:FunctionCall APIS
+    call __init__(*, id, name, arguments)
 vllm.entrypoints.generate.base.protocol:ExtractedToolCallInformation APIS
     call __init__(*, tools_called, tool_calls, content)
 vllm.entrypoints.serve.engine.protocol:ErrorResponse APIS

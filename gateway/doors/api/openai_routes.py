@@ -59,12 +59,14 @@ SESSION_HEADER = "X-Session-Id"
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 # What became of the hints of KV that a call brought.
 HINTS_TOLD = web.RequestKey("hints_told", str)
+# How a call of `/invocations`, which is SageMaker's name for all of them, says what it asks for.
+INVOKED: dict[str, Api] = {"messages": "chat", "prompt": "completions", "prompt_embeds": "completions"}
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 _slow_line = RareLine()
 
 
-def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Return the handler of one API family's main call."""
+def endpoint(api: Api | None) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return the handler of one API family's main call; None: of chat or text completions, as the body says."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         """Answer one call."""
@@ -99,12 +101,13 @@ def _refuse_embedding_model(services: Services, body: Any) -> None:
 
 
 async def _handle(
-    request: web.Request, services: Services, principal: Principal, api: Api
+    request: web.Request, services: Services, principal: Principal, named: Api | None
 ) -> web.StreamResponse:
     owner = principal.owner
     body = await json_body(request)
+    api = named or _invoked(body)
     _refuse_embedding_model(services, body)
-    priority = _take_priority(services, body)
+    priority = take_priority(services, body)
     hints = _hints(services, api, body)
     is_background = _take_background(api, body)
     await fetch_pictures(services.config, body)
@@ -155,10 +158,10 @@ async def _handle(
     finally:
         services.learned.ended(arrival)
         if api not in COUNTING_APIS:
-            _count_tokens(services, owner, reader, body, has_left=has_left)
+            count_tokens(services, owner, reader, body, has_left=has_left)
 
 
-def _count_tokens(
+def count_tokens(
     services: Services, owner: str, reader: AnswerReader, body: Any, *, has_left: bool = False
 ) -> None:
     """Count what a call has used for its owner. has_left: its client did, so there may be no count of the engine's."""
@@ -170,6 +173,14 @@ def _count_tokens(
         num_prompt_chars=num_chars_of(body) if has_left or reader.num_events else 0,
     )
     services.usage.add(owner, spent)
+
+
+def _invoked(body: Any) -> Api:
+    """Return the API that a body of `/invocations` is for. Raises GatewayError `bad_request`."""
+    for field, api in INVOKED.items():
+        if isinstance(body, dict) and field in body:
+            return api
+    raise GatewayError("bad_request", f"Send one of these fields: {', '.join(INVOKED)}.")
 
 
 def _arrival(request: web.Request, owner: str, recording: Recording | None) -> AgentCall:
@@ -208,7 +219,7 @@ async def _answer_in_background(
 
     async def store(job: BackgroundResponse) -> None:
         """Keep the response as a turn."""
-        _count_tokens(services, owner, job.reader, body)
+        count_tokens(services, owner, job.reader, body)
         await record(services, recording, job.reader, job.reply())
         services.recognition.ended(call, job.reader)
 
@@ -313,7 +324,7 @@ class _Named:
         await self._events.aclose()  # type: ignore[attr-defined]
 
 
-def _take_priority(services: Services, body: Any) -> int | None:
+def take_priority(services: Services, body: Any) -> int | None:
     """Take vLLM's own extra field `priority` out of a body; None without it. Raises GatewayError `bad_request`."""
     value = body.pop("priority", None) if isinstance(body, dict) else None
     return checked_priority(value, may_hurry=services.config.client_priority) if value is not None else None
@@ -461,6 +472,7 @@ def add_routes(app: web.Application) -> None:
             web.get("/v1/models/{name:.+}", model),
             web.post("/v1/chat/completions", endpoint("chat")),
             web.post("/v1/completions", endpoint("completions")),
+            web.post("/invocations", endpoint(None)),
             web.post("/v1/responses", endpoint("responses")),
             web.post("/v1/messages", endpoint("messages")),
             web.post("/v1/messages/count_tokens", endpoint("count_tokens")),

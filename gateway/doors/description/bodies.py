@@ -42,6 +42,21 @@ class AnthropicError(Struct, frozen=True):
     error: AnthropicErrorInfo
 
 
+class ChatBatch(Struct, kw_only=True):
+    """Several conversations for one call. Other fields are those of a chat completion, without `stream`, `tools` and `n`."""
+
+    model: str | None = None
+    messages: list[list[dict[str, Any]]]
+
+
+class Invocation(Struct, kw_only=True):
+    """The body of a chat completion, which has `messages`, or of a text completion, which has `prompt`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: Any = None
+
+
 class Versions(Struct, frozen=True, kw_only=True):
     """The versions in use. `version`: vLLM's, null if it is not installed on the gateway's machine."""
 

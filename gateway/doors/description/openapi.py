@@ -175,7 +175,7 @@ class _Shapes:
             names = self._engine.requests if shape.side == "request" else self._engine.replies
             return {"$ref": SCHEMA_REFERENCE.format(name=names[shape.name])}
         if isinstance(shape, tuple):
-            return {"anyOf": [self._own[kind] for kind in shape]}
+            return {"anyOf": [self.of(kind) for kind in shape]}
         return self._own[shape]
 
 
@@ -188,7 +188,7 @@ def _own_types() -> Iterator[type[Any]]:
             if shape is None or isinstance(shape, EngineBody):
                 continue
             if isinstance(shape, tuple):
-                yield from shape
+                yield from (kind for kind in shape if not isinstance(kind, EngineBody))
             else:
                 yield shape
 

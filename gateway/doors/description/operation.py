@@ -14,7 +14,7 @@ class EngineBody:
     name: str
 
 
-Shape = type[Any] | EngineBody | tuple[type[Any], ...]
+Shape = type[Any] | EngineBody | tuple[type[Any] | EngineBody, ...]
 
 
 class Parameter(NamedTuple):

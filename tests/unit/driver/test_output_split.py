@@ -7,8 +7,11 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
+from engine_bridge.driver.apis.cut_calls import with_cut_calls
 from engine_bridge.driver.apis.output_split import OutputSplit
+from engine_bridge.driver.apis.tool_calls import install_tool_parser
 from engine_bridge.protocol.engine_request import CalledTool
+from engine_bridge.settings.parser_choice import Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 REQUEST = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
@@ -86,3 +89,65 @@ def test_calls_of_tools_are_no_text_and_come_whole(tokenizer: Any, before: str, 
         '{"city": "Oslo"}',
     ) and call.id
     assert split_of_answer(ANSWER) == (ANSWER, ())
+
+
+def whole_and_streamed(tokenizer: Any, text: str, request: Any) -> tuple[Any, Any]:
+    """What the parser has of an answer that ends here, as a whole and piece by piece: its text, and its calls by name and arguments."""
+    found = ParserManager.get_parser(
+        tool_parser_name="hermes", reasoning_parser_name=None, enable_auto_tools=True
+    )
+
+    def parser() -> Any:
+        return with_cut_calls(found)(tokenizer, request.tools, chat_template_kwargs={}, model_config=None)
+
+    _, content, calls = parser().parse(text, request, enable_auto_tools=True)
+    split = OutputSplit(parser(), request)
+    streamed = joined(split, outputs(tokenizer, text, 3))[1]
+    return (content or "", [(call.name, call.arguments) for call in calls or ()]), (
+        streamed,
+        [(call.name, call.arguments) for call in split.calls()],
+    )
+
+
+@pytest.mark.parametrize("before", ["", "Let me look. "])
+def test_a_whole_reply_has_the_same_of_a_call_that_was_cut_as_a_stream(tokenizer: Any, before: str) -> None:
+    body: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
+    install_tool_parser(Choice("hermes", ""), tokenizer)
+    asked = ChatCompletionRequest.model_validate(body)
+    demanded = ChatCompletionRequest.model_validate(body | {"tool_choice": "required"})
+    written = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'
+    for request, text in ((asked, before + CALL), (demanded, written)):
+        for length in range(len(before) + 1, len(text) + 1):
+            whole, streamed = whole_and_streamed(tokenizer, text[:length], request)
+            has_begun = length > text.index(
+                "{", text.index("get_weather")
+            )  # its arguments: before, a stream may close empty ones
+            if has_begun or not whole[1]:
+                assert whole == streamed or length <= len(before) + len("<tool_call>"), text[:length]
+        assert whole[1] == [("get_weather", '{"city": "Oslo"}')]
+
+
+def test_a_call_that_came_whole_and_cannot_be_read_stays_text(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_tool_parser(Choice("hermes", ""), tokenizer)
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
+    wrong = "<tool_call>weather!</tool_call>"
+    caplog.set_level("INFO")
+    assert whole_and_streamed(tokenizer, wrong, ChatCompletionRequest.model_validate(body))[0] == (wrong, [])
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("after", ["", f"</think>{ANSWER}"])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_all_tokens_of_a_thought_are_counted_whatever_comes_together(
+    tokenizer: Any, size: int, after: str
+) -> None:
+    found = ParserManager.get_parser(tool_parser_name=None, reasoning_parser_name="qwen3")
+    parser = with_cut_calls(found)(tokenizer, None, chat_template_kwargs={}, model_config=None)
+    ids = [*tokenizer.encode(THOUGHT + after, add_special_tokens=False), tokenizer.eos_token_id]
+    for start in range(0, len(ids), size):
+        piece, is_last = ids[start : start + size], start + size >= len(ids)
+        text = tokenizer.decode(piece[: -1 if is_last else None])
+        parser.parse_delta(text, piece, REQUEST, [tokenizer.eos_token_id], finished=is_last)
+    assert parser.count_reasoning_tokens(ids) == len(tokenizer.encode(THOUGHT, add_special_tokens=False))
