@@ -76,7 +76,8 @@ vllm.v1.request:Request ENGINE
     KV_TIERS: write lora_request
 vllm.multimodal.inputs:MultiModalFeatureSpec ENGINE
     call __init__(data, modality, identifier, mm_position)
-    read identifier mm_position
+    read identifier mm_hash mm_position
+    write identifier
 vllm.multimodal.inputs:PlaceholderRange ENGINE
     call __init__(offset, length)
     read length offset
