@@ -154,6 +154,9 @@ vllm.renderers.hf EMBEDS_TOKEN
     replace _ensure_prompt_embeds_placeholder_token
     APIS: read HfRenderer
     APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
+vllm.v1.sample.rejection_sampler DRAFT_SETTINGS
+    replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)
+    look up in apply_sampling_constraints: expand_batch_to_tokens
 vllm._custom_ops ROTARY
     replace rotary_embedding
 vllm._custom_ops GATED_DELTA
