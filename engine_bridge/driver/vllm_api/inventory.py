@@ -244,6 +244,7 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
         cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
     # A promotion has only hashes to give in place of a request.
     PROMOTION: look up in cache_full_blocks: block_hashes
+    NEW_BLOCKS: replace get_new_blocks(num_blocks)
     ADAPTERS_IN_KV: replace get_new_blocks(num_blocks)
     ADAPTERS_IN_KV: call unpin_blocks(blocks, on_reuse)
     ADAPTERS_IN_KV: look up in get_new_blocks: _notify_reuse
