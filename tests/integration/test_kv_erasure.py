@@ -1,13 +1,16 @@
-"""The KV of somebody whose data is erased is gone from device, host memory and disk, while the engine serves others on."""
+"""The KV of somebody whose data is erased is gone from device, host memory and disk, while others are served; no block gives on what it held."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from engine_bridge.driver.in_process import kv_caches_of, scheduler_of
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 
-from .nodes import engine, generate, text
+from .nodes import engine, generate, load, small, text
 
 PROMPT, OTHER = text(1, 130), text(2, 130)
 
@@ -46,3 +49,19 @@ async def test_a_tenants_kv_is_gone_at_once_and_anothers_comes_back(tmp_path: Pa
     async with engine(tiers, num_kv_blocks=64) as node:
         assert (await generate(node, OTHER, session_id="s", tenant="bob")).kv.disk >= 96
         assert await node.erase_kv("nobody") == 0
+
+
+async def test_kv_that_is_no_number_reaches_nobody_who_has_its_blocks_next(tmp_path: Path) -> None:
+    """An adapter's values may be sound, and what they make of a prompt too large."""
+    shutil.copytree(small().adapters / "pirate", tmp_path / "vast")
+    path = tmp_path / "vast/adapter_model.safetensors"
+    weights = {name: each * 1e38 if "lora_B" in name else each for name, each in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    prompts = [text(number, 37 + 11 * number) for number in range(4)]
+    async with engine(num_kv_blocks=20, max_model_len=512, adapters_in_kv=False) as node:
+        await load(node, "vast", tmp_path / "vast")
+        before = [(await generate(node, prompt, tenant="ada")).token_ids for prompt in prompts]
+        for number in range(3):  # they fill the device
+            await generate(node, text(("vast", number), 300), adapter="vast")
+        after = [(await generate(node, prompt, tenant="bob")).token_ids for prompt in prompts]
+        assert after == before

@@ -201,14 +201,43 @@ async def test_beside_experts_adapters_change_what_their_merged_weights_change(t
         assert await reused_rightly(node, prompts, said, adapter="tuned") > 3 * 200
 
 
+async def test_pictures_are_read_with_the_adapter_that_a_name_has_now(tmp_path: Path) -> None:
+    """Where adapters change how a model reads pictures: what was read with an adapter's first version is none of its second one's."""
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        write_adapter(folder, "model.visual.blocks.0.attn.proj", (64, 64), seed=seed)
+    reads_by_adapter = ("enable_tower_connector_lora=true",)
+    model = folder_of(KNOWN["qwen2.5-vl"])
+    async with engine(model, None, enable_lora=True, max_lora_rank=8, engine_args=reads_by_adapter) as node:
+
+        async def look(name: str, folder: Path) -> list[int]:
+            """Serve an adapter under a name, and return what it says of a picture."""
+            await nodes.load(node, name, folder, load_inplace=True)
+            reply = await node.serve(
+                "chat", about(picture(1)) | {"model": name}, {}, EngineRequest(adapter=name)
+            )
+            assert isinstance(reply, JsonReply) and reply.status == 200, reply
+            said: list[int] = orjson.loads(reply.body)["choices"][0]["token_ids"]
+            return said
+
+        first, second = [await look(folder.name, folder) for folder in folders]
+        assert first != second
+        assert await look("changing", folders[0]) == first
+        assert await look("changing", folders[1]) == second
+
+
 async def load(node: LocalNode, name: str, folder: Path) -> JsonReply:
     return await node.load_adapter({"lora_name": name, "lora_path": str(folder)})
 
 
-def write_adapter(folder: Path, module: str, widths: tuple[int, int]) -> None:
+def write_adapter(folder: Path, module: str, widths: tuple[int, int], seed: int = 0) -> None:
     """Write an adapter of rank 8 for one module, with its numbers of inputs and outputs."""
     num_in, num_out = widths
-    halves = {"lora_A": torch.ones(8, num_in), "lora_B": torch.ones(num_out, 8)}
+    chance = torch.Generator().manual_seed(seed)
+    halves = {
+        "lora_A": torch.randn(8, num_in, generator=chance),
+        "lora_B": torch.randn(num_out, 8, generator=chance),
+    }
     tensors = {f"base_model.model.{module}.{half}.weight": weights for half, weights in halves.items()}
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

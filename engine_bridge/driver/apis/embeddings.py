@@ -16,7 +16,8 @@ def check_embeddings(values: Iterable[Any], model_config: Any) -> None:
     """Check the values of `prompt_embeds`, which are decoded for it. Takes milliseconds for each MiB: not on the event loop.
 
     Raises:
-        InvalidRequest: this engine takes none, a value is no plain tensor, or its memory would be larger than its file, or longer than the context.
+        InvalidRequest: this engine takes none, a value is no plain tensor of finite numbers, or its memory would be larger than its file, or longer
+            than the context.
     """
     if not model_config.enable_prompt_embeds:
         raise InvalidRequest(
@@ -24,10 +25,10 @@ def check_embeddings(values: Iterable[Any], model_config: Any) -> None:
             param=FIELD,
         )
     for value in values:
-        _check(file_of(value), model_config.max_model_len)
+        _check(file_of(value), model_config.max_model_len, model_config.dtype)
 
 
-def _check(file: bytes, max_tokens: int) -> None:
+def _check(file: bytes, max_tokens: int, dtype: torch.dtype) -> None:
     try:
         tensor = torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
     except Exception as error:
@@ -36,6 +37,8 @@ def _check(file: bytes, max_tokens: int) -> None:
         raise unusable("is no matrix")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise unusable("repeats the same numbers in place of holding them")
+    if not tensor.to(dtype).isfinite().all():
+        raise unusable("has numbers that are infinite or too large for this model, or are no numbers")
     if tensor.shape[-2] >= max_tokens:
         raise InvalidRequest(
             f"`{FIELD}` has {tensor.shape[-2]:,} tokens; the model reads at most {max_tokens:,}, its answer included.",

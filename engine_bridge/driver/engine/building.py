@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, PICTURE_CACHE
+from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, NEW_BLOCKS, PICTURE_CACHE
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
@@ -147,6 +147,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         connection.connect(engine, tiers)
     else:
         worker_parts.watch(runner_of(engine), off, on_cpu=on_cpu, has_adapters=config.enable_lora)
+    if on_cpu and NEW_BLOCKS not in off:
+        from engine_bridge.driver.corrections import new_blocks
+
+        new_blocks.install(engine)
     return engine
 
 

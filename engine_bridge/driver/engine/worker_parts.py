@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, GATED_DELTA, MAMBA2, ROTARY, SEEDS
+from engine_bridge.driver.vllm_api.features import (
+    BAD_WORDS,
+    DRAFT_SETTINGS,
+    GATED_DELTA,
+    MAMBA2,
+    ROTARY,
+    SEEDS,
+)
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api.start import Off
@@ -34,6 +41,10 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.corrections import bad_words
 
         bad_words.install()
+    if on_cpu and DRAFT_SETTINGS not in off:
+        from engine_bridge.driver.corrections import draft_settings
+
+        draft_settings.install()
     if on_cpu and ROTARY not in off:
         from engine_bridge.driver.corrections import rotary
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine_bridge.driver.in_process import kv_caches_of, ranks_of, scheduler_of
+from engine_bridge.driver.memory.zeroing import zero
 from engine_bridge.protocol.errors import InternalFailure
-from kvtiers.io.host_pool import runs_of
 
 if TYPE_CHECKING:
     from engine_bridge.bridge import EngineThread
@@ -47,11 +46,3 @@ def erase_free_blocks(driver: VllmDriver) -> int:
     else:
         zero(kv_caches_of(driver.engine), numbers)
     return len(numbers)
-
-
-def zero(kv_caches: Iterable[Any], blocks: Sequence[int]) -> None:
-    """Overwrite these blocks in each tensor of a KV cache, whose first dimension is the block."""
-    runs = list(runs_of(sorted(blocks)))
-    for cache in kv_caches:
-        for start, length in runs:
-            cache[start : start + length].zero_()

@@ -99,6 +99,15 @@ PLACES_OF_SERVICES = re.compile(
 VARIABLES_BELOW = ("ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 # The environment as the process got it: vLLM sets variables itself while it builds an engine.
 ENVIRONMENT: Mapping[str, str] = dict(os.environ)
+# The parts of the driver, folders and files, that take part in what a model computes: corrections of vLLM's kernels, and how adapters are applied.
+OWN_PARTS = (
+    "corrections",
+    "lora",
+    "assist",
+    "adapters/weights.py",
+    "engine/worker_parts.py",
+    "ranks/rank_adapters.py",
+)
 # Entries of a model's configuration that only say which software wrote it.
 CONFIG_NOTES = frozenset(("transformers_version",))
 
@@ -181,6 +190,7 @@ def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
         "max_model_len": model.max_model_len,
         "arguments": dict(arguments),
         "code": _code(model),
+        "own_code": _own_code(),
         # The draft model's layers have KV in the same blocks.
         "draft": revision_of(draft) if draft is not None else "",
     }
@@ -195,6 +205,12 @@ def _code(model: Any) -> str:
     if model.is_multimodal_model:  # they make a model's input of a picture
         names = ["transformers", "torchvision", "pillow"]
     return " ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _own_code() -> str:
+    """Return a digest of OWN_PARTS: a version of this server that computes otherwise, or rightly, is to find nothing of what others have kept."""
+    driver = Path(__file__).parents[1]
+    return " ".join(folder_revision(driver / part) for part in OWN_PARTS)
 
 
 def _version(name: str) -> str:

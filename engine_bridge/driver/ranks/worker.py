@@ -127,8 +127,8 @@ class Rank:
     @answered
     def overture_zero(self, blocks: list[int]) -> None:
         """Overwrite these blocks of this rank's KV cache."""
-        from engine_bridge.driver.kv.erasing import zero
         from engine_bridge.driver.memory.block_copy import distinct
+        from engine_bridge.driver.memory.zeroing import zero
 
         zero(distinct(self.model_runner.kv_caches), blocks)
 

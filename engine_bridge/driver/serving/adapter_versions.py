@@ -84,11 +84,18 @@ class AdapterVersions:
             event.set()
 
     def tie(self, request: EngineCoreRequest, adapter: AdapterVersion | None) -> None:
-        """Make a request be computed with this adapter, and its KV be kept for its tenant and for exactly these weights."""
+        """Make a request be computed with this adapter, and its KV and what is read of its pictures be kept for exactly these weights.
+
+        The KV is kept for the request's tenant, too.
+        """
         facts = facts_of(request)
         request.lora_request = adapter
         content_hash = adapter.content_hash if adapter else ""
         request.cache_salt = cache_salt(facts.tenant, content_hash, facts.client_salt)
+        for picture in request.mm_features or ():
+            # Where adapters change how pictures are read, vLLM puts the adapter's name in front, which a later version has as well.
+            if picture.identifier != picture.mm_hash:
+                picture.identifier = f"{content_hash}:{picture.mm_hash}"
         tell(request, msgspec.structs.replace(facts, rank=self.rank_of(adapter)))
 
     def tie_to_served(self, request: EngineCoreRequest) -> None:

@@ -103,6 +103,16 @@ SEEDS = Feature(
     "a request with a seed whose prompt takes several steps ends the answers of all requests",
     device="cpu",
 )
+DRAFT_SETTINGS = Feature(
+    "settings of drafted answers on a CPU",
+    "with --speculative-config answers follow no temperature, and greedy ones beside them are wrong",
+    device="cpu",
+)
+NEW_BLOCKS = Feature(
+    "empty blocks on a CPU",
+    "a request whose KV is no number spoils the answers of all requests behind it",
+    device="cpu",
+)
 PLAIN_CONTENT = Feature(
     "special tokens of contents as text",
     "a server that is to keep them text (--special-tokens-in-content split) does not start",

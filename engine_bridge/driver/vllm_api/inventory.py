@@ -76,7 +76,8 @@ vllm.v1.request:Request ENGINE
     KV_TIERS: write lora_request
 vllm.multimodal.inputs:MultiModalFeatureSpec ENGINE
     call __init__(data, modality, identifier, mm_position)
-    read identifier mm_position
+    read identifier mm_hash mm_position
+    write identifier
 vllm.multimodal.inputs:PlaceholderRange ENGINE
     call __init__(offset, length)
     read length offset
@@ -160,6 +161,9 @@ vllm.renderers.hf EMBEDS_TOKEN
     replace _ensure_prompt_embeds_placeholder_token
     APIS: read HfRenderer
     APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
+vllm.v1.sample.rejection_sampler DRAFT_SETTINGS
+    replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)
+    look up in apply_sampling_constraints: expand_batch_to_tokens
 vllm._custom_ops ROTARY
     replace rotary_embedding
 vllm._custom_ops GATED_DELTA
@@ -247,6 +251,7 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
         cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
     # A promotion has only hashes to give in place of a request.
     PROMOTION: look up in cache_full_blocks: block_hashes
+    NEW_BLOCKS: replace get_new_blocks(num_blocks)
     ADAPTERS_IN_KV: replace get_new_blocks(num_blocks)
     ADAPTERS_IN_KV: call unpin_blocks(blocks, on_reuse)
     ADAPTERS_IN_KV: look up in get_new_blocks: _notify_reuse

@@ -14,7 +14,7 @@ from engine_bridge.driver.apis.embeddings import check_embeddings
 from engine_bridge.protocol.errors import InvalidRequest
 from gateway.doors.api.call_size import check_call
 
-MODEL = SimpleNamespace(enable_prompt_embeds=True, max_model_len=64)
+MODEL = SimpleNamespace(enable_prompt_embeds=True, max_model_len=64, dtype=torch.float32)
 PLAIN = torch.arange(12.0).reshape(3, 4)
 
 
@@ -60,6 +60,8 @@ def test_plain_tensors_of_floats_are_read() -> None:
         (text(file(PLAIN[0])), "is no matrix"),
         (text(file(torch.ones(1, 4).expand(60, 4))), "repeats the same numbers"),
         (text(file(torch.ones(64, 4))), "64 tokens; the model reads at most 64"),
+        (text(file(PLAIN / 0)), "are no numbers"),
+        (text(file(torch.full((3, 4), 1e39, dtype=torch.float64))), "too large for this model"),
     ],
 )
 def test_whatever_could_become_large_or_is_no_matrix_is_refused(value: Any, reason: str) -> None:

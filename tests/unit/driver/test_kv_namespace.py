@@ -117,6 +117,18 @@ def test_code_that_is_not_vllms_own_counts_by_its_version(monkeypatch: pytest.Mo
     assert kv_namespace._code(sees) == "transformers 99.0 torchvision 99.0 pillow 99.0"
 
 
+def test_what_this_server_corrects_of_vllm_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later version that computes a model or its adapters rightly finds nothing that an earlier one has computed wrongly."""
+    built, correction = engine_args(config_of(), None).create_engine_config(), tmp_path / "rotary.py"
+    shipped = _computation(built, {})
+    monkeypatch.setattr(kv_namespace, "OWN_PARTS", (*kv_namespace.OWN_PARTS, str(tmp_path)))
+    found = [shipped, _computation(built, {})]
+    for code in ("turns = 1", "turns = 2"):
+        correction.write_text(code)
+        found.append(_computation(built, {}))
+    assert len(set(found)) == 4 and _computation(built, {}) == found[-1]
+
+
 @pytest.mark.parametrize("way", ["replaced", "written over"])
 def test_weights_that_change_while_they_are_loaded_are_no_others(tmp_path: Path, way: str) -> None:
     """An engine that has loaded the old ones finds the new ones' files when it is asked which it has."""
