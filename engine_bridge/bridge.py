@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
 from engine_bridge.protocol.figures import NodeState
 
 log = logging.getLogger(__name__)
@@ -123,15 +123,23 @@ class EngineThread(Generic[D]):
         return future
 
     def rest(self, run: Callable[[D], None]) -> asyncio.Future[None]:
-        """Run `run(driver)` between two steps, after which no step runs until `go_on`; commands do. The future is that of `call`."""
+        """Run `run(driver)` between two steps, after which no step runs until `go_on`; commands do. The future is that of `call`.
+
+        A `BridgeError` of `run` says that nothing has changed. After any other error the engine may be half asleep: it is rebuilt.
+        """
         return self.call(lambda driver: self._run_into("asleep", run, driver))
 
     def go_on(self, run: Callable[[D], None]) -> asyncio.Future[None]:
-        """Run `run(driver)`, after which steps run again. The future is that of `call`."""
+        """Run `run(driver)`, after which steps run again. Its errors are those of `rest`. The future is that of `call`."""
         return self.call(lambda driver: self._run_into("ready", run, driver))
 
     def _run_into(self, state: NodeState, run: Callable[[D], None], driver: D) -> None:
-        run(driver)
+        try:
+            run(driver)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise _EngineBroken(f"{type(error).__name__}: {error}") from error
         self.state = state
 
     def wake(self) -> None:
@@ -325,6 +333,10 @@ class EngineThread(Generic[D]):
                 self._post(_set_error, command.future, error)
 
 
+class _EngineBroken(BaseException):
+    """A command has left the engine in a state that no step may run in. As any error that is no Exception it has the engine rebuilt."""
+
+
 class _Command(NamedTuple):
     run: Callable[[Any], Any]
     future: asyncio.Future[Any] | None
@@ -384,7 +396,11 @@ def _bearable(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    bearable = EngineUnavailable(f"the engine thread was ended by {type(error).__name__}: {error}")
+    bearable = EngineUnavailable(
+        "the engine has failed and is being rebuilt; try again in a moment"
+        if isinstance(error, _EngineBroken)
+        else f"the engine thread was ended by {type(error).__name__}: {error}"
+    )
     bearable.__cause__ = error
     return bearable
 

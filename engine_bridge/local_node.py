@@ -127,7 +127,6 @@ class LocalNode:
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
             raise
-        self._stage = "ready"
 
     async def _build_serving(self) -> None:
         from engine_bridge.driver.grammars.admission import checker_of
@@ -248,7 +247,8 @@ class LocalNode:
     def progress(self) -> Progress:
         """How far the node has come on its way to `ready`."""
         error = self._error or (str(self._thread.error) if self._thread.error else None)
-        return Progress(self.state, self._stage, time.monotonic() - self._since, error)
+        stage = self._stage if self.state in ("starting", "rebuilding", "failed") else "ready"
+        return Progress(self.state, stage, time.monotonic() - self._since, error)
 
     async def stats(self) -> NodeStats:
         """Return the engine's counts, as it is between two steps."""

@@ -66,11 +66,13 @@ class Sleep:
             raise
 
     async def end(self) -> None:
-        """Wake the engine up, and take requests again; see `Node.wake_up`."""
+        """Wake the engine up, and take requests again; see `Node.wake_up`. An engine that cannot be woken is rebuilt, and then is awake."""
         from engine_bridge.driver.engine.sleeping import wake_up
 
         if self._why_never:
             raise NotSupported(self._why_never)
         if self.is_on:
-            await self._thread.go_on(wake_up)
-            self.is_on = False
+            try:
+                await self._thread.go_on(wake_up)
+            finally:
+                self.is_on = False

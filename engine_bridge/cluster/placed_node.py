@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 # Between two attempts to reach a node that should be there. Chosen: a node whose connection alone broke is away no longer than this.
 RETRY_S = 0.25
+# Between an engine's failure for good and the next start of its process. Chosen: long enough to be seen, and a start that fails takes as long.
+FAILED_S = 10.0
 
 
 class PlacedNode(RemoteNode):
@@ -29,6 +31,7 @@ class PlacedNode(RemoteNode):
     Args:
         on_change: called when a fact of the node has changed, so with each report.
         on_silent: called when a connected node has sent nothing for SILENT_S.
+        on_failed: called when a node that has served says for FAILED_S that its engine cannot be built.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class PlacedNode(RemoteNode):
         token: bytes,
         on_change: Callable[[], None],
         on_silent: Callable[[str], None],
+        on_failed: Callable[[str], None],
     ) -> None:
         super().__init__(model_names)
         self.node_id, self.stage = node_id, "waiting"
@@ -45,7 +49,7 @@ class PlacedNode(RemoteNode):
         self.last_incarnation = ""
         self.problem = ""
         self._expected_names, self._token = model_names, token
-        self._on_change, self._on_silent = on_change, on_silent
+        self._on_change, self._on_silent, self._on_failed = on_change, on_silent, on_failed
         self._place: NodeAddress | None = None
         self._is_placed = asyncio.Event()
         self._was_ready, self._is_closed = False, False
@@ -156,7 +160,7 @@ class PlacedNode(RemoteNode):
         self.attach(link)
         self._note_ready()
         self._on_change()
-        loop, silence, silent_s = asyncio.get_running_loop(), Silence(LOOK_EVERY_S), 0.0
+        loop, silence, silent_s, failed_s = asyncio.get_running_loop(), Silence(LOOK_EVERY_S), 0.0, 0.0
         # A little less than the router gives it, which only ends its answers.
         while (
             not lost.is_set()
@@ -166,6 +170,10 @@ class PlacedNode(RemoteNode):
                 await asyncio.wait_for(lost.wait(), LOOK_EVERY_S)
             silence.look(loop.time())
             silent_s = silence.seconds(link.reported_s, loop.time())
+            has_failed = self._was_ready and super().progress.state == "failed"
+            failed_s = failed_s + LOOK_EVERY_S if has_failed else 0.0
+            if FAILED_S <= failed_s < FAILED_S + LOOK_EVERY_S:  # once
+                self._on_failed(self.node_id)
         if not lost.is_set():
             log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, silent_s)
             self._on_silent(self.node_id)

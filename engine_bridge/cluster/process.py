@@ -127,15 +127,15 @@ class ProcessNode(RemoteNode):
         await self._first_start
 
     async def restart(self) -> None:
-        """End the child, which was drained, and start it again. Returns when its engine is ready; raises EngineUnavailable if it has failed."""
-        before = self._link
+        """End the child, which was drained, and start it again. Returns when its engine is ready; raises EngineUnavailable if that fails."""
+        before, num_deaths = self._link, self._num_deaths
         if before is not None and before.is_up:
             self._is_end_wanted = True
             before.notice("close")
         while self._link in (before, None) or self.progress.state != "ready":
-            if self._closing.is_set() or self.progress.state == "failed":
+            if self._closing.is_set() or self._num_deaths > num_deaths + 1:
                 raise EngineUnavailable(
-                    self.progress.error or "the engine's process could not be started again"
+                    f"{self._what} could not be started again; the server's log says why, and it is tried on"
                 )
             await asyncio.sleep(LOOK_EVERY_S / 4)
 
@@ -237,6 +237,18 @@ class ProcessNode(RemoteNode):
                 log.error("%s has said nothing for %.0f s: it is killed", self._what, silent_s)
                 self._kill()
                 return
+            told = super().progress
+            if told.state == "failed" and self._has_served:
+                # The next process may fare better: a device's error can last as long as its process, a file may be there again.
+                log.error("%s has an engine that cannot be built (%s): it is killed", self._what, told.error)
+                self._kill()
+                return
+
+    @property
+    def _has_served(self) -> bool:
+        """Whether the first start is over and has worked."""
+        start = self._first_start
+        return start is not None and start.done() and start.exception() is None
 
     def _note_start(self, link: NodeLink) -> None:
         """The first start ends when the engine is ready, or has failed for good."""

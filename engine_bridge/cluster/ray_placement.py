@@ -91,16 +91,17 @@ class RayPlacement:
         node = self._nodes[node_id]
         before = node.last_incarnation
         self._order(orders.Restart(node_id))
+        # A node that had failed says so until its process has ended.
         await self._until(
             lambda: (
-                node.progress.state in ("closed", "failed")
-                or (node.last_incarnation != before and node.progress.state == "ready")
+                node.progress.state == "closed"
+                or bool(node.problem)
+                or (node.last_incarnation != before and node.progress.state in ("ready", "failed"))
             )
         )
         if self._closing.is_set() or node.progress.state != "ready":
-            raise EngineUnavailable(
-                f"{node_id} did not come up again: {node.progress.error or 'it has left'}"
-            )
+            problem = node.problem or node.progress.error or "it has left"
+            raise EngineUnavailable(f"{node_id} did not come up again: {problem}")
 
     async def remove(self, node_id: str) -> None:
         """End a node, which was drained, for good. Raises KeyError for an unknown node."""
@@ -137,7 +138,18 @@ class RayPlacement:
             self._settings.trust.token,
             on_change=lambda: self._node_changed(node_id),
             on_silent=lambda node_id: self._order(orders.Kill(node_id)),
+            on_failed=self._replace,
         )
+
+    def _replace(self, node_id: str) -> None:
+        """Start a node's process again whose engine cannot be built: the next process may fare better. Nodes of others are theirs to start again."""
+        if node_id in self._ours:
+            log.error(
+                "%s has an engine that cannot be built (%s): its process is started again",
+                node_id,
+                self._nodes[node_id].progress.error,
+            )
+            self._order(orders.Restart(node_id))
 
     def _look_after(self, node: PlacedNode) -> None:
         task = self._keepers[node.node_id] = asyncio.create_task(node.keep(self._tls), name=node.node_id)

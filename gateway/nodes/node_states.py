@@ -87,8 +87,9 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
 
     state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
     engine failed. num_ranks: devices that its model is split over, a process for each. incarnation: another one after each start of its process, ""
-    while it cannot be reached. load: null until its engine is up. kv: null where there are no tiers, and without an operator's key. left_out: what
-    its engine runs without, though it was set up with it; only operators are told why. error: what went wrong with it last, for operators.
+    while it cannot be reached. load: null until its engine is up, and while it cannot be reached. kv: null then, too, where there are no tiers, and
+    without an operator's key. left_out: what its engine runs without, though it was set up with it; only operators are told why. error: what went
+    wrong with it last, for operators.
     """
 
     id: str
@@ -207,7 +208,9 @@ def status_of(
         state: the state as the router knows it, if it knows better than the node.
         failed_adapters: as in `NodeAdapters`.
     """
-    progress, figures = node.progress, node.figures()
+    progress, figures, adapters = node.progress, node.figures(), node.adapters()
+    if not incarnation:  # its last report tells of a process that may have ended, with its requests and all that it had in memory
+        figures, adapters = replace(figures, scheduling_stats=None, kv_tiers=None, adapter_stats=None), []
     state = state or progress.state
     return NodeStatus(
         id=node_id,
@@ -221,7 +224,7 @@ def status_of(
         num_ranks=figures.num_ranks,
         load=_load(figures),
         kv=_kv(figures.kv_tiers),
-        adapters=_adapters(node.adapters(), figures.adapter_stats, failed_adapters),
+        adapters=_adapters(adapters, figures.adapter_stats, failed_adapters),
         left_out=figures.left_out,
         error=progress.error,
     )

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -140,6 +140,22 @@ def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
     except OSError as error:
         raise StartupError(f"The conversations are erased, but not all else: {error}.") from error
     return Erased(num_sessions, num_blocks)
+
+
+def erase_left_kv(kv_dir: Path, owner: str, nodes: Collection[str]) -> int:
+    """Erase a person's KV in stores that no engine of a running server has, and return the number of blocks.
+
+    A server has left such stores if it had other nodes before, or one engine instead. Nodes erase theirs themselves, also of models before.
+
+    Args:
+        kv_dir: the server's folder for KV.
+        owner: the person.
+        nodes: the names of the server's nodes.
+
+    Raises:
+        OSError: a store cannot be written.
+    """
+    return erase(kv_dir, tenant_of(owner), skips_held=True, but=nodes) if kv_dir.is_dir() else 0
 
 
 async def _erase_sessions(file: Path, owner: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from kvtiers.io.files import DESCRIPTION_NAME, LOCK_NAME, Files, claim, read_reg
 from kvtiers.io.overwrite import overwrite
 from kvtiers.io.records import owner_tag
 from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
+
+# Of the stores below a folder: each model has a folder, and where there are several nodes each node has one with its models'.
+DEPTH = 2
 
 
 class StoreInfo(Struct, frozen=True, kw_only=True):
@@ -85,7 +88,7 @@ def prune(
     return Pruned(num_segments=num_removed, bytes=removed_bytes, bytes_left=left)
 
 
-def erase(directory: Path, tenant: str, *, skips_held: bool = False) -> int:
+def erase(directory: Path, tenant: str, *, skips_held: bool = False, but: Collection[str] = ()) -> int:
     """Overwrite the blocks of one tenant in the stores under `directory`, or in the store that it is, and return how many there were.
 
     Blocks of another tenant with the same tag go as well; those are computed again.
@@ -94,6 +97,7 @@ def erase(directory: Path, tenant: str, *, skips_held: bool = False) -> int:
         directory: a store, or a folder of stores.
         tenant: whose blocks are to go; not "", which is everybody's.
         skips_held: leave out stores that a live process holds, which erases there by itself.
+        but: names of folders in `directory` that are left out.
 
     Raises:
         StoreBusy: a live process holds one of the stores; then nothing is erased.
@@ -104,7 +108,7 @@ def erase(directory: Path, tenant: str, *, skips_held: bool = False) -> int:
     num_blocks = 0
     with ExitStack() as held:
         folders = []
-        for folder in _stores(directory):
+        for folder in _stores(directory, but):
             try:
                 held.callback(claim(folder).release)
             except StoreBusy:
@@ -122,14 +126,14 @@ def erase(directory: Path, tenant: str, *, skips_held: bool = False) -> int:
     return num_blocks
 
 
-def _stores(directory: Path) -> Iterator[Path]:
-    """Yield the folders that a `DiskLog` has held."""
+def _stores(directory: Path, but: Collection[str] = (), depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the folders that a `DiskLog` has held. but: names of folders in `directory` that are left out."""
     if (directory / LOCK_NAME).is_file():
         yield directory
-        return
-    for folder in sorted(directory.iterdir()):
-        if (folder / LOCK_NAME).is_file():
-            yield folder
+    elif depth:
+        for folder in sorted(directory.iterdir()):
+            if folder.is_dir() and not folder.is_symlink() and folder.name not in but:
+                yield from _stores(folder, depth=depth - 1)
 
 
 def _segments(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

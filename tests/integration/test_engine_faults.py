@@ -116,6 +116,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
         await told(http.get("/readyz"), 503)
         await is_ready(node)
     assert node.num_rebuilds == num_rebuilds + 1
+    assert node.progress.stage == "ready"
     assert left == [[]]
     assert looks_at_all.count(True) == 1 < len(looks_at_all)
     # The same session goes on, with adapters, and the history that was stored is still there.

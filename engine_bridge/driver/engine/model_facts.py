@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # How pydantic writes that vLLM refuses a model, or, of the whole configuration, to split it into so many parts. Other faults of the whole may end
 # where a mechanism is left out.
+_NO_EXPERTS = "Number of experts in the model must be greater than 0"
+_WHOLE_EXPERTS = "--enable-expert-parallel gives each device whole experts, and this model has none"
 _REFUSED, _UNDIVIDED, _WHY = "error for ModelConfig", "divisible by tensor parallel size", "Value error, "
 _OF_DRAFTS = "error for SpeculativeConfig"
 # Behind the reason stand where it was found, and names of some hundred other models.
@@ -62,6 +64,8 @@ def configuration_of(args: Any) -> Any:
     except ValueError as error:
         head, _, text = str(error).partition(_WHY)
         why = re.split(_SAYS_LITTLE, text, maxsplit=1)[0]
+        if _NO_EXPERTS in str(error):
+            raise UnusableModel(_WHOLE_EXPERTS, "Take away --enable-expert-parallel") from error
         if _UNDIVIDED in why:
             raise UnusableModel(why, DIVIDING_PARTS) from error
         if _OF_DRAFTS in head:

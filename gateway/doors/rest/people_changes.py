@@ -13,7 +13,7 @@ from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import tenant_of
 from gateway.doors.http.key_changes import read_again
 from gateway.errors import GatewayError, StartupError
-from gateway.people.estate import Erased
+from gateway.people.estate import Erased, erase_left_kv
 from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
 from gateway.services import Services
 from gateway.sessions.connection import disk_full, is_full
@@ -113,10 +113,23 @@ async def erase(services: Services, person: Person) -> Erased:
     await services.learned.forget(owner)
     await asyncio.to_thread(Shelf(services.config.data_dir / SHELF_NAME).erase, owner)
     try:
-        return Erased(num_sessions, await services.node.erase_kv(tenant_of(owner)))
+        num_blocks = await services.node.erase_kv(tenant_of(owner))
     except EngineUnavailable as error:
         message = "All is erased but KV, of an engine that is not up or a node that is away. Try it again when it is back."
         raise GatewayError("overloaded", message) from error
+    return Erased(num_sessions, num_blocks + await _erase_left_kv(services, owner))
+
+
+async def _erase_left_kv(services: Services, owner: str) -> int:
+    """Erase a person's KV in stores of engines that this server had before, and return the number of blocks. Raises GatewayError."""
+    kv_dir, nodes = services.config.kv_dir, [node.id for node in services.maintenance.states()]
+    assert kv_dir is not None  # filled in by Config
+    try:
+        return await asyncio.to_thread(erase_left_kv, kv_dir, owner, nodes)
+    except OSError as error:
+        log.error("KV of an engine before could not be erased: %s", error)
+        message = "All is erased but KV on disk, which cannot be overwritten now. The server's log says why."
+        raise GatewayError("storage_failed", message) from error
 
 
 async def _until_ended(services: Services, owner: str) -> None:

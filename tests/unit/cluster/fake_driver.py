@@ -11,7 +11,9 @@ from engine_bridge.cluster.host import NodeAddress, NodeHost
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.placed_node import RETRY_S
 from engine_bridge.cluster.wire import REPORT_EVERY_S
-from tests.unit.gateway.fake_node import FakeNode
+from tests.unit.gateway.fake_node import Breakable
+
+AWAY = "the model is away"
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 hosts: dict[str, NodeHost] = {}
-fakes: dict[str, FakeNode] = {}
+fakes: dict[str, Breakable] = {}
 
 
 def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: ignore[no-untyped-def]
@@ -59,7 +61,7 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
         return
     if node.settings == b"never comes up":
         return
-    fake = fakes[node.node_id] = FakeNode(["I am ", node.node_id])
+    fake = fakes[node.node_id] = Breakable(["I am ", node.node_id], Path(node.folder) / AWAY)
     if node.settings == b"another model":
         fake.model_names = ("another-model",)
     if node.settings == b"names no place at first":

@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from engine_bridge.cluster.host import serve
 from engine_bridge.cluster.process import ProcessNode, Silence
 from engine_bridge.protocol.errors import EngineUnavailable
 from tests.unit.cluster.catalog_node import answer_of
-from tests.unit.gateway.fake_node import PATIENCE_S, FakeNode
+from tests.unit.gateway.fake_node import PATIENCE_S, Breakable, FakeNode
 
 
 def test_silence_counts_only_while_this_process_runs_itself() -> None:
@@ -26,14 +27,11 @@ def test_silence_counts_only_while_this_process_runs_itself() -> None:
     assert silence.seconds(5.5, 40.5) == 0.5
 
 
-class Teller(FakeNode):
-    """Says which process it is."""
-
-    def __init__(self) -> None:
-        super().__init__([str(os.getpid())])
-
-
 def teller(*arguments: str) -> ProcessNode:
+    """A node that says which process it is.
+
+    arguments: how many seconds it says nothing at first, and the file where `Breakable` looks.
+    """
     return ProcessNode([sys.executable, "-m", __name__, *arguments], b"", ("fake-model",))
 
 
@@ -78,6 +76,38 @@ async def test_a_process_may_say_nothing_for_longer_while_it_starts(monkeypatch:
         await node.close()
 
 
+async def test_an_engine_that_cannot_be_built_any_more_gets_other_processes_until_one_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "FIRST_PAUSE_S", 0.01)
+    file = tmp_path / "the model is away"
+    node = teller("0", str(file))
+    async with asyncio.timeout(3 * PATIENCE_S):
+        await node.start()
+        file.touch()
+        first = await answer_of(node)
+        await node.sleep("wait", 0)
+        while node.figures().num_rebuilds < 2:
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineUnavailable, match="started again"):
+            await node.restart()
+        file.unlink()
+        while node.progress.state != "ready":
+            await asyncio.sleep(0.05)
+        assert await answer_of(node) != first
+        await node.close()
+
+
+async def test_an_engine_that_has_never_run_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "there is no model").touch()
+    node = teller("0", str(tmp_path / "there is no model"))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(EngineUnavailable):
+            await node.start()
+        assert (node.progress.state, node.figures().num_rebuilds) == ("failed", 0)
+        await node.close()
+
+
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 5])
 async def test_closing_ends_a_process_that_is_just_being_started(num_turns: int) -> None:
     """After so many turns of the loop."""
@@ -94,4 +124,5 @@ async def test_closing_ends_a_process_that_is_just_being_started(num_turns: int)
 
 if __name__ == "__main__":
     time.sleep(float(sys.argv[1]) if len(sys.argv) > 2 else 0)
-    serve(Teller(), int(sys.argv[-1]))
+    me = [str(os.getpid())]
+    serve(Breakable(me, Path(sys.argv[2])) if len(sys.argv) > 3 else FakeNode(me), int(sys.argv[-1]))

@@ -12,6 +12,7 @@ from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.protocol.errors import EngineUnavailable
 from tests.unit.cluster.catalog_node import PATIENCE_S, answer_of, until
+from tests.unit.cluster.fake_driver import AWAY
 
 DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")
 
@@ -93,6 +94,38 @@ async def test_when_the_driver_or_its_guard_dies_all_is_started_again(tmp_path: 
             await answer_of(node)
         await until(lambda: node.is_up)
         assert node.last_incarnation != before and node.figures().num_rebuilds == 1
+        assert await answer_of(node) == "I am a"
+
+
+async def test_a_node_whose_engine_cannot_be_built_any_more_is_started_again_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.cluster.placed_node.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("engine_bridge.cluster.placed_node.FAILED_S", 0.2)
+    async with placement_of(tmp_path, a=b"") as (placement, _):
+        await placement.start()
+        node = placement.nodes["a"]
+        (tmp_path / "a" / AWAY).touch()
+        await node.sleep("wait", 0)
+        await until(lambda: node.figures().num_rebuilds > 1)
+        await until(lambda: node.progress.state == "failed")
+        (tmp_path / "a" / AWAY).unlink()
+        await until(lambda: node.progress.state == "ready")
+        assert await answer_of(node) == "I am a"
+
+
+async def test_a_failed_node_that_is_restarted_by_hand_is_told_of_when_it_is_there(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"") as (placement, _):
+        await placement.start()
+        node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
+        (tmp_path / "a" / AWAY).touch()
+        await node.sleep("wait", 0)
+        await until(lambda: node.progress.state == "failed")
+        with pytest.raises(EngineUnavailable, match="did not come up again"):
+            await placement.restart("a")
+        assert node.last_incarnation != before
+        (tmp_path / "a" / AWAY).unlink()
+        await placement.restart("a")
         assert await answer_of(node) == "I am a"
 
 

@@ -101,6 +101,21 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
         configuration_of(engine_args(config, None))
 
 
+@pytest.mark.parametrize("drafts", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
+def test_experts_that_a_model_lacks_are_refused_with_what_helps(drafts: str | None) -> None:
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR),
+        served_model_name="demo",
+        device="cpu",
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        speculative_config=drafts,
+    )
+    with pytest.raises(UnusableModel, match="this model has none") as refused:
+        configuration_of(engine_args(config, None))
+    assert refused.value.remedy == "Take away --enable-expert-parallel"
+
+
 @pytest.mark.parametrize(
     ("drafts", "why"),
     [

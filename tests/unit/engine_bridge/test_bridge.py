@@ -362,3 +362,17 @@ async def test_no_step_runs_while_the_engine_rests_and_commands_do() -> None:
         assert harness.thread.state == "ready"
         await harness.thread.rest(lambda driver: None)
     assert harness.thread.state == "closed", "an engine that rests can be closed"
+
+
+@pytest.mark.parametrize("is_resting", [False, True])
+async def test_an_engine_that_breaks_as_it_goes_to_rest_or_on_is_rebuilt(is_resting: bool) -> None:
+    async with running() as harness, asyncio.timeout(60):
+        if is_resting:
+            await harness.thread.rest(lambda driver: None)
+        change = harness.thread.go_on if is_resting else harness.thread.rest
+        with pytest.raises(EngineUnavailable, match="rebuilt"):
+            await change(lambda driver: 1 // 0)
+        await harness.until_state("ready", 1)
+        assert harness.built[0].is_closed and len(harness.failures) == 1
+        harness.thread.submit(lambda driver: driver.left.update(a=1))
+        await harness.until(lambda: harness.outputs == [("a", 0)])

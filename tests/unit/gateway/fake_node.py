@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -287,3 +288,18 @@ class FakeNode:
 
     async def close(self) -> None:
         self.state = "closed"
+
+
+class Breakable(FakeNode):
+    """A node whose engine breaks when it is to sleep, and cannot be built where a file lies."""
+
+    def __init__(self, script: Sequence[str], file: Path) -> None:
+        super().__init__(script)
+        self._file = file
+        self.state = "starting"
+
+    async def start(self) -> None:
+        self.state = "failed" if await asyncio.to_thread(self._file.exists) else "ready"
+
+    async def sleep(self, mode: Any, timeout_s: float) -> None:
+        self.state = "failed"

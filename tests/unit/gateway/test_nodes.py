@@ -118,6 +118,7 @@ async def test_a_change_goes_on_behind_its_reply_and_another_one_has_to_wait() -
 
 async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened() -> None:
     async with routed("a", "b") as (router, placement):
+        placement.inner["b"].scheduling, placement.inner["b"].tiers = SCHEDULING, TIERS
         maintenance = NodeMaintenance(nodes_of(router), 5.0)
         first, second = maintenance.states()
         assert (first.id, first.state, second.id) == ("a", "ready", "b") and first.incarnation != ""
@@ -131,9 +132,14 @@ async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened(
         assert placement.restarted == ["a"] and maintenance.states()[0].incarnation != first.incarnation
         await maintenance.drain("a", None, is_forced=True)
         assert (await maintenance.drain("b", None, is_forced=True)).is_draining, "by force"
+        await until(lambda: maintenance.states()[1].load is not None)
         placement.kill("b")
         await settled()
-        assert not maintenance.states()[1].is_open and maintenance.states()[1].incarnation == ""
+        dead = maintenance.states()[1]
+        assert not dead.is_open and dead.incarnation == ""
+        assert (dead.load, dead.kv, dead.adapters.num_by_place) == (None, None, {}), (
+            "what it had has ended with it"
+        )
 
 
 async def picture(socket: Socket) -> Frame:

@@ -302,9 +302,14 @@ async def fill(data: Path, owner: str, other: str) -> None:
     ledger.close()
     saved = [SavedOwner(name=name, agents=[], odds=[], links=[], gaps_s=[]) for name in (owner, other)]
     learned_file.write(data / learned_file.NAME, [learned_file.line_of(each) for each in saved])
-    shape = BlockShape(num_layers=2, layer_bytes=600)
-    log = await DiskLog.open(data / "kv" / "model", "model", shape, 1 << 20)
-    for name in (owner, other):
+    for folder in ("model", "node-2/model"):
+        await fill_kv(data / "kv" / folder, owner, other)
+
+
+async def fill_kv(folder: Path, *owners: str) -> None:
+    """A store with a block of each of them."""
+    log = await DiskLog.open(folder, "model", BlockShape(num_layers=2, layer_bytes=600), 1 << 20)
+    for name in owners:
         letter = name[2].encode()
         assert await log.append(
             [BlockKey(letter * 32)], lambda _b, _l, x=letter: memoryview(x * 600), owner_tag(name)
@@ -369,7 +374,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     await store.close()
     assert b"re: two" in everything_in(data) and b"a" * 600 in everything_in(data)
     done = command("users", "delete", "ada", "--yes")
-    assert done.stdout == "Erased ada: 2 conversations, 1 blocks of KV on disk.\n", done.stderr
+    assert done.stdout == "Erased ada: 2 conversations, 2 blocks of KV on disk.\n", done.stderr
     (data / "audit.jsonl").unlink()
     left = everything_in(data)
     for trace in (

@@ -16,15 +16,18 @@ from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.access.auth import Principal, generate_key
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.errors import GatewayError
+from gateway.nodes.known_nodes import LOCAL
 from gateway.people.ledger import Spent
 from gateway.sessions import SessionStore
+from kvtiers.io.files import claim
+from kvtiers.io.inspect import erase, inspect
 
 from .front import Gateway, Gateways, bearer
 from .parts import until
 from .stores import chat
 from .test_access import KEY, OTHER, key_file, old_line
 from .test_audit import written
-from .test_people import everything_in
+from .test_people import everything_in, fill_kv
 
 ADMIN = "/v1/admin/people"
 
@@ -239,6 +242,21 @@ async def test_an_erasure_whose_engine_is_away_says_so_and_is_ended_later(gatewa
     again = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
     assert (again.status, gateway.node.erased) == (200, [owner_of(OTHER)])
     assert list(await people(gateway)) == ["ada"]
+
+
+async def test_kv_of_engines_that_the_server_had_before_is_erased_and_that_of_its_nodes_is_theirs(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    assert await is_let_in(gateway, OTHER)
+    bob, ada = owner_of(OTHER), owner_of(KEY)
+    for folder in ("model", "node-3/model", f"{LOCAL}/model"):
+        await fill_kv(tmp_path / "kv" / folder, ada, bob)
+    held = await asyncio.to_thread(claim, tmp_path / "kv" / "model")
+    erased = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
+    assert erased.body == {"num_sessions": 0, "num_kv_blocks": 3 + 1}
+    held.release()
+    left = {store.directory: erase(store.directory, bob) for store in inspect(tmp_path / "kv")}
+    assert list(left.values()) == [1, 1, 0], left
 
 
 async def _until_closed(socket: Any) -> Any:
