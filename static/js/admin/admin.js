@@ -149,7 +149,12 @@ export class Admin {
 
   async #erase(person, path) {
     if (!await questions.confirmErasure(person.name)) return;
-    const erased = await this.#do('DELETE', path);
+    const status = byId('erasing');
+    let erased;
+    do {
+      erased = await this.#do('DELETE', path);
+      status.textContent = erased?.num_left_sessions === undefined ? '' : `Erasing ${person.name}: conversations left: ${erased.num_left_sessions.toLocaleString('en')}.`;
+    } while (status.textContent);
     if (erased) toast(`${person.name} is erased. Conversations: ${erased.num_sessions}.`);
   }
 
