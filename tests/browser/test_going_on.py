@@ -149,6 +149,21 @@ def test_an_unfinished_edit_is_there_when_one_comes_back(chat) -> None:
     expect(chat.page.locator(".bubble")).to_have_text("One?")
 
 
+def test_escape_in_a_field_of_the_list_stops_no_answer(wired, stage) -> None:
+    chat = wired()[0].open()
+    with stage.by_hand() as next_answer:
+        chat.start("A long one.")
+        writer = next_answer()
+        writer.say("Well, ")
+        chat.page.keyboard.press("Control+k")
+        chat.page.keyboard.press("Escape")
+        chat.row("A long one.").locator(".session").press("F2")
+        chat.page.get_by_role("textbox", name="Title").press("Escape")
+        writer.finish("hello.")
+    chat.wait_done()
+    expect(chat.answers.last).to_have_text("Well, hello.")
+
+
 def test_the_list_is_one_stop_for_the_keyboard_and_can_be_put_away(wired) -> None:
     chat = wired()[0].open()
     page = chat.page

@@ -175,6 +175,29 @@ def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(c
     assert [each["content"] for each in chat.line.messages] == ["The other one.", "This one."]
 
 
+def test_a_message_that_waits_for_its_document_sends_no_other_conversation_s_draft(chat, held) -> None:
+    chat.ask("The other one.")
+    other = chat.session_id
+    chat.question.fill("A draft of the other one")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.ask("This one.")
+    this = chat.session_id
+    documents = held(chat.page, "**/api/documents", "POST")
+    page_of_it = {"name": "page.html", "mimeType": "text/html", "buffer": b"<p>some text</p>"}
+    chat.page.locator("#file").set_input_files([page_of_it])
+    wait_for(chat.page, lambda: documents)
+    chat.send("What does it say?")
+    pick(chat, other)
+    with chat.page.expect_response("**/api/documents"):
+        documents[0].continue_()
+    pick(chat, this)
+    expect(chat.page.locator(".file")).to_contain_text("page.html")
+    expect(chat.question).to_have_value("What does it say?")
+    pick(chat, other)
+    expect(chat.question).to_have_value("A draft of the other one")
+    assert [each["content"] for each in chat.line.messages] == ["The other one.", "This one."]
+
+
 def test_who_opens_another_conversation_while_one_is_made_stays_there(chat, held) -> None:
     chat.ask("The old one.")
     old = chat.session_id
