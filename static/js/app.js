@@ -430,9 +430,9 @@ export class App {
 
   /** Shows the page to another person, without what the one before saw and wrote. */
   async #startAnew() {
-    const { changePerson } = await import('./sheet/leave.js');
+    const { changePerson, reload } = await import('./sheet/leave.js');
     changePerson(this.core.user?.owner ?? '');
-    location.reload();
+    reload();
   }
 
   async #unlock() {

@@ -22,5 +22,5 @@ export function ask(dialog) {
 
 /** A dialog with a heading. */
 export function dialogWith(title, ...children) {
-  return h('dialog', { 'aria-labelledby': 'dialog-title' }, h('h2', { id: 'dialog-title' }, title), ...children);
+  return h('dialog', { 'aria-label': title }, h('h2', {}, title), ...children);
 }

@@ -34,7 +34,7 @@ export class Rail {
    * @param {() => {sessions: object[], hasMore: boolean, current: ?string, isRunning: (id: string) => boolean, isWarm: (id: string) => boolean}} state
    */
   constructor({ list, search, status }, actions, state) {
-    Object.assign(this, { list, search, status, actions, state });
+    Object.assign(this, { list, search, status, actions, state, scroller: list.closest('.rail-list') });
     this.sentinel = h('div', { class: 'sentinel' });
     new IntersectionObserver(([entry]) => entry.isIntersecting && actions.more()).observe(this.sentinel);
     document.addEventListener('visibilitychange', () => this.draw()); // the day may be another one by now
@@ -49,6 +49,7 @@ export class Rail {
     if (this.#renaming) return;
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
+    const seen = this.scroller.scrollTop && !this.#results ? this.#seenRows() : [];
     this.#rows.clear();
     const groups = this.#results ? [['Results', this.#results]] : grouped(sessions, Date.now());
     this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
@@ -56,6 +57,20 @@ export class Rail {
     this.#stopAt(this.list.querySelector('.session[aria-current]') ?? this.list.querySelector('.session'));
     this.#showStatus(sessions);
     if (focused) this.#focusAgain(focused);
+    this.#keepInSight(seen);
+  }
+
+  /** The first rows in sight, and where they are. */
+  #seenRows() {
+    const { top } = this.scroller.getBoundingClientRect();
+    const places = [...this.#rows].map(([id, row]) => [id, row.getBoundingClientRect().top]);
+    return places.filter(([, at]) => at >= top).slice(0, 3);
+  }
+
+  /** What is read or pointed at stays in its place when rows come and go above it: all but those that have moved themselves. */
+  #keepInSight(seen) {
+    const moves = seen.filter(([id]) => this.#rows.has(id)).map(([id, at]) => this.#rows.get(id).getBoundingClientRect().top - at);
+    if (moves.length) this.scroller.scrollTop += moves.sort((one, other) => Math.abs(one) - Math.abs(other))[0];
   }
 
   /** The row that had the focus, or, where it is gone, the one in its place; without any row, the search. */

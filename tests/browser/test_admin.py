@@ -177,7 +177,7 @@ def test_a_long_erasure_is_shown_until_it_is_done(
     admin.choose("bob", "Erase")
     admin.page.get_by_label("Write bob to confirm").fill("bob")
     admin.press("Erase")
-    expect(admin.page.locator("#erasing")).to_have_text("Erasing bob: conversations left: 0.")
+    expect(admin.page.locator("#erasing")).to_have_text("Erasing bob. Conversations: 0.")
     expect(admin.row("bob")).to_contain_text("disabled")
     stage.do(stage.gateway.node.may_erase.set)
     expect(admin.page.locator(".toast")).to_contain_text("bob is erased.")

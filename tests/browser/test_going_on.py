@@ -149,6 +149,21 @@ def test_an_unfinished_edit_is_there_when_one_comes_back(chat) -> None:
     expect(chat.page.locator(".bubble")).to_have_text("One?")
 
 
+def test_the_list_stays_where_it_is_when_a_conversation_comes_to_its_top(wired, visit) -> None:
+    chat = wired(viewport={"width": 1280, "height": 500})[0]
+    for number in range(20):
+        chat.call("POST", "/api/sessions", data={"title": f"Number {number}"})
+    chat.open()
+    row = chat.row("Number 5")
+    row.scroll_into_view_if_needed()
+    before = row.bounding_box()
+    assert chat.page.locator(".rail-list").evaluate("list => list.scrollTop") > 100
+    visit().ask("From elsewhere.")
+    expect(chat.row("From elsewhere.")).to_have_count(1)
+    after = row.bounding_box()
+    assert abs(after["y"] - before["y"]) < 2, (before, after)
+
+
 def test_escape_in_a_field_of_the_list_stops_no_answer(wired, stage) -> None:
     chat = wired()[0].open()
     with stage.by_hand() as next_answer:

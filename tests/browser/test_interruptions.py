@@ -246,6 +246,37 @@ def test_what_could_not_be_loaded_is_said_and_can_be_tried_again(chat, page_watc
     expect(chat.turns).to_have_count(2)
 
 
+def test_a_style_that_could_not_be_loaded_comes_later(wired, page_watch) -> None:
+    page_watch.forgive()
+    page = wired()[0].open().page
+    page.route("**/css/sheet.css", lambda route: route.abort(), times=1)
+    page.keyboard.press("Control+,")
+    sheet = page.get_by_role("dialog", name="Settings")
+    expect(sheet).to_be_visible()
+    expect(sheet).to_have_css("position", "fixed")
+
+
+def test_the_browser_asks_before_attached_files_are_lost(wired) -> None:
+    chat = wired()[0].open()
+    asked: list[str] = []
+
+    def stay(dialog) -> None:
+        asked.append(dialog.type)
+        dialog.dismiss()
+
+    chat.page.on("dialog", stay)
+    chat.question.click()
+    chat.page.locator("#file").set_input_files([{"name": "n.txt", "mimeType": "text/plain", "buffer": b"hi"}])
+    expect(chat.page.locator(".file")).to_have_count(1)
+    chat.page.evaluate("setTimeout(() => location.reload())")
+    wait_for(chat.page, lambda: asked)
+    expect(chat.page.locator(".file")).to_have_count(1)
+    chat.ask("What does it say?")
+    chat.page.reload()
+    chat.wait_done()
+    assert asked == ["beforeunload"]
+
+
 def test_a_search_that_is_given_up_shows_the_list(chat, held) -> None:
     """Also where its answer comes afterwards."""
     name = "Findable"

@@ -153,7 +153,8 @@ export class Admin {
     let erased;
     do {
       erased = await this.#do('DELETE', path);
-      status.textContent = erased?.num_left_sessions === undefined ? '' : `Erasing ${person.name}: conversations left: ${erased.num_left_sessions.toLocaleString('en')}.`;
+      const left = erased?.num_left_sessions;
+      status.textContent = left === undefined ? '' : `Erasing ${person.name}. Conversations: ${left}.`;
     } while (status.textContent);
     if (erased) toast(`${person.name} is erased. Conversations: ${erased.num_sessions}.`);
   }
