@@ -2,12 +2,7 @@
 
 import { h } from './dom.js';
 
-/**
- * Opens a modal dialog.
- *
- * @param {HTMLDialogElement} dialog  removed from the page when it closes
- * @returns {Promise<string>} its `returnValue`
- */
+/** Opens a modal dialog, which is removed when it closes; resolves to its `returnValue`. */
 export function ask(dialog) {
   document.body.append(dialog);
   return new Promise((resolve) => {

@@ -26,6 +26,8 @@ export class Rail {
   #timer = 0;
   #searches = 0;
   #renaming = null;
+  #numMenus = 0; // open ones
+  #isStale = false; // it is to be drawn anew
   #closed = new Set(); // folders
 
   /**
@@ -44,9 +46,10 @@ export class Rail {
     list.addEventListener('focusin', ({ target }) => this.#stopAt(target.closest('.session')));
   }
 
-  /** Draws everything anew, except while a title is being typed. */
+  /** Draws everything anew, except while a title is being typed or a menu is open. */
   draw() {
-    if (this.#renaming) return;
+    this.#isStale = Boolean(this.#renaming || this.#numMenus);
+    if (this.#isStale) return;
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
     const seen = this.scroller.scrollTop && !this.#results ? this.#seenRows() : [];
@@ -150,17 +153,24 @@ export class Rail {
     row.querySelector('.warm-note').hidden = !isWarm(id);
   }
 
+  /** The list stays as it is meanwhile: the menu lies beside the row that it is for. */
   async #menu(session, button) {
-    const { openMenu } = await import('./menu.js');
-    openMenu(button, [
-      session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
-      ['Rename', () => this.rename(session.id)],
-      ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
-      ['Export as JSON', () => this.actions.save(session.id, 'json')],
-      ['Move to a folder', () => this.actions.file(session)],
-      ['Share with the team', () => this.actions.share(session.id)],
-      ['Delete', () => this.actions.remove(session.id), 'danger'],
-    ]);
+    this.#numMenus += 1;
+    try {
+      const { openMenu } = await import('./menu.js');
+      await openMenu(button, [
+        session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
+        ['Rename', () => this.rename(session.id)],
+        ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
+        ['Export as JSON', () => this.actions.save(session.id, 'json')],
+        ['Move to a folder', () => this.actions.file(session)],
+        ['Share with the team', () => this.actions.share(session.id)],
+        ['Delete', () => this.actions.remove(session.id), 'danger'],
+      ]);
+    } finally {
+      this.#numMenus -= 1;
+      if (this.#isStale) this.draw();
+    }
   }
 
   /** Turns a title into a text field. */

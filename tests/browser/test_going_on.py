@@ -164,6 +164,25 @@ def test_the_list_stays_where_it_is_when_a_conversation_comes_to_its_top(wired, 
     assert abs(after["y"] - before["y"]) < 2, (before, after)
 
 
+def test_a_menu_stays_beside_its_conversation_when_another_comes_to_the_top(wired, visit) -> None:
+    chat = wired()[0].open()
+    chat.ask("The old one.")
+    chat.begin()
+    chat.ask("The new one.")
+    row = chat.row("The old one.")
+    row.hover()
+    before = row.bounding_box()
+    row.get_by_role("button").click()
+    menu = chat.page.get_by_role("menu", name="Options for The old one.")
+    expect(menu).to_be_visible()
+    other = visit()
+    other.ask("From elsewhere.")
+    assert row.bounding_box() == before
+    menu.get_by_role("menuitem", name="Rename").press("Escape")
+    expect(chat.row("From elsewhere.")).to_have_count(1)
+    expect(row.get_by_role("button")).to_be_focused()
+
+
 def test_escape_in_a_field_of_the_list_stops_no_answer(wired, stage) -> None:
     chat = wired()[0].open()
     with stage.by_hand() as next_answer:
