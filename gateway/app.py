@@ -428,6 +428,7 @@ class Server:
         draining = asyncio.create_task(_done("the node's answers", services.node.drain(timeout_s)))
         await _done("the engine room", services.engine_feed.close())
         await _done("work on nodes", services.maintenance.close())
+        await _done("erasures", services.erasures.drain())
         await _done("drafts", services.drafts.close())
         await _done("titles", services.titles.close())
         await asyncio.gather(

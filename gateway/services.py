@@ -25,6 +25,7 @@ from gateway.metrics.nodes import NodeCollector
 from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.people.audit import AuditLog, Entry
+from gateway.people.erasures import Erasures
 from gateway.people.named_by_proxy import NAMED_BY_PROXY
 from gateway.people.oidc import OidcProvider
 from gateway.people.sign_ins import COOKIE, SignIns
@@ -105,6 +106,7 @@ class Services:
     oidc: OidcProvider | None = None
     calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
+    erasures: Erasures = field(default_factory=Erasures)
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now

@@ -45,6 +45,10 @@ class Server:
         """Change a node, which may continue after the reply. Raises NodesError."""
         return self._call("POST", f"v1/nodes/{urllib.parse.quote(node_id, safe='')}/{what}", wanted)
 
+    def erase_person(self, owner: str) -> JsonObject:
+        """Erase a person, or wait a while for that; `num_left_sessions` in the reply says that it goes on. Raises NodesError."""
+        return self._call("DELETE", f"v1/admin/people/{urllib.parse.quote(owner, safe='')}")
+
     def _call(self, method: str, path: str, body: JsonObject | None = None) -> JsonObject:
         parts = urllib.parse.urlsplit(socket_url(self.url))
         base = f"{parts.path.removesuffix('/ws')}/{path}"

@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from gateway.commands.people_options import Place, place_options, role_of, show_key, state_of, table
+from gateway.commands.people_options import (
+    Place,
+    last_operator_option,
+    place_options,
+    role_of,
+    show_key,
+    state_of,
+    table,
+)
 from gateway.errors import StartupError
 
 key_option = click.option(
@@ -165,11 +173,13 @@ def _person_of_key(roll: Any, name: str, key: str) -> Any:
 @click.argument("name")
 @key_option
 @click.option("--all", "everything", is_flag=True, help="All keys of the person.")
+@last_operator_option
 @place_options
 def revoke(
     name: str,
     key_id: str | None,
     everything: bool,
+    last_operator: bool,
     key_file: str | None,
     data_dir: str | None,
     config_file: str | None,
@@ -183,7 +193,7 @@ def revoke(
     if (key_id is not None) and everything:
         raise click.UsageError("one key, or --all?")
     place = Place(key_file, data_dir, config_file)
-    with place.changing() as roll:
+    with place.shutting_out(last_operator) as roll:
         person = roll.find(name)
         if key_id is not None:
             lines = (key_named(person, key_id),)

@@ -14,7 +14,7 @@ EXIT_ERROR = 1
 F = Callable[..., Any]
 
 
-def _connection(command: F) -> F:
+def server_options(command: F) -> F:
     """The options that say which server, and by which key. Those of `overture nodes` itself count for what stands behind it, too."""
     key = click.option(
         "--api-key", envvar="OVERTURE_API_KEY", metavar="KEY", help="An operator's key, where there are keys."
@@ -44,7 +44,7 @@ def _change(command: F) -> F:
         metavar="SECONDS",
         help="How long to wait for one node.",
     )
-    return force(drain(most(_connection(command))))
+    return force(drain(most(server_options(command))))
 
 
 @click.group(
@@ -60,7 +60,7 @@ Exit status: 0 when it is done, 1 when it is not, 2 for a mistake in the command
 """,
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, as GET /v1/nodes gives it.")
-@_connection
+@server_options
 @click.pass_context
 def nodes(context: click.Context, url: str | None, api_key: str | None, as_json: bool) -> None:
     """Show the nodes of a running server; drain or restart them.
@@ -83,7 +83,7 @@ def drain(context: click.Context, /, node_id: str, **options: Any) -> None:
 
 @nodes.command()
 @click.argument("node_id", metavar="ID")
-@_connection
+@server_options
 @click.pass_context
 def reopen(context: click.Context, node_id: str, url: str | None, api_key: str | None) -> None:
     """Give a drained node work again."""

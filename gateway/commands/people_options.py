@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ def place_options(command: F) -> F:
         "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
     )
     return key_file(data_dir(config(command)))
+
+
+def last_operator_option(command: F) -> F:
+    """The option of commands that may take the last operator's key."""
+    return click.option(
+        "--last-operator", is_flag=True, help="Do it even where no operator's key is left after it."
+    )(command)
 
 
 class Place:
@@ -65,6 +72,21 @@ class Place:
         from gateway.people.roll import changing
 
         return changing(self.key_file, known_owners(self.data_dir), makes=makes)
+
+    @contextmanager
+    def shutting_out(self, takes_last_operator: bool) -> Iterator[Any]:
+        """Return a context as `changing` does, in which the last operator's key is taken only where that is said. Raises StartupError."""
+        from gateway.people.roll import NoOperatorLeft, keeping_an_operator
+
+        try:
+            with self.changing() as roll, nullcontext() if takes_last_operator else keeping_an_operator(roll):
+                yield roll
+        except NoOperatorLeft as error:
+            raise StartupError(
+                "This would leave no operator's key, so nobody could use /admin or read /metrics; nothing was changed. Add another operator "
+                f"first: overture users add NAME --operator --key-file {self.key_file}. Or say --last-operator: the command above, on "
+                "this machine, lets an operator in again later."
+            ) from error
 
     def note(self, what: Any, person: Any, key: str = "", about: str = "") -> None:
         """Write a change to the audit log."""

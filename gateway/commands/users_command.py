@@ -11,8 +11,18 @@ import click
 from msgspec import structs
 
 from gateway.access.person_limits import MAX_LIMIT, NAMES
-from gateway.commands.people_options import Place, place_options, role_of, show_key, state_of, table
+from gateway.commands.nodes_command import server_options
+from gateway.commands.people_options import (
+    Place,
+    last_operator_option,
+    place_options,
+    role_of,
+    show_key,
+    state_of,
+    table,
+)
 from gateway.errors import StartupError
+from overture_client.chat_command import DEFAULT_URL
 
 SERVERS_OWN = "server"
 
@@ -97,10 +107,18 @@ def _as_json(person: Any) -> dict[str, Any]:
 
 @users.command()
 @click.argument("name")
+@last_operator_option
 @place_options
-def disable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def disable(
+    name: str, last_operator: bool, key_file: str | None, data_dir: str | None, config_file: str | None
+) -> None:
     """Refuse all keys of a person, and end what is open with them. The person's data stays."""
-    _set_disabled(name, True, Place(key_file, data_dir, config_file))
+    place = Place(key_file, data_dir, config_file)
+    with place.shutting_out(last_operator) as roll:
+        person = roll.find(name)
+        roll.set_disabled(person, True)
+    place.note("person_disabled", person)
+    click.echo(f"{person.name} is {state_of(True)}.")
 
 
 @users.command()
@@ -108,15 +126,12 @@ def disable(name: str, key_file: str | None, data_dir: str | None, config_file: 
 @place_options
 def enable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
     """Accept the keys of a person who was disabled again."""
-    _set_disabled(name, False, Place(key_file, data_dir, config_file))
-
-
-def _set_disabled(name: str, is_disabled: bool, place: Place) -> None:
+    place = Place(key_file, data_dir, config_file)
     with place.changing() as roll:
         person = roll.find(name)
-        roll.set_disabled(person, is_disabled)
-    place.note("person_disabled" if is_disabled else "person_enabled", person)
-    click.echo(f"{person.name} is {state_of(is_disabled)}.")
+        roll.set_disabled(person, False)
+    place.note("person_enabled", person)
+    click.echo(f"{person.name} is {state_of(False)}.")
 
 
 def _limit_value(text: str) -> int | str:
@@ -193,14 +208,26 @@ def export(name: str, to: Path, key_file: str | None, data_dir: str | None, conf
 @users.command()
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@last_operator_option
+@server_options
 @place_options
-def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def delete(
+    name: str,
+    yes: bool,
+    last_operator: bool,
+    url: str | None,
+    api_key: str | None,
+    key_file: str | None,
+    data_dir: str | None,
+    config_file: str | None,
+) -> None:
     """Remove a person from the key file, and erase conversations, usage and stored KV for ever.
 
-    The server must be stopped, because it holds the files. To shut a person out at once, `disable` first. NAME may be the
-    owner id of somebody who is no longer in the key file.
+    A server that runs holds the files, so it erases the person itself, for an operator's key. What is stopped half-way goes on when the
+    command is given again. NAME may be the owner id of somebody who is no longer in the key file.
     """
-    from gateway.people.estate import erase_person
+    from gateway.people.estate import check_no_server
+    from gateway.sessions.database import StoreInUse
 
     place = Place(key_file, data_dir, config_file)
     roll = place.roll()
@@ -211,15 +238,51 @@ def delete(name: str, yes: bool, key_file: str | None, data_dir: str | None, con
         )
     if not yes:
         click.confirm(f"Erase {person.name} ({_owner(person)}) and all conversations for ever?", abort=True)
-    kv_dir = place.config.kv_dir
+    try:
+        check_no_server(place.data_dir)
+    except StoreInUse as error:
+        if api_key is None:
+            raise StartupError(
+                f"A server runs over {place.data_dir}, and only it can erase what it holds. Give it an operator's key: "
+                f"OVERTURE_API_KEY=KEY overture users delete {name} (--url, if it is not at {DEFAULT_URL}). Or stop it."
+            ) from error
+        num_sessions, num_kv_blocks = _erased_by_server(url or DEFAULT_URL, api_key, _owner(person))
+    else:
+        num_sessions, num_kv_blocks = _erased_here(place, person, last_operator)
+    click.echo(f"Erased {person.name}: {num_sessions} conversations, {num_kv_blocks} blocks of KV on disk.")
+
+
+def _erased_here(place: Place, person: Any, takes_last_operator: bool) -> tuple[int, int]:
+    """Erase a person while no server runs, and return the numbers of conversations and blocks of KV. Raises StartupError."""
+    from gateway.people.estate import erase_person
+
+    owner, kv_dir = _owner(person), place.config.kv_dir
     assert kv_dir is not None  # filled in by Config
-    erased = erase_person(place.data_dir, kv_dir, _owner(person))
+    # First out, then erased, then gone from the file: whatever ends this early leaves somebody who is listed and not let in.
+    with place.shutting_out(takes_last_operator) as roll:
+        roll.shut_out(roll.find_or_gone(owner))
+    erased = erase_person(place.data_dir, kv_dir, owner, _tell_left)
     with place.changing() as roll:
-        roll.remove(person)
+        roll.remove(roll.find_or_gone(owner))
     place.note("person_erased", person)
-    click.echo(
-        f"Erased {person.name}: {erased.num_sessions} conversations, {erased.num_kv_blocks} blocks of KV on disk."
-    )
+    return erased
+
+
+def _erased_by_server(url: str, api_key: str, owner: str) -> tuple[int, int]:
+    """Have the running server erase a person, and return the numbers of conversations and blocks of KV. Raises StartupError."""
+    from overture_client.nodes import NodesError, Server
+
+    try:
+        server = Server(url, api_key)
+        while "num_left_sessions" in (reply := server.erase_person(owner)):
+            _tell_left(reply["num_left_sessions"])
+    except (NodesError, ValueError) as error:
+        raise StartupError(f"The server did not erase the person: {error}") from error
+    return reply["num_sessions"], reply["num_kv_blocks"]
+
+
+def _tell_left(num_sessions: int) -> None:
+    click.echo(f"Erasing: conversations left: {num_sessions:,}", err=True)
 
 
 def _owner(person: Any) -> str:

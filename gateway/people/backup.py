@@ -24,6 +24,7 @@ from gateway.errors import StartupError
 from gateway.people.audit import NAME as AUDIT
 from gateway.people.estate import SESSIONS_NAME
 from gateway.people.ledger import NAME as LEDGER
+from gateway.people.unfinished import hold, locked, new_name, remove_left_files, remove_left_folders
 from gateway.shelf.store import NAME as SHELF
 from overture_client import __version__
 
@@ -34,6 +35,16 @@ KEYS = "keys"
 # A full disk, a quota, the largest file that a process may write.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LIST_NAME, FORMAT = "backup.json", 1
+# Of all files that a backup may have, those beside its databases while they are written among them.
+_FILE_NAMES = (
+    *(f"{name}*" for name in DATABASES),
+    AUDIT,
+    learned_file.NAME,
+    CLUSTER_TOKEN,
+    LENGTHS,
+    KEYS,
+    LIST_NAME,
+)
 BUSY_TIMEOUT_S = 60.0  # Chosen: for a server that just rewrites its file, as after an upgrade.
 
 
@@ -61,9 +72,13 @@ def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
         raise StartupError(
             f"There are no conversations in {data_dir}: which server? Name its folder with --data-dir."
         )
-    new = to.with_name(f".{to.name}.new-{os.getpid()}")
+    parent, new = to.absolute().parent, new_name(to)
+    held = None
     try:
-        new.mkdir(mode=0o700)
+        with locked(parent):
+            remove_left_folders(parent, _FILE_NAMES)
+            new.mkdir(mode=0o700)
+            held = hold(new)
         for name in DATABASES:
             if (data_dir / name).is_file():
                 _copy_database(data_dir / name, new / name)
@@ -81,12 +96,15 @@ def back_up(data_dir: Path, key_file: Path | None, to: Path) -> Contents:
         _write(new / LIST_NAME, msgspec.json.format(msgspec.json.encode(contents)))
         _sync(new)
         new.rename(to)
-        _sync(to.absolute().parent)
+        _sync(parent)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, (OSError, sqlite3.Error)):
             raise StartupError(f"The backup could not be made: {_said(error, to)}") from error
         raise
+    finally:
+        if held is not None:
+            os.close(held)
     return contents
 
 
@@ -133,18 +151,20 @@ def _put_in_place(places: Mapping[Path, Path], data_dir: Path) -> None:
 
     Raises StartupError.
     """
-    new = {place: place.with_name(f".{place.name}.new-{os.getpid()}") for place in places.values()}
+    new = {place: new_name(place) for place in places.values()}
     made: list[Path] = []
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for source, place in places.items():
-            made.append(new[place])
-            _copy(source, new[place])
-        for place, copied in new.items():
-            if os.path.lexists(place):
-                raise FileExistsError(f"{place} has come meanwhile")
-            copied.rename(place)
-            made.append(place)
+        with locked(data_dir):
+            remove_left_files(places.values())
+            for source, place in places.items():
+                made.append(new[place])
+                _copy(source, new[place])
+            for place, copied in new.items():
+                if os.path.lexists(place):
+                    raise FileExistsError(f"{place} has come meanwhile")
+                copied.rename(place)
+                made.append(place)
     except BaseException as error:
         for path in made:
             path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,7 +22,7 @@ from gateway.people.ledger import NAME as LEDGER_NAME
 from gateway.people.ledger import Day, Ledger
 from gateway.sessions import SCHEMA_VERSION, SessionStore
 from gateway.sessions.archive import Archive, file_name
-from gateway.sessions.database import open_reader
+from gateway.sessions.database import lock, open_reader
 from gateway.sessions.listing import ids_of
 from gateway.sessions.schema import version_of
 from gateway.sessions.transfers import export
@@ -33,6 +33,7 @@ from kvtiers.io.inspect import erase
 
 SESSIONS_NAME = "sessions.sqlite3"
 FIRST_DAY = "0000-00-00"
+TELL_EVERY_S = 2.0  # Chosen: a person at a terminal sees that it goes on.
 
 
 class Erased(NamedTuple):
@@ -111,20 +112,30 @@ def _conversations(file: Path, owner: str) -> Iterator[Archive]:
             yield export(conn, owner, session_id)
 
 
-def erase_person(data_dir: Path, kv_dir: Path, owner: str) -> Erased:
+def check_no_server(data_dir: Path) -> None:
+    """Raise StoreInUse where a server runs over the data folder."""
+    if (data_dir / SESSIONS_NAME).exists():
+        os.close(lock(data_dir / SESSIONS_NAME))
+
+
+def erase_person(data_dir: Path, kv_dir: Path, owner: str, tell: Callable[[int], None]) -> Erased:
     """Erase what a person has in the data folder: conversations, usage, learned habits of the person's agents, and KV on disk.
 
-    No server may run over the folder. Raises StartupError, also where one does; the KV goes last, so a store that is held keeps only itself.
+    No server may run over the folder. The KV goes last, so a store that is held keeps only itself.
+
+    Args:
+        data_dir: the data folder.
+        kv_dir: the folder of the KV.
+        owner: the person.
+        tell: is told now and then how many conversations are left.
+
+    Raises:
+        StoreInUse: a server runs over the folder, and nothing was erased.
+        StartupError: not all could be erased.
     """
     num_sessions = 0
     if (data_dir / SESSIONS_NAME).exists():
-        try:
-            num_sessions = asyncio.run(_erase_sessions(data_dir / SESSIONS_NAME, owner))
-        except StartupError as error:
-            raise StartupError(
-                f"{error.message} A running server erases a person when an operator's key asks it to: "
-                f"curl -X DELETE -H 'Authorization: Bearer KEY' http://SERVER/v1/admin/people/{owner}"
-            ) from error
+        num_sessions = asyncio.run(_erase_sessions(data_dir / SESSIONS_NAME, owner, tell))
     if (data_dir / LEDGER_NAME).exists():
         ledger = Ledger.open(data_dir / LEDGER_NAME)
         try:
@@ -158,10 +169,13 @@ def erase_left_kv(kv_dir: Path, owner: str, nodes: Collection[str]) -> int:
     return erase(kv_dir, tenant_of(owner), skips_held=True, but=nodes) if kv_dir.is_dir() else 0
 
 
-async def _erase_sessions(file: Path, owner: str) -> int:
+async def _erase_sessions(file: Path, owner: str, tell: Callable[[int], None]) -> int:
     store = await SessionStore.open(file)
     try:
-        return await store.erase_owner(owner, time.time())
+        erasing = asyncio.create_task(store.erase_owner(owner, time.time()))
+        while not (await asyncio.wait((erasing,), timeout=TELL_EVERY_S))[0]:
+            tell((await store.rows.stored()).get(owner, (0, 0))[1])
+        return erasing.result()
     finally:
         await store.close()
 

@@ -69,6 +69,10 @@ class RollError(StartupError):
     """A change of people that cannot be made. The message names people and keys' beginnings, and no file, so clients may see it."""
 
 
+class NoOperatorLeft(RollError):
+    """A change after which no key that is accepted would be an operator's."""
+
+
 class NoSuchPerson(RollError):
     """The key file has no person of this name or owner id."""
 
@@ -227,6 +231,15 @@ class Roll:
 
     def _swap(self, old: KeyLine, new: KeyLine) -> None:
         self.rows[self.rows.index(old)] = new
+
+
+@contextlib.contextmanager
+def keeping_an_operator(roll: Roll) -> Iterator[None]:
+    """Refuse what is done to people within the context if it takes the last operator's key. Raises NoOperatorLeft."""
+    had_operator = roll.has_operator
+    yield
+    if had_operator and not roll.has_operator:
+        raise NoOperatorLeft("This would leave no operator's key. Give another person one first.")
 
 
 def key_named(person: Person, key_id: str) -> KeyLine:

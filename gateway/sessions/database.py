@@ -33,6 +33,10 @@ BUSY_TIMEOUT_S: Final = (
 )
 
 
+class StoreInUse(StartupError):
+    """Another process, a server, has the session file."""
+
+
 def lock(file: Path) -> int:
     """Lock the store against other processes; the returned descriptor holds the lock until it is closed.
 
@@ -41,7 +45,8 @@ def lock(file: Path) -> int:
     locks on it.
 
     Raises:
-        StartupError: another process holds the lock, or the file cannot be opened.
+        StoreInUse: another process holds the lock.
+        StartupError: the file cannot be opened.
     """
     try:
         lock_fd = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -51,7 +56,7 @@ def lock(file: Path) -> int:
         fcntl.lockf(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock_fd)
-        raise StartupError(
+        raise StoreInUse(
             f"The session database {file} is in use by another process. Stop that one, or use another file."
         ) from error
     return lock_fd

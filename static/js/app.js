@@ -86,7 +86,7 @@ export class App {
       retry: (turn) => this.#retry(turn),
       discard: (turn) => this.#discard(turn),
       canCompare: () => this.core.models.length > 1,
-      compare: async (turn) => (await import('./compare.js')).compare(turn, this.core, (ask) => this.#ask(ask), (kept) => this.#keep(kept)),
+      compare: async (turn) => (await import('./compare.js')).compare(turn, this.core, (ask) => this.#ask(ask), (kept) => this.#goOn(kept)),
       sumUp: () => this.#sumUp(),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
@@ -208,9 +208,11 @@ export class App {
     this.announcer.say(shown.getAttribute('aria-label'));
   }
 
-  /** Goes on behind one of two compared answers, with the model that gave it. */
-  async #keep(turn) {
-    if (await this.#tell(this.api.patch(turn.sessionId, { adapter: turn.adapter }))) this.#choose(turn, turn.id);
+  /** Goes on behind one of two compared answers, with the model that gave it; where none was kept, with the model that is picked. */
+  async #goOn(kept) {
+    if (kept) this.composer.adapter = kept.adapter;
+    await this.#pick(this.composer.adapter);
+    if (kept && !this.#session().turns.some(({ id }) => id === kept.id)) this.#choose(kept, kept.id);
   }
 
   async #retry(turn) {
@@ -259,13 +261,13 @@ export class App {
     this.composer.showWarmth(this.core.warm.has(this.core.current));
   }
 
-  #pick(adapter) {
+  async #pick(adapter) {
     const { current } = this.core;
     if (!current) return;
     this.index.upsert({ id: current, adapter });
     this.rail.draw();
     this.#typing();
-    this.#tell(this.api.patch(current, { adapter }));
+    await this.#tell(this.api.patch(current, { adapter }));
   }
 
   #editLast() {
@@ -428,9 +430,9 @@ export class App {
 
   /** Shows the page to another person, without what the one before saw and wrote. */
   async #startAnew() {
-    const { changePerson } = await import('./sheet/leave.js');
+    const { changePerson, reload } = await import('./sheet/leave.js');
     changePerson(this.core.user?.owner ?? '');
-    location.reload();
+    reload();
   }
 
   async #unlock() {

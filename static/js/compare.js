@@ -14,9 +14,9 @@ import { NOT_YET } from './versions.js';
  * @param {object} turn
  * @param {import('./protocol.js').ChatCore} core
  * @param {(ask: object) => object} askAgain  asks, and returns the new turn
- * @param {(turn: object) => void} keep  shows one of both in the conversation, which goes on behind it
+ * @param {(kept?: object) => void} goOn  is told which of both was kept, if one was, once another model was asked
  */
-export async function compare(turn, core, askAgain, keep) {
+export async function compare(turn, core, askAgain, goOn) {
   const { models } = core;
   const nameOf = (adapter) => adapter ?? `${models[0].id} (base)`;
   const after = core.turnBefore(turn)?.id ?? null; // later the turn may be shown no more
@@ -69,6 +69,5 @@ export async function compare(turn, core, askAgain, keep) {
   document.addEventListener('answering', follow);
   const kept = shown.get(await ask(dialog));
   document.removeEventListener('answering', follow);
-  const isShown = core.sessions.get(turn.sessionId).turns.some(({ id }) => id === kept?.turn.id);
-  if (kept && !isShown && turn.sessionId === core.current) keep(kept.turn);
+  if (shown.size > 1 && turn.sessionId === core.current) goOn(kept?.turn);
 }

@@ -224,7 +224,9 @@ export class Composer {
 
   /** Sends what there is, once files are read, the server is ready and no answer is being written. */
   async #submit() {
+    const sessionId = this.#sessionId;
     await Promise.allSettled([this.#attached]);
+    if (sessionId !== this.#sessionId) return; // another conversation was opened meanwhile, and its draft is not meant
     const canGo = this.#enabled && !this.#running;
     this.#waits = this.#isSendable && !canGo;
     if (this.#isSendable && canGo) this.actions.send(this.#content.trim(), this.files?.pictures ?? []);

@@ -2,12 +2,7 @@
 
 import { h } from './dom.js';
 
-/**
- * Opens a modal dialog.
- *
- * @param {HTMLDialogElement} dialog  removed from the page when it closes
- * @returns {Promise<string>} its `returnValue`
- */
+/** Opens a modal dialog, which is removed when it closes; resolves to its `returnValue`. */
 export function ask(dialog) {
   document.body.append(dialog);
   return new Promise((resolve) => {
@@ -22,5 +17,5 @@ export function ask(dialog) {
 
 /** A dialog with a heading. */
 export function dialogWith(title, ...children) {
-  return h('dialog', { 'aria-labelledby': 'dialog-title' }, h('h2', { id: 'dialog-title' }, title), ...children);
+  return h('dialog', { 'aria-label': title }, h('h2', {}, title), ...children);
 }

@@ -21,10 +21,9 @@ export class Drawer {
     close.addEventListener('click', () => this.#putAway());
     backdrop.addEventListener('click', () => this.close());
     rail.addEventListener('keydown', (event) => {
-      if (event.key === 'Escape' && this.isOpen) {
-        event.stopPropagation();
-        this.close();
-      }
+      if (event.key !== 'Escape') return;
+      if (this.isOpen || event.target.matches('input')) event.stopPropagation(); // it also stops an answer
+      if (this.isOpen) this.close();
     });
     this.#set(false);
   }

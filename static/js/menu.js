@@ -6,7 +6,7 @@ const GAP_PX = 4;
 const STEP = { ArrowDown: 1, ArrowUp: -1 };
 
 /**
- * Opens a menu and gives the focus back to the button when it closes.
+ * Opens a menu and gives the focus back to the button when it closes; resolves then.
  *
  * @param {HTMLButtonElement} button
  * @param {Array<[label: string, act: () => void, kind?: string]>} entries
@@ -15,6 +15,8 @@ export function openMenu(button, entries) {
   const items = entries.map(([label, act, kind]) => h('button', { type: 'button', role: 'menuitem',
     class: kind ?? '', on: { click: () => close(act) } }, label));
   const menu = h('div', { class: 'menu', role: 'menu', popover: 'auto', 'aria-label': button.title }, ...items);
+
+  const closed = Promise.withResolvers();
 
   function close(act) {
     menu.hidePopover();
@@ -25,6 +27,7 @@ export function openMenu(button, entries) {
     if (newState === 'open') return;
     if (menu.contains(document.activeElement) || document.activeElement === document.body) button.focus();
     menu.remove();
+    closed.resolve();
   });
   menu.addEventListener('keydown', (event) => {
     const step = STEP[event.key];
@@ -40,6 +43,7 @@ export function openMenu(button, entries) {
   menu.showPopover();
   place(menu, button);
   items[0].focus();
+  return closed.promise;
 }
 
 /** Below the button if there is room, else above; always inside the window. */

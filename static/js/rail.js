@@ -26,6 +26,8 @@ export class Rail {
   #timer = 0;
   #searches = 0;
   #renaming = null;
+  #numMenus = 0; // open ones
+  #isStale = false; // it is to be drawn anew
   #closed = new Set(); // folders
 
   /**
@@ -34,7 +36,7 @@ export class Rail {
    * @param {() => {sessions: object[], hasMore: boolean, current: ?string, isRunning: (id: string) => boolean, isWarm: (id: string) => boolean}} state
    */
   constructor({ list, search, status }, actions, state) {
-    Object.assign(this, { list, search, status, actions, state });
+    Object.assign(this, { list, search, status, actions, state, scroller: list.closest('.rail-list') });
     this.sentinel = h('div', { class: 'sentinel' });
     new IntersectionObserver(([entry]) => entry.isIntersecting && actions.more()).observe(this.sentinel);
     document.addEventListener('visibilitychange', () => this.draw()); // the day may be another one by now
@@ -44,11 +46,13 @@ export class Rail {
     list.addEventListener('focusin', ({ target }) => this.#stopAt(target.closest('.session')));
   }
 
-  /** Draws everything anew, except while a title is being typed. */
+  /** Draws everything anew, except while a title is being typed or a menu is open. */
   draw() {
-    if (this.#renaming) return;
+    this.#isStale = Boolean(this.#renaming || this.#numMenus);
+    if (this.#isStale) return;
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
+    const seen = this.scroller.scrollTop && !this.#results ? this.#seenRows() : [];
     this.#rows.clear();
     const groups = this.#results ? [['Results', this.#results]] : grouped(sessions, Date.now());
     this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
@@ -56,6 +60,20 @@ export class Rail {
     this.#stopAt(this.list.querySelector('.session[aria-current]') ?? this.list.querySelector('.session'));
     this.#showStatus(sessions);
     if (focused) this.#focusAgain(focused);
+    this.#keepInSight(seen);
+  }
+
+  /** The first rows in sight, and where they are. */
+  #seenRows() {
+    const { top } = this.scroller.getBoundingClientRect();
+    const places = [...this.#rows].map(([id, row]) => [id, row.getBoundingClientRect().top]);
+    return places.filter(([, at]) => at >= top).slice(0, 3);
+  }
+
+  /** What is read or pointed at stays in its place when rows come and go above it: all but those that have moved themselves. */
+  #keepInSight(seen) {
+    const moves = seen.filter(([id]) => this.#rows.has(id)).map(([id, at]) => this.#rows.get(id).getBoundingClientRect().top - at);
+    if (moves.length) this.scroller.scrollTop += moves.sort((one, other) => Math.abs(one) - Math.abs(other))[0];
   }
 
   /** The row that had the focus, or, where it is gone, the one in its place; without any row, the search. */
@@ -135,17 +153,24 @@ export class Rail {
     row.querySelector('.warm-note').hidden = !isWarm(id);
   }
 
+  /** The list stays as it is meanwhile: the menu lies beside the row that it is for. */
   async #menu(session, button) {
-    const { openMenu } = await import('./menu.js');
-    openMenu(button, [
-      session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
-      ['Rename', () => this.rename(session.id)],
-      ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
-      ['Export as JSON', () => this.actions.save(session.id, 'json')],
-      ['Move to a folder', () => this.actions.file(session)],
-      ['Share with the team', () => this.actions.share(session.id)],
-      ['Delete', () => this.actions.remove(session.id), 'danger'],
-    ]);
+    this.#numMenus += 1;
+    try {
+      const { openMenu } = await import('./menu.js');
+      await openMenu(button, [
+        session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
+        ['Rename', () => this.rename(session.id)],
+        ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
+        ['Export as JSON', () => this.actions.save(session.id, 'json')],
+        ['Move to a folder', () => this.actions.file(session)],
+        ['Share with the team', () => this.actions.share(session.id)],
+        ['Delete', () => this.actions.remove(session.id), 'danger'],
+      ]);
+    } finally {
+      this.#numMenus -= 1;
+      if (this.#isStale) this.draw();
+    }
   }
 
   /** Turns a title into a text field. */

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.access.key_file import owner_of
 from gateway.access.person_limits import PersonLimits
+from gateway.people import erasures
 from gateway.people.ledger import Spent
 from gateway.people.sign_ins import SESSION_LASTS_S
 from tests.browser.stage import Site, Stage
@@ -162,6 +163,26 @@ def test_what_people_use_is_shown_exported_and_erased(
     expect(admin.page.locator(".toast")).to_contain_text("bob is erased. Conversations: 1.")
     expect(admin.row("bob")).to_have_count(0)
     assert status_of(admin, stage, stage.keys["bob"]) == 401
+
+
+def test_a_long_erasure_is_shown_until_it_is_done(
+    admin: Page, stage: Stage, page_watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_watch.forgive()
+    headers = {"Authorization": f"Bearer {stage.keys['bob']}"}
+    admin.page.request.get(f"{stage.url}/api/sessions", headers=headers)
+    admin.page.reload()
+    monkeypatch.setattr(erasures, "WAIT_S", 0.0)
+    stage.do(stage.gateway.node.may_erase.clear)
+    admin.choose("bob", "Erase")
+    admin.page.get_by_label("Write bob to confirm").fill("bob")
+    admin.press("Erase")
+    expect(admin.page.locator("#erasing")).to_have_text("Erasing bob. Conversations: 0.")
+    expect(admin.row("bob")).to_contain_text("disabled")
+    stage.do(stage.gateway.node.may_erase.set)
+    expect(admin.page.locator(".toast")).to_contain_text("bob is erased.")
+    expect(admin.page.locator("#erasing")).to_be_empty()
+    expect(admin.row("bob")).to_have_count(0)
 
 
 def test_a_link_signs_a_browser_in_until_it_signs_out(

@@ -7,6 +7,33 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 
+@pytest.mark.parametrize("kept", ["The answer that is there", "The other answer", None])
+def test_the_picker_and_the_list_name_the_model_that_the_conversation_goes_on_with(
+    kept: str | None, wired, stage
+) -> None:
+    chat = wired()[0].open()
+    chat.pick("shout")
+    chat.ask("How high is the tide?")
+    chat.page.get_by_role("button", name="Compare with another model").click()
+    dialog = chat.page.get_by_role("dialog", name="Two answers")
+    dialog.get_by_label("Compare with").select_option("pirate")
+    dialog.get_by_role("button", name="Ask").click()
+    keep = [
+        dialog.get_by_role("region", name=name, exact=True).get_by_role("button", name="Keep this answer")
+        for name in ("The answer that is there", "The other answer")
+    ]
+    expect(keep[1]).to_be_visible()
+    with chat.page.expect_response(lambda response: response.request.method == "PATCH"):
+        (
+            dialog.get_by_role("button", name="Close") if kept is None else keep[kept == "The other answer"]
+        ).click()
+    name = "pirate" if kept == "The other answer" else "shout"
+    expect(chat.picker).to_contain_text(name)
+    expect(chat.page.locator(".session-row").first).to_contain_text(f", {name}")
+    chat.ask("And now?")
+    assert stage.gateway.node.answers[-1].request.adapter == name
+
+
 def test_two_answers_stand_side_by_side_and_one_is_kept(wired, stage, audit, monkeypatch) -> None:
     chat = wired()[0].open()
     page = chat.page

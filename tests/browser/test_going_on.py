@@ -149,6 +149,55 @@ def test_an_unfinished_edit_is_there_when_one_comes_back(chat) -> None:
     expect(chat.page.locator(".bubble")).to_have_text("One?")
 
 
+def test_the_list_stays_where_it_is_when_a_conversation_comes_to_its_top(wired, visit) -> None:
+    chat = wired(viewport={"width": 1280, "height": 500})[0]
+    for number in range(20):
+        chat.call("POST", "/api/sessions", data={"title": f"Number {number}"})
+    chat.open()
+    row = chat.row("Number 5")
+    row.scroll_into_view_if_needed()
+    before = row.bounding_box()
+    assert chat.page.locator(".rail-list").evaluate("list => list.scrollTop") > 100
+    visit().ask("From elsewhere.")
+    expect(chat.row("From elsewhere.")).to_have_count(1)
+    after = row.bounding_box()
+    assert abs(after["y"] - before["y"]) < 2, (before, after)
+
+
+def test_a_menu_stays_beside_its_conversation_when_another_comes_to_the_top(wired, visit) -> None:
+    chat = wired()[0].open()
+    chat.ask("The old one.")
+    chat.begin()
+    chat.ask("The new one.")
+    row = chat.row("The old one.")
+    row.hover()
+    before = row.bounding_box()
+    row.get_by_role("button").click()
+    menu = chat.page.get_by_role("menu", name="Options for The old one.")
+    expect(menu).to_be_visible()
+    other = visit()
+    other.ask("From elsewhere.")
+    assert row.bounding_box() == before
+    menu.get_by_role("menuitem", name="Rename").press("Escape")
+    expect(chat.row("From elsewhere.")).to_have_count(1)
+    expect(row.get_by_role("button")).to_be_focused()
+
+
+def test_escape_in_a_field_of_the_list_stops_no_answer(wired, stage) -> None:
+    chat = wired()[0].open()
+    with stage.by_hand() as next_answer:
+        chat.start("A long one.")
+        writer = next_answer()
+        writer.say("Well, ")
+        chat.page.keyboard.press("Control+k")
+        chat.page.keyboard.press("Escape")
+        chat.row("A long one.").locator(".session").press("F2")
+        chat.page.get_by_role("textbox", name="Title").press("Escape")
+        writer.finish("hello.")
+    chat.wait_done()
+    expect(chat.answers.last).to_have_text("Well, hello.")
+
+
 def test_the_list_is_one_stop_for_the_keyboard_and_can_be_put_away(wired) -> None:
     chat = wired()[0].open()
     page = chat.page

@@ -175,6 +175,29 @@ def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(c
     assert [each["content"] for each in chat.line.messages] == ["The other one.", "This one."]
 
 
+def test_a_message_that_waits_for_its_document_sends_no_other_conversation_s_draft(chat, held) -> None:
+    chat.ask("The other one.")
+    other = chat.session_id
+    chat.question.fill("A draft of the other one")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.ask("This one.")
+    this = chat.session_id
+    documents = held(chat.page, "**/api/documents", "POST")
+    page_of_it = {"name": "page.html", "mimeType": "text/html", "buffer": b"<p>some text</p>"}
+    chat.page.locator("#file").set_input_files([page_of_it])
+    wait_for(chat.page, lambda: documents)
+    chat.send("What does it say?")
+    pick(chat, other)
+    with chat.page.expect_response("**/api/documents"):
+        documents[0].continue_()
+    pick(chat, this)
+    expect(chat.page.locator(".file")).to_contain_text("page.html")
+    expect(chat.question).to_have_value("What does it say?")
+    pick(chat, other)
+    expect(chat.question).to_have_value("A draft of the other one")
+    assert [each["content"] for each in chat.line.messages] == ["The other one.", "This one."]
+
+
 def test_who_opens_another_conversation_while_one_is_made_stays_there(chat, held) -> None:
     chat.ask("The old one.")
     old = chat.session_id
@@ -221,6 +244,37 @@ def test_what_could_not_be_loaded_is_said_and_can_be_tried_again(chat, page_watc
     expect(chat.page.locator(".toast")).to_contain_text("could not be reached")
     chat.ask("Are you still there?")
     expect(chat.turns).to_have_count(2)
+
+
+def test_a_style_that_could_not_be_loaded_comes_later(wired, page_watch) -> None:
+    page_watch.forgive()
+    page = wired()[0].open().page
+    page.route("**/css/sheet.css", lambda route: route.abort(), times=1)
+    page.keyboard.press("Control+,")
+    sheet = page.get_by_role("dialog", name="Settings")
+    expect(sheet).to_be_visible()
+    expect(sheet).to_have_css("position", "fixed")
+
+
+def test_the_browser_asks_before_attached_files_are_lost(wired) -> None:
+    chat = wired()[0].open()
+    asked: list[str] = []
+
+    def stay(dialog) -> None:
+        asked.append(dialog.type)
+        dialog.dismiss()
+
+    chat.page.on("dialog", stay)
+    chat.question.click()
+    chat.page.locator("#file").set_input_files([{"name": "n.txt", "mimeType": "text/plain", "buffer": b"hi"}])
+    expect(chat.page.locator(".file")).to_have_count(1)
+    chat.page.evaluate("setTimeout(() => location.reload())")
+    wait_for(chat.page, lambda: asked)
+    expect(chat.page.locator(".file")).to_have_count(1)
+    chat.ask("What does it say?")
+    chat.page.reload()
+    chat.wait_done()
+    assert asked == ["beforeunload"]
 
 
 def test_a_search_that_is_given_up_shows_the_list(chat, held) -> None:

@@ -657,10 +657,17 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     }
     page.evaluate("text => localStorage.setItem('overture.unsent.left', text)", json.dumps(unsent))
     page.evaluate("localStorage.setItem('overture.draft.new', 'A question that ann did not ask')")
+    page.locator("#file").set_input_files(
+        [{"name": "plan.txt", "mimeType": "text/plain", "buffer": b"secret"}]
+    )
+    expect(page.locator(".file")).to_be_visible()
+    page.get_by_role("button", name="Compare with another model").click()
+    expect(page.get_by_role("dialog", name="Two answers")).to_be_visible()
     stage.write_keys("bob")
-    expect(dialog).to_contain_text("did not accept that key")
-    for part in (page.locator(".bubble"), page.locator(".session").first, chat.question):
-        expect(part).to_be_hidden()
+    expect(page.get_by_role("dialog", name="This server asks for a key")).to_contain_text("did not accept")
+    shown = (".bubble", ".session", "#question", "#search", ".file", "dialog .answer")
+    for part in shown:
+        expect(page.locator(part).first).to_be_hidden()
     assert page.title() == "Overture"
     enter(stage.keys["bob"])
     expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()

@@ -104,3 +104,33 @@ def test_a_frame_cannot_call_anybody(wired, stage, page_watch) -> None:
         with pytest.raises(BlockingIOError):
             elsewhere.recv(1)
     assert response.value.headers["connection-allowlist"] == "()", "for frames within the frame"
+
+
+# The text of a frame that calls somebody, also within a program.
+CALLING = r"<script>new RTCPeerConnection().createDataChannel(1)<\/script>"
+NESTED = {
+    "read": f"<iframe srcdoc='{CALLING.replace(chr(92), '')}'></iframe>",
+    "set by a program": f"<script>const f = document.createElement('iframe'); f.srcdoc = `{CALLING}`; document.body.append(f)</script>",
+    "written in pieces": f"<script>for (const c of `<iframe srcdoc='{CALLING}'></iframe>`) document.write(c)</script>",
+    "in a shadow": f"<div><template shadowrootmode=closed><iframe srcdoc='{CALLING.replace(chr(92), '')}'></iframe></template></div>",
+}
+
+
+@pytest.mark.parametrize("how", NESTED)
+def test_a_frame_within_the_frame_cannot_call_anybody_either_and_the_page_lives_on(
+    how: str, wired, stage, page_watch
+) -> None:
+    """Chromium ends the tab of a page in which a frame calls somebody whom its policy forbids."""
+    page_watch.forgive()
+    chat = wired()[0].open()
+    page = chat.page
+    with stage.by_hand() as next_answer:
+        chat.start("A page, please.")
+        next_answer().finish(f"```html\n<body><h1>Shown</h1>{NESTED[how]}\n```")
+    chat.wait_done()
+    page.get_by_role("button", name="Preview").click()
+    expect(page.frame_locator("iframe").get_by_role("heading", name="Shown")).to_be_visible()
+    for frame in page.frames:
+        frame.wait_for_load_state()
+    page.get_by_role("button", name="Code", exact=True).click()
+    chat.ask("Are you still there?")

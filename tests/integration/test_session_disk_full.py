@@ -26,10 +26,12 @@ from gateway.people.estate import export_to
 from gateway.people.ledger import Ledger
 from gateway.people.sign_ins import SignIns
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
+from gateway.sessions.pictures import describe
 from gateway.sessions.room import Reserve
 from gateway.settings.config import Config
 from gateway.shelf.store import Shelf
 from tests.unit.gateway.front import Gateway
+from tests.unit.gateway.test_pictures import image
 
 pytestmark = pytest.mark.slow
 NOW = 1_700_000_000.0
@@ -233,6 +235,35 @@ async def test_what_lies_beside_the_conversations_says_that_the_disk_is_full_and
     assert export_to(disk / "ann.zip", disk, "ann", "ann") == 1
     await store.close()
     ledger.close()
+
+
+@ON_TMPFS
+async def test_pictures_are_refused_whole_and_a_message_keeps_those_that_were_stored_before(
+    disk: Path,
+) -> None:
+    store = await SessionStore.open(disk / "sessions.sqlite3")
+    pictures = [await asyncio.to_thread(describe, image(shade), 1e6) for shade in (1, 2)]
+    await store.create_session("ann", session_id="s", now=NOW)
+
+    async def attach(which: int) -> None:
+        await store.pictures.put("ann", pictures[which], image(which + 1), NOW)
+
+    async def send() -> None:
+        await store.begin_turn("ann", "s", "t", "What is this?", pictures=[pictures[0].id], now=NOW)
+
+    await attach(0)
+    await asyncio.to_thread(fill, disk)
+    for act in (attach, lambda _: send()):
+        with pytest.raises(GatewayError, match="The server's disk is full; nothing was stored"):
+            await act(1)
+    assert (await store.get_session("ann", "s")).turns == []
+    assert set(await store.pictures.read("ann", [each.id for each in pictures])) == {pictures[0].id}
+    (disk / "filler").unlink()
+    await send()
+    await attach(1)
+    (turn,) = (await store.get_session("ann", "s")).turns
+    assert [each.id for each in turn.pictures] == [pictures[0].id]
+    await store.close()
 
 
 @ON_TMPFS

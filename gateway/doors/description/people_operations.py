@@ -7,6 +7,7 @@ from gateway.doors.rest.oidc import WaysIn
 from gateway.doors.rest.people import (
     ChangedPerson,
     ErasedPerson,
+    ErasureUnderWay,
     NewKey,
     NewPerson,
     PeopleList,
@@ -81,7 +82,12 @@ PEOPLE_OPERATIONS: tuple[Operation, ...] = (
         "Erase a person for ever",
         f"Keys, conversations, usage and what was learned of the person's agents. {_OPERATORS}",
         parameters=(_PERSON,),
-        replies={200: ReplyShape(description="What was erased.", shape=ErasedPerson)},
+        replies={
+            200: ReplyShape(description="What was erased.", shape=ErasedPerson),
+            202: ReplyShape(
+                description="It goes on: what is left. The same request waits for it.", shape=ErasureUnderWay
+            ),
+        },
         errors=(404, 409, 503),
     ),
     Operation(

@@ -18,7 +18,7 @@ from gateway.doors.rest.people_changes import change, erase, key_file_of, people
 from gateway.doors.rest.transfers import saved_as
 from gateway.errors import GatewayError, StartupError
 from gateway.people.audit import Entry, What
-from gateway.people.estate import write_export
+from gateway.people.estate import Erased, write_export
 from gateway.people.roll import Person, Roll, key_named
 from gateway.services import SERVICES, Services
 from gateway.sessions.archive import file_name
@@ -102,6 +102,13 @@ class ErasedPerson(Struct, frozen=True):
     num_kv_blocks: int
 
 
+class ErasureUnderWay(Struct, frozen=True):
+    """What is left of a person whose erasure takes longer than a request should: ask again."""
+
+    num_left_sessions: int
+    num_left_bytes: int
+
+
 async def list_people(request: web.Request) -> web.Response:
     """Handle `GET /v1/admin/people`."""
     services, principal = _operator(request)
@@ -175,7 +182,8 @@ def _set_ones(changed: ChangedLimits) -> dict[str, int | None]:
 async def delete_person(request: web.Request) -> web.Response:
     """Handle `DELETE /v1/admin/people/{id}`: shut a person out, and erase all that the person has.
 
-    The person leaves the key file last: whatever ends the erasure before, an operator sees who is left, and may ask again.
+    The person leaves the key file last: whatever ends the erasure before, an operator sees who is left, and may ask again. A long erasure is
+    answered by how much is left, and goes on; the same request waits for it.
     """
     services, principal = _operator(request)
 
@@ -190,9 +198,18 @@ async def delete_person(request: web.Request) -> web.Response:
         return roll.shut_out(person)
 
     person = await change(services, work)
-    erased = await erase(services, person)
-    await change(services, lambda roll: roll.remove(person))
-    _note(request, principal, "person_erased", person)
+
+    async def all_of_it() -> Erased:
+        """Erase the person, who leaves the key file then, also where nobody waits for it any more."""
+        erased = await erase(services, person)
+        await change(services, lambda roll: roll.remove(person))
+        _note(request, principal, "person_erased", person)
+        return erased
+
+    erased = await services.erasures.wait_for(person.owner, all_of_it)
+    if erased is None:
+        num_bytes, num_sessions = (await services.store.rows.stored()).get(person.owner, (0, 0))
+        return json_reply(ErasureUnderWay(num_sessions, num_bytes), status=202)
     return json_reply(ErasedPerson(*erased))
 
 

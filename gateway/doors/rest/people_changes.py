@@ -14,7 +14,15 @@ from gateway.access.auth import tenant_of
 from gateway.doors.http.key_changes import read_again
 from gateway.errors import GatewayError, StartupError
 from gateway.people.estate import Erased, erase_left_kv
-from gateway.people.roll import NoSuchPerson, Person, Roll, RollError, changing, read_roll
+from gateway.people.roll import (
+    NoSuchPerson,
+    Person,
+    Roll,
+    RollError,
+    changing,
+    keeping_an_operator,
+    read_roll,
+)
 from gateway.services import Services
 from gateway.sessions.connection import disk_full, is_full
 from gateway.shelf.store import NAME as SHELF_NAME
@@ -61,12 +69,8 @@ async def change(services: Services, work: Callable[[Roll], _T]) -> _T:
 
     def write() -> _T:
         """Do the work and write the file."""
-        with changing(path, known) as roll:
-            had_operator = roll.has_operator
-            result = work(roll)
-            if had_operator and not roll.has_operator:
-                raise RollError("This would leave no operator's key. Give another person one first.")
-        return result
+        with changing(path, known) as roll, keeping_an_operator(roll):
+            return work(roll)
 
     try:
         result = await _in_thread(write)

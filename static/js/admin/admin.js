@@ -149,7 +149,13 @@ export class Admin {
 
   async #erase(person, path) {
     if (!await questions.confirmErasure(person.name)) return;
-    const erased = await this.#do('DELETE', path);
+    const status = byId('erasing');
+    let erased;
+    do {
+      erased = await this.#do('DELETE', path);
+      const left = erased?.num_left_sessions;
+      status.textContent = left === undefined ? '' : `Erasing ${person.name}. Conversations: ${left}.`;
+    } while (status.textContent);
     if (erased) toast(`${person.name} is erased. Conversations: ${erased.num_sessions}.`);
   }
 

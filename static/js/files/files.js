@@ -11,7 +11,7 @@ const SURELY = 2; // chosen: a text of so many times the model's tokens is too l
 const PASTED = 'Pasted text.txt'; // as the composer names what is pasted
 const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte → encoding and second byte of its mark
 
-/** The files of each conversation's unsent message; they are kept until the page is left. */
+/** The files of each conversation's unsent message; they are kept until the page is left, which the browser asks about then. */
 export class Files {
   #bySession = new Map();
   #sessionId;
@@ -30,6 +30,7 @@ export class Files {
     this.list = h('ul', { class: 'files', 'aria-label': 'Files', 'aria-live': 'polite', hidden: true });
     box.prepend(this.list);
     this.styled = addStyle('static/css/files.css');
+    addEventListener('beforeunload', (event) => [...this.#bySession.values()].flat().length && event.preventDefault()); // the browser asks
   }
 
   get #files() {

@@ -51,5 +51,11 @@ export async function leave() {
     // As above.
   }
   history.replaceState(null, '', './');
+  reload();
+}
+
+/** Loads the page anew for whoever is here now, without asking: what was attached to a message is the one's who was here before. */
+export function reload() {
+  addEventListener('beforeunload', (event) => event.stopImmediatePropagation(), true);
   location.reload();
 }

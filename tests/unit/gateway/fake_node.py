@@ -138,6 +138,8 @@ class FakeNode:
         self.prefill_error: BridgeError | None = None
         self.erase_error: BridgeError | None = None
         self.erased: list[str] = []
+        self.may_erase = asyncio.Event()  # a test that clears it makes erasures long
+        self.may_erase.set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.answers: list[Answer] = []
@@ -244,6 +246,7 @@ class FakeNode:
     async def erase_kv(self, tenant: str) -> int:
         if self.erase_error is not None:
             raise self.erase_error
+        await self.may_erase.wait()
         self.erased.append(tenant)
         return 3
 

@@ -22,14 +22,15 @@ from gateway.access.key_file import key_file_line
 from gateway.app import Server, build_services
 from gateway.errors import StartupError
 from gateway.metrics.metrics import Metrics
-from gateway.people.backup import back_up
+from gateway.people.backup import DATABASES, back_up, restore
 from gateway.people.estate import SESSIONS_NAME
+from gateway.people.roll import read_roll
 from gateway.settings.config import Config
 from gateway.turns.protocol import Message
 
 from .fake_node import FakeNode
 from .front import bearer
-from .test_access import KEY, key_file
+from .test_access import KEY, OTHER, key_file
 from .test_people import Refused, Run, run  # noqa: F401 - a fixture
 
 
@@ -55,6 +56,29 @@ async def put(server: Server, path: str, body: dict[str, Any]) -> None:
         http.put(path, json=body) as reply,
     ):
         assert reply.status == 204, await reply.text()
+
+
+async def test_a_command_has_a_running_server_erase_a_person(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
+    await asyncio.to_thread(key_file, tmp_path, *lines)
+    argv = [sys.executable, "-m", "gateway.cli", "users", "delete", "bob", "--yes"]
+
+    async def command(*options: str) -> subprocess.CompletedProcess[str]:
+        """In a process of its own, as the lock on the session file is the process's."""
+        return await asyncio.to_thread(
+            subprocess.run, [*argv, *options], capture_output=True, text=True, timeout=60
+        )
+
+    async with serving(tmp_path / "data", tmp_path / "keys") as (server, _):
+        await get(server, "/api/sessions", OTHER)
+        refused = await command("--url", server.url, "--api-key", OTHER)
+        assert refused.returncode == 2 and "operator's key" in refused.stderr
+        erased = await command("--url", server.url, "--api-key", KEY)
+        assert erased.stdout == "Erased bob: 0 conversations, 3 blocks of KV on disk.\n", erased.stderr
+    assert [person.name for person in read_roll(tmp_path / "keys", {}).people()] == ["ada"]
 
 
 async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conversations(
@@ -211,3 +235,40 @@ def test_a_restore_that_is_killed_leaves_no_half_database(copy: Path, tmp_path: 
     ended = subprocess.run([sys.executable, "-c", script], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (new / last).exists()
+    assert list(new.glob(".*.new-*")), "for its owner only, and of no use"
+    restore(copy, new, tmp_path / "new-keys")
+    assert (new / last).read_bytes() == (copy / last).read_bytes() and not list(new.glob(".*.new-*"))
+
+
+def test_what_a_killed_backup_left_is_removed_by_the_next_and_one_that_goes_on_is_not(
+    copy: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import os, pathlib, sys\n"
+        "from gateway.people import backup\n"
+        "whole = backup._copy_database\n"
+        "def wait_first(source, target):\n"
+        "    print(flush=True); sys.stdin.readline(); whole(source, target)\n"
+        "backup._copy_database = wait_first\n"
+        f"backup.back_up(pathlib.Path({str(tmp_path / 'data')!r}), None, pathlib.Path(sys.argv[1]))\n"
+    )
+
+    def begun(name: str) -> subprocess.Popen[bytes]:
+        """A backup that has made its folder."""
+        argv = [sys.executable, "-c", script, str(tmp_path / name)]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    with begun("going-on") as going_on, begun("killed") as killed:
+        killed.kill()
+        killed.wait()
+        others = tmp_path / ".of-another-program.new-7"
+        others.mkdir()
+        (others / "notes.txt").write_text("mine")
+        assert list(tmp_path.glob(".killed.new-*"))
+        back_up(tmp_path / "data", None, tmp_path / "next")
+        assert not list(tmp_path.glob(".killed.new-*"))
+        assert (others / "notes.txt").exists()
+        going_on.communicate(b"\n" * len(DATABASES))
+    assert going_on.returncode == 0 and (tmp_path / "going-on" / "backup.json").is_file()

@@ -94,13 +94,13 @@ def test_a_person_keeps_what_is_theirs_over_all_their_keys(run: Run, tmp_path: P
         run("keys", "replace", "ada")
     third = run("keys", "replace", "ada", "--key", first[:11]).strip()
     assert is_refused(tmp_path, first) and ring(tmp_path).authenticate(third) == ada
-    run("keys", "revoke", "ada", "--all")
+    run("keys", "revoke", "ada", "--all", "--last-operator")
     assert is_refused(tmp_path, second) and is_refused(tmp_path, third)
     fourth = run("keys", "new", "--name", "ada", "--key-file", "keys").strip()
     assert ring(tmp_path).authenticate(fourth) == ada, (
         "who has no key left is still there, with the same role"
     )
-    run("users", "disable", "ada")
+    run("users", "disable", "ada", "--last-operator")
     assert is_refused(tmp_path, fourth)
     fifth = run("keys", "replace", "ada").strip()
     assert is_refused(tmp_path, fifth), "a new key of a disabled person is disabled, too"
@@ -334,6 +334,26 @@ def test_who_is_erased_leaves_the_file_also_where_the_owner_is_forgotten_by_then
     assert path.read_text() == lines[0] + "\n"
 
 
+@pytest.mark.parametrize(
+    "shutting_out",
+    [("keys", "revoke", "ada"), ("users", "disable", "ada"), ("users", "delete", "ada", "--yes")],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_the_last_operator_is_shut_out_only_if_that_is_said(
+    shutting_out: tuple[str, ...], run: Run, tmp_path: Path
+) -> None:
+    key = run("users", "add", "ada", "--operator").strip()
+    run("users", "add", "bob")
+    before = (tmp_path / "keys").read_text()
+    with pytest.raises(Refused, match=r"no operator's key.*users add NAME --operator"):
+        run(*shutting_out)
+    assert (tmp_path / "keys").read_text() == before and ring(tmp_path).authenticate(key).is_operator
+    run(*shutting_out, "--last-operator")
+    assert is_refused(tmp_path, key)
+    new = run("users", "add", "eve", "--operator").strip()
+    assert ring(tmp_path).authenticate(new).is_operator
+
+
 async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     """In processes of their own, because a store that is opened here holds its lock for this process only."""
     owners = ["k_" + "a" * 32, "k_" + "b" * 32]
@@ -369,7 +389,7 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
         assert [turn.answer for turn in turns] == ["re: one", "re: two", "hi"]
     assert stat.S_IMODE((tmp_path / "ada.zip").stat().st_mode) == 0o600
     refused = command("users", "delete", "ada", "--yes")
-    assert refused.returncode == 2 and "in use by another process" in refused.stderr
+    assert refused.returncode == 2 and "OVERTURE_API_KEY=KEY overture users delete ada" in refused.stderr
     assert (tmp_path / "keys").read_text().splitlines() == lines
     await store.close()
     assert b"re: two" in everything_in(data) and b"a" * 600 in everything_in(data)

@@ -17,6 +17,7 @@ from gateway.access.auth import Principal, generate_key
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.errors import GatewayError
 from gateway.nodes.known_nodes import LOCAL
+from gateway.people import erasures
 from gateway.people.ledger import Spent
 from gateway.sessions import SessionStore
 from kvtiers.io.files import claim
@@ -257,6 +258,25 @@ async def test_kv_of_engines_that_the_server_had_before_is_erased_and_that_of_it
     held.release()
     left = {store.directory: erase(store.directory, bob) for store in inspect(tmp_path / "kv")}
     assert list(left.values()) == [1, 1, 0], left
+
+
+async def test_a_long_erasure_says_what_is_left_and_goes_on_by_itself(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await is_let_in(gateway, OTHER)
+    monkeypatch.setattr(erasures, "WAIT_S", 0.0)
+    gateway.node.may_erase.clear()
+    for _ in range(2):
+        under_way = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
+        assert under_way.status == 202 and set(under_way.body) == {"num_left_sessions", "num_left_bytes"}
+    assert not await is_let_in(gateway, OTHER)
+    gateway.node.may_erase.set()
+    while "bob" in await people(gateway):
+        await asyncio.sleep(0)
+    monkeypatch.undo()
+    done = await gateway.call("DELETE", f"{ADMIN}/{owner_of(OTHER)}", key=KEY)
+    assert (done.status, done.body) == (200, {"num_sessions": 0, "num_kv_blocks": 3})
+    assert gateway.node.erased == [owner_of(OTHER)], "once"
 
 
 async def _until_closed(socket: Any) -> Any:
