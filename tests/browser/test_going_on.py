@@ -176,10 +176,10 @@ def test_a_menu_stays_beside_its_conversation_when_another_comes_to_the_top(wire
     menu = chat.page.get_by_role("menu", name="Options for The old one.")
     expect(menu).to_be_visible()
     other = visit()
-    other.ask("From elsewhere.")
+    other.ask("From the side.")
     assert row.bounding_box() == before
     menu.get_by_role("menuitem", name="Rename").press("Escape")
-    expect(chat.row("From elsewhere.")).to_have_count(1)
+    expect(chat.row("From the side.")).to_have_count(1)
     expect(row.get_by_role("button")).to_be_focused()
 
 

@@ -182,7 +182,7 @@ async def test_a_title_waits_for_answers_and_a_rename_wins(
     monkeypatch.setattr("gateway.turns.titles.LOOK_EVERY_S", 0.05)
     server = await gateways(titles="model")
     async with ChatClient(server.url) as chat, Http(server.url) as http:
-        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 130}
+        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
         other = asyncio.create_task(ask(chat, "Tell me a long story.", sampling=long))
         await engine_has(node, 1)  # or this one may be answered before that one has come to the engine
         _, renamed = await ask(chat, SAID)

@@ -373,6 +373,7 @@ async def test_an_engine_that_breaks_as_it_goes_to_rest_or_on_is_rebuilt(is_rest
         with pytest.raises(EngineUnavailable, match="rebuilt"):
             await change(lambda driver: 1 // 0)
         await harness.until_state("ready", 1)
-        assert harness.built[0].is_closed and len(harness.failures) == 1
+        assert harness.built[0].is_closed
+        await harness.until(lambda: len(harness.failures) == 1)
         harness.thread.submit(lambda driver: driver.left.update(a=1))
         await harness.until(lambda: harness.outputs == [("a", 0)])
