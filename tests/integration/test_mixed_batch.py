@@ -57,6 +57,8 @@ class Engine:
             dtype="float32",
             enable_prefix_caching=False,  # a hit would skip the arithmetic that we compare
             seed=0,
+            # Not by the environment: an engine of ours that ran in this process before may have taken the variable away.
+            kv_cache_memory_bytes=1 << 30,
             **options,
         )
         self.engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
