@@ -22,13 +22,17 @@ class Erasures:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Erased]] = {}
 
-    async def wait_for(self, owner: str, erase: Callable[[], Coroutine[Any, Any, Erased]]) -> Erased | None:
+    async def wait_for(
+        self, owner: str, erase: Callable[[], Coroutine[Any, Any, Erased]], *, is_known: bool
+    ) -> Erased | None:
         """Begin to erase a person, or join the erasure that was begun, and wait for WAIT_S; None if it is not done then: ask again.
+
+        is_known: whether the key file has the person now. An erasure that has ended was of an earlier time then, or has failed.
 
         Raises what `erase` raises.
         """
         task = self._tasks.get(owner)
-        if task is None:
+        if task is None or (is_known and task.done()):
             task = self._tasks[owner] = asyncio.create_task(erase())
             task.add_done_callback(_note_failure)
         done, _ = await asyncio.wait((task,), timeout=WAIT_S)

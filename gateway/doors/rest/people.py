@@ -206,7 +206,7 @@ async def delete_person(request: web.Request) -> web.Response:
         _note(request, principal, "person_erased", person)
         return erased
 
-    erased = await services.erasures.wait_for(person.owner, all_of_it)
+    erased = await services.erasures.wait_for(person.owner, all_of_it, is_known=bool(person.lines))
     if erased is None:
         num_bytes, num_sessions = (await services.store.rows.stored()).get(person.owner, (0, 0))
         return json_reply(ErasureUnderWay(num_sessions, num_bytes), status=202)

@@ -18,6 +18,7 @@ from gateway.access.key_file import key_file_line, owner_of
 from gateway.errors import GatewayError
 from gateway.nodes.known_nodes import LOCAL
 from gateway.people import erasures
+from gateway.people.estate import Erased
 from gateway.people.ledger import Spent
 from gateway.sessions import SessionStore
 from kvtiers.io.files import claim
@@ -277,6 +278,25 @@ async def test_a_long_erasure_says_what_is_left_and_goes_on_by_itself(
     done = await gateway.call("DELETE", f"{ADMIN}/{owner_of(OTHER)}", key=KEY)
     assert (done.status, done.body) == (200, {"num_sessions": 0, "num_kv_blocks": 3})
     assert gateway.node.erased == [owner_of(OTHER)], "once"
+
+
+async def test_a_person_who_has_come_back_is_erased_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, num_erased = erasures.Erasures(), 0
+    may_end = asyncio.Event()
+
+    async def erase_all() -> Erased:
+        nonlocal num_erased
+        await may_end.wait()
+        num_erased += 1
+        return Erased(num_erased, 0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(erasures, "WAIT_S", 0.0)
+        assert await under_way.wait_for("bob", erase_all, is_known=True) is None
+    may_end.set()
+    await until(lambda: num_erased == 1)
+    assert await under_way.wait_for("bob", erase_all, is_known=True) == (2, 0)
+    assert await under_way.wait_for("bob", erase_all, is_known=False) == (3, 0)
 
 
 async def _until_closed(socket: Any) -> Any:
