@@ -107,9 +107,11 @@ clean: ## remove .venv and caches (sessions are kept elsewhere)
 $(RUNTIME):
 	@requirements/install.sh $(DEVICE) $@
 
+# vLLM is imported meanwhile, which compiles it once: the processes of the tests would all compile it at the same time.
 $(TESTING): $(RUNTIME)
 	@echo "installing the test tools"
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps --require-hashes -r requirements/test.txt
+	@$(PY) -m engine_bridge.driver.vllm_api >/dev/null 2>&1 & \
+	$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps --require-hashes -r requirements/test.txt && wait
 	@rm -f .venv/.testing-*; touch $@
 
 $(RAY): $(RUNTIME)
