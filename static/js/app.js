@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readFollow, readKey, readPerson, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
+import { onElsewhere, readCalls, readDraft, readFollow, readKey, readPerson, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 import { isLive, newId } from './turn.js';
@@ -32,6 +32,7 @@ export class App {
   #lists = 0; // only the last one's answer is shown
   #isListing = false;
   #creating = false;
+  #removing = new Set(); // conversations that are deleted on this page
   #sought = null; // the turn that a search found, until it has been shown
   #events = {
     phase: () => this.#onPhase(),
@@ -134,6 +135,7 @@ export class App {
       this.#openSession(sessionFromHash());
       this.#showShared();
     });
+    onElsewhere((key) => this.#takeKey(key), async (owner) => owner !== this.core.lastOwner && (await import('./sheet/leave.js')).reload());
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
     byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
@@ -345,7 +347,10 @@ export class App {
 
   async #remove(id) {
     const title = this.index.get(id)?.title || 'New chat';
-    if (await this.#tell(this.api.remove(id)) === undefined) return;
+    this.#removing.add(id);
+    const removed = await this.#tell(this.api.remove(id));
+    this.#removing.delete(id);
+    if (removed === undefined) return;
     const wasOpen = this.#forget(id);
     toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, wasOpen) });
     this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
@@ -435,6 +440,14 @@ export class App {
     reload();
   }
 
+  /** Uses the key that was entered in another window. */
+  #takeKey(key) {
+    this.core.apiKey = key;
+    const asked = byId('key')?.closest('dialog');
+    if (asked && key) asked.close(key);
+    else if (this.core.phase === 'locked') this.connection.connect();
+  }
+
   async #unlock() {
     this.#keyAsked = true;
     const { askKey } = await import('./key.js');
@@ -514,10 +527,22 @@ export class App {
 
   #onRelisted({ sessionId, session }) {
     const isShown = session?.is_pinned || session?.origin === 'chat' || readCalls();
+    if (!session && !this.#removing.has(sessionId)) this.#leaveDeleted(sessionId);
     if (session && isShown) this.index.put(session);
     else this.index.remove(sessionId);
     this.#showTitle();
     this.rail.draw();
+  }
+
+  /** A conversation was deleted elsewhere: what it is not told any more becomes a draft. */
+  #leaveDeleted(sessionId) {
+    const unsent = this.core.sessions.get(sessionId)?.turns.filter(({ request }) => request) ?? [];
+    this.core.forget(sessionId);
+    if (sessionId === this.core.current) {
+      this.#act(() => this.core.open(null));
+      this.#onGone(sessionId);
+    }
+    unsent.forEach((turn) => this.#onHomeless(turn));
   }
 
   /** The server refused something that is no message; if it was to open a conversation, that can be tried again. */

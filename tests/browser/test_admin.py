@@ -214,6 +214,36 @@ def test_a_link_signs_a_browser_in_until_it_signs_out(
     expect(page.get_by_role("button", name="Sign in")).to_be_hidden()
 
 
+def test_all_windows_of_a_browser_follow_when_one_signs_out_or_in(
+    open_page: Any, site: Site, stage: Stage, page_watch: Any
+) -> None:
+    """What one person has on the screen and writes there never stands beside another's."""
+    page_watch.forgive()
+    first = open_page()
+    second = first.context.new_page()
+    for page in (first, second):
+        page.goto(site.url)
+    asked = [page.get_by_label("API key") for page in (first, second)]
+    question = second.get_by_role("textbox", name="Message", exact=True)
+    expect(asked[1]).to_be_visible()
+    asked[0].fill(stage.keys["bob"])
+    first.keyboard.press("Enter")
+    expect(asked[1]).to_be_hidden()
+    question.fill("Words of bob")
+    second.keyboard.press("Enter")
+    expect(second.locator("article.turn").last).to_have_attribute("data-status", "done")
+    question.fill("A thought of bob")
+    first.get_by_role("button", name="Settings").click()
+    first.get_by_role("button", name="Sign out").click()
+    expect(asked[1]).to_be_visible()
+    expect(second.locator(".bubble")).to_have_count(0)
+    asked[1].fill(stage.keys["ada"])
+    second.keyboard.press("Enter")
+    for page in (first, second):
+        expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
+    expect(question).to_have_value("")
+
+
 def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
     admin: Page, open_page: Any, stage: Stage, page_watch: Any
 ) -> None:

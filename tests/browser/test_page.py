@@ -139,8 +139,19 @@ def test_a_second_page_follows_what_is_asked_on_the_first_and_done_to_the_list(c
     chat.page.keyboard.press("Enter")
     expect(other.row("Named anew")).to_have_count(1)
     expect(other.page.locator("#title")).to_have_text("Named anew")
+    other.question.fill("A thought that goes on")
     chat.row("Named anew").locator(".session").press("Delete")
     expect(other.row("Named anew")).to_have_count(0)
+    expect(other.turns).to_have_count(0)
+    expect(other.page.locator(".toast")).to_contain_text("does not exist any more")
+    expect(other.question).to_have_value("")
+    chat.page.get_by_role("button", name="Undo").click()
+    expect(chat.turns).to_have_count(3)
+    other.row("Named anew").locator(".session").click()
+    expect(other.turns).to_have_count(3)
+    expect(other.question).to_have_value("A thought that goes on")
+    chat.row("Named anew").locator(".session").press("Delete")
+    expect(other.turns).to_have_count(0)
 
 
 def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> None:
