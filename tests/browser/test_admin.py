@@ -321,3 +321,20 @@ def test_on_a_phone_what_is_done_about_a_person_is_in_sight(admin: Page, page_wa
     expect(admin.page.get_by_role("menuitem").first).to_be_focused()
     admin.page.keyboard.press("Escape")
     expect(button).to_be_focused()
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (844, 390)])
+def test_what_an_operator_is_asked_and_shown_fits_a_small_screen(
+    admin: Page, page_watch: Any, width: int, height: int
+) -> None:
+    page_watch.forgive()
+    page = admin.page
+    page.set_viewport_size({"width": width, "height": height})
+    page.get_by_role("button", name="Manage bob").click()
+    expect(page.get_by_role("menuitem").first).to_be_in_viewport(ratio=1)
+    page.get_by_role("menuitem", name="Erase").scroll_into_view_if_needed()
+    expect(page.get_by_role("menuitem", name="Erase")).to_be_in_viewport(ratio=1)
+    page.get_by_role("menuitem", name="Sign-in link").click()
+    for name in ("Copy", "Done"):
+        expect(page.get_by_role("dialog").get_by_role("button", name=name)).to_be_in_viewport(ratio=1)
+    assert page.get_by_role("dialog").evaluate("dialog => dialog.scrollWidth - dialog.clientWidth") == 0
