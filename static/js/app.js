@@ -173,6 +173,14 @@ export class App {
     return session.id;
   }
 
+  /** Sends what waited in conversations that are not open for an answer or the server. */
+  async #sendQueued() {
+    await this.settings.saved();
+    for (const [sessionId, message] of this.composer.takeQueued((id) => !this.core.liveTurn(id))) {
+      this.#act(() => this.core.ask({ id: newId(), sessionId, ...message }));
+    }
+  }
+
   #ask({ sessionId, content, pictures, after, adapter = this.composer.adapter }) {
     const ask = { id: newId(), sessionId, content, pictures, adapter };
     if (after !== undefined) ask.after = after;
@@ -428,6 +436,7 @@ export class App {
       this.api.resume();
       this.#list(true);
       this.#showShared();
+      this.#sendQueued();
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
     }
@@ -451,9 +460,10 @@ export class App {
   async #unlock() {
     this.#keyAsked = true;
     const { askKey } = await import('./key.js');
-    const key = await askKey(Boolean(this.core.apiKey), this.core.user !== null && !this.core.apiKey);
+    const { apiKey, user } = this.core;
+    const key = await askKey(apiKey ? user ? 'withdrawn' : 'wrong' : user ? 'ended' : undefined);
     if (!key) return;
-    this.core.apiKey = key;
+    Object.assign(this.core, { apiKey: key, user: null });
     writeKey(key);
     this.#keyAsked = false;
     this.connection.connect();
@@ -498,6 +508,7 @@ export class App {
   #onTurn(turn) {
     this.rail.mark();
     document.dispatchEvent(new CustomEvent('answering', { detail: turn }));
+    if (!isLive(turn)) this.#sendQueued();
     if (turn.sessionId !== this.core.current) return;
     this.transcript.update(turn);
     if (!isLive(turn)) this.announcer.follow(turn, true);

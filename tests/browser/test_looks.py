@@ -161,6 +161,7 @@ def test_who_opens_the_reasoning_stays_at_its_beginning(scripted) -> None:
     answer.think("Let me see. " * 600)
     answer.finish("It is so.")
     chat.wait_done()
+    expect(chat.page.locator(".timings summary")).to_contain_text("first thought")
     summary = chat.page.locator(".reasoning summary")
     before = summary.bounding_box()["y"]
     summary.click()

@@ -675,7 +675,8 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     page.get_by_role("button", name="Compare with another model").click()
     expect(page.get_by_role("dialog", name="Two answers")).to_be_visible()
     stage.write_keys("bob")
-    expect(page.get_by_role("dialog", name="This server asks for a key")).to_contain_text("did not accept")
+    dialog = page.get_by_role("dialog", name="This server asks for a key")
+    expect(dialog).to_contain_text("not accepted any more")
     shown = (".bubble", ".session", "#question", "#search", ".file", "dialog .answer")
     for part in shown:
         expect(page.locator(part).first).to_be_hidden()

@@ -55,7 +55,7 @@ export class Admin {
 
   async #onProblem(error) {
     if (error.status === 401) {
-      const key = await askKey(Boolean(this.#key));
+      const key = await askKey(this.#key ? 'wrong' : undefined);
       if (key) {
         this.#key = key;
         writeKey(key);
@@ -73,7 +73,7 @@ export class Admin {
   }
 
   async #useAnother() {
-    const key = await askKey(false);
+    const key = await askKey();
     if (!key) return;
     this.#key = key;
     writeKey(key);

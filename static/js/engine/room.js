@@ -68,7 +68,7 @@ export class Room {
 
   async #unlock() {
     this.#keyAsked = true;
-    const key = await askKey(Boolean(this.core.apiKey));
+    const key = await askKey(this.core.apiKey ? 'wrong' : undefined);
     if (!key) return;
     this.core.apiKey = key;
     writeKey(key);
