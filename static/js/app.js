@@ -135,7 +135,8 @@ export class App {
       this.#openSession(sessionFromHash());
       this.#showShared();
     });
-    onElsewhere((key) => this.#takeKey(key), async (owner) => owner !== this.core.lastOwner && (await import('./sheet/leave.js')).reload());
+    onElsewhere((key) => this.#takeKey(key), (owner) => this.#followPerson(owner));
+    document.addEventListener('visibilitychange', () => this.#lookAgain());
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
     byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
@@ -432,6 +433,7 @@ export class App {
     if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
+      byId('key')?.closest('dialog').close();
       writePerson(this.core.user?.owner);
       this.api.resume();
       this.#list(true);
@@ -447,6 +449,18 @@ export class App {
     const { changePerson, reload } = await import('./sheet/leave.js');
     changePerson(this.core.user?.owner ?? '');
     reload();
+  }
+
+  /** Somebody has signed in or out in another window. */
+  async #followPerson(owner) {
+    const { lastOwner } = this.core;
+    if (lastOwner === null) this.#lookAgain();
+    else if (owner !== lastOwner) (await import('./sheet/leave.js')).reload();
+  }
+
+  /** Somebody comes back to this window, and may have signed in without a key in another one. */
+  #lookAgain() {
+    if (!document.hidden && this.core.phase === 'locked' && !this.core.apiKey) this.connection.connect();
   }
 
   /** Uses the key that was entered in another window. */

@@ -16,7 +16,7 @@ async function canSignIn() {
 const NOTES = {
   wrong: 'The server did not accept that key. Please check it and try again.',
   withdrawn: 'Your key is not accepted any more. Enter another one. What you have written is kept.',
-  ended: 'Sign in again and reload this page, or enter an API key. What you have written is kept.',
+  ended: 'Sign in again in another window, or enter an API key. What you have written is kept.',
 };
 
 /**

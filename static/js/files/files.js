@@ -96,9 +96,9 @@ export class Files {
 
   async #read(file, name, sessionId) {
     const { documentType, documentOf } = await import('./documents.js');
-    const most = this.composer.maxBytes();
+    const mostBytes = this.composer.maxBytes();
     if (documentType(file.name, true)) refuseAbove(this.composer.maxDocumentBytes(), file, file.size, 'a document');
-    else refuseAbove(most, file, file.size);
+    else refuseAbove(mostBytes, file, file.size);
     const bytes = new Uint8Array(await file.arrayBuffer().catch(() => {
       throw new Error(`${file.name} could not be read.`); // a folder, or a file that is gone
     }));
@@ -108,11 +108,11 @@ export class Files {
     if (found.text === null) throw new Error(`${file.name} is not a file of text, nor a document that can be read: PDF, DOCX, XLSX, HTML and CSV can.`);
     if (!found.text.trim()) throw new Error(`${file.name} is empty.`);
     const numTokens = Math.round(found.text.length / CHARS_PER_TOKEN);
-    if (numTokens > SURELY * this.composer.maxTokens()) {
-      throw new Error(`${file.name} has about ${count(numTokens)} tokens, and the model reads ${count(this.composer.maxTokens())}.`);
-    }
-    refuseAbove(most, file, new Blob([found.text]).size);
-    return { written: `${written(name, found.text)}\n\n`, text: found.text, about: [found.pages, `about ${count(numTokens)} tokens`].filter(Boolean).join(' · ') };
+    const most = this.composer.maxTokens();
+    const about = `about ${count(numTokens)} token${numTokens === 1 ? '' : 's'}${numTokens > most ? `, the model reads ${count(most)}` : ''}`;
+    if (numTokens > SURELY * most) throw new Error(`${file.name} has ${about}.`);
+    refuseAbove(mostBytes, file, new Blob([found.text]).size);
+    return { written: `${written(name, found.text)}\n\n`, text: found.text, about: [found.pages, about].filter(Boolean).join(' · ') };
   }
 
   async #asDocument(file, type, documentOf, sessionId) {
