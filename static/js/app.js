@@ -177,7 +177,7 @@ export class App {
   /** Sends what waited in conversations that are not open for an answer or the server. */
   async #sendQueued() {
     await this.settings.saved();
-    for (const [sessionId, message] of this.composer.takeQueued((id) => !this.core.liveTurn(id))) {
+    for (const [sessionId, message] of this.composer.takeQueued((id) => this.core.sessions.get(id)?.loaded && !this.core.liveTurn(id))) {
       this.#act(() => this.core.ask({ id: newId(), sessionId, ...message }));
     }
   }
@@ -427,7 +427,8 @@ export class App {
     if (isAnother) return this.#startAnew();
     this.banner.update();
     this.#showState();
-    document.body.classList.toggle('locked', phase === 'locked');
+    // It stays hidden until it is known who has come, whatever key is tried.
+    if (phase === 'locked' || phase === 'ready' || this.core.lastOwner === null) document.body.classList.toggle('locked', phase === 'locked');
     if (phase === 'locked') document.title = NAME;
     if (this.core.phase === 'offline') this.api.abandon();
     if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is

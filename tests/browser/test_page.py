@@ -681,7 +681,12 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     for part in shown:
         expect(page.locator(part).first).to_be_hidden()
     assert page.title() == "Overture"
+    stage.line.freeze("down")
     enter(stage.keys["bob"])
+    expect(page.get_by_label("API key")).to_have_count(0)
+    for part in shown:
+        expect(page.locator(part).first).to_be_hidden()
+    stage.line.thaw()
     expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     expect(page.locator(".bubble")).to_have_count(0)
     expect(page.locator(f".session[href='#/s/{session}']")).to_have_count(0)
