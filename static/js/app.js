@@ -469,7 +469,7 @@ export class App {
     this.core.apiKey = key;
     const asked = byId('key')?.closest('dialog');
     if (asked && key) asked.close(key);
-    else if (this.core.phase === 'locked') this.connection.connect();
+    else this.connection.connect(); // also where all is well: it may be another person's
   }
 
   async #unlock() {

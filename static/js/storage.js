@@ -48,6 +48,12 @@ export function onElsewhere(key, person) {
   addEventListener('storage', ({ key: name, newValue }) => ({ [KEY]: key, [PERSON]: person })[name]?.(newValue));
 }
 
+/** Loads the page anew when somebody signs out in another window. */
+export function leaveWithOthers() {
+  const look = (stored) => stored || location.reload();
+  onElsewhere(look, look);
+}
+
 /** The unsent text of a session (null: of a new chat). */
 export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ?? '';
 

@@ -242,6 +242,16 @@ def test_all_windows_of_a_browser_follow_when_one_signs_out_or_in(
     for page in (first, second):
         expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     expect(question).to_have_value("")
+    people, room = (first.context.new_page() for _ in range(2))
+    people.goto(f"{site.url}/admin")
+    room.goto(f"{site.url}/engine")
+    expect(people.get_by_role("rowheader", name="bob")).to_be_visible()
+    expect(room.get_by_text("live", exact=True)).to_be_visible()
+    first.get_by_role("button", name="Settings").click()
+    first.get_by_role("button", name="Sign out").click()
+    for page in (second, people, room):
+        expect(page.get_by_label("API key")).to_be_visible()
+    expect(people.get_by_role("rowheader", name="bob")).to_have_count(0)
 
 
 def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(

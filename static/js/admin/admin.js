@@ -4,7 +4,7 @@ import { Api } from '../api.js';
 import { h } from '../dom.js';
 import { askKey } from '../key.js';
 import { openMenu } from '../menu.js';
-import { readKey, writeKey } from '../storage.js';
+import { leaveWithOthers, readKey, writeKey } from '../storage.js';
 import { toast } from '../toast.js';
 import * as questions from './questions.js';
 import * as views from './views.js';
@@ -20,6 +20,7 @@ export class Admin {
 
   constructor() {
     this.api = new Api(() => this.#key);
+    leaveWithOthers();
     byId('add').addEventListener('click', () => this.#add());
     byId('of').addEventListener('change', () => this.#showUsage());
   }
